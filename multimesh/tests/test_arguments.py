@@ -272,3 +272,23 @@ def test_processes_of_a_node_share_its_cores(environment, share, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert cores() == share
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("aligned", [True, False])
+def test_one_numpy_array_as_two_arguments_of_which_one_is_donated(aligned, devices):
+    """Whether JAX shares the memory of NumPy depends on its address; a call must not, as under ``jax.jit``."""
+    mesh = submeshes(1, (devices,))[0]
+    task = mm.task(lambda w, m: (w + 1, 2 * m), mesh=mesh)
+    memory = np.zeros(64 * 64 + 64, np.float32)
+    start = (-memory.ctypes.data % 64) // 4 + (not aligned)
+    given = memory[start : start + 64 * 64].reshape(64, 64)
+    given[:] = np.arange(64)
+    old = given.copy()
+    for one, other in ((given, given), (given, jnp.asarray(given)), (jnp.asarray(given), given)):
+        got = mm.jit(task, donate_argnums=0)(one, other)
+        assert_same(got, (old + 1, 2 * old))
+        np.testing.assert_array_equal(given, old)
+    step = mm.jit(lambda w, m: task(w, m)[0], donate_argnums=0)
+    assert_same(step(given, given), old + 1)
+    np.testing.assert_array_equal(given, old)

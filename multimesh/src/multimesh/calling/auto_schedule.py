@@ -58,7 +58,7 @@ class Made:
         The forecast counts bytes on a device, and the choice those of whole arrays. The plan may have other submeshes
         besides, and those of the loop in another order.
         """
-        pipelines = (part for part in self.passes["table"].made.parts if isinstance(part, Pipeline))
+        pipelines = (part for part in self.passes["tables"].made.parts if isinstance(part, Pipeline))
         (rows,) = (part.submeshes for part in pipelines if part.choice is not None)
         needs = (self.needs[self.plan.submeshes.index(mesh)] for mesh in rows)
         pairs = zip(needs, self.choice.taken.peaks, strict=True)

@@ -17,7 +17,7 @@ from multimesh.calling.arguments import (
     Given,
     Parameters,
     Signature,
-    abstract,
+    abstracts,
     homes_of,
     host_kind,
     is_sharding,
@@ -232,7 +232,7 @@ class Jitted:
         return self._signature(leaves, tree, given)
 
     def _signature(self, leaves: Sequence[Any], tree: Any, given: Given) -> Signature:
-        avals = tuple(map(abstract, leaves))
+        avals = abstracts(leaves, tree, lambda: self._parameters.names(given))
         context = self._context()
         specs = [spec_of(leaf, or_none=context.options.autoshard) for leaf in leaves]
         kinds = tuple(map(kind_of, leaves))

@@ -101,7 +101,7 @@ class Carry:
 
 @dataclass(frozen=True)
 class LoopMark:
-    """The arguments of a ``microbatch`` call: microbatches, schedule, user's line, whether with a state, dtype of sums."""
+    """The arguments of a ``microbatch`` call: number, schedule, user's line, with a state or not, dtype of sums."""
 
     count: int
     schedule: Any

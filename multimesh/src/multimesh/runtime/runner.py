@@ -66,7 +66,7 @@ class Runner:
         """
         env = self.staged(args)
         if self._aliases:
-            self._check_buffers(env)
+            self._check_buffers(env, args)
         self.run(env, self.calls)
         results = [
             env[value] if kind == "slot" else copied(args[value] if kind == "arg" else value)
@@ -110,17 +110,19 @@ class Runner:
         sources, targets = ([self.compiled.plan.layouts[slot] for slot in slots] for slots in (action.ins, action.outs))
         return mover(sources, targets, [self.compiled.plan.slots[slot] for slot in action.ins])
 
-    def _check_buffers(self, env: Sequence[Any]) -> None:
+    def _check_buffers(self, env: Sequence[Any], args: Sequence[Any]) -> None:
         """Refuse a donated buffer that is there twice: XLA would do so on one device, and end the process on several.
+
+        It never writes to the memory of NumPy, so an array of NumPy may be given twice.
 
         Asking an array for its buffer takes as long as a dispatch. Results of runners have a buffer each: among them
         it is enough to look for an array that is given twice.
         """
         for alike, shards in self._aliases:
-            arrays = [env[slot] for _, slot in alike]
-            own = all(_results.get(id(x)) is x for x in arrays)
+            arrays = [(arg, slot, env[slot]) for arg, slot in alike if isinstance(args[arg], jax.Array)]
+            own = all(_results.get(id(x)) is x for _, _, x in arrays)
             found: dict[Any, tuple[int, bool]] = {}
-            for (arg, slot), x in zip(alike, arrays, strict=True):
+            for arg, slot, x in arrays:
                 donated = slot in self._donated
                 for buffer in [id(x)] if own else _buffers(x, shards):
                     other, also = found.setdefault(buffer, (arg, donated))

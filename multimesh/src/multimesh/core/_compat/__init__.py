@@ -32,6 +32,7 @@ with tried_version():
         dce,
         device_put_p,
         hoisted,
+        is_ref,
         is_tracer,
         jaxpr_as_fun,
         jit_p,

@@ -215,6 +215,11 @@ def nbytes(aval: Any) -> int:
     return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 8)
 
 
+def is_ref(aval: Any) -> bool:
+    """Whether an abstract value is that of a mutable array, as `jax.new_ref` makes."""
+    return hasattr(aval, "inner_aval")
+
+
 def memory_kind(aval: Any) -> str | None:
     """The memory that an abstract value is in; None for that of the device."""
     space = getattr(aval, "memory_space", None)

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 from jax.sharding import Mesh
 
 from multimesh import ir
+from multimesh.core import _compat
 from multimesh.core.grouping import grouped
-from multimesh.errors import internal_error
+from multimesh.errors import UsageError, internal_error
 from multimesh.ir import graph
 from multimesh.passes.cutting.parts import Fragment, Parts, Pipeline, Segment, with_interfaces
 
@@ -104,7 +105,22 @@ def cut(program: ir.Program) -> Parts:
         results = {*ir.values(loop.leaves), *(o for op in loop.ops for o in op.outs if o in rows)}
         parts.append(Pipeline(loop, fragment(loop.ops, results, phased=True), frozenset(results)))
         parts.append(segment(number + 1))
+    for part in parts:
+        _check_refs(part.fragments)
     return Parts(program, tuple(parts))
+
+
+def _check_refs(fragments: Iterable[Fragment]) -> None:
+    """Refuse a mutable array that two kernels would share, or a kernel and the caller."""
+    for part in fragments:
+        for op in part.ops:
+            if any(_compat.is_ref(v.aval) and v in part.ins for v in op.reads):
+                raise UsageError(
+                    f"{_compat.user_line(op.source)}: {op.prim.name}{f' in task {op.task.name!r}' if op.task else ''} "
+                    "uses a mutable array (jax.new_ref) that was made elsewhere, but programs of several submeshes "
+                    "can't share one; give the task its value, x[...], and write what the task returns outside of "
+                    "multimesh.jit, or make the array inside the task"
+                )
 
 
 def _epochs(program: ir.Program) -> list[int]:

@@ -1,0 +1,77 @@
+"""``jax.new_ref``: within a task as under ``jax.jit``; what several programs would share is refused in a line."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from pipelines import assert_same, submeshes
+
+import multimesh as mm
+
+MESHES = submeshes(2, (1,))
+X = np.arange(8, dtype=np.float32)
+LINE = r"^\S+test_mutable_arrays.py:\d+: "
+
+
+def add(ref, x):
+    ref[...] += x
+    return ref[...]
+
+
+def counted(x):
+    return add(jax.new_ref(jnp.zeros_like(x)), x)
+
+
+first, second = (lambda fn, mesh=mesh: mm.task(fn, mesh=mesh) for mesh in MESHES)
+
+
+def test_made_and_read_within_a_task_or_outside_of_all():
+    def step(x):
+        return first(counted)(x), second(lambda x: counted(2 * x))(x), counted(3 * x)
+
+    assert_same(mm.jit(step)(X), jax.jit(step)(X))
+
+
+def test_made_and_read_within_a_microbatch():
+    def body(w, x):
+        return second(jnp.sum)(first(lambda w, x: counted(w * x))(w, x))
+
+    step = mm.microbatch(body, size=2, argnum=1)
+    assert_same(mm.jit(step)(np.float32(2), X), jax.jit(step)(np.float32(2), X))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda state, x: first(add)(state["seen"], x),
+        lambda state, x: add(state["seen"], first(jnp.sin)(x)),
+        lambda state, x: mm.microbatch(lambda x: add(state["seen"], first(jnp.sin)(x)[0]), size=2)(x),
+    ],
+)
+def test_as_an_argument(fn):
+    state = {"seen": jax.new_ref(jnp.zeros(8))}
+    with pytest.raises(mm.UsageError, match=r"state\[.seen.\] is a mutable array \(jax.new_ref\).*pass its value"):
+        mm.jit(fn)(state, X)
+    assert_same(state["seen"][...], 0 * X)
+
+
+def test_captured():
+    seen = jax.new_ref(jnp.zeros(8))
+    for fn in (
+        lambda x: first(lambda x: add(seen, x))(x),
+        lambda x: add(seen, first(jnp.sin)(x)),
+        lambda x: mm.microbatch(lambda x: add(seen, first(jnp.sin)(x)[0]).sum(), size=2)(x),
+    ):
+        with pytest.raises(mm.UsageError, match=LINE + r".*mutable array \(jax.new_ref\) that was made elsewhere"):
+            mm.jit(fn)(X)
+    assert_same(seen[...], 0 * X)
+
+
+def test_from_one_task_to_another():
+    def step(x):
+        seen = jax.new_ref(jnp.zeros_like(x))
+        first(lambda x: add(seen, x))(x)
+        return second(lambda x: add(seen, x))(x)
+
+    with pytest.raises(mm.UsageError, match=LINE + r".*in task .* that was made elsewhere.*give the task its value"):
+        mm.jit(step)(X)
