@@ -45,6 +45,13 @@ if os.environ.get("STAND_IN") == "reads data":
     import subprocess
     subprocess.Popen(["sleep", "600"])
     time.sleep(600)
+if os.environ.get("STAND_IN") == "needs memory":
+    import resource
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 32, 1 << 32))
+    numpy.ones(1 << 40)
+if os.environ.get("STAND_IN") == "needs memory in C++":
+    print("terminate called after throwing an instance of 'std::bad_alloc'\\n  what():  std::bad_alloc", flush=True)
+    os.abort()
 if os.environ.get("STAND_IN") == "hangs":
     time.sleep(600)
 """
@@ -301,6 +308,16 @@ def test_a_pipe_that_is_closed_while_it_trains_stops_the_trainer_with_a_line(sta
     assert errors.endswith("so the trainer was stopped; write it to a file\n"), errors
     assert (one.wait(), errors.count("\n")) == (141, 1)
     assert gone(trainer)
+
+
+@pytest.mark.parametrize(("kind", "words"), [("", "Unable to allocate 8.00 TiB"), (" in C++", "std::bad_alloc")])
+def test_memory_of_the_machine_that_does_not_suffice_is_told_in_a_line(
+    start: Start, tmp_path: Path, kind: str, words: str
+):
+    code, _, errors = finished(start("--output", tmp_path, STAND_IN=f"needs memory{kind}"))
+    assert (code, errors.count("\n")) == (16, 1)
+    assert errors.startswith(f"error: the memory of this machine did not suffice after 2 of 2 steps ({words}")
+    assert "--mem of Slurm" in errors
 
 
 def _words(path: Path) -> list[bytes]:

@@ -91,7 +91,7 @@ class ProcessLostError(TrainerFailedError):
 
 
 class DoesNotFitError(LauncherError):
-    """A run needs more memory than a device has."""
+    """A run needs more memory than a device or a machine has."""
 
     exit_code = 16
 

@@ -28,6 +28,7 @@ from multimesh_maxtext.command.report import Evaluation, Step, judge, progress
 from multimesh_maxtext.command.reserve import mark_run
 from multimesh_maxtext.command.translate import Paths
 from multimesh_maxtext.errors import (
+    DoesNotFitError,
     LauncherError,
     MissingPartError,
     ProcessLostError,
@@ -56,6 +57,23 @@ _NO_MORE = "run out of training data"
 
 _REFUSED = re.compile(r"^(?:(\w[\w.]*)\n)?  (?:Value error, )?(.+?) \[type=\w+, ", re.MULTILINE | re.DOTALL)
 """A setting that MaxText refuses, and why, as pydantic prints it."""
+
+
+_MEMORY = re.compile(
+    r"RESOURCE_EXHAUSTED: Out of memory.*|std::bad_alloc|\bMemoryError\b.*|Unable to allocate .*|Cannot allocate memory"
+)
+"""Words of XLA, C++, Python, NumPy and Linux where memory has ended."""
+
+_MORE_MEMORY = {
+    "cpu": (
+        "this machine",
+        "use fewer devices or smaller sizes here, or ask for more: --mem of Slurm, --memory of Docker",
+    ),
+    "gpu": (
+        "a GPU",
+        "use a smaller --microbatch-size, --remat full, or more --pp or --fsdp; --forecast shows the needs",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -105,7 +123,8 @@ def train(
         if o.nodes > 1 and lost:  # any other failure, such as a checkpoint's, comes from that
             error = ended if isinstance(ended, ProcessLostError) else ProcessLostError(f"{lost[0]}; see {paths.log}")
         else:
-            error = refused(log) or explained(log, o.checkpoint) or stopped(log, ended)
+            known = refused(log) or out_of_memory(log, o.platform, ended) or explained(log, o.checkpoint)
+            error = known or stopped(log, ended)
     except LauncherError as wrong:
         error = wrong
     return Outcome(steps, follower.evaluations, error, paths.log)
@@ -143,6 +162,16 @@ def refused(log: str) -> UsageError | None:
     told = "".join(line for line in told.splitlines(keepends=True) if not line.startswith("    For further"))
     wrong = [" ".join(": ".join(filter(None, said)).split()) for said in _REFUSED.findall(told)]
     return UsageError(f"MaxText refuses these settings: {'; '.join(wrong)}") if found and wrong else None
+
+
+def out_of_memory(log: str, platform: str, error: LauncherError) -> DoesNotFitError | None:
+    """Return the error of a trainer for which memory did not suffice; ``None`` if its log has none of the words."""
+    found = _MEMORY.findall(log)
+    if not found or isinstance(error, StoppedEarlyError):
+        return None
+    where, remedy = _MORE_MEMORY["cpu" if platform == "cpu" or "RESOURCE" not in found[-1] else "gpu"]
+    after = str(error).partition(" after ")[2].partition(";")[0]
+    return DoesNotFitError(f"the memory of {where} did not suffice after {after} ({found[-1].strip()}); {remedy}")
 
 
 def stopped(log: str, error: LauncherError) -> LauncherError:
