@@ -134,6 +134,13 @@ def test_what_cannot_be_saved_is_named(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "file"]
 
 
+def test_handlers_for_orbax_are_there():
+    from orbax.checkpoint import type_handlers, v1
+
+    assert isinstance(mm.distributed.orbax_handler(), type_handlers.ArrayHandler)
+    assert issubclass(mm.distributed.orbax_state_handler(), v1.handlers.PyTreeHandler)
+
+
 def test_without_orbax_the_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "multimesh.checkpoints.orbax_arrays", None)
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
