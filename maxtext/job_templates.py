@@ -8,7 +8,8 @@ if [[ -z ${IMAGE:-} ]]; then
   : "${CHECKOUT:?name an image, or the repository: CHECKOUT=DIR sbatch ...}"
   launch+=("$CHECKOUT/maxtext/@folder@/@chosen@")
 elif [[ $(srun --help) == *--container-image* ]]; then
-  launch+=(--container-image="$IMAGE" --no-container-mount-home /opt/entrypoint.sh "$inside")
+  launch+=(--container-image="$IMAGE" --container-mounts="$(IFS=, && echo "${mounts[*]}")" --no-container-mount-home)
+  launch+=(/opt/entrypoint.sh "$inside")
 else
   each_node=(srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1)
   if ! "${each_node[@]}" docker version --format '{{.Server.Version}}' >/dev/null; then
@@ -19,6 +20,7 @@ else
     "${each_node[@]}" docker load --quiet --input "$IMAGE_ARCHIVE"
   fi
   options=(--rm --init --network=host --ipc=host --entrypoint=/opt/entrypoint.sh --workdir=/tmp)
+  options+=(--user="$(id -u):$(id -g)" --env=HOME=/tmp "${mounts[@]/#/--volume=}")
   if [[ ${SLURM_GPUS_ON_NODE:-0} -gt 0 ]]; then
     options+=(--gpus=all)
   fi
@@ -38,13 +40,38 @@ if [[ -z ${IMAGE:-} ]]; then
   : "${CHECKOUT:?name an image, or the repository: CHECKOUT=DIR sbatch ...}"
   launch+=("$CHECKOUT/maxtext/@folder@/@chosen@")
 elif command -v shifter >/dev/null; then
-  launch+=(shifter --image="$IMAGE" --module="gpu,nccl-plugin" /opt/entrypoint.sh "$inside")
+  launch+=(shifter --image="$IMAGE" --module="gpu,nccl-plugin" "${mounts[@]/#/--volume=}" /opt/entrypoint.sh "$inside")
 else
-  options=(--rm --gpu --nccl --net=host --ipc=host --entrypoint=/opt/entrypoint.sh)
+  options=(--rm --gpu --nccl --net=host --ipc=host --entrypoint=/opt/entrypoint.sh "${mounts[@]/#/--volume=}")
   for name in @variables@; do
     options+=("--env=$name")
   done
   launch+=(podman-hpc run "${options[@]}" "$IMAGE" "$inside")
+fi
+"""
+
+MOUNTED = r"""
+# A container sees these folders, at their own place: those of flags, the compiled programs, and those of MOUNTS.
+mounts=()
+mount_folder() {
+  if [[ $1 != /* ]]; then
+    echo "error: $1 is a path within the container, and ends with it; write the whole path" >&2
+    exit 2
+  fi
+  mkdir -p "$1"
+  mounts+=("$1:$1")
+}
+if [[ -n ${IMAGE:-} ]]; then
+  for flag in output checkpoint dump; do
+    folder=$(value_of "$flag" "$*")
+    if [[ -n $folder ]]; then
+      mount_folder "$folder"
+    fi
+  done
+  export XDG_CACHE_HOME="${XDG_CACHE_HOME:-$HOME/.cache}"
+  mount_folder "$XDG_CACHE_HOME/multimesh"
+  IFS=, read -r -a more <<<"${MOUNTS:-}"
+  mounts+=("${more[@]}")
 fi
 """
 
@@ -56,14 +83,16 @@ launch=(srun --kill-on-bad-exit=1 "$CHECKOUT/maxtext/@folder@/@chosen@")
 LACKING = 5
 """Exit code of a batch script on a cluster that cannot start containers; ``run.py`` has no such code."""
 
+PREEMPTED = 18
+"""Exit code of a run that saved because a signal ended it; a test compares it with the launcher's own."""
+
 LOST = 17
 """Exit code of a process that ends because another one was lost; a test compares it with the launcher's own."""
 
 ATTEMPTS = r"""
 # With --max-restarts K all processes start again from the newest checkpoint when one was lost, on healthy nodes of the
 # allocation, spare ones first. With --fallback they take the next grid when these are too few, until more return.
-value_of() { sed -nE "s/^(.* )?--$1[ =]([^ ]+)( .*)?$/\2/p" <<<"${*:2}"; }
-limit=$(value_of max-restarts "$*") checkpoint=$(value_of checkpoint "$*")
+limit=$(value_of max-restarts "$*") checkpoint=$(value_of checkpoint "$*") output=$(value_of output "$*")
 if [[ -n $limit ]]; then
   # A node that is lost never says that its processes ended: srun waits so many seconds for it, and shares its place.
   export SLURM_WAIT="${SLURM_WAIT:-60}" SLURM_OVERLAP=1
@@ -116,12 +145,23 @@ grow() {
   return 1
 }
 
-more=()
+more=() restarts=0
 if ((${SLURM_RESTART_COUNT:-0})); then
-  more=(--resume) # Slurm gave the job another allocation
+  more=(--resume) # Slurm gave the job another allocation; attempts are counted on
+  restarts=$(($(cat "$output/.attempt" 2>/dev/null || echo 0) + 1))
 fi
-for ((restarts = ${SLURM_RESTART_COUNT:-0}, losses = 0; ; restarts++)); do
+# Some minutes before the end of the allocation Slurm sends USR1. All processes save then, and the job asks for another
+# allocation if it may start again. Other signals that end the job let them save too.
+step="" warned=0
+trap 'warned=1; kill -TERM $step 2>/dev/null || true' USR1
+trap 'kill -TERM $step 2>/dev/null || true' TERM
+# Who holds up the others for so many seconds ends the job; the log of process 0 says who.
+export MULTIMESH_STALL_TIMEOUT="${MULTIMESH_STALL_TIMEOUT:-1800}"
+for ((losses = 0; ; restarts++)); do
   choose || exit @lost@
+  if [[ -n $limit ]]; then
+    mkdir -p "$output" && echo "$restarts" >"$output/.attempt"
+  fi
   # Process 0 is on the first node; its address as Slurm has it.
   address=$(scontrol show node "${nodes[0]}" --oneliner | grep -o 'NodeAddr=[^ ]*')
   # JAX's own choice of a port; another one each time, because what is left of the last attempt may still listen.
@@ -134,10 +174,16 @@ for ((restarts = ${SLURM_RESTART_COUNT:-0}, losses = 0; ; restarts++)); do
   if [[ $processes != "${grids[0]%% *}" ]] && grow "$step"; then
     grown=1
   fi
-  wait "$step" || code=$?
+  while code=0 && { wait "$step" || code=$?; } && kill -0 "$step" 2>/dev/null; do
+    : # a signal ended the waiting, not the step
+  done
   more=(--resume)
   if ((grown && code)); then
     continue
+  fi
+  if ((code == @preempted@ && warned)) && [[ -n $limit ]]; then
+    echo "the time of this allocation ends; the job waits for another one"
+    scontrol requeue "$SLURM_JOB_ID"
   fi
   # @lost@: a process says that another one was lost; above 128: it was killed itself.
   if ((losses++ >= ${limit:-0} || (code != @lost@ && code <= 128))); then
@@ -148,7 +194,7 @@ done
 """
 
 VARIABLES = (
-    "{JAX_COORDINATOR_ADDRESS,MULTIMESH_{JOB_SECRET,MAXTEXT_RESTARTS},"
+    "{JAX_COORDINATOR_ADDRESS,XDG_CACHE_HOME,MULTIMESH_{JOB_SECRET,STALL_TIMEOUT,MAXTEXT_RESTARTS},"
     "SLURM_{JOB_ID,STEP_NODELIST,NTASKS,PROCID,LOCALID}}"
 )
 
@@ -157,7 +203,9 @@ BATCH = r"""#!/usr/bin/env bash
 #   @submit@ sbatch [options of sbatch] job.sbatch [flags of run.py]
 @options@
 set -euo pipefail
-@containers@@attempts@"""
+# The value of a flag among those of run.py.
+value_of() { sed -nE "s/^(.* )?--$1[ =]([^ ]+)( .*)?$/\2/p" <<<"${*:2}"; }
+@mounted@@containers@@attempts@"""
 
 PROCESS = r"""#!/usr/bin/env bash
 # One process of the job, as srun starts it. Made by maxtext/jobs.py.
@@ -217,7 +265,7 @@ spec:
               - action: FailJob
                 onExitCodes:
                   operator: NotIn
-                  values: [@lost@, 137, 143]
+                  values: [@lost@, @preempted@, 137, 143]
           template:
             spec:
               restartPolicy: Never
@@ -239,6 +287,8 @@ spec:
                           name: multimesh-job
                           key: secret
                           optional: true
+                    - name: MULTIMESH_STALL_TIMEOUT
+                      value: "1800"
                     - name: MULTIMESH_MAXTEXT_SIZE
                       value: "@count@"
                     - name: MULTIMESH_MAXTEXT_LOCAL_RANK
@@ -291,7 +341,9 @@ job's output ends with `ok: N steps, loss A -> B`, or with an error and its exit
 @about@
 
 With `--max-restarts K --checkpoint DIR --output DIR`, folders that all nodes see, all processes start again within the
-job when one is lost: see [checkpoints](../README.md#checkpoints).
+job when one is lost: see [checkpoints](../README.md#checkpoints). Five minutes before its time ends the job saves and
+asks Slurm for another allocation, in which it goes on; without `--max-restarts` it saves and ends with exit code
+@preempted@.
 
 ## Settings
 

@@ -21,10 +21,12 @@ from job_templates import (
     LACKING,
     LIMITS,
     LOST,
+    MOUNTED,
     ORIGINAL_ROW,
     PLANNED_8B,
     PLANNED_70B,
     PLANNED_175B,
+    PREEMPTED,
     PROCESS,
     PYXIS_OR_DOCKER,
     README,
@@ -116,6 +118,12 @@ class Job:
         return self.nodes * self.machine.gpus
 
 
+_MOUNTS = (
+    "MOUNTS",
+    "folders that containers see besides those of `--output`, `--checkpoint` and `--dump` and the compiled programs, "
+    "such as data: `/data:/data:ro,/more:/more`",
+)
+
 DGX_H100 = Machine(
     title="DGX H100",
     script="run-dgx-h100.sh",
@@ -129,6 +137,7 @@ DGX_H100 = Machine(
             "IMAGE",
             "with pyxis what `srun --container-image` takes (`REGISTRY#REPO:TAG`, or a squashfs file), else for Docker",
         ),
+        _MOUNTS,
         ("IMAGE_ARCHIVE", "without pyxis: a file of `docker save` that all nodes see, loaded on each of them first"),
         (
             "CHECKOUT",
@@ -159,6 +168,7 @@ PERLMUTTER = Machine(
             "IMAGE",
             "the image, for Shifter (`docker:REGISTRY/REPO:TAG`, pulled by `shifterimg pull`), or for podman-hpc",
         ),
+        _MOUNTS,
         (
             "CHECKOUT",
             "without an image: the repository with its `.venv`, where all nodes see it. Load modules before `sbatch`",
@@ -274,6 +284,7 @@ def files(job: Job) -> dict[str, str]:
     contained = machine.containers is not CHECKOUT_ONLY
     sizes = (f"--nodes={job.nodes}", f"--ntasks-per-node={machine.gpus}") if job.nodes else ()
     options = (f"--job-name={job.folder}", *sizes, *machine.options, f"--time={job.time}")
+    options += ("--signal=B:USR1@300", "--open-mode=append", "--requeue")
     several = f"{job.nodes} nodes of {machine.gpus} GPUs each ({machine.title}), one process per GPU: "
     forecast = (
         LIMITS.format(**dict(zip(("planned", "theirs", "limits"), job.forecasts, strict=True))) if job.forecasts else ""
@@ -283,6 +294,8 @@ def files(job: Job) -> dict[str, str]:
         "lacking": str(LACKING),
         "attempts": ATTEMPTS,
         "lost": str(LOST),
+        "preempted": str(PREEMPTED),
+        "mounted": MOUNTED.lstrip() if contained else "",
         "variables": VARIABLES,
         "options": "\n".join(f"#SBATCH {option}" for option in options),
         "start": machine.start,

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,18 @@ def test_goodput_is_the_share_of_the_time_in_steps_that_counted():
     ]
 
 
+def test_an_attempt_that_nobody_closed_ended_when_it_last_wrote_something(tmp_path: Path):
+    """The pause until the next start, such as a wait for an allocation, is no part of it."""
+    paths = Paths("", Path(), tmp_path, tmp_path / "metrics.jsonl")
+    options = read(["--nodes", "2", "--cpus", "1", "--pp", "2", "--max-restarts", "1"]).options
+    begin(options, paths, 0)
+    paths.log.write_text("step 3")
+    os.utime(paths.log, (1_700_000_000, 1_700_000_000))
+    first, second = begin(options, paths, 7)  # numbers of another allocation go on
+    assert datetime.fromisoformat(first.ended).timestamp() == 1_700_000_000
+    assert second.ended == ""
+
+
 @pytest.mark.parametrize(
     ("codes", "dones", "sizes"),
     [
@@ -160,11 +173,11 @@ def test_a_job_that_lost_a_process_starts_again_on_a_grid_that_fits(
     (tmp_path / "ck/2/commit_success.txt").touch()
     paths = Paths("", Path(), tmp_path, tmp_path / "metrics.jsonl")
 
-    def start(words: list[str], processes: int, _root: Path | None, number: int) -> int:
+    def start(words: list[str], processes: int, _root: Path | None, number: int, *, saves: bool) -> int:
         """Be a job whose checkpoint has three steps."""
         options = going_on(read(words), {"MULTIMESH_MAXTEXT_RESTARTS": str(number)}).options
         assert (options.resume, options.overwrite) == (number > 0, number == 0)
-        assert options.nodes == processes
+        assert (options.nodes, saves) == (processes, True)
         begin(options, paths, number)
         end(paths, "process 3 was killed", dones[len(started)])
         started.append(processes)
@@ -189,7 +202,7 @@ def test_spare_gpus_take_the_place_of_lost_ones_first(tmp_path: Path, monkeypatc
     """Four processes of two GPUs on a machine of twelve, of which two, and then four more, are gone."""
     visible, started = [12, 10, 6], []
     monkeypatch.setattr(spawning, "visible_gpu_memory", lambda: [80] * visible[len(started)])
-    monkeypatch.setattr(spawning, "_run", lambda _words, processes, *_: started.append(processes) or 17)
+    monkeypatch.setattr(spawning, "_run", lambda _words, processes, *_, **__: started.append(processes) or 17)
     flags = "--spawn --nodes 4 --gpus 2 --pp 8 --max-restarts 2 --checkpoint ck --fallback pp=4"
     options = read([*flags.split(), "--output", str(tmp_path)]).options
     monkeypatch.setattr(spawning.restarts, "closed", lambda *_: Attempt("", "", 4, 0, 1))

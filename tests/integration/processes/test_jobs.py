@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from multimesh_maxtext.errors import ProcessLostError
+from multimesh_maxtext.errors import PreemptedError, ProcessLostError
 
 from tests.integration.parts import processes, slurm
 from tests.integration.processes.test_slurm import trainer
@@ -136,8 +136,9 @@ def described(folder: str) -> str:
     return f"{job.flags} "
 
 
-def test_batch_scripts_know_the_code_of_a_lost_process() -> None:
+def test_batch_scripts_know_the_codes_that_they_look_for() -> None:
     assert ProcessLostError.exit_code == jobs.LOST
+    assert PreemptedError.exit_code == jobs.PREEMPTED
 
 
 STEPS = 40
@@ -208,6 +209,35 @@ def test_a_job_that_loses_processes_starts_again(
     assert sum(int(row[4]) for row in rows) == STEPS
     assert re.search(r"process 1 of 2 .* was killed by SIGKILL", rows[0][-1]), job.said
     compare(output, tmp_path / "one", text)
+
+
+@pytest.mark.parametrize(
+    "tell", [("scancel", "--signal=USR1", "--batch"), ("scontrol", "requeue")], ids=lambda words: words[0]
+)
+def test_a_job_whose_allocation_ends_saves_and_goes_on_in_another_one(
+    submit: Submit, tmp_path: Path, tell: str
+) -> None:
+    """The signal that Slurm sends before the time limit, and a requeue; not a step is lost, and no log."""
+    text, output, kept = ["--text", str(ROOT / "LICENSE")], tmp_path / "several", tmp_path / "ck"
+    place = ["--output", str(output), "--checkpoint", str(kept), "--checkpoint-every", "100000"]
+    job = submit("slurm", 2, *TRAINING, "--num-steps=100000", "--max-restarts=1", *place, *text)
+
+    def trains(after: int) -> bool:
+        return (output / "metrics.jsonl").exists() and len(losses(output)) > after
+
+    processes.wait_for(lambda: trains(2), "the first allocation trains", patience_s=300, log=job.log)
+    subprocess.run([*tell.split(), job.number], check=True)
+    processes.wait_for(lambda: any(kept.glob("[0-9]*/commit_success.txt")), "it saves", patience_s=60, log=job.log)
+    (saved,) = (int(path.parent.name) for path in kept.glob("[0-9]*/commit_success.txt"))
+    processes.wait_for(lambda: trains(saved + 2), "the second one goes on", patience_s=400, log=job.log)
+    subprocess.run(["scancel", "--signal=TERM", "--batch", job.number], check=True)
+    assert job.wait(120) == PreemptedError.exit_code, job.said
+    assert job.said.count("a signal ended the run after ") >= 2
+    first, second = attempts(job.said.rpartition("ended because")[2])
+    assert (first[3], first[4]) == (f"0-{saved}", str(saved + 1)), job.said  # each step counted
+    assert second[3].startswith(f"{saved + 1}-")
+    assert (output / "maxtext-before-restart-1.log").exists()
+    assert [*losses(output)] == list(range(len(losses(output))))
 
 
 def attempts(table: str) -> list[list[str]]:

@@ -30,6 +30,9 @@ from multimesh_maxtext.errors import UsageError
 VARIABLE = "MULTIMESH_MAXTEXT_RESTARTS"
 """Name of the environment variable: how often all processes have been started again, 0 at first."""
 
+_SAVED = "a signal ended the run"
+_GROWN = "more processes fit again"
+
 _WIDTH = 160  # of the table: reasons are not broken
 
 
@@ -109,6 +112,8 @@ def begin(options: Options, paths: Paths, number: int) -> list[Attempt]:
     if found and not found[-1].ended:
         found[-1] = _lost(found[-1], options, paths, number)
     if found:
+        if found[-1].processes < options.nodes and found[-1].because.startswith(_SAVED):
+            found[-1] = replace(found[-1], because=_GROWN)  # who started it ended the smaller job for that
         announce(found[-1], number, options)
     first = look(options.checkpoint).next_step if options.checkpoint else 0
     found.append(Attempt(now(), options.grid, options.nodes, first, first))
@@ -145,8 +150,14 @@ def _write(file: Path, attempts: list[Attempt]) -> list[Attempt]:
 def _lost(open_one: Attempt, options: Options, paths: Paths, number: int) -> Attempt:
     """Describe an attempt whose process 0 said nothing at its end, from the files that it left."""
     grows = options.nodes > open_one.processes
-    because = "more processes fit again" if grows else reason(paths, open_one.processes, number)
-    return replace(open_one, ended=now(), because=because, done=_done(options, paths))
+    because = _GROWN if grows else reason(paths, open_one.processes, number)
+    return replace(open_one, ended=_last_sign(paths) or now(), because=because, done=_done(options, paths))
+
+
+def _last_sign(paths: Paths) -> str:
+    """Return when process 0 last wrote something, before its log is put aside; empty where it did not."""
+    times = [file.stat().st_mtime for file in (paths.log, paths.metrics) if file.exists()]
+    return datetime.fromtimestamp(max(times)).astimezone().isoformat(timespec="milliseconds") if times else ""
 
 
 def reason(paths: Paths, processes: int, number: int = 0) -> str:
@@ -183,7 +194,8 @@ def keep_log(log: Path, number: int) -> None:
 
 def announce(last: Attempt, number: int, options: Options) -> None:
     """Say on stderr why all processes start again, for the ``number``-th time, and on which grid if it is another."""
-    count = f"restart {number} of at most {options.max_restarts}"
+    limit = f" of at most {options.max_restarts}" if number <= (options.max_restarts or 0) else ""
+    count = f"restart {number}{limit}"  # a job that Slurm starts anew counts on
     grid = "" if options.grid == last.grid else f" on {options.grid}"
     print(f"{last.because}; all processes start again{grid} ({count})", file=sys.stderr)
 
