@@ -18,10 +18,10 @@ Moment = Callable[[subprocess.Popen[str], int], None]
 
 
 def records(output: Path) -> list[dict[str, Any]]:
-    """All that a run computed; times differ from run to run."""
+    """All that a run computed; times and memory differ from run to run."""
     lines = (output / "metrics.jsonl").read_text().splitlines()
     return [
-        {key: value for key, value in json.loads(line).items() if "seconds" not in key and "per_sec" not in key}
+        {key: value for key, value in json.loads(line).items() if not re.search("seconds|per_sec|memory|mfu", key)}
         for line in lines
     ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,8 @@ class Result:
 
 class Logger:
     """MaxText's, but for what it writes."""
+
+    config = SimpleNamespace(num_target_devices=1)
 
     def __init__(self) -> None:
         self._buffered: list[Any] = []

@@ -28,6 +28,12 @@ VARIABLE = "MULTIMESH_MAXTEXT"
 SECONDS = "perf/step_seconds"
 """Name in the records of the time from the end of the step before to the end of a step."""
 
+TIME = "time/unix_seconds"
+MEMORY = "memory/peak_bytes"
+UTILIZATION = "perf/mfu"
+"""Names in the records of the time of day when a step had ended, of the most memory that a device of process 0 has had
+in use by then (on CPU devices: the process), and of the operations of the step as a share of the devices' peak."""
+
 
 @dataclass(frozen=True)
 class Handoff:

@@ -250,6 +250,10 @@ def _flags_apart(o: Options) -> Iterator[tuple[object, LauncherError]]:
     )
     for name in ("dump_hlo", "dump_all_passes", "dump_mpmd_passes", "dump_only"):
         yield o.has(name) and not o.dump, UsageError(f"--{name.replace('_', '-')} says how to dump; add --dump DIR")
+    yield (
+        o.prometheus and not o.prometheus.absolute().parent.is_dir(),
+        FileError(f"--prometheus {o.prometheus}: there is no such folder; make it, or choose another"),
+    )
     yield o.hlo and not o.hlo.is_file(), FileError(f"--hlo {o.hlo}: no such file; write its path")
     for file in o.text or ():
         yield (

@@ -302,6 +302,12 @@ def _outputs(root: argparse.ArgumentParser) -> None:
         ),
     )
     group.add_argument(
+        "--prometheus",
+        type=Path,
+        metavar="FILE.prom",
+        help="write loss, times, MFU, memory and goodput of the newest step there, for node_exporter (its textfiles)",
+    )
+    group.add_argument(
         "--dry-run", action="store_true", help="print the exact command, environment and configuration, start nothing"
     )
     group.add_argument(

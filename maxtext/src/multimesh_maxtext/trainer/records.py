@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from multimesh_maxtext.handoff import SECONDS
+from multimesh_maxtext.trainer.gauges import read_gauges
 
 
 class _Step:
@@ -58,7 +59,8 @@ def recording(metrics: dict[str, Any], step: int, kind: str) -> bool:
     if started is None:
         return False
     ended = started.ended()
-    metrics["scalar"][SECONDS] = ended - (started.begun if _last_end is None else _last_end)
+    seconds = ended - (started.begun if _last_end is None else _last_end)
+    metrics["scalar"] |= {SECONDS: seconds, **read_gauges(metrics["scalar"], started.logger.config, seconds)}
     _last_end = ended
     return True
 
