@@ -96,6 +96,13 @@ class DoesNotFitError(LauncherError):
     exit_code = 16
 
 
+class PreemptedError(LauncherError):
+    """A signal ended the run; all processes wrote a checkpoint first, and a run with ``--resume`` goes on after it."""
+
+    exit_code = 18
+    shared = True
+
+
 class UnreadError(LauncherError):
     """Nobody reads the output any more: the code of programs that SIGPIPE ends."""
 

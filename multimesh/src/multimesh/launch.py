@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import secrets
 import signal
@@ -19,7 +20,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
 
 from multimesh.errors import MissingPartError, UsageError
 from multimesh.processes import secret
@@ -29,6 +33,7 @@ __all__ = ["end_with_parent", "free_port", "job_variables", "process_variables",
 
 _POLL = 0.1  # seconds between looks at the processes
 _PATIENCE = 10.0  # seconds that the others get to end when one has failed, and that all get when told to end
+_SAME = 2.0  # seconds within which signals are one: a closed terminal or a batch system may tell all processes
 _PR_SET_PDEATHSIG = 1
 
 
@@ -71,6 +76,7 @@ def run_together(
     variables: Sequence[Mapping[str, str]],
     *,
     labels: Sequence[str] | None = None,
+    passed_on: Collection[int] = (),
 ) -> int:
     """Run commands at once, and wait for all. The first that fails ends all.
 
@@ -88,6 +94,9 @@ def run_together(
         Text before each line that a command prints, for each command. Lines are then written whole, through this
         process. Without labels commands write to our output themselves, as a terminal's progress bar needs it, and
         lines that are printed at the same time may run into each other.
+    passed_on
+        Numbers of signals that are handed on to all commands, which then end by themselves. A second signal is treated
+        as without this.
 
     Returns
     -------
@@ -114,8 +123,9 @@ def run_together(
             started.append(_start(command, own, None if labels is None else subprocess.PIPE))
             output.add(started[-1], labels[number] if labels else "")
         output.start()
-        while None in (codes := [process.poll() for process in started]) and not any(codes):
-            time.sleep(_POLL)
+        with _passing(passed_on, started):
+            while None in (codes := [process.poll() for process in started]) and not any(codes):
+                time.sleep(_POLL)
         code = next(filter(None, codes), 0)
         _wait(started)
         return code
@@ -156,6 +166,27 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@contextmanager
+def _passing(numbers: Collection[int], processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """Hand signals on to processes: the first one, and those that come at the same time by another way."""
+    first = math.inf
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        nonlocal first
+        first = min(first, time.monotonic())
+        if time.monotonic() - first > _SAME:
+            before[number](number, frame)
+        for process in processes:
+            process.send_signal(number)
+
+    before: dict[int, Any] = {number: signal.signal(number, hand_on) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _start(command: Sequence[str], own: Mapping[str, str], pipe: int | None) -> subprocess.Popen[bytes]:

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NoReturn
@@ -29,6 +30,7 @@ from multimesh_maxtext.command import (
 from multimesh_maxtext.command.checkpoint import Beginning, beginning, written_to
 from multimesh_maxtext.command.checks import Job, check_machine
 from multimesh_maxtext.command.dataset import check_dataset
+from multimesh_maxtext.command.exposition import listeners
 from multimesh_maxtext.command.launch import Launch, forecasting, in_place, launch, visible_gpu_memory
 from multimesh_maxtext.command.machine import check_environment, python, stale_parts
 from multimesh_maxtext.command.member import ALONE, Member, any_member, find_repeated, member
@@ -40,12 +42,14 @@ from multimesh_maxtext.command.reserve import RUNNING, has_content, holds_run, r
 from multimesh_maxtext.command.services import compile_text, export_parameters, show_command, write_dump
 from multimesh_maxtext.command.settle import Settled, settle
 from multimesh_maxtext.command.sizes import expected, step_json, step_text
-from multimesh_maxtext.command.spawning import spawn
+from multimesh_maxtext.command.spawning import SPAWNED, spawn
 from multimesh_maxtext.command.text import read_texts, write_corpus
 from multimesh_maxtext.command.training import (
     Follower,
     Outcome,
+    Tell,
     forecast,
+    going_on,
     keep_code,
     tail,
     terminate_as_interrupt,
@@ -89,12 +93,20 @@ def main(argv: Sequence[str], *, root: Path | None = None) -> int:
         code = _main(argv, root)
         sys.stdout.flush()
     except KeyboardInterrupt:
-        print("interrupted; the trainer was stopped", file=sys.stderr)
+        if SPAWNED not in os.environ:  # who spawned this process says so for all
+            print(f"interrupted; the trainer was stopped{_how_to_go_on(argv)}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # a program such as head has read what it wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return UnreadError.exit_code
     return code
+
+
+def _how_to_go_on(argv: Sequence[str]) -> str:
+    with suppress(LauncherError):
+        if folder := read(argv).options.checkpoint:
+            return f"; {going_on(folder)}"
+    return ""
 
 
 def _main(argv: Sequence[str], root: Path | None) -> int:
@@ -290,6 +302,8 @@ def _train(
     """Train, judge, compare; return the exit code, and why it ended. The trainer inherits the descriptor ``held``."""
     options = job.options
     hook = metrics_hook.load(options.metrics_hook) if options.metrics_hook and rank == 0 else None
+    tells: list[Tell] = [*listeners(options, restarts.attempt(options, os.environ))] if rank == 0 else []
+    tells += [hook] if hook else []
     if not options.json:
         console.print(python(), highlight=False, markup=False)
     _prepare(job, paths, texts)
@@ -300,7 +314,7 @@ def _train(
             if begin.step >= options.num_steps:
                 return (_say_finished(options, begin.step) if rank == 0 else 0), "nothing was left to do"
             begin = replace(begin, inherited=(*begin.inherited, held))
-            outcome = train(job, start, paths, console, begin, hook)
+            outcome = train(job, start, paths, console, begin, tells)
         if not isinstance(outcome.error, DamagedCheckpointError):
             break
         line = going_back(outcome.error, options.checkpoint or Path())
@@ -437,9 +451,9 @@ def _report(job: Job, console: Console, paths: Paths, outcome: Outcome, pairs: S
         console.print(f"metrics {paths.metrics}", highlight=False)
     if isinstance(error, TrainerFailedError):
         print(tail(outcome.log), file=sys.stderr)
-    if error:
+    if error and not (error.shared and console.quiet):  # the first process tells for all
         print(f"error: {error}", file=sys.stderr)
-    elif not o.json:
+    elif not error and not o.json:
         agree = f"; the same without the pipeline, in {job.model.resolved.get('dtype')}" if pairs else ""
         console.print(
             f"ok: {len(steps)} steps, loss {steps[0].loss:.4f} -> {steps[-1].loss:.4f}{agree}", highlight=False

@@ -81,6 +81,7 @@ class Options(argparse.Namespace):
     overwrite: bool
     metrics_file: Path | None
     metrics_hook: str | None
+    prometheus: Path | None
     dry_run: bool
     json: bool
     verify: bool
@@ -189,9 +190,11 @@ exit codes:
    13  the loss is not falling
    14  losses or gradient norms differ (--verify)
    15  a checkpoint cannot be read, written or continued from
-   16  more memory is needed than a device has
+   16  more memory is needed than a device or a machine has
    17  one of several processes was killed, stopped or out of reach
-  130  interrupted"""
+   18  a signal ended the run, after a checkpoint
+  130  interrupted
+  141  nobody reads the output any more"""
 
 
 _REALM = re.compile(r"--eager-.+|-[a-z]+:.+|-(logfile|level|errlevel|cat|tracelog)(=.*)?")

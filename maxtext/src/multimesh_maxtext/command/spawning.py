@@ -16,8 +16,12 @@ from multimesh_maxtext.command import restarts
 from multimesh_maxtext.command.fallback import Grid, choose
 from multimesh_maxtext.command.launch import visible_gpu_memory
 from multimesh_maxtext.command.options import Options
+from multimesh_maxtext.command.training import SIGNALS
 from multimesh_maxtext.command.translate import Paths
 from multimesh_maxtext.errors import ProcessLostError
+
+SPAWNED = "MULTIMESH_MAXTEXT_SPAWNED"
+"""Environment variable of the processes of ``--spawn``."""
 
 
 def spawn(argv: Sequence[str], options: Options, root: Path | None, grids: Sequence[Grid]) -> int:
@@ -39,7 +43,8 @@ def spawn(argv: Sequence[str], options: Options, root: Path | None, grids: Seque
             print(f"error: no grid of --fallback can do with the processes that are left, {left}", file=sys.stderr)
             break
         again = ["--resume"] if number else []
-        code = _run([*words, *grid.words, *again], grid.processes, root, number if options.max_restarts else None)
+        count, saves = number if options.max_restarts else None, bool(options.checkpoint)
+        code = _run([*words, *grid.words, *again], grid.processes, root, count, saves=saves)
         if code != ProcessLostError.exit_code:
             return code
         last = restarts.closed(options, paths, number)
@@ -53,17 +58,20 @@ def _room(options: Options) -> int:
     return len(visible_gpu_memory() or ()) // options.gpus if options.gpus else options.nodes
 
 
-def _run(words: Sequence[str], processes: int, root: Path | None, number: int | None) -> int:
+def _run(words: Sequence[str], processes: int, root: Path | None, number: int | None, *, saves: bool) -> int:
     """Run the job once; its exit code.
 
     Parameters
     ----------
     number
         How often it was started again; none for a job that is not.
+    saves
+        Whether a signal that ends the job is handed on to the processes, which write a checkpoint first.
     """
     door = [str(root / "maxtext/run.py")] if root else ["-P", "-m", "multimesh_maxtext"]
-    shared = job_variables() | {"MULTIMESH_MAXTEXT_SIZE": str(processes)}
+    shared = job_variables() | {"MULTIMESH_MAXTEXT_SIZE": str(processes), SPAWNED: "1"}
     shared |= {} if number is None else {restarts.VARIABLE: str(number)}
     each = [{f"MULTIMESH_MAXTEXT_{name}": str(rank) for name in ("RANK", "LOCAL_RANK")} for rank in range(processes)]
-    code = run_together([[sys.executable, *door, *words]] * processes, [shared | own for own in each])
+    commands, signals = [[sys.executable, *door, *words]] * processes, SIGNALS if saves else ()
+    code = run_together(commands, [shared | own for own in each], passed_on=signals)
     return code if code >= 0 else ProcessLostError.exit_code  # killed, and its trainer with it

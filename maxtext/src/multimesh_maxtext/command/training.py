@@ -11,19 +11,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from rich.console import Console
 
 from multimesh.launch import end_with_parent
+from multimesh_maxtext.checkpoint_folder import look
 from multimesh_maxtext.command.checkpoint import Beginning, explained
 from multimesh_maxtext.command.checks import Job
 from multimesh_maxtext.command.launch import Launch
-from multimesh_maxtext.command.metrics_hook import MetricsHook
 from multimesh_maxtext.command.report import Evaluation, Step, judge, progress
 from multimesh_maxtext.command.reserve import mark_run
 from multimesh_maxtext.command.translate import Paths
@@ -31,6 +32,7 @@ from multimesh_maxtext.errors import (
     DoesNotFitError,
     LauncherError,
     MissingPartError,
+    PreemptedError,
     ProcessLostError,
     StoppedEarlyError,
     TrainerFailedError,
@@ -43,7 +45,17 @@ _PATIENCE = 5.0  # seconds that a trainer gets to end by itself before it is kil
 _POLL = 0.1  # seconds between looks at the metrics file
 _HOLD = 4.0  # seconds that a trainer gets to end because another process of its job has
 
+_SAME = 2.0  # seconds within which signals are one: a batch system may tell a process by two ways
+
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that end a run: of batch systems, of a closed terminal, and of ``sbatch --signal=USR1@300``."""
+
+_ASKED = "the step in flight ends, and a checkpoint is written; a second signal ends all at once"
+
 _TAIL = 20  # lines of a failed trainer's log
+
+Tell = Callable[[Mapping[str, float]], object]
+"""Called with the record of each step and evaluation."""
 
 LOST = re.compile(
     r"^multimesh: (?:.* ends because )?(.* (?:was killed|ended|has been|is gone|failed: LostProcessError:) .*)$",
@@ -52,6 +64,8 @@ LOST = re.compile(
 """A line of a trainer's log on a process that was lost."""
 
 _STOPPED = re.compile(r"Training stopped: (.*)$", re.MULTILINE)
+_SIGNAL = "termination signal"
+"""MaxText's words where a signal ended the training, after a checkpoint."""
 _NO_MORE = "run out of training data"
 """MaxText's words where its data ended; it takes any error of its input for a reason to stop."""
 
@@ -87,9 +101,9 @@ class Outcome:
 
 
 def train(
-    job: Job, start: Launch, paths: Paths, console: Console, begin: Beginning, tell: MetricsHook | None = None
+    job: Job, start: Launch, paths: Paths, console: Console, begin: Beginning, tell: Sequence[Tell] = ()
 ) -> Outcome:
-    """Start the trainer, show its progress, tell it to a hook, and judge the run."""
+    """Start the trainer, show its progress, tell it to others, and judge the run."""
     o = job.options
     if not o.json:
         console.print(_headline(job), highlight=False)
@@ -101,7 +115,9 @@ def train(
     follower = Follower(paths.metrics, skip=skip, tell=tell)
     hold = _HOLD if o.nodes > 1 else 0.0
     try:
-        steps, returncode = follow(follower, start, paths, console, begin, total=o.num_steps, quiet=o.json, hold=hold)
+        steps, returncode = follow(
+            follower, start, paths, console, begin, total=o.num_steps, quiet=o.json, hold=hold, saves=bool(o.checkpoint)
+        )
     except BrokenPipeError:
         raise UnreadError(
             "nobody reads the output any more (a closed pipe), so the trainer was stopped; write it to a file"
@@ -120,14 +136,27 @@ def train(
     except (TrainerFailedError, StoppedEarlyError) as ended:
         log = paths.log.read_text(encoding="utf-8", errors="replace")
         lost = [said for said in LOST.findall(log) if " ended with exit code " not in said]
-        if o.nodes > 1 and lost:  # any other failure, such as a checkpoint's, comes from that
-            error = ended if isinstance(ended, ProcessLostError) else ProcessLostError(f"{lost[0]}; see {paths.log}")
+        if o.nodes > 1 and lost and returncode != -signal.SIGKILL:  # any other failure comes from that
+            error = ProcessLostError(f"{lost[0]}, {_after(ended)}; {going_on(o.checkpoint)}; see {paths.log}")
         else:
             known = refused(log) or out_of_memory(log, o.platform, ended) or explained(log, o.checkpoint)
             error = known or stopped(log, ended)
     except LauncherError as wrong:
         error = wrong
     return Outcome(steps, follower.evaluations, error, paths.log)
+
+
+def _after(error: LauncherError) -> str:
+    """Return how far a trainer came, in the words of `judge`."""
+    return f"after {str(error).partition(' after ')[2].partition(';')[0].removesuffix(' without an error')}"
+
+
+def going_on(checkpoints: Path | None) -> str:
+    """Return how to go on with a run that ended too early."""
+    steps = look(checkpoints).steps if checkpoints else ()
+    if not steps:
+        return "no checkpoint is complete: start the same line again"
+    return f"checkpoint {steps[-1]} is complete: start the same line with --resume"
 
 
 def forecast(start: Launch, paths: Paths) -> Forecast:
@@ -170,14 +199,18 @@ def out_of_memory(log: str, platform: str, error: LauncherError) -> DoesNotFitEr
     if not found or isinstance(error, StoppedEarlyError):
         return None
     where, remedy = _MORE_MEMORY["cpu" if platform == "cpu" or "RESOURCE" not in found[-1] else "gpu"]
-    after = str(error).partition(" after ")[2].partition(";")[0]
-    return DoesNotFitError(f"the memory of {where} did not suffice after {after} ({found[-1].strip()}); {remedy}")
+    return DoesNotFitError(f"the memory of {where} did not suffice {_after(error)} ({found[-1].strip()}); {remedy}")
 
 
 def stopped(log: str, error: LauncherError) -> LauncherError:
     """Return the error of a trainer that ended before its last step, with the reason that MaxText's log gives."""
     if not isinstance(error, StoppedEarlyError) or not (found := _STOPPED.search(log)):
         return error
+    if _SIGNAL in found[1]:
+        done = str(error).partition(" after ")[2].partition(" without")[0]
+        return PreemptedError(
+            f"a signal ended the run after {done}, and a checkpoint was written; add --resume to go on"
+        )
     if _NO_MORE in found[1]:
         return StoppedEarlyError(
             f"the data ended: {error}; use fewer --num-steps, more data, or num_epoch= to read it several times"
@@ -212,16 +245,19 @@ def follow(
     total: int,
     quiet: bool,
     hold: float = 0.0,
+    saves: bool = False,
 ) -> tuple[list[Step], int]:
     """Run the trainer to its end; its steps and its exit code.
 
     Where one of several processes fails, a launcher ends the others, perhaps before they have learnt of it. So a
     process that is told to end waits ``hold`` seconds for its trainer, and returns its code, not that of an interrupt.
+    A trainer that ``saves`` writes a checkpoint first, and ends by itself; a second signal ends it at once.
     """
     steps: list[Step] = []
     with (
         progress(console, total, quiet=quiet) as show,
         trainer(start, paths, inherited=begin.inherited) as process,
+        asking(process, quiet=console.quiet) if saves else nullcontext(),
     ):
         try:
             running = True
@@ -238,8 +274,10 @@ def follow(
                     show(step)
         except Terminated:
             _reap(process, hold)
-            if process.returncode in (None, -signal.SIGTERM):
+            if process.returncode in (None, -signal.SIGTERM, -signal.SIGKILL):
                 raise
+        if saves and process.returncode == -signal.SIGTERM:
+            raise Terminated  # it was not yet training
         if hold and process.returncode:
             keep_code()
     return steps, process.returncode
@@ -293,6 +331,7 @@ def _guarded(group: int) -> Iterator[None]:
 def _end(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
+        os.kill(process.pid, signal.SIGKILL)  # to the trainer SIGTERM may be a question
         _reap(process, _PATIENCE)
         os.killpg(process.pid, signal.SIGKILL)
     _reap(process, math.inf)
@@ -314,7 +353,34 @@ def _reap(process: subprocess.Popen[bytes], seconds: float) -> None:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP came: from a batch system, or with a closed terminal."""
+    """One of `SIGNALS` came: from a batch system, or with a closed terminal."""
+
+
+@contextmanager
+def asking(process: subprocess.Popen[bytes], *, quiet: bool) -> Iterator[None]:
+    """Let a signal ask a trainer to save and end. One that comes later is treated as before."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before: dict[int, Any] = {}
+    asked = math.inf
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if time.monotonic() - asked > _SAME:
+            before[number](number, frame)
+        if asked == math.inf:
+            asked = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            if not quiet:
+                os.write(2, f"{signal.Signals(number).name}: {_ASKED}\n".encode())
+
+    before |= {number: signal.signal(number, ask) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def keep_code() -> None:
@@ -325,7 +391,7 @@ def keep_code() -> None:
 
 @contextmanager
 def terminate_as_interrupt() -> Iterator[None]:
-    """Treat SIGTERM and SIGHUP (a batch system, a closed terminal) like Ctrl-C, so that clean-up runs."""
+    """Treat signals of a batch system and of a closed terminal like Ctrl-C, so that clean-up runs."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -333,7 +399,7 @@ def terminate_as_interrupt() -> Iterator[None]:
     def interrupt(_number: int, _frame: FrameType | None) -> None:
         raise Terminated
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, interrupt) for number in SIGNALS}
     try:
         yield
     finally:
@@ -350,8 +416,8 @@ class Follower:
         Those read so far.
     """
 
-    def __init__(self, metrics: Path, *, skip: int = 0, tell: MetricsHook | None = None) -> None:
-        """Follow the metrics, of which ``skip`` bytes are an earlier run's; ``tell`` gets the other records."""
+    def __init__(self, metrics: Path, *, skip: int = 0, tell: Sequence[Tell] = ()) -> None:
+        """Follow the metrics, of which ``skip`` bytes are an earlier run's; each of ``tell`` gets the other records."""
         self._metrics = _Tail(metrics, skip)
         self._tell = tell
         self.evaluations: list[Evaluation] = []
@@ -362,8 +428,8 @@ class Follower:
         # MaxText also writes the running means of an evaluation, which have no total.
         done = [record for record in records if "eval/total_loss" in record]
         for record in records:
-            if self._tell and (record in done or "learning/loss" in record):
-                self._tell(record)
+            for tell in self._tell if record in done or "learning/loss" in record else ():
+                tell(record)
         self.evaluations += [Evaluation(int(record["step"]), record["eval/avg_loss"]) for record in done]
         return [_step(record) for record in records if "learning/loss" in record]
 

@@ -165,6 +165,7 @@ def configuration(job: Job, paths: Paths) -> dict[str, Any]:
         settings["quantization_local_shard_count"] = within_stage.quantizing_devices(o, job.mesh_devices)
     if o.checkpoint:
         settings |= {"enable_checkpointing": True, "checkpoint_period": o.checkpoint_every or DEFAULT_PERIOD}
+        settings["enable_autocheckpoint"] = True  # also where a signal says that the job is about to end
     if o.eval_every:
         settings |= {"eval_interval": o.eval_every, "eval_steps": o.eval_steps or DEFAULT_EVAL_STEPS}
         if job.rows % job.readers and read_dataset(o) not in UNTOKENIZED:  # each reader evaluates on as many rows
@@ -267,6 +268,8 @@ def environment(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_mem
         "PYTHONUNBUFFERED": "1",
         **_LOG_LEVELS[o.debug],
     }
+    if o.checkpoint and o.nodes > 1:
+        variables["JAX_ENABLE_PREEMPTION_SERVICE"] = "1"  # SIGTERM is a notice, which all processes get
     waits = {name: getattr(o, f"{name}_timeout") for name in TIMEOUTS}
     variables |= {f"MULTIMESH_{name.upper()}_TIMEOUT": f"{value:g}" for name, value in waits.items() if value}
     if "jax_cache_dir" not in given:

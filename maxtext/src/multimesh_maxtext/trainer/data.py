@@ -13,6 +13,7 @@ from jax.sharding import Mesh, Sharding
 
 from multimesh_maxtext.checkpoint_folder import look
 from multimesh_maxtext.errors import UnsupportedError
+from multimesh_maxtext.trainer import preemption
 from multimesh_maxtext.trainer.checkpointer import telling
 from multimesh_maxtext.trainer.processes import absent, place
 from multimesh_maxtext.trainer.reading import Together
@@ -32,6 +33,8 @@ def batches(config: Any, mesh: Mesh) -> tuple[Any, Any] | None:
     """Return iterators over the batches to train and to evaluate on (or None); ``None`` where MaxText's own serve."""
     from maxtext.utils.sharding import get_input_data_sharding
 
+    if config.enable_checkpointing:
+        preemption.listen()
     layout = get_input_data_sharding(config, mesh)
     evaluates = config.eval_interval > 0
     if config.dataset_type == "olmo_grain":
@@ -49,11 +52,6 @@ def place_state(abstract_state: Any, shardings: Any, checkpoints: Any) -> tuple[
     if hasattr(checkpoints, "load_checkpointables"):  # Orbax's emergency checkpointers have an older API
         checkpoints = telling(checked(checkpoints))
     return abstract_state, shardings, checkpoints
-
-
-def preempted(_ask: Any, _step: int) -> bool:
-    """Say that no process is about to end. A job of ``run.py`` ends all its processes at once."""
-    return False
 
 
 def _next_step(config: Any) -> int:
