@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from multimesh_maxtext.handoff import SECONDS
+from multimesh_maxtext.handoff import SECONDS, TIME
 from multimesh_maxtext.trainer import records
 
 
@@ -34,6 +34,7 @@ class Logger:
     def __init__(self) -> None:
         self._buffered: list[Any] = []
         self.written: list[tuple[int, float]] = []
+        self.ended: list[float] = []
 
     def record_train_metrics(self, metrics: dict[str, Any], step: int, step_time: float) -> None:
         metrics["scalar"]["perf/step_time_seconds"] = step_time
@@ -41,6 +42,7 @@ class Logger:
     def write_metrics(self, metrics: dict[str, Any], step: int, metric_type: str = "train") -> None:
         if records.recording(metrics, step, metric_type):
             self.written.append((step, metrics["scalar"][SECONDS]))
+            self.ended.append(metrics["scalar"][TIME])
 
     def buffer_and_write_metrics(self, metrics: dict[str, Any], step: int) -> None:
         if self._buffered:
@@ -73,6 +75,9 @@ class Clock:
         self._looked.release()
         return self.now
 
+    def time(self) -> float:
+        return 1e9 + self.now
+
     def goes_on(self, seconds: float) -> None:
         """Wait for the next look, then let time pass."""
         self._looked.acquire()
@@ -93,6 +98,7 @@ def test_a_step_takes_from_the_end_of_the_one_before_to_its_own_whenever_records
     logger.buffer_and_write_metrics({}, 3)
     assert [step for step, _ in logger.written] == [0, 1, 2]
     assert [seconds for _, seconds in logger.written] == pytest.approx([5.1, 0.15, 0.15])
+    assert logger.ended == pytest.approx([1e9 + 0.1, 1e9 + 0.25, 1e9 + 0.4])
 
 
 def test_a_checkpoint_is_written_after_the_records_of_all_steps_and_none_is_written_twice(logger: Logger):

@@ -13,8 +13,7 @@ from jax.sharding import Mesh, Sharding
 
 from multimesh_maxtext.checkpoint_folder import look
 from multimesh_maxtext.errors import UnsupportedError
-from multimesh_maxtext.trainer import preemption
-from multimesh_maxtext.trainer.checkpointer import telling
+from multimesh_maxtext.trainer import checkpointer, preemption
 from multimesh_maxtext.trainer.processes import absent, place
 from multimesh_maxtext.trainer.reading import Together
 from multimesh_maxtext.trainer.relayout import checked
@@ -50,7 +49,7 @@ def batches(config: Any, mesh: Mesh) -> tuple[Any, Any] | None:
 def place_state(abstract_state: Any, shardings: Any, checkpoints: Any) -> tuple[Any, Any, Any]:
     """Leave the train state as it is; check the checkpoints that it is read from."""
     if hasattr(checkpoints, "load_checkpointables"):  # Orbax's emergency checkpointers have an older API
-        checkpoints = telling(checked(checkpoints))
+        checkpoints = checkpointer.telling(checked(checkpoints))
     return abstract_state, shardings, checkpoints
 
 

@@ -1,4 +1,4 @@
-"""Adds the time of each step to its record, and writes the record before the checkpoint of the step.
+"""Adds time, memory and MFU of each step to its record, and writes the record before the checkpoint of the step.
 
 MaxText writes the record of a step once it has started the next one, after the checkpoint of the step. Its own time of
 a step is how long it took to start it.
@@ -6,6 +6,8 @@ a step is how long it took to start it.
 
 from __future__ import annotations
 
+import functools
+import resource
 import threading
 import time
 from contextlib import suppress
@@ -14,8 +16,8 @@ from typing import Any
 
 import jax
 
-from multimesh_maxtext.handoff import SECONDS
-from multimesh_maxtext.trainer.gauges import read_gauges
+from multimesh import planner
+from multimesh_maxtext.handoff import MEMORY, SECONDS, TIME, UTILIZATION
 
 
 class _Step:
@@ -24,7 +26,7 @@ class _Step:
     def __init__(self, logger: Any, metrics: dict[str, Any], took: timedelta) -> None:
         self.logger, self.metrics, self.took = logger, metrics, took
         self.begun = time.monotonic() - took.total_seconds()
-        self._ended = 0.0
+        self._ended = self.at = 0.0
         # Python waits for threads of a pool, also where a lost process leaves the step without an end.
         self._thread = threading.Thread(target=self._wait, args=(dict(metrics["scalar"]),), daemon=True)
         self._thread.start()
@@ -32,7 +34,7 @@ class _Step:
     def _wait(self, results: dict[str, Any]) -> None:
         with suppress(Exception):  # their readers raise the error
             jax.block_until_ready(results)
-            self._ended = time.monotonic()
+            self._ended, self.at = time.monotonic(), time.time()
 
     def ended(self) -> float:
         """Wait for the end, and return when it was."""
@@ -60,7 +62,8 @@ def recording(metrics: dict[str, Any], step: int, kind: str) -> bool:
         return False
     ended = started.ended()
     seconds = ended - (started.begun if _last_end is None else _last_end)
-    metrics["scalar"] |= {SECONDS: seconds, **read_gauges(metrics["scalar"], started.logger.config, seconds)}
+    metrics["scalar"] |= {SECONDS: seconds, TIME: started.at}
+    metrics["scalar"] |= read_gauges(metrics["scalar"], started.logger.config, seconds)
     _last_end = ended
     return True
 
@@ -70,3 +73,36 @@ def saving() -> None:
     for number, step in sorted(_started.items()):
         step.logger.record_train_metrics(step.metrics, number, step.took.total_seconds())
         step.logger.write_metrics(step.metrics, number)
+
+
+def read_gauges(scalars: dict[str, Any], config: Any, seconds: float) -> dict[str, float]:
+    """Return memory and utilization at the end of a step.
+
+    Parameters
+    ----------
+    scalars
+        What MaxText has recorded of the step. It divides a step's operations by the devices of its own mesh.
+    config
+        MaxText's, which has the number of those.
+    seconds
+        How long the step took.
+    """
+    found = {MEMORY: _peak_bytes()}
+    operations, peak = 1e12 * scalars.get("perf/per_device_tflops", 0.0) * config.num_target_devices, _peak_rate()
+    if operations and peak and seconds:
+        found[UTILIZATION] = operations / (seconds * peak * jax.device_count())
+    return found
+
+
+def _peak_bytes() -> float:
+    """Return the most memory that a device of this process has had in use; on CPU devices, that the process has had."""
+    used = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices()]
+    return float(max(used) or 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+
+
+@functools.cache
+def _peak_rate() -> float:
+    """Return the bfloat16 operations a second of a device; 0 where the table of devices has no such kind."""
+    kind = jax.devices()[0].device_kind.lower()
+    known = [name for name in planner.devices() if name in kind.replace("-", " ").split()]
+    return planner.device(max(known, key=len)).bf16 if known else 0.0
