@@ -6,7 +6,9 @@ import sys
 
 import pytest
 from multimesh.__main__ import main
-from multimesh.commands import forecast
+from multimesh.schedules.table import PublishedIdle
+
+from multimesh import schedules
 
 TABLE = """\
 p=4 submeshes, m=8 microbatches, tF=1, tB=1, tW=1, transfers 0
@@ -112,8 +114,8 @@ def test_bad_flags(argv, named, capsys):
 
 
 def test_an_idle_time_that_is_not_the_published_fails(capsys, monkeypatch):
-    wrong = forecast.Published(5.0, "(p-1)")
-    monkeypatch.setattr(forecast, "published", lambda *_: wrong)
+    wrong = PublishedIdle(5.0, "(p-1)")
+    monkeypatch.setattr(schedules.OneFOneB, "idle", lambda *_: wrong)
     code, out, err = run(capsys, "--schedule", "1f1b")
     assert code == 14
     assert "(p-1)" in out

@@ -74,7 +74,7 @@ def test_what_the_v_shapes_and_zb_h2_wait_for():
 def test_zb_h1_closes_no_more_than_the_gap_of_a_forward(costs):
     """With longer weight gradients (p-1) tB are left; the paper assumes equal times."""
     assert idle("zb-h1", 4, 1, 8, costs) == pytest.approx([3 * costs["B"]] * 4)
-    assert forecast.published("zb-h1", Shape(4, 1, 8), costs).unless == "tW > tF"
+    assert schedules.get("zb-h1").idle(4, 1, 8, costs).unless == "tW > tF"
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_zb_h1_closes_no_more_than_the_gap_of_a_forward(costs):
     ],
 )
 def test_where_formulas_hold(name, shape, unless):
-    assert forecast.published(name, shape).unless == unless
+    assert schedules.get(name).idle(shape.submeshes, shape.chunks, shape.microbatches).unless == unless
     assert forecast.simulated(name, shape).agrees is (None if unless else True)
 
 

@@ -127,14 +127,9 @@ def _add_demo(commands: Any) -> None:
         type=_schedule,
         metavar="NAME",
         default="1f1b",
-        help="order in which a submesh runs its microbatches: gpipe (or fill-drain, with two stages on each submesh "
-        "looped-bfs) all forwards, then all backwards; 1f1b one forward, one backward, which keeps fewer activations; "
-        "eager-1f1b the same with more forwards first, so that transfers take place beside kernels; interleaved 1f1b "
-        "with two stages on each submesh, kimi-k2 with one forward more first; zb-h1 1f1b with the weight gradients "
-        "apart, to fill idle time, zb-h2 all of it in more memory, interleaved-zb with two stages on each submesh; "
-        "zb-v with the first and the last stage on one submesh, and so on inwards, dualpipe-v the same with forwards "
-        "beside backwards; wavefront interleaved with microbatches that start in groups, prefetch-wavefront with "
-        "transfers issued ahead; auto the best table for the estimated costs of the stages (default: %(default)s)",
+        help="order in which a submesh runs its microbatches: "
+        + "; ".join(f"{each.name}: {each.summary}" for each in schedules.PUBLISHED)
+        + "; auto: the best table for the estimated costs of the stages (default: %(default)s)",
     )
     demo.add_argument("--steps", type=_positive, default=8, metavar="N", help="training steps (default: %(default)s)")
     demo.add_argument(

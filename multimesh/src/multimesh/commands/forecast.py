@@ -10,6 +10,7 @@ from multimesh import schedules
 from multimesh.core.text import columns
 from multimesh.schedules.costs import CLOSE, UNIT_COSTS, checked, cost
 from multimesh.schedules.simulate import simulate, sizes
+from multimesh.schedules.table import PublishedIdle
 from multimesh.timelines.timeline import Timeline
 
 
@@ -23,67 +24,13 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Published:
-    """The idle time of a submesh in a paper: of every submesh in one step.
-
-    With ``in_a_row`` it is that of the busiest submesh when steps follow each other, so that the next step begins on a
-    submesh as soon as this one has ended there.
-    """
-
-    idle: float
-    formula: str
-    unless: str = ""  # the reason why it need not hold
-    in_a_row: bool = False
-    bound: bool = False  # it is an upper bound
-
-
-def published(schedule: str, shape: Shape, costs: Mapping[str, float] = UNIT_COSTS) -> Published | None:
-    """The published idle time of a schedule with free transfers, or None.
-
-    ``costs`` are those of a whole submesh, in all its ``v`` stages together.
-
-    GPipe (Huang et al. 2019), 1F1B (Narayanan et al. 2019) and eager 1F1B: ``(p - 1) (tF + tB + tW)``. Interleaved
-    (Narayanan et al. 2021), and Kimi K2 with one more forward: that divided by ``v``, if ``p`` divides ``m``. Looped
-    BFS (Lamy-Poirier 2022): the same, for at least ``p`` microbatches. ZB-H1 (Qi et al. 2023): ``(p - 1) (tF + tB -
-    tW)``, for at least ``p`` microbatches and ``tW <= tF`` (the paper assumes equal times): longer weight gradients do
-    not fit into the gaps. The interleaved form: the same divided by ``v``.
-
-    The papers of ZB-H2 (``(p - 1) (tF + tB - 2 tW)``) and ZB-V (none) look at steps in a row, with equal times; the
-    first holds for ``2 tW <= tF + tB``. The paper of DualPipe, ``(p - 1) (tF&B + tB - 3 tW)`` in times of a stage and
-    of a whole backward, joins a forward and the backward beside it. In our tables each hands on its result at once.
-    """
-    p, v, m = shape.submeshes, shape.chunks, shape.microbatches
-    full = (p - 1) * (costs["F"] + costs["B"] + costs["W"])
-    over, uneven = "/v" if v > 1 else "", "p does not divide m" if m % p and v > 1 else ""
-    forward, backward, weights = costs["F"], costs["B"], costs["W"]
-    if schedule in ("gpipe", "fill-drain", "looped-bfs"):
-        return Published(full / v, f"(p-1)(tF+tB+tW){over}", "m < p" if m < p and v > 1 else "")
-    if schedule in ("1f1b", "eager-1f1b", "interleaved", "kimi-k2"):
-        return Published(full / v, f"(p-1)(tF+tB+tW){over}", uneven)
-    if schedule in ("zb-h1", "interleaved-zb"):
-        unless = "m < p" if m < p else uneven or ("tW > tF" if weights > forward else "")
-        return Published((p - 1) * (forward + backward - weights) / v, f"(p-1)(tF+tB-tW){over}", unless)
-    if schedule == "zb-h2":
-        unless = "m < 2p-1" if m < 2 * p - 1 else "2 tW > tF+tB" if 2 * weights > forward + backward else ""
-        return Published((p - 1) * (forward + backward - 2 * weights), "(p-1)(tF+tB-2tW)", unless, in_a_row=True)
-    if schedule in ("zb-v", "dualpipe-v"):
-        unless = "m < 2p" if m < 2 * p else ""
-        if schedule == "zb-v":
-            unless = unless or ("" if forward == backward == weights else "tF, tB and tW differ")
-            return Published(0.0, "0", unless, in_a_row=True)
-        most = (p - 1) * (forward + 2 * backward - weights) / v
-        return Published(most, "(p-1)(tF+2tB-tW)/v at most", unless, bound=True)
-    return None
-
-
-@dataclass(frozen=True)
 class Result:
     """A simulated schedule, with its published figures or the choice of ``auto``."""
 
     schedule: str
     shape: Shape
     timeline: Timeline
-    published: Published | None
+    published: PublishedIdle | None
     choice: schedules.Choice | None = None
 
     @property
@@ -149,7 +96,7 @@ def simulated(name: str, shape: Shape, costs: Mapping[str, float] = UNIT_COSTS, 
     table = schedule.table(shape.submeshes, shape.chunks, shape.microbatches, backward=True)
     title = sizes(name, shape.submeshes, shape.chunks, shape.microbatches)
     timeline = simulate(table, share, transfer=cost(transfer, "a transfer"), title=title)
-    known = published(name, shape, whole)
+    known = schedules.get(name).idle(shape.submeshes, shape.chunks, shape.microbatches, whole)
     if known is not None and transfer:
         known = replace(known, unless="transfers take time")
     return Result(name, shape, timeline, known, choice)

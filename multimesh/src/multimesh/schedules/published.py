@@ -22,11 +22,12 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from multimesh.schedules.table import Cell, Schedule
+from multimesh.schedules.costs import UNIT_COSTS
+from multimesh.schedules.table import Cell, PublishedIdle, Schedule
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class GPipe(Schedule):
     """All forwards, then all backwards (also called fill-drain). Every microbatch is alive at once."""
 
     name: ClassVar[str] = "gpipe"
+    summary: ClassVar[str] = "all forwards, then all backwards (also called fill-drain)"
 
     def row(self, rank: int, submeshes: int, chunks: int, microbatches: int) -> Iterator[Cell]:
         """Chunk by chunk, microbatch by microbatch."""
@@ -41,6 +43,12 @@ class GPipe(Schedule):
             yield from (Cell("F", chunk * submeshes + rank, i) for i in range(microbatches))
         for chunk in reversed(range(chunks)):
             yield from (Cell("B", chunk * submeshes + rank, i) for i in range(microbatches))
+
+    def idle(
+        self, submeshes: int, chunks: int, microbatches: int, costs: Mapping[str, float] = UNIT_COSTS
+    ) -> PublishedIdle:
+        """``(p - 1) (tF + tB + tW) / v``, for at least ``p`` microbatches (Huang et al. 2019, Lamy-Poirier 2022)."""
+        return _fill_and_drain(submeshes, chunks, costs, "m < p" if microbatches < submeshes and chunks > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,7 @@ class LoopedBFS(GPipe):
     """
 
     name: ClassVar[str] = "looped-bfs"
+    summary: ClassVar[str] = "gpipe with two stages on each submesh"
     usual: ClassVar[int] = 2
 
 
@@ -66,6 +75,7 @@ class Interleaved(Schedule):
     """
 
     name: ClassVar[str] = "interleaved"
+    summary: ClassVar[str] = "1f1b with two stages on each submesh"
     usual: ClassVar[int] = 2
 
     def row(self, rank: int, submeshes: int, chunks: int, microbatches: int) -> Iterator[Cell]:
@@ -77,6 +87,12 @@ class Interleaved(Schedule):
         """Forwards before the first backward, on a submesh with so many ``behind`` it."""
         return 2 * behind + (chunks - 1) * group if chunks > 1 else behind
 
+    def idle(
+        self, submeshes: int, chunks: int, microbatches: int, costs: Mapping[str, float] = UNIT_COSTS
+    ) -> PublishedIdle:
+        """``(p - 1) (tF + tB + tW) / v``, if ``p`` divides ``m`` (Narayanan et al. 2019, 2021)."""
+        return _fill_and_drain(submeshes, chunks, costs, _uneven(submeshes, chunks, microbatches))
+
 
 @dataclass(frozen=True)
 class KimiK2(Interleaved):
@@ -87,6 +103,7 @@ class KimiK2(Interleaved):
     """
 
     name: ClassVar[str] = "kimi-k2"
+    summary: ClassVar[str] = "interleaved with one forward more first"
 
     def warm(self, behind: int, chunks: int, group: int) -> int:
         """One more than `EagerOneFOneB`."""
@@ -101,6 +118,7 @@ class OneFOneB(Interleaved):
     """
 
     name: ClassVar[str] = "1f1b"
+    summary: ClassVar[str] = "one forward, one backward, which keeps fewer activations"
     usual: ClassVar[int] = 1
 
 
@@ -114,6 +132,7 @@ class EagerOneFOneB(OneFOneB):
     """
 
     name: ClassVar[str] = "eager-1f1b"
+    summary: ClassVar[str] = "1f1b with more forwards first, so that transfers take place beside kernels"
 
     def warm(self, behind: int, chunks: int, group: int) -> int:
         """Twice as many as 1F1B."""
@@ -129,6 +148,7 @@ class InterleavedZB(Schedule):
     """
 
     name: ClassVar[str] = "interleaved-zb"
+    summary: ClassVar[str] = "zb-h1 with two stages on each submesh"
     splits: ClassVar[bool] = True
     usual: ClassVar[int] = 2
 
@@ -136,6 +156,18 @@ class InterleavedZB(Schedule):
         """``(v - 1) p + p - r - 1`` forwards, then a forward, a backward and the W of ``r`` backwards ago in turn."""
         forwards, backwards, group = _in_groups(rank, submeshes, chunks, microbatches)
         return _in_turn(forwards, backwards, (chunks - 1) * group + submeshes - rank - 1, rank)
+
+    def idle(
+        self, submeshes: int, chunks: int, microbatches: int, costs: Mapping[str, float] = UNIT_COSTS
+    ) -> PublishedIdle:
+        """``(p - 1) (tF + tB - tW) / v``, for at least ``p`` microbatches and ``tW <= tF`` (Qi et al. 2023).
+
+        The paper assumes equal times: longer weight gradients do not fit into the gaps.
+        """
+        unless = "m < p" if microbatches < submeshes else _uneven(submeshes, chunks, microbatches)
+        unless = unless or ("tW > tF" if costs["W"] > costs["F"] else "")
+        idle = (submeshes - 1) * (costs["F"] + costs["B"] - costs["W"]) / chunks
+        return PublishedIdle(idle, f"(p-1)(tF+tB-tW){_over(chunks)}", unless)
 
 
 @dataclass(frozen=True)
@@ -147,6 +179,7 @@ class ZBH1(InterleavedZB):
     """
 
     name: ClassVar[str] = "zb-h1"
+    summary: ClassVar[str] = "1f1b with the weight gradients apart, to fill idle time"
     chunks: ClassVar[int | None] = 1
     usual: ClassVar[int] = 1
 
@@ -161,6 +194,7 @@ class ZBH2(Schedule):
     """
 
     name: ClassVar[str] = "zb-h2"
+    summary: ClassVar[str] = "zb-h1 that fills all idle time, in more memory"
     splits: ClassVar[bool] = True
     chunks: ClassVar[int | None] = 1
 
@@ -168,6 +202,14 @@ class ZBH2(Schedule):
         """``2 (p - r - 1)`` forwards, then a forward, a backward and the W of ``2 r`` backwards ago in turn."""
         forwards, backwards, _ = _in_groups(rank, submeshes, chunks, microbatches)
         return _in_turn(forwards, backwards, 2 * (submeshes - rank - 1), 2 * rank)
+
+    def idle(
+        self, submeshes: int, chunks: int, microbatches: int, costs: Mapping[str, float] = UNIT_COSTS
+    ) -> PublishedIdle:
+        """``(p - 1) (tF + tB - 2 tW)`` of steps in a row, for ``2 tW <= tF + tB`` (Qi et al. 2023)."""
+        rest = costs["F"] + costs["B"] - 2 * costs["W"]
+        unless = "m < 2p-1" if microbatches < 2 * submeshes - 1 else "2 tW > tF+tB" if rest < 0 else ""
+        return PublishedIdle((submeshes - 1) * rest, "(p-1)(tF+tB-2tW)", unless, in_a_row=True)
 
 
 @dataclass(frozen=True)
@@ -210,6 +252,7 @@ class ZBV(VShaped):
     """
 
     name: ClassVar[str] = "zb-v"
+    summary: ClassVar[str] = "zb-h2 with the first and the last stage on one submesh, and so on inwards"
 
     def words(self, rank: int, submeshes: int, microbatches: int) -> Iterable[str]:
         """Forwards until the V is full; then a forward, a backward and its W of either stage in turn; W at the end."""
@@ -218,6 +261,14 @@ class ZBV(VShaped):
         fill = ["F0"] * (2 * up - 1) + ["F1", "F0"] * rank + ["F1", "B1", "W1"] * up
         turns = ["F0", "B0", "W0", "F1", "B1", "W1"] * extra + ["B0", "W0", "F1", "B1", "W1"] * (up - 1)
         return fill + turns + ["B0", "B1"] * rank + ["B0", "W0"] * up + ["W1"] * rank + ["W0"] * rank
+
+    def idle(
+        self, submeshes: int, chunks: int, microbatches: int, costs: Mapping[str, float] = UNIT_COSTS
+    ) -> PublishedIdle:
+        """None of steps in a row, for equal times (Qi et al. 2024)."""
+        equal = costs["F"] == costs["B"] == costs["W"]
+        unless = "m < 2p" if microbatches < 2 * submeshes else "" if equal else "tF, tB and tW differ"
+        return PublishedIdle(0.0, "0", unless, in_a_row=True)
 
 
 @dataclass(frozen=True)
@@ -229,6 +280,7 @@ class DualPipeV(VShaped):
     """
 
     name: ClassVar[str] = "dualpipe-v"
+    summary: ClassVar[str] = "zb-v with forwards beside backwards"
 
     def words(self, rank: int, submeshes: int, microbatches: int) -> Iterable[str]:
         """Fill the V, run forwards beside backwards of the other stage, drain it; the last W come late."""
@@ -241,6 +293,19 @@ class DualPipeV(VShaped):
         late = [b.replace("B", "W") for b in pairs[rank + 1 :] + ["B0"] * behind]
         drain += [word for w in late[:behind] for word in (w, "B0")] + late[behind:]
         return fill + turns + drain
+
+    def idle(
+        self, submeshes: int, chunks: int, microbatches: int, costs: Mapping[str, float] = UNIT_COSTS
+    ) -> PublishedIdle:
+        """At most ``(p - 1) (tF + 2 tB - tW) / v``, after ``(p - 1) (tF&B + tB - 3 tW)`` of the paper.
+
+        That is in times of a stage and of a whole backward, and joins a forward and the backward beside it. In our
+        tables each hands on its result at once.
+        """
+        most = (submeshes - 1) * (costs["F"] + 2 * costs["B"] - costs["W"]) / chunks
+        return PublishedIdle(
+            most, "(p-1)(tF+2tB-tW)/v at most", "m < 2p" if microbatches < 2 * submeshes else "", bound=True
+        )
 
 
 @dataclass(frozen=True)
@@ -260,6 +325,7 @@ class Wavefront(Schedule):
     """
 
     name: ClassVar[str] = "wavefront"
+    summary: ClassVar[str] = "interleaved with microbatches that start in groups"
     ahead: ClassVar[int | None] = 0
 
     def row(self, rank: int, submeshes: int, chunks: int, microbatches: int) -> Iterable[Cell]:
@@ -284,7 +350,21 @@ class PrefetchWavefront(Wavefront):
     """`Wavefront`, with every transfer issued one front before its reader."""
 
     name: ClassVar[str] = "prefetch-wavefront"
+    summary: ClassVar[str] = "wavefront with transfers issued ahead"
     ahead: ClassVar[int | None] = 1
+
+
+def _over(chunks: int) -> str:
+    return "/v" if chunks > 1 else ""
+
+
+def _uneven(submeshes: int, chunks: int, microbatches: int) -> str:
+    return "p does not divide m" if microbatches % submeshes and chunks > 1 else ""
+
+
+def _fill_and_drain(submeshes: int, chunks: int, costs: Mapping[str, float], unless: str) -> PublishedIdle:
+    """Return the idle time of a fill and a drain by whole microbatches."""
+    return PublishedIdle((submeshes - 1) * sum(costs.values()) / chunks, f"(p-1)(tF+tB+tW){_over(chunks)}", unless)
 
 
 def _in_turn(forwards: Sequence[Cell], backwards: Sequence[Cell], warm: int, late: int | None = None) -> Iterator[Cell]:

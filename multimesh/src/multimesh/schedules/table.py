@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from multimesh.errors import UsageError
+from multimesh.schedules.costs import UNIT_COSTS
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,21 @@ Table = tuple[Row, ...]
 
 
 @dataclass(frozen=True)
+class PublishedIdle:
+    """The idle time of a submesh in a paper: of every submesh in one step, where transfers take no time.
+
+    With ``in_a_row`` it is that of the busiest submesh when steps follow each other, so that the next step begins on a
+    submesh as soon as this one has ended there.
+    """
+
+    idle: float
+    formula: str
+    unless: str = ""  # the reason why it need not hold
+    in_a_row: bool = False
+    bound: bool = False  # it is an upper bound
+
+
+@dataclass(frozen=True)
 class Schedule:
     """Base class of the schedules; use one of its subclasses.
 
@@ -43,6 +59,8 @@ class Schedule:
     ----------
     name
         The name that users write.
+    summary
+        The order in a few words, for ``--help``.
     splits
         Whether weight gradients are a phase W of their own.
     chunks
@@ -55,6 +73,7 @@ class Schedule:
     """
 
     name: ClassVar[str]
+    summary: ClassVar[str] = ""
     splits: ClassVar[bool] = False
     chunks: ClassVar[int | None] = None
     usual: ClassVar[int] = 1
@@ -103,6 +122,15 @@ class Schedule:
                 f"schedule {self.name}: {submeshes} submeshes, {chunks} stages on each and {microbatches} microbatches "
                 "do not make a table; each must be at least 1"
             )
+
+    def idle(
+        self, submeshes: int, chunks: int, microbatches: int, costs: Mapping[str, float] = UNIT_COSTS
+    ) -> PublishedIdle | None:
+        """Return the published idle time, or None.
+
+        ``costs`` of F, B and W are those of a whole submesh, in all its ``v`` stages together.
+        """
+        return None
 
     def row(self, rank: int, submeshes: int, chunks: int, microbatches: int) -> Iterable[Cell]:
         """The row of one submesh, with a backward pass."""
