@@ -388,27 +388,27 @@ maxtext/run.py --suggest --device h100 {flags}
 
 PLANNED_175B = _PLANNED.format(
     found="""\
-These flags are its choice: stages of equal layers, `interleaved-zb`, activations split along the sequence between the
-products of tensor parallelism. Without a pipeline the best takes 12.7 s, because of the network.""",
+`zb-v` with two stages on each submesh takes 8.33 s, these flags 8.34: stages of equal layers, `interleaved-zb`,
+activations split along the sequence between the products of tensor parallelism. Without a pipeline the best takes
+11.2 s, because of the network.""",
     flags="""--gpus 8 --nodes 8 --model-name gpt3-175b \\
   --sequence-length 2048 --batch-size 128 --fbmem 77""",
 )
 
 PLANNED_70B = _PLANNED.format(
     found="""\
-These flags are its choice: dp 2, tp 8, pp 4 and `interleaved-zb`, with stages of 4 layers but the first (5) and the
-last (3), which also have the embedding and the logits. With 10 stages on each submesh in place of 5 it would take as
-long. The original's 16 stages wait a quarter of the step. Without a pipeline the best takes 8.60 s, because of the
-network.""",
+The fastest takes 7.17 s: dp 2, fsdp 2, tp 4, pp 4, interleave 2, microbatch 2 with `zb-v`. These flags take 7.35 s: dp
+2, tp 8, pp 4 and `interleaved-zb`, with stages of 4 layers but the first (5) and the last (3), which also have the
+embedding and the logits. Without a pipeline fsdp 32 and tp 2 take 7.53 s, in 78 GB of each GPU. The original's 16
+stages wait a quarter of the step.""",
     flags="""--gpus 8 --nodes 8 --model-name llama3-70b \\
   --sequence-length 4096 --batch-size 128 --fbmem 78""",
 )
 
 PLANNED_8B = _PLANNED.format(
     found="""\
-No pipeline: dp 2, fsdp 4, tp 2, microbatch 4 with `--sequence-parallel` takes 0.90 s a step, 44.6 % MFU. The best
-pipeline (dp 4, tp 2, pp 2, interleave 2 with `--schedule zb-v`) takes 0.92 s, and the flags of this folder 1.03 s, 14 %
-more.""",
+No pipeline: dp 2, fsdp 8, microbatch 2 takes 0.84 s a step, 47.6 % MFU. The best pipeline (dp 4, tp 2, pp 2,
+interleave 2, microbatch 2 with `--schedule zb-v`) takes 0.87 s, and the flags of this folder 0.99 s, 18 % more.""",
     flags="""--gpus 8 --nodes 2 --model-name llama3-8b \\
   --sequence-length 4096 --batch-size 32 --fbmem 78""",
 )

@@ -248,6 +248,8 @@ def _year(source: str) -> float:
 def _recomputed(text: str, model: Transformer, how: Configuration, on: Device, software: Stack) -> Configuration:
     """Return the run with its recomputation; where none is stated, the least that fits into a device."""
     stated = next((name for name in ("full", "selective", "none") if name in text), "")
+    if stated == "selective" and software.name == "pytorch":  # every second product, or block
+        return how.changed(recompute="full", recomputed=0.5)
     if stated:
         return how.changed(recompute=stated)
     for name, share in (*((name, 1.0) for name in RECOMPUTE[:-1]), *(("full", n / 4) for n in range(1, 5))):

@@ -34,6 +34,12 @@ def test_memory_is_near():
     assert statistics.median(errors) <= 0.10
 
 
+def test_what_ran_fits():
+    used = [each.step.bytes / each.run.device.memory for each in compared()]
+    assert max(used) <= 1.1
+    assert statistics.mean(share > 1 for share in used) <= 0.04
+
+
 def test_models_with_experts_are_read_or_refused_with_a_reason():
     runs, others = rows.read(rows.RUNS / "moe.csv")
     assert {run.model.experts > 0 for run in runs} == {True}

@@ -111,7 +111,7 @@ def test_losing_families_get_a_sentence():
 
 
 def test_a_family_that_does_not_fit_lost_by_memory():
-    found = suggest(job(LARGE, batch=64, limit=30e9, fixed={"tp": 8, "microbatch": 1}), 64)
+    found = suggest(job(LARGE, batch=64, limit=20e9, fixed={"tp": 8, "microbatch": 1}), 64)
     lacking = [sentence for sentence in found.lost if ": memory; the nearest" in sentence]
     assert lacking
     assert all(sentence.endswith("too many") for sentence in lacking)

@@ -14,17 +14,20 @@ _HEAD, _HALF = 128, 0.4  # elements of a head that fill the units of attention; 
 _LENGTH = 550.0  # tokens at which attention has half of its rate
 
 
-def matmul(device: Device, m: float, k: float, n: float, precision: str = "bf16", count: float = 1.0) -> float:
+def matmul(
+    device: Device, m: float, k: float, n: float, precision: str = "bf16", count: float = 1.0, *, cast: bool = True
+) -> float:
     """Return the seconds of ``count`` products of ``[m, k]`` and ``[k, n]`` that run together.
 
     The operations take their time at the rate of large products, and the operands and the bfloat16 result take theirs
     through the memory, so small and narrow products are slow. In fp8 and fp4 the left operand is also read as bfloat16
-    and written in its type. Of several products none begins at the middle of a tile.
+    and written in its type, by rows and by columns, unless a product before did that (``cast``). Of several products
+    none begins at the middle of a tile.
     """
     size = BYTES[precision]
     passed = (m * k + k * n) * size + 2.0 * m * n
-    if precision != "bf16":
-        passed += m * k * (2.0 + size)
+    if precision != "bf16" and cast:
+        passed += m * k * (2.0 + 2 * size)
     rows = m if count == 1 else m + _TILE / 2
     return count * (2.0 * rows * n * k / device.matmul_rate(precision) + moved(device, passed))
 

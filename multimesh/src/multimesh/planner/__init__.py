@@ -12,6 +12,7 @@ from multimesh.hardware.stacks import Stack, stack
 from multimesh.planner.bands import UNKNOWN, band
 from multimesh.planner.best_first import Option
 from multimesh.planner.configuration import Configuration
+from multimesh.planner.models import model
 from multimesh.planner.step import Step, forecast
 from multimesh.planner.suggesting import Training, fewest, suggest
 from multimesh.planner.suggestions import Suggestions
@@ -32,6 +33,7 @@ __all__ = [
     "devices",
     "fewest",
     "forecast",
+    "model",
     "stack",
     "suggest",
 ]

@@ -20,7 +20,7 @@ UNKNOWN = 0.30
 """Half width of a band where sizes are guessed, or what runs is no transformer."""
 
 _INSIDE = 0.87  # share of the errors of similar runs that a band has inside
-_LEAST = (0.45, 0.30, 0.22, 0.15, 0.10)  # band at least, by the sources that have runs of the kind and generation
+_LEAST = (0.45, 0.30, 0.27, 0.16, 0.10)  # band at least, by the sources that have runs of the kind and generation
 _LEAST_MEMORY, _MOST = 0.15, 0.80
 _CALIBRATED, _ENOUGH, _REACH, _SOME = 0.03, 20, 0.4, 40  # least band; pairs that tell; their distances; of a group
 _STRANGE, _ABOVE = 1.9, 1.1  # a distance; times the utilization of the best run of a kind

@@ -45,15 +45,16 @@ def products(model: Transformer, how: Configuration, device: Device, stack: Stac
     """Return the seconds of the matrix products of a layer."""
     shapes = list(_shapes(model, how))
 
-    def seconds(of: list[Product]) -> float:
+    def seconds(of: list[Product], *, cast: bool) -> float:
         return sum(
-            kernels.matmul(device, m, k, n, how.precision, count) * (stack.grouped if count > 1 else 1) + stack.kernel
+            kernels.matmul(device, m, k, n, how.precision, count, cast=cast) * (stack.grouped if count > 1 else 1)
+            + stack.kernel
             for count, m, k, n in of
         )
 
     inputs = [(count, m, n, k) for count, m, k, n in shapes]
     weights = [(count, k, m, n) for count, m, k, n in shapes]
-    return Times(seconds(shapes), seconds(inputs), seconds(weights))
+    return Times(seconds(shapes, cast=True), seconds(inputs, cast=True), seconds(weights, cast=False))
 
 
 def _shapes(model: Transformer, how: Configuration) -> Iterator[Product]:
