@@ -30,6 +30,7 @@ IMAGES = ImageLock(
     {},
     {
         "bazel linux/amd64": FilePin("https://example.org/bazel", None),
+        "bazel linux/arm64": FilePin("https://example.org/bazel", None),
         "python linux/amd64": FilePin("https://example.org/python", "ab" * 32),
     },
 )
@@ -69,6 +70,9 @@ def test_everything_that_this_repository_releases_is_pinned(root: Path) -> None:
     locks = release.load_locks(root)
     bases = [pin.reference for pin in locks[1].images.values() if pin.digest is None]
     assert release.null_pins(locks, bases, jaxlib_from_source=False) == []
+    assert release.null_pins(locks, bases, jaxlib_from_source=True, platform="linux/amd64") == []
+    (arm,) = release.null_pins(locks, bases, jaxlib_from_source=True)
+    assert arm.startswith("bazel linux/arm64: images.lock has no sha256"), "no file that was read says it"
 
 
 def test_image_tells_whether_its_base_was_pinned() -> None:

@@ -111,7 +111,8 @@ def check_pins(root: Path, spec: ImageSpec) -> None:
     """Refuse a tag early, by the rule that its image would meet once it is built: a line for each pin that is null."""
     locks = release.load_locks(root)
     base = buildx.bases(spec, locks[1])
-    if said := release.null_pins(locks, base.unpinned, jaxlib_from_source=spec.jaxlib == "source"):
+    platform = spec.platform or "linux/amd64"  # of GitHub's runners
+    if said := release.null_pins(locks, base.unpinned, jaxlib_from_source=spec.jaxlib == "source", platform=platform):
         raise errors.SeveralErrors([f"no release: {line}" for line in said], errors.PinError.exit_code)
 
 

@@ -6,6 +6,7 @@ import argparse
 import datetime
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,11 +77,11 @@ def load_locks(root: Path) -> Locks:
     return manifest.load_lock(root / "sources.lock"), digests.load(root)
 
 
-def null_pins(locks: Locks, unpinned: Sequence[str], *, jaxlib_from_source: bool) -> list[str]:
+def null_pins(locks: Locks, unpinned: Sequence[str], *, jaxlib_from_source: bool, platform: str = "") -> list[str]:
     """Return a line for each part of an image whose bytes are not pinned. All parts of a release must be.
 
-    What only a jaxlib from source needs (jax, which fixes xla, and Bazel) counts where the image has one. ``unpinned``
-    are the images without a digest that it was made from.
+    What only a jaxlib from source needs (jax, which fixes xla, and Bazel for the ``platform``, by default for all)
+    counts where the image has one. ``unpinned`` are the images without a digest that it was made from.
     """
     sources, images = locks
     said = [
@@ -90,7 +91,8 @@ def null_pins(locks: Locks, unpinned: Sequence[str], *, jaxlib_from_source: bool
     ]
     remedy = "run `python -m tooling bump images`"
     said += [f"{name}: has no digest; {remedy}, or give one by digest" for name in unpinned]
-    bazels = [name for name, file in images.files.items() if name.startswith("bazel ") and file.sha256 is None]
+    files = images.files.items()
+    bazels = [name for name, file in files if re.fullmatch(f"bazel .*{platform}", name) and file.sha256 is None]
     return said + [f"{name}: images.lock has no sha256; write it there" for name in bazels if jaxlib_from_source]
 
 
@@ -100,9 +102,10 @@ def check_release(version: str, labels: Mapping[str, str], locks: Locks, unpinne
     ``labels`` are those that the image has or would get; ``unpinned`` as in ``null_pins``.
     """
     from_source = labels.get(f"{LABEL}.jaxlib", "").startswith("source")
-    pins = null_pins(locks, unpinned, jaxlib_from_source=from_source)
     python = labels.get(f"{LABEL}.python", "unpinned")
-    if python not in {file.sha256 for name, file in locks[1].files.items() if name.startswith("python ")}:
+    pythons = {file.sha256: name.split()[1] for name, file in locks[1].files.items() if name.startswith("python ")}
+    pins = null_pins(locks, unpinned, jaxlib_from_source=from_source, platform=pythons.get(python, ""))
+    if python not in pythons:
         pins.append(f"Python: sha256 {python} of the standalone one is not in images.lock; leave out --python-archive")
     faults = [(said, errors.PinError.exit_code) for said in pins]
     faults += [(said, errors.DirtyTreeError.exit_code) for said in _dirty(labels)]
