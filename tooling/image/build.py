@@ -20,9 +20,7 @@ from tooling.core import console, errors, proc
 from tooling.image import buildx, digests, network
 from tooling.image.engine import Engine
 from tooling.image.request import Built, ImageSpec, Means
-from tooling.sources import manifest, patch
-from tooling.sources.named import resolve
-from tooling.sources.workspace import Workspace, read_record
+from tooling.sources import manifest
 
 IGNORE = f"{buildx.DOCKERFILE}.dockerignore"
 _PLATFORMS = {"x86_64": "linux/amd64", "aarch64": "linux/arm64"}
@@ -338,6 +336,10 @@ def _component(root: Path, name: str, group: str, only_plan: bool = False) -> st
 
 def _followed(root: Path, name: str) -> str | None:
     """Return the commit that a tree without a pin of its own was made with, if that is what its component names now."""
+    from tooling.sources import patch  # for this alone: a build of wheels starts without
+    from tooling.sources.named import resolve
+    from tooling.sources.workspace import Workspace, read_record
+
     here = Workspace(root)
     component = manifest.load(here.manifest).named(name)
     record = read_record(here.place(name))
