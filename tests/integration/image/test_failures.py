@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -195,3 +196,15 @@ def test_an_engine_that_takes_the_call_and_never_answers_is_named(
     assert told.returncode == errors.EngineError.exit_code
     assert told.stderr.startswith(f"error: no engine answers at {place} within 5 s.")
     assert told.stderr.count("\n") == 1
+
+
+def test_another_engine_is_that_of_a_docker_context(
+    image: dict[str, Any], repository: Repository, trixie: str, docker: Docker, tmp_path: Path, monkeypatch
+) -> None:
+    config = Path(os.environ.get("DOCKER_CONFIG", "") or Path.home() / ".docker")
+    shutil.copytree(config, tmp_path / "config")
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "config"))
+    docker("context", "create", "big", "--docker", "host=unix:///var/run/docker.sock")
+    monkeypatch.setenv("DOCKER_CONTEXT", "big")
+    repository.build("--accelerator", "cpu", "--base-image", trixie, "--repo", NAME, "--tag", "far")
+    assert docker("--context", "big", "image", "inspect", "--format", "{{.Id}}", f"{NAME}:far") == image["id"]
