@@ -258,7 +258,7 @@ def test_building_images_needs_no_packages(tmp_path: Path) -> None:
     assert process.returncode == 0, process.stderr
     assert "requirements/run.txt" not in process.stderr
     python = clone.root / ".venv" / "bin" / "python"
-    assert subprocess.run([python, "-c", "import requests, jsonschema, yaml, docker"]).returncode == 0
+    assert subprocess.run([python, "-c", "import jsonschema, yaml"]).returncode == 0
     assert subprocess.run([python, "-c", "import humanize"], capture_output=True).returncode == 1
     assert clone.place("multimesh").is_symlink()
 
