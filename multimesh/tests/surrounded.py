@@ -52,6 +52,8 @@ def surrounded(seed: int) -> Surrounded:
     given = dataclasses.replace(given, inner=given.inner or (form == "block" and given.dtype == "float32"))
     if form == "block" and around.startswith("vmap"):  # JAX can't bring meshes of different sizes together
         ambient, given = "none", dataclasses.replace(given, submeshes=(1,) * len(given.submeshes))
+    if around.startswith("vmap") and given.schedule in generated.ONE_STAGE and given.checkpoint == "model":
+        given = dataclasses.replace(given, checkpoint="stage")  # repeats of rows are not cut at the stages
     if around == "grad":  # what stands outside of the jit runs eagerly, on the default device
         given = dataclasses.replace(given, apart="none", start="argument")
     return Surrounded(given, form, around, ambient, bool(rng.random() < 0.5))

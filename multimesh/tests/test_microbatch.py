@@ -437,7 +437,7 @@ def test_a_schedule_that_can_not_carry_is_refused(split, stage):
 @pytest.mark.parametrize(
     ("options", "fn", "words"),
     [
-        ({"reduce": "max"}, lambda x: x.sum(), 'takes "sum", "mean" and "rows"'),
+        ({"reduce": "median"}, lambda x: x.sum(), 'takes "sum", "mean", "rows", "max"'),
         ({"reduce": "rows"}, lambda x: x.sum(), r"results with size= rows in dimension 0, not of shape \(\)"),
         ({"reduce": "mean"}, lambda x: x.sum().astype(int), "can't be averaged"),
         ({"reduce": ("mean", "sum")}, lambda x: x.sum(), "reduce= must be a pytree prefix"),

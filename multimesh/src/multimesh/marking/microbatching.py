@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -18,16 +18,15 @@ from jax.sharding import PartitionSpec as P
 
 from multimesh import schedules
 from multimesh.core import _compat, checks
-from multimesh.core.numbers import accumulator
-from multimesh.core.prefixes import spread
 from multimesh.core.specs import carry_over
 from multimesh.core.weak_cache import kept, weak
 from multimesh.errors import UsageError
 from multimesh.marking import contexts, marks
+from multimesh.marking.reductions import APART, Part, Sum, is_reduction, parts_of
 from multimesh.marking.tasks import call_under_mark
 from multimesh.marking.tracing import is_partitioning, is_recording, of_loop
 
-_APART = ("stack", "rows")  # results that are kept microbatch by microbatch
+_SUMS = ("sum", "mean", "rows")  # reductions that need no state but sums
 
 
 def microbatch(
@@ -72,7 +71,10 @@ def microbatch(
     stack
         Pytree prefix of the result: leaves under True are stacked along a new first axis of length ``m``.
     reduce
-        ``"sum"``, ``"mean"``, ``"rows"`` or a pytree prefix of the result with these, for leaves that are not stacked.
+        ``"sum"``, ``"mean"``, ``"rows"``, ``"max"``, ``"min"``, ``"last"``, a reduction with ``init``, ``update`` and
+        ``finalize`` (see `multimesh.Reduction`), or a pytree prefix of the result with these, for leaves that are not
+        stacked. `multimesh.Ratio` divides sums: of losses, by that of tokens. Gradients outside of the loop
+        go through sums only.
         Leaves under ``"rows"`` have ``size`` rows in dimension ``dim``, as predictions do; the result has those of the
         whole argument, in its order.
     index
@@ -117,6 +119,7 @@ def microbatch(
         raise UsageError(f"microbatch: argument {argnum} can't be cut (argnum=) and carried (carry=)")
     plan, accumulate = _schedule(schedule, custom_schedule), _float(accumulate)
     wanted = (stack, reduce)
+    keeps = any(way not in _SUMS for way in jax.tree.leaves(reduce, is_leaf=is_reduction))
 
     @functools.wraps(fn)
     def looped(*args: Any, **kwargs: Any) -> Any:
@@ -135,7 +138,8 @@ def microbatch(
                 f"microbatch: {rows} rows do not divide into microbatches of {size}; change size= or the batch"
             )
         count = rows if size is None else rows // size
-        mark = marks.LoopMark(count, plan, num_stages, interleave, _compat.caller_line(), carry is not None, accumulate)
+        line = _compat.caller_line()
+        mark = marks.LoopMark(count, plan, num_stages, interleave, line, carry is not None or keeps, accumulate)
         alone = not is_recording() and isinstance(fn, types.FunctionType)
         called = weak(fn) if alone else of_loop(fn)
 
@@ -154,13 +158,13 @@ def microbatch(
                 return result if carry is not None else (None, result)
 
             state = None if carry is None else args[carry]
-            ways = functools.partial(_ways, stack=stack, reduce=reduce, dim=dim, size=size)
-            last, results = _scan(jax.jit(_compat.named(call, marks.BODY)), slices, state, ways, dim, accumulate)
+            parts = functools.partial(parts_of, stack=stack, reduce=reduce, dim=dim, size=size, dtype=accumulate)
+            last, results = _scan(jax.jit(_compat.named(call, marks.BODY)), slices, state, parts, dim)
             return results if carry is None else (last, results)
 
         if not alone:
             return call_under_mark(marks.loop_name(mark), loop, args, kwargs)
-        leaves, tree = jax.tree.flatten(wanted)
+        leaves, tree = jax.tree.flatten(wanted, is_leaf=is_reduction)
         key = dim, size, argnum, count, index, carry, accumulate, tuple(leaves), tree
         return call_under_mark("loop", loop, args, kwargs, lambda more, make: kept(fn, (*key, more), make))
 
@@ -249,16 +253,11 @@ def _join_rows(x: jax.Array, dim: int) -> jax.Array:
 
 
 def _scan(
-    call: Callable[..., Any],
-    slices: Any,
-    state: Any,
-    ways_of: Callable[[Any], tuple[Any, list[str]]],
-    dim: int,
-    dtype: Any,
+    call: Callable[..., Any], slices: Any, state: Any, cut: Callable[[Any], tuple[Any, list[Part]]], dim: int
 ) -> tuple[Any, Any]:
     """Run ``call(piece, state) -> (state, result)`` over slices.
 
-    Returns the last state and the reduced results. Few bits are summed in ``dtype``; see `accumulator`.
+    Returns the last state and the reduced results.
     """
     count = len(jax.tree.leaves(slices)[0])
     state = jax.tree.map(_strong, state)
@@ -266,60 +265,56 @@ def _scan(
         results = []
         for i in range(count):
             state, result = _check_state(call(jax.tree.map(lambda x, i=i: x[i], slices), state), state)
-            results.append(jax.tree.map(jnp.asarray, result))
-        (tree, ways), types = ways_of(results[0]), jax.tree.leaves(results[0])
-        rows = zip(*map(jax.tree.leaves, results), strict=True)
-        made = [
-            jnp.stack(r) if way in _APART else functools.reduce(jnp.add, (x.astype(accumulator(x, dtype)) for x in r))
-            for r, way in zip(rows, ways, strict=True)
-        ]
+            results.append([jnp.asarray(leaf) for leaf in jax.tree.leaves(result)])
+        types, (tree, parts) = results[0], cut(result)
+        reduced = [part for part in parts if part.how not in APART]
+        states = [part.how.init(part.of(types)) for part in reduced]
+        for leaves in results:
+            states = [_updated(part, c, leaves) for part, c in zip(reduced, states, strict=True)]
+        stacks = [jnp.stack([leaves[part.start] for leaves in results]) for part in parts if part.how in APART]
     else:
         piece = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), slices)
         shapes = _check_state(jax.eval_shape(call, piece, state), state)[1]
-        (tree, ways), types = ways_of(shapes), jax.tree.leaves(shapes)
+        types, (tree, parts) = jax.tree.leaves(shapes), cut(shapes)
+        reduced = [part for part in parts if part.how not in APART]
 
         def body(carried: Any, piece: Any) -> tuple[Any, list[Any]]:
-            sums, state = carried
+            states, state = carried
             state, result = call(piece, state)
-            outs = list(zip(jax.tree.leaves(result), ways, strict=True))
-            terms = (o for o, way in outs if way not in _APART)
-            summed = [
-                jnp.add(c, o if c.dtype == o.dtype else o.astype(c.dtype)) for c, o in zip(sums, terms, strict=True)
-            ]
-            return (summed, jax.tree.map(_strong, state)), [o for o, way in outs if way in _APART]
+            leaves = jax.tree.leaves(result)
+            states = [_updated(part, c, leaves) for part, c in zip(reduced, states, strict=True)]
+            return (states, jax.tree.map(_strong, state)), [leaves[part.start] for part in parts if part.how in APART]
 
-        zeros = [
-            _zeros(leaf, accumulator(leaf, dtype)) for leaf, way in zip(types, ways, strict=True) if way not in _APART
-        ]
-        (sums, state), stacks = lax.scan(body, (zeros, state), slices)
-        sums_left, stacks_left = iter(sums), iter(stacks)
-        made = [next(stacks_left if way in _APART else sums_left) for way in ways]
-    last = {"mean": lambda x: x / count, "rows": lambda x: _join_rows(x, dim)}
-    whole = (last.get(way, lambda x: x)(x) for x, way in zip(made, ways, strict=True))
-    cast = (x if x.dtype == of.dtype else x.astype(of.dtype) for x, of in zip(whole, types, strict=True))
-    return state, jax.tree.unflatten(tree, cast)
+        states = [jax.tree.map(_strong, part.how.init(part.of(types))) for part in reduced]
+        (states, state), stacks = lax.scan(body, (states, state), slices)
+    states_left, stacks_left = iter(states), iter(stacks)
+    made: list[Any] = []
+    for part in parts:
+        if part.how in APART:
+            rows = next(stacks_left)
+            made.append(rows if part.how == "stack" else _join_rows(rows, dim))
+        else:
+            whole = part.how.finalize(next(states_left), count)
+            made.append(_cast(whole, types[part.start]) if isinstance(part.how, Sum) else whole)
+    return state, jax.tree.unflatten(tree, made)
 
 
-def _ways(result: Any, stack: Any, reduce: Any, dim: int, size: int | None) -> tuple[Any, list[str]]:
-    """Return the tree of a result, and ``"sum"``, ``"mean"``, ``"rows"`` or ``"stack"`` for each leaf."""
-    leaves, tree = jax.tree.flatten(result)
-    stacked, given = _prefix(stack or False, result, "stack"), _prefix(reduce, result, "reduce")
-    ways = []
-    for leaf, keep, way in zip(leaves, stacked, given, strict=True):
-        if way not in ("sum", "mean", "rows"):
-            raise UsageError(f'microbatch: reduce= takes "sum", "mean" and "rows", not {way!r}')
-        if not keep and way == "rows":
-            if size is None or not -leaf.ndim <= dim < leaf.ndim or leaf.shape[dim] != size:
-                raise UsageError(
-                    f'microbatch: reduce="rows" takes results with size= rows in dimension {dim}, not of shape '
-                    f"{leaf.shape}; mark it True in stack="
-                )
-        elif not keep and not jnp.issubdtype(leaf.dtype, jnp.inexact if way == "mean" else jnp.number):
-            known = "averaged" if way == "mean" else "summed"
-            kind = "float0, the gradient of an integer," if leaf.dtype == jax.dtypes.float0 else f"dtype {leaf.dtype}"
-            raise UsageError(f"microbatch: a result of {kind} can't be {known}; mark it True in stack=")
-        ways.append("stack" if keep else way)
-    return tree, ways
+def _updated(part: Part, state: Any, leaves: Sequence[Any]) -> Any:
+    """Return the state of a reduction with one more result.
+
+    Raises
+    ------
+    UsageError
+        If the state changes its tree or types.
+    """
+    new = part.how.update(state, part.of(leaves))
+    if difference := _difference(state, new):
+        raise UsageError(f"microbatch: update of the reduction {part.how} must keep its state, but {difference}")
+    return jax.tree.map(_strong, new)
+
+
+def _cast(x: jax.Array, like: Any) -> jax.Array:
+    return x if x.dtype == like.dtype else x.astype(like.dtype)
 
 
 def _check_state(made: Any, given: Any) -> tuple[Any, Any]:
@@ -352,20 +347,7 @@ def _difference(given: Any, made: Any) -> str | None:
     return None if old_tree == new_tree else "it is in another container, or one with other static fields"
 
 
-def _zeros(like: jax.ShapeDtypeStruct, dtype: Any) -> jax.Array:
-    """The zero that a sum starts from. Under Explicit axes its type has a layout."""
-    layout = like.sharding if isinstance(like.sharding, NamedSharding) and any(like.sharding.spec) else None
-    return jnp.zeros(like.shape, dtype, out_sharding=layout)
-
-
 def _strong(x: Any) -> jax.Array:
     """Convert ``x`` to an array without weak type, so that a state keeps one type."""
     x = jnp.asarray(x)
     return x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else lax.convert_element_type(x, x.dtype)
-
-
-def _prefix(given: Any, shapes: Any, what: str) -> list[Any]:
-    try:
-        return spread(given, shapes)
-    except ValueError as error:
-        raise UsageError(f"microbatch: {what}= must be a pytree prefix of the result: {error}") from None

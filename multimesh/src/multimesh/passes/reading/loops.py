@@ -68,8 +68,8 @@ def from_scan(
 def _not_a_sum(mark: LoopMark) -> str:
     if mark.carries:
         return (
-            "the gradient goes through the state that microbatches carry (carry=), against the order of the loop; take "
-            "it inside of the loop, or stop it at the state: jax.lax.stop_gradient"
+            "the gradient goes through the state that microbatches carry (carry=, or a reduction that is no sum), "
+            "against the order of the loop; take it inside of the loop, or stop it at the state: jax.lax.stop_gradient"
         )
     return (
         "a microbatch loop carries a value that is not a plain sum over microbatches; iterations of "

@@ -1,0 +1,235 @@
+"""How results of microbatches are reduced: sums, means, extremes, the last, ratios of sums, and reductions of users.
+
+A reduction is an object with three functions, as an optimizer of optax has two:
+
+* ``init(like)`` returns the state before the first microbatch; ``like`` has the shapes and dtypes of a result;
+* ``update(state, result)`` returns the state with one more result, of the tree and types of the old state;
+* ``finalize(state, count)`` returns what all ``count`` microbatches give.
+
+Each is a function of arrays that JAX can trace. A state that only has terms added to it is a sum to `multimesh.jit`:
+gradients may go through it. Any other goes from one microbatch to the next, on the submesh that makes the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from multimesh.core.numbers import accumulator
+from multimesh.core.prefixes import spread
+from multimesh.errors import UsageError
+
+
+@runtime_checkable
+class Reduction(Protocol):
+    """What `multimesh.microbatch` takes as ``reduce=`` for a subtree of its results."""
+
+    def init(self, like: Any) -> Any:
+        """Return the state before the first microbatch, for results with the shapes and dtypes of ``like``."""
+
+    def update(self, state: Any, result: Any) -> Any:
+        """Return the state with the result of one more microbatch."""
+
+    def finalize(self, state: Any, count: int) -> Any:
+        """Return what ``count`` microbatches give together."""
+
+
+def is_reduction(x: Any) -> bool:
+    """Whether ``x`` is a leaf of a prefix of reductions: a name or an object. A class is none."""
+    return isinstance(x, str) or (isinstance(x, Reduction) and not isinstance(x, type))
+
+
+@dataclass(frozen=True)
+class Sum:
+    """The sum, or the mean. Few bits are summed in ``dtype`` (see `accumulator`), and cast back."""
+
+    dtype: Any = None
+    mean: bool = False
+
+    def init(self, like: Any) -> Any:
+        """Return zeros. Under Explicit axes their types have layouts."""
+        return jax.tree.map(lambda x: _zeros(x, accumulator(x, self.dtype)), like)
+
+    def update(self, state: Any, result: Any) -> Any:
+        """Add a result."""
+        return jax.tree.map(lambda c, x: jnp.add(c, x if c.dtype == x.dtype else x.astype(c.dtype)), state, result)
+
+    def finalize(self, state: Any, count: int) -> Any:
+        """Divide a mean."""
+        return jax.tree.map(lambda c: c / count, state) if self.mean else state
+
+
+@dataclass(frozen=True)
+class Extreme:
+    """The largest or the smallest of each element; ``of`` is ``jnp.maximum`` or ``jnp.minimum``."""
+
+    of: Callable[[Any, Any], Any]
+
+    def init(self, like: Any) -> Any:
+        """Return what no number is less extreme than."""
+        return jax.tree.map(lambda x: jnp.full(x.shape, _least(x.dtype, self.of is jnp.maximum), x.dtype), like)
+
+    def update(self, state: Any, result: Any) -> Any:
+        """Take the more extreme ones."""
+        return jax.tree.map(self.of, state, result)
+
+    def finalize(self, state: Any, count: int) -> Any:
+        """Return the extremes."""
+        return state
+
+
+@dataclass(frozen=True)
+class Last:
+    """The result of the last microbatch."""
+
+    def init(self, like: Any) -> Any:
+        """Return zeros, which nothing reads."""
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+
+    def update(self, state: Any, result: Any) -> Any:
+        """Return the result."""
+        return result
+
+    def finalize(self, state: Any, count: int) -> Any:
+        """Return the last result."""
+        return state
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The sums of some results over the sum of another: of losses, or gradients, over that of tokens.
+
+    Results under it are pairs ``(numerators, denominator)``: a pytree, and a scalar of any numeric dtype. Few bits are
+    summed in ``dtype``; None: in float32 where that takes little memory. The mean over microbatches is another number
+    where these have unlike numbers of tokens. Where all denominators are zero the result is zero.
+
+    Examples
+    --------
+    >>> mean = mm.microbatch(sums_of, size=4, argnum=1, reduce=mm.Ratio())  # doctest: +SKIP
+    """
+
+    dtype: Any = None
+
+    def init(self, like: Any) -> Any:
+        """Return zeros."""
+        return Sum(self.dtype).init(like)
+
+    def update(self, state: Any, result: Any) -> Any:
+        """Add numerators and denominator."""
+        return Sum(self.dtype).update(state, result)
+
+    def finalize(self, state: Any, count: int) -> Any:
+        """Divide."""
+        numerators, denominator = state
+        some = jnp.where(denominator == 0, 1, denominator)
+        return jax.tree.map(lambda x: x / some.astype(x.dtype), numerators)
+
+
+NAMED = {"max": Extreme(jnp.maximum), "min": Extreme(jnp.minimum), "last": Last()}
+"""Reductions by name, beside ``"sum"``, ``"mean"`` and ``"rows"``."""
+
+
+def _zeros(like: Any, dtype: Any) -> jax.Array:
+    sharding = getattr(like, "sharding", None)
+    layout = sharding if isinstance(sharding, NamedSharding) and any(sharding.spec) else None
+    return jnp.zeros(like.shape, dtype, out_sharding=layout)
+
+
+def _least(dtype: Any, largest: bool) -> Any:
+    """Return the number that every other replaces as the largest, or as the smallest."""
+    if dtype == jnp.bool_:
+        return not largest
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return -jnp.inf if largest else jnp.inf
+    return jnp.iinfo(dtype).min if largest else jnp.iinfo(dtype).max
+
+
+APART = ("stack", "rows")  # results that are kept microbatch by microbatch
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some leaves of a result, of one tree, and how they are reduced: ``"stack"``, ``"rows"`` or a reduction."""
+
+    start: int
+    tree: Any
+    how: Any
+
+    def of(self, leaves: Sequence[Any]) -> Any:
+        """Return the part of a result's leaves."""
+        return jax.tree.unflatten(self.tree, leaves[self.start : self.start + self.tree.num_leaves])
+
+
+def parts_of(result: Any, stack: Any, reduce: Any, dim: int, size: int | None, dtype: Any) -> tuple[Any, list[Part]]:
+    """Return the tree of reduced results, with a leaf for each part, and the parts of a result."""
+    leaves = jax.tree.leaves(result)
+    stacked = _prefix(stack or False, result, "stack")
+    try:
+        entries, above = jax.tree.flatten(reduce, is_leaf=is_reduction)
+        subtrees = above.flatten_up_to(result)
+    except ValueError as error:
+        raise UsageError(f"microbatch: reduce= must be a pytree prefix of the result: {error}") from None
+    one, parts, trees = jax.tree.structure(0), list[Part](), list[Any]()
+    start = 0
+    for entry, subtree in zip(entries, subtrees, strict=True):
+        tree = jax.tree.structure(subtree)
+        marks_here = stacked[start : start + tree.num_leaves]
+        if isinstance(entry, str) or not is_reduction(entry) or all(marks_here):
+            numbers = range(start, start + tree.num_leaves)
+            parts += [
+                Part(n, one, _way(leaves[n], "stack" if stacked[n] else entry, dim, size, dtype)) for n in numbers
+            ]
+            trees.append(tree)
+        elif any(marks_here):
+            raise UsageError(f"microbatch: stack= marks some of the results that {entry} reduces; mark all or none")
+        else:
+            parts.append(Part(start, tree, entry))
+            trees.append(one)
+        start += tree.num_leaves
+    return _joined(above, trees), parts
+
+
+def _joined(above: Any, trees: Sequence[Any]) -> Any:
+    """Return the tree with the leaves of ``above`` replaced by trees."""
+    return jax.tree.structure(jax.tree.unflatten(above, [jax.tree.unflatten(t, [0] * t.num_leaves) for t in trees]))
+
+
+def _way(leaf: Any, way: Any, dim: int, size: int | None, dtype: Any) -> Any:
+    """Return how one leaf is reduced.
+
+    Raises
+    ------
+    UsageError
+        If it can't be.
+    """
+    if way == "stack" or way in NAMED:
+        return NAMED.get(way, way)
+    if way not in ("sum", "mean", "rows"):
+        raise UsageError(
+            'microbatch: reduce= takes "sum", "mean", "rows", "max", "min", "last" and objects with init, update and '
+            f"finalize, not {way!r}"
+        )
+    if way == "rows":
+        if size is None or not -leaf.ndim <= dim < leaf.ndim or leaf.shape[dim] != size:
+            raise UsageError(
+                f'microbatch: reduce="rows" takes results with size= rows in dimension {dim}, not of shape '
+                f"{leaf.shape}; mark it True in stack="
+            )
+        return way
+    if not jnp.issubdtype(leaf.dtype, jnp.inexact if way == "mean" else jnp.number):
+        known = "averaged" if way == "mean" else "summed"
+        kind = "float0, the gradient of an integer," if leaf.dtype == jax.dtypes.float0 else f"dtype {leaf.dtype}"
+        raise UsageError(f"microbatch: a result of {kind} can't be {known}; mark it True in stack=")
+    return Sum(dtype, way == "mean")
+
+
+def _prefix(given: Any, shapes: Any, what: str) -> list[Any]:
+    try:
+        return spread(given, shapes)
+    except ValueError as error:
+        raise UsageError(f"microbatch: {what}= must be a pytree prefix of the result: {error}") from None

@@ -1,0 +1,158 @@
+"""Reductions of results of microbatches that a user can choose, one by one: against plain jit, under every schedule."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import MLP, mlp_block
+from pipelines import Split, assert_same, submeshes
+
+import multimesh as mm
+
+X = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+SPLIT = Split(submeshes(2), "wrapper")
+PARAMS = MLP.init(2)
+
+
+def statistics(params, x):
+    """Results of both stages: a row, a scalar, whole numbers, a truth."""
+    h = SPLIT(0, mlp_block)(params["stages"][0], x)
+    first = SPLIT(0, lambda h: (jnp.abs(h).max(0), (h > 0).sum(), (h > 2).any()))(h)
+    y = SPLIT(1, mlp_block)(params["stages"][1], h)
+    return first, SPLIT(1, lambda y: (y.mean(), y[0]))(y)
+
+
+def plain_statistics(k):
+    h = mlp_block(PARAMS["stages"][0], X[k::4])
+    y = mlp_block(PARAMS["stages"][1], h)
+    return (jnp.abs(h).max(0), (h > 0).sum(), (h > 2).any()), (y.mean(), y[0])
+
+
+BY_NAME = {
+    "max": lambda rows: np.stack(rows).max(0),
+    "min": lambda rows: np.stack(rows).min(0),
+    "last": lambda rows: rows[-1],
+    "sum": lambda rows: np.stack(rows).sum(0),
+    "mean": lambda rows: np.stack(rows).mean(0),
+}
+
+
+@pytest.mark.telling("last-zb-h1", "max-jit of jax")
+@pytest.mark.parametrize("how", ["1f1b", "gpipe", "zb-h1", "jit of jax", "eager", "without jit"])
+@pytest.mark.parametrize("name", ["max", "min", "last"])
+def test_one_name_for_all(name, how):
+    schedule = how if how in mm.schedules.names() else "1f1b"
+    loop = mm.microbatch(statistics, size=2, argnum=1, reduce=name, schedule=schedule)
+    run = {"jit of jax": jax.jit, "eager": lambda f: f, "without jit": lambda f: f}.get(how, mm.jit)(loop)
+    with jax.disable_jit(how == "without jit"):
+        got = run(PARAMS, X)
+    rows = [plain_statistics(k) for k in range(4)]
+    assert_same(got, jax.tree.map(lambda *r: BY_NAME[name](r), *rows))
+    if how == schedule:
+        assert [x.devices() == SPLIT.devices(0) for x in jax.tree.leaves(got)] == [True] * 3 + [False] * 2
+
+
+def test_a_name_for_each():
+    reduce = ("max", ("mean", "last"))
+    got = mm.jit(mm.microbatch(statistics, size=2, argnum=1, reduce=reduce))(PARAMS, X)
+    firsts, seconds = zip(*map(plain_statistics, range(4)), strict=True)
+    largest = jax.tree.map(lambda *r: BY_NAME["max"](r), *firsts)
+    mean, last = zip(*seconds, strict=True)
+    assert_same(got, (largest, (np.stack(mean).mean(0), last[-1])))
+
+
+def masked(stage, params, x, mask):
+    """The sum of losses of rows that count, and their number."""
+    y = stage(1, mlp_block)(params["stages"][1], stage(0, mlp_block)(params["stages"][0], x))
+    return stage(1, lambda y, mask: ((jnp.square(y).mean(1) * mask).sum(), mask.sum()))(y, mask)
+
+
+def whole(params, mask):
+    total, count = masked(lambda _, fn: fn, params, X, mask)
+    return total / count
+
+
+@pytest.mark.parametrize(
+    "mask", [[1, 0, 1, 1, 0, 0, 1, 1], [1, 0, 0, 0, 1, 0, 0, 0]], ids=["some", "empty microbatches"]
+)
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_a_masked_loss_is_the_ratio_of_sums(where, mask):
+    mask = np.array(mask, np.int32)
+
+    def inside(params, batch):
+        (total, count), grads = jax.value_and_grad(lambda p: masked(SPLIT, p, *batch), has_aux=True)(params)
+        return (total, grads), count
+
+    def outside(params, batch):
+        return masked(SPLIT, params, *batch)
+
+    if where == "inside":
+        step = mm.jit(mm.microbatch(inside, size=2, argnum=1, reduce=mm.Ratio()))
+    else:
+        step = mm.jit(jax.value_and_grad(mm.microbatch(outside, size=2, argnum=1, reduce=mm.Ratio())))
+    assert_same(step(PARAMS, (X, mask)), jax.jit(jax.value_and_grad(whole))(PARAMS, mask))
+
+
+@dataclasses.dataclass(frozen=True)
+class Moments:
+    """The mean and the variance of a result over microbatches (Welford)."""
+
+    def init(self, like):
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+        return jnp.int32(0), zeros, zeros
+
+    def update(self, state, result):
+        count, mean, squares = state
+        delta = result - mean
+        mean = mean + delta / (count + 1)
+        return count + 1, mean, squares + delta * (result - mean)
+
+    def finalize(self, state, count):
+        return {"mean": state[1], "variance": state[2] / count}
+
+
+def test_a_reduction_of_the_user():
+    def rows(params, x):
+        return SPLIT(1, mlp_block)(params["stages"][1], SPLIT(0, mlp_block)(params["stages"][0], x))[0], x.sum()
+
+    got = mm.jit(mm.microbatch(rows, size=2, argnum=1, reduce=(Moments(), "sum")))(PARAMS, X)
+    made = np.stack([rows_of[0] for rows_of in (plain_statistics(k)[1][1:] for k in range(4))])
+    assert_same(got, ({"mean": made.mean(0), "variance": made.var(0)}, X.sum()))
+    assert got[0]["mean"].devices() == SPLIT.devices(1)
+
+
+def test_gradients_of_what_is_no_sum():
+    """Of an auxiliary result they are none; through the reduction itself they would go against the loop."""
+
+    def loss(params, x):
+        y = SPLIT(1, mlp_block)(params["stages"][1], SPLIT(0, mlp_block)(params["stages"][0], x))
+        return jnp.square(y).sum(), jnp.abs(y).max()
+
+    loop = mm.microbatch(loss, size=2, argnum=1, reduce=("sum", "max"))
+    got = mm.jit(jax.value_and_grad(loop, has_aux=True))(PARAMS, X)
+    plain = lambda p: (lambda y: (jnp.square(y).sum(), jnp.abs(y).max()))(  # noqa: E731
+        mlp_block(p["stages"][1], mlp_block(p["stages"][0], X))
+    )
+    assert_same(got, jax.jit(jax.value_and_grad(plain, has_aux=True))(PARAMS))
+    with pytest.raises(mm.MultiMeshError, match=r"test_reductions.py:\d+: the gradient goes through .* reduction"):
+        mm.jit(jax.grad(lambda p, x: loop(p, x)[1]))(PARAMS, X)
+
+
+class Grows:
+    def init(self, like):
+        return jnp.zeros(())
+
+    def update(self, state, result):
+        return jnp.stack([state, result])
+
+    def finalize(self, state, count):
+        return state
+
+
+def test_a_reduction_keeps_the_type_of_its_state():
+    with pytest.raises(mm.UsageError, match=r"update of the reduction .*Grows.* keep its state, but state goes in as"):
+        mm.microbatch(lambda x: x.sum(), size=2, reduce=Grows())(X)
+    with pytest.raises(mm.UsageError, match="not <class"):
+        mm.microbatch(lambda x: x.sum(), size=2, reduce=Grows)(X)
