@@ -163,6 +163,58 @@ def test_the_forecast_workspace_is_that_of_xla(lowered):
         assert 0.5 * measured <= need.workspace <= 2 * measured
 
 
+def product_step(meshes, spec, layout):
+    """Gradients of two stages whose weights are large against their rows; ``layout`` is that of the rows."""
+
+    def layer(mesh, w, y):
+        y = jax.lax.with_sharding_constraint(y, NamedSharding(mesh, layout))
+        return jnp.tanh(y @ w["up"]) @ w["down"]
+
+    def loss(weights, y):
+        for mesh, w in zip(meshes, weights, strict=True):
+            y = mm.task(lambda w, y, mesh=mesh: layer(mesh, w, y), "layer", mesh=mesh)(w, y)
+        return jnp.sum(y**2)
+
+    def matrix(mesh, shape, axes):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, axes))
+
+    weights = [
+        {"up": matrix(m, (64, 512), P(None, *spec)), "down": matrix(m, (512, 64), P(*spec, None))} for m in meshes
+    ]
+    rows = matrix(meshes[0], (4 * 8, 16, 64), P())
+    return mm.jit(mm.microbatch(jax.grad(loss), size=8, argnum=1)).lower(weights, rows)
+
+
+MATRICES = 2 * 4 * 64 * 512  # bytes
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_sums_that_no_device_shares_are_not_in_the_workspace_again(platform):
+    """On one device nothing is reduced: a gradient is computed into its sum, or (CPUs) stands beside it, one a time."""
+    meshes = [Mesh(np.array(jax.devices()[i : i + 1]), ("data",)) for i in (0, 1)]
+    (_, need) = product_step(meshes, (None,), P()).memory_forecast(platform)
+    assert need.sums == MATRICES
+    activations = 4 * 8 * 16 * (512 + 64) * 4  # bytes: a few arrays of each width
+    beside = MATRICES // 2 if platform == "cpu" else 0
+    assert need.workspace <= beside + activations
+
+
+def test_a_platform_that_is_none_is_refused():
+    meshes = [Mesh(np.array(jax.devices()[i : i + 1]), ("data",)) for i in (0, 1)]
+    with pytest.raises(mm.UsageError, match='platform must be "cpu" or "gpu", got \'h100\''):
+        product_step(meshes, (None,), P()).memory_forecast("h100")
+
+
+def test_gathered_rows_are_in_the_workspace():
+    """Under sequence parallelism each product gathers its rows: a whole copy, beside the part that a device has."""
+    meshes = [Mesh(np.array(jax.devices()[i : i + 4]), ("model",)) for i in (0, 4)]
+    lowered = product_step(meshes, ("model",), P(None, "model"))
+    whole = 8 * 16 * 64 * 4
+    need, measured = lowered.memory_forecast()[1], lowered.compile().memory_analysis()[1]["scratch"] / 4
+    assert need.workspace >= whole
+    assert 0.5 * measured <= need.workspace <= 2 * measured
+
+
 @pytest.mark.parametrize("given", [P(None, "model"), P("model", None), P()], ids=str)
 def test_a_constraint_to_the_layout_of_an_argument_copies_nothing(given):
     """MaxText constrains its parameters before it accumulates gradients; a copy of them all would stay for the loop."""

@@ -68,6 +68,7 @@ def gated(x, w):
         (jnp.matmul, [(64, 4), (4, 8)], [P("model"), P(None, "model")]),
         (jnp.matmul, [(64, 4), (4, 48)], [P(("data", "model")), P(None, "model")]),
         (gated, [(4, 16, 8), (8, 6)], [P(None, "model"), P(None, "model")]),
+        (lambda x, i: x - jax.nn.one_hot(i.astype("int32"), 8), [(4, 8), (4,)], [P(None, "model"), P("model")]),
         (lambda x: jnp.cumsum(jnp.concatenate([x, x], 1), 1), [(8, 4)], [P("data")]),
     ],
 )

@@ -172,7 +172,7 @@ def _end_before_training(lowered: multimesh.Lowered, handoff: Handoff, state: An
     if handoff.forecast:
         timeline = lowered.plan.forecast(lowered.plan.estimate())
         timeline.to_svg(Path(handoff.forecast).with_suffix(".svg"))
-        write_forecast(needs(lowered, state), timeline.bubble, Path(handoff.forecast))
+        write_forecast(needs(lowered, state, handoff.platform), timeline.bubble, Path(handoff.forecast))
     else:
         _dump(lowered.compile(), handoff)
     sys.exit()
@@ -219,7 +219,7 @@ def _profile(compiled: multimesh.Compiled, folder: Path, state: Any, batch: Any)
         timeline.to_perfetto(folder / f"{name}.perfetto.json")
 
 
-def needs(lowered: multimesh.Lowered, state: Any) -> list[Need]:
+def needs(lowered: multimesh.Lowered, state: Any, platform: str = "") -> list[Need]:
     """Return the memory of each stage.
 
     Parameters
@@ -228,14 +228,17 @@ def needs(lowered: multimesh.Lowered, state: Any) -> list[Need]:
         The train step.
     state
         The train state, arrays or their types, each leaf with its sharding: the first argument of the step.
+    platform
+        Of the devices that it is for, where others stand for them.
     """
+    forecast = lowered.memory_forecast("cpu" if platform == "cpu" else "gpu" if platform else None)
     held: dict[tuple[str, frozenset[jax.Device]], int] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         name = getattr(path[0], "key", getattr(path[0], "name", ""))
         key = name, frozenset(leaf.sharding.device_set)
         held[key] = held.get(key, 0) + math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
     result = []
-    for mesh, found in zip(lowered.plan.submeshes, lowered.memory_forecast(), strict=True):
+    for mesh, found in zip(lowered.plan.submeshes, forecast, strict=True):
         parameters, optimizer = (held.get((name, frozenset(mesh.devices.flat)), 0) for name in ("model", "optimizer"))
         batch = max(0, found.arguments - parameters - optimizer)
         result.append(Need(parameters, optimizer, batch, found.sums, found.values, found.workspace))

@@ -91,15 +91,18 @@ class Lowered:
         """
         return tuple(pipeline.run(self.traced))
 
-    def memory_forecast(self) -> tuple[MemoryForecast, ...]:
+    def memory_forecast(self, platform: str | None = None) -> tuple[MemoryForecast, ...]:
         """Bytes that a device of each submesh will need at the peak of a call; nothing is compiled or allocated.
 
         They follow from the plan and its layouts: ``arguments``, ``sums`` and ``values`` exactly, the workspace as an
         estimate of what XLA decides. See `MemoryForecast`; there is one per submesh, in the order of
-        ``plan.submeshes``.
+        ``plan.submeshes``. ``platform`` is "cpu" or "gpu" if not that of its devices: virtual CPU devices may stand for
+        GPUs, whose compiler adds products to sums in place.
         """
+        if platform is not None and platform not in ("cpu", "gpu"):
+            raise UsageError(f'memory_forecast: platform must be "cpu" or "gpu", got {platform!r}')
         with pause_gc():
-            return forecast(self.plan)
+            return forecast(self.plan, platform)
 
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Compiled:
         """Compile every kernel, several at a time. The options are passed on to XLA."""

@@ -10,8 +10,11 @@ from dataclasses import astuple, dataclass
 from jax.sharding import Mesh
 
 from multimesh import ir
+from multimesh.core import _compat
+from multimesh.core.grouping import grouped
 from multimesh.core.text import amount
 from multimesh.ir.primitives import lookup as facts
+from multimesh.observe.exchanged import exchanged
 from multimesh.passes.planning.layouts import Inner, Known, kernel_axes, ways
 from multimesh.plan.instructions import Run
 from multimesh.plan.plan import Plan
@@ -45,8 +48,9 @@ class MemoryForecast:
         return f"MemoryForecast({', '.join(name + '=' + amount(value, 'bytes') for name, value in parts.items())})"
 
 
-def forecast(plan: Plan) -> tuple[MemoryForecast, ...]:
-    """Return the bytes on each device of each submesh."""
+def forecast(plan: Plan, platform: str | None = None) -> tuple[MemoryForecast, ...]:
+    """Return the bytes on each device of each submesh, as the compiler of a platform would need them."""
+    platform = platform or plan.submeshes[0].devices.flat[0].platform
     kernels, bodies = kernel_axes(plan)
     sizes = [
         slot.nbytes * math.prod(layout.shard_shape(slot.shape)) // max(1, math.prod(slot.shape))
@@ -54,7 +58,8 @@ def forecast(plan: Plan) -> tuple[MemoryForecast, ...]:
         else 0
         for slot, layout in zip(plan.slots, plan.layouts, strict=True)
     ]
-    work = {number: _workspace(plan, plan.first_runs[number], known, bodies) for number, known in kernels.items()}
+    beside = platform == "cpu"
+    work = {n: _workspace(plan, plan.first_runs[n], known, bodies, beside) for n, known in kernels.items()}
     held = [0] * len(plan.submeshes)
     for slot in plan.given:
         held[plan.slots[slot].submesh] += sizes[slot]
@@ -88,16 +93,16 @@ def _reused(plan: Plan, run: Run, args: Mapping[int, int]) -> set[int]:
     return {slot for slot in run.outs if plan.like.get(slot) in donated}
 
 
-def _workspace(plan: Plan, run: Run, known: Known, bodies: Mapping[ir.Op, Inner]) -> int:
-    """Most bytes of arrays within a kernel that are alive at once."""
+def _workspace(plan: Plan, run: Run, known: Known, bodies: Mapping[ir.Op, Inner], beside: bool) -> int:
+    """Return the most bytes of arrays within a kernel that are alive at once.
+
+    GPUs compute a product into the sum that it is added to, unless devices sum it first. CPUs have it beside the sum.
+    """
     kernel = plan.kernels[run.kernel]
     mesh = plan.submeshes[kernel.submesh]
-    # A sum that the kernel reduces over devices is there three times: as a product (in the peak), laid out and reduced,
-    # and as the term that is added. Sums that are reduced after the loop are only added.
-    reduced = [v for v, slot in zip(kernel.sums, run.outs, strict=False) if slot not in plan.over]
     outside = {*kernel.ins, *kernel.rows, *kernel.outs}
-    wanted = (*kernel.outs, *kernel.sums)
-    return 2 * sum(_size(v, known, mesh) for v in reduced) + _peak(kernel.ops, known, bodies, outside, wanted, mesh)
+    sums = frozenset(ir.values(kernel.sums))
+    return _peak(kernel.ops, known, bodies, outside, kernel.outs, mesh, sums, beside)
 
 
 def _peak(
@@ -107,13 +112,16 @@ def _peak(
     outside: set[ir.Value],
     wanted: Iterable[ir.Atom],
     mesh: Mesh,
+    sums: frozenset[ir.Value] = frozenset(),
+    beside: bool = False,
 ) -> int:
-    """Most bytes of results alive at once; a result that is fused away keeps its operands alive."""
+    """Return the most bytes of results alive at once; a result that is fused away keeps its operands alive."""
     same: dict[ir.Value, ir.Value] = {}
     for op in ops:
-        if facts(op).buffer == "operand":
+        if facts(op).buffer == "operand" and not _moves(op, known):
             same |= {o: same.get(i, i) for i, o in zip(op.ins, op.outs, strict=True) if isinstance(i, ir.Value)}
-    users = collections.Counter(same.get(v, v) for op in ops if facts(op).buffer != "operand" for v in set(op.reads))
+    readers = (op for op in ops if not same.keys() & set(op.outs))
+    users = collections.Counter(same.get(v, v) for op in readers for v in set(op.reads))
     outside = outside | {same.get(v, v) for v in outside}
     made_of: dict[ir.Value, tuple[ir.Value, ...]] = {}
 
@@ -127,14 +135,23 @@ def _peak(
     for n, op in enumerate(ops):
         through = tuple(dict.fromkeys(arrays(op.ins)))
         last |= dict.fromkeys(through, n)
-        buffer = facts(op).buffer
+        buffer = "own" if _moves(op, known) else facts(op).buffer
         mine = [v for v in op.outs if buffer == "own" or v in outside or (buffer == "fused" and users[v] > 1)]
         made_of |= {v: (v,) if v in mine else through for v in op.outs}
         own.append(mine)
+        if beside:
+            last |= dict.fromkeys(sums.intersection(mine), n + 1)
     last |= dict.fromkeys(arrays(wanted), len(ops))
     ending: dict[int, int] = collections.defaultdict(int)  # bytes that the operation of this number reads last
+    beginning: dict[int, int] = collections.defaultdict(int)  # bytes of operands that it gathers first
+    exchanges = [exchanged(op, known, mesh) for op in ops]
+    uses = grouped((copy, n) for n, each in enumerate(exchanges) for copy in each.gathered)
+    for (_, size), numbers in uses.items():
+        beginning[numbers[0]] += size
+        ending[numbers[-1]] += size
     alive = peak = 0
     for n, op in enumerate(ops):
+        alive += beginning[n]
         for v in (v for v in own[n] if v not in outside and last.get(v, -1) > n):
             size = _size(v, known, mesh)
             alive += size
@@ -142,9 +159,19 @@ def _peak(
         own_peak = 0  # of one iteration of a scan, or of a nested function
         if (nested := bodies.get(op)) is not None:
             own_peak = _peak(nested.ops, known, bodies, set(nested.inputs), nested.outputs, mesh)
-        peak = max(peak, alive + own_peak)
+        part = exchanges[n].part  # summed in place, unless it is larger than the result or added to a sum
+        if part and op.outs[0] not in sums and part <= _size(op.outs[0], known, mesh):
+            part = 0
+        peak = max(peak, alive + own_peak + part)
         alive -= ending[n]
     return peak
+
+
+def _moves(op: ir.Op, known: Known) -> bool:
+    """Whether a sharding constraint gives its operand another layout, and so a buffer of its own."""
+    if op.prim is not _compat.sharding_constraint_p or not isinstance(op.ins[0], ir.Value):
+        return False
+    return known.get(op.ins[0]) != known.get(op.outs[0])
 
 
 def _size(value: ir.Value, known: Known, mesh: Mesh) -> int:

@@ -3,8 +3,9 @@
 Arguments, results and what replaces arguments have the layout that was asked for. Elsewhere a result takes the axes of
 the constraint that it reaches through cheap operations, then those of its operands (`primitives.links`) in the order of
 the plan; what is still open takes those of its readers. Where one axis divides two operands and the result can have it
-once, the operand with more bytes on a device keeps it, so that the compiler gathers the other. Layouts never change a
-result, but the compiler must obey those of a kernel's results: a wrong one costs collectives, time and memory.
+once, the operand with more bytes on a device keeps it, so that the compiler gathers the other; a broadcast has the
+bytes of its operand. Layouts never change a result, but the compiler must obey those of a kernel's results: a wrong one
+costs collectives, time and memory.
 """
 
 from __future__ import annotations
@@ -104,6 +105,7 @@ class Flow:
 
     def __init__(self) -> None:
         self._all: list[Array] = []
+        self._origin: dict[ir.Value, int] = {}  # bytes of the largest array that cheap operations made a value of
         self.bodies: dict[ir.Op, Inner] = {}
 
     def new(self, value: Any, mesh: Mesh) -> Array:
@@ -137,6 +139,8 @@ class Flow:
             outs = [self.new(out, mesh) for out in op.outs]
             env.update(zip(op.outs, outs, strict=True))
             for value, out in zip(op.outs, outs, strict=True):
+                if is_cheap(op.prim):
+                    self._origin[value] = min(value.nbytes, max((self._bytes(v) for v in op.reads), default=0))
                 for d, axes in constrained.get(value, ()):
                     out.take(d, out.present(axes))
             fixed = constraint(op)
@@ -156,12 +160,25 @@ class Flow:
             else:
                 results = set(op.outs)
                 groups = list(links(op)) or list(_alike(op))
-                for group in sorted(groups, key=lambda group: -_gathered(group, env, results)):
+                for group in sorted(groups, key=lambda group: -self._gathered(group, env, results)):
                     nodes = [(env[atom], d) for atom, d in group if atom not in results]
                     self._flow(nodes, [(env[atom], d) for atom, d in group if atom in results] or nodes[1:])
                 if op.prim.name in _PARTS:
                     for given, out in itertools.product(filter(None, ins), outs):
                         self.same(given, out)
+
+    def _gathered(self, group: Group, env: Mapping[ir.Value, Array], results: Collection[ir.Value]) -> int:
+        """Bytes on a device of the largest operand with these dimensions if nothing divided them."""
+        sizes = (
+            self._bytes(v) // ways((axes for at, axes in enumerate(env[v].divided) if at != d), env[v].mesh)
+            for v, d in group
+            if v not in results and env[v].axes[d]
+        )
+        return max(sizes, default=0)
+
+    def _bytes(self, value: ir.Value) -> int:
+        """Bytes to move for a value: what it was made of is laid out in its place where that is less."""
+        return self._origin.get(value, value.nbytes)
 
     def _loop(
         self, op: ir.Op, ins: Sequence[Array | None], outs: Sequence[Array], env: dict[ir.Value, Array], mesh: Mesh
@@ -230,15 +247,6 @@ def _constrained_later(ops: Sequence[ir.Op]) -> dict[ir.Value, list[tuple[int, A
 
 def _axes_in(group: Group, dimensions: Mapping[tuple[ir.Value, int], Axes]) -> Axes:
     return next((dimensions[each] for each in group if each in dimensions), ())
-
-
-def _gathered(group: Group, env: Mapping[ir.Value, Array], results: Collection[ir.Value]) -> int:
-    """Bytes on a device of the largest operand with these dimensions if nothing divided them."""
-    return max((_bytes(v, env[v], d) for v, d in group if v not in results and env[v].axes[d]), default=0)
-
-
-def _bytes(value: ir.Value, array: Array, without: int) -> int:
-    return value.nbytes // ways((axes for d, axes in enumerate(array.divided) if d != without), array.mesh)
 
 
 def _called(op: ir.Op) -> Any:
