@@ -27,6 +27,7 @@ from multimesh_maxtext.command.checks import Job
 from multimesh_maxtext.command.launch import Launch
 from multimesh_maxtext.command.report import Evaluation, Step, judge, progress
 from multimesh_maxtext.command.reserve import mark_run
+from multimesh_maxtext.command.told import HoldUps
 from multimesh_maxtext.command.translate import Paths
 from multimesh_maxtext.errors import (
     DoesNotFitError,
@@ -254,6 +255,7 @@ def follow(
     A trainer that ``saves`` writes a checkpoint first, and ends by itself; a second signal ends it at once.
     """
     steps: list[Step] = []
+    log, told = _Tail(paths.log), HoldUps()
     with (
         progress(console, total, quiet=quiet) as show,
         trainer(start, paths, inherited=begin.inherited) as process,
@@ -267,6 +269,8 @@ def follow(
                     running = False
                 except subprocess.TimeoutExpired:
                     pass
+                if not console.quiet:
+                    told.show(log.lines())
                 for step in follower.poll():
                     if not steps:
                         mark_run(paths.output)
