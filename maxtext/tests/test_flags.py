@@ -133,6 +133,7 @@ def test_every_flag_is_declared_with_help():
             "--fsdp 2 --cp 3 --sequence-length 96",
             r"fsdp x cp = 6 does not divide the model dims \(256\); change --cp or",
         ),
+        ("--pp 2 --zero 1", r"--zero 1 lays moments out over data parallelism; add --dp"),
         ("--pp 2 --gather-once", r"--gather-once is about parameters that --fsdp shards; add --fsdp"),
         ("--fsdp 2 --gather-once", r"--gather-once is about pipeline stages; add --pp"),
         ("--ep 2", r"--ep 2 does not divide the experts \(1\); change --ep or num_experts="),

@@ -71,6 +71,8 @@ class Handoff:
         Arrays of the train state with fewer elements than this lie whole on each device of their stage.
     platform
         Platform of the devices that a forecast is for; it may run on another.
+    zero
+        1: the state of the optimizer is laid out over the axis of data parallelism too.
     gather_once
         Whether parameters are gathered before the loop over microbatches, and not in it.
     """
@@ -93,6 +95,7 @@ class Handoff:
     replicate_below: int = 0
     platform: str = ""
     gather_once: bool = False
+    zero: int = 0
 
     def variables(self) -> dict[str, str]:
         """Return the variables to add to the trainer's environment."""

@@ -128,6 +128,13 @@ def _parallelism(root: argparse.ArgumentParser) -> None:
         "--sequence-parallel",
         "shard activations between tensor-parallel blocks along the sequence (default off)",
     )
+    group.add_argument(
+        "--zero",
+        type=int,
+        choices=(0, 1),
+        default=0,
+        help="1: moments of the optimizer are laid out over dp too, and each device updates its part of the parameters",
+    )
     switch(
         group,
         "--gather-once",

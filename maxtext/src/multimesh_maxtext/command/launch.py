@@ -133,6 +133,7 @@ def handoff(job: Job, paths: Paths, limit: int | None = None) -> Handoff:
         },
         replicate_below=job.batch * o.sequence_length if o.replicate_small_params else 0,
         gather_once=bool(o.gather_once),
+        zero=o.zero,
     )
 
 

@@ -43,6 +43,7 @@ class Options(argparse.Namespace):
     partition: tuple[int, ...] | str | None
     sequence_parallel: bool | None
     gather_once: bool | None
+    zero: int
     # training loop
     num_steps: int
     batch_size: int | None

@@ -45,6 +45,7 @@ _FLAG_OF = {
     "per_device_batch_size": "--batch-size and --microbatch-size",
     "dataset_type": "--text, --use-tfds-dataset",
     "profiler": "--profile",
+    "shard_optimizer_over_data": "--zero 1",
     **dict.fromkeys(("init_weights_seed", "data_shuffle_seed"), "--seed"),
     "ici_data_parallelism": "--dp",
     "ici_fsdp_parallelism": "--fsdp",

@@ -79,6 +79,7 @@ def configuration(job: Job) -> Configuration:
         interleave=o.interleave,
         schedule=name,
         sequence_parallel=bool(o.sequence_parallel),
+        sharded="optimizer" if o.zero else "none",
         recompute="full" if o.remat in (None, "none", "full") else "minimal",
         precision=precision(job.model),
         layers=job.pieces if o.pp > 1 else (),

@@ -171,6 +171,8 @@ def configuration(job: Job, paths: Paths) -> dict[str, Any]:
         if job.rows % job.readers and read_dataset(o) not in UNTOKENIZED:  # each reader evaluates on as many rows
             rows = math.lcm(job.rows, job.readers)
             settings["eval_per_device_batch_size"] = per_device(rows, job.mesh_devices)
+    if o.zero and not o.staged:
+        settings["shard_optimizer_over_data"] = True
     if o.profile:
         settings |= {
             "profiler": "xplane",

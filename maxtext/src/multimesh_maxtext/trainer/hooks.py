@@ -32,6 +32,7 @@ from multimesh_maxtext.trainer.placement import (
     gather,
     list_stacks,
     parameter_specs,
+    spread_optimizer,
     write_placement,
 )
 from multimesh_maxtext.trainer.step import (
@@ -102,15 +103,21 @@ def place_state(abstract_state: Any, shardings: Any, checkpoints: Any) -> tuple[
     """Place the types and shardings of the train state by stage. A checkpoint may hold it in another layout."""
     stages, below = _current(), _handoff().replicate_below
     _specs.update(parameter_specs(shardings))
+    if _handoff().zero:
+        shardings = spread_optimizer(abstract_state, shardings)
+        abstract_state = _laid_out(abstract_state, shardings)
     if below:
         shardings = jax.tree.map(
             lambda x, s: NamedSharding(s.mesh, P()) if x.size < below else s, abstract_state, shardings
         )
-        abstract_state = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract_state, shardings
-        )
+        abstract_state = _laid_out(abstract_state, shardings)
     checkpoints = checkpoints and telling(relayout.relaid(checkpoints, stages.layers))
     return stages.structs(abstract_state), stages.shardings(shardings), checkpoints
+
+
+def _laid_out(types: Any, shardings: Any) -> Any:
+    """Return types with other shardings."""
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), types, shardings)
 
 
 def init_state(fn: Callable[[], Any], *, in_shardings: None, out_shardings: Any) -> Callable[[], Any]:

@@ -22,6 +22,9 @@ import multimesh
 from multimesh_maxtext import layer_names
 from multimesh_maxtext.trainer.processes import absent, has_device
 
+_REPLICATED = "data"
+"""Axis of the mesh along which parameters are copies."""
+
 _GATHERED = "fsdp"
 """MaxText's axis of the devices that share parameters, and rows of the batch."""
 
@@ -202,6 +205,28 @@ def parameter_specs(shardings: Any) -> dict[str, P]:
     """Return the layout of each parameter of a train state, by its path in the model."""
     named = ((_path(path), leaf.spec) for path, leaf in jax.tree_util.tree_leaves_with_path(shardings))
     return {name.removeprefix("model/"): spec for name, spec in named if name.startswith("model/")}
+
+
+def spread_optimizer(types: Any, shardings: Any) -> Any:
+    """Return the layouts of a train state with those of the optimizer over the axis ``data`` too (ZeRO-1).
+
+    Each device then keeps and updates its part of the moments, and XLA gathers the parameters after the update. A
+    moment of which the axis divides no dimension stays as it is.
+    """
+
+    def spread(path: Any, x: Any, sharding: NamedSharding) -> NamedSharding:
+        if not _path(path).startswith("optimizer/"):
+            return sharding
+        sizes = dict(sharding.mesh.shape)
+        parts = [*sharding.spec, *[None] * (x.ndim - len(sharding.spec))]
+        axes = [part if isinstance(part, tuple) else (part,) if part else () for part in parts]
+        for dim in sorted(range(x.ndim), key=lambda dim: len(axes[dim])):  # those that are whole first
+            if x.shape[dim] % (math.prod(sizes[axis] for axis in axes[dim]) * sizes[_REPLICATED]) == 0:
+                axes[dim] = (*axes[dim], _REPLICATED)
+                break
+        return NamedSharding(sharding.mesh, P(*(each or None for each in axes)), memory_kind=sharding.memory_kind)
+
+    return jax.tree_util.tree_map_with_path(spread, types, shardings)
 
 
 def gather(parameters: Any, specs: Mapping[str, P], home: Callable[[Any], Mesh]) -> Any:
