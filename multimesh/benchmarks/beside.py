@@ -16,7 +16,7 @@ from multimesh.planner.suggesting import Training, suggest
 _MEMORY = 0.92
 GROUPS = (
     *("dgxc-176", "dgxc-008", "dgxc-038", "dgxc-105", "nemo-012"),
-    *("mb-001", "mb-010", "mb-046", "mb-007", "dgxc-017"),
+    *("mb-001", "mb-010", "mb-046", "mb-007", "dgxc-017-moe"),
 )
 """Ids of runs; each stands for all of its model, batch, precision and devices."""
 

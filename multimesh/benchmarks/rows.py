@@ -102,9 +102,11 @@ def read(*files: Path) -> tuple[tuple[Run, ...], dict[str, str]]:
     """Return the runs of some files, and why each other row is none, by its id."""
     runs, others = [], {}
     for file in files:
+        seen = {run.id for run in runs}
         with file.open(encoding="utf-8", newline="") as text:
             for number, row in enumerate(csv.DictReader(text)):
                 name = row.get("id") or f"row {number}"
+                name = f"{name}-{file.stem}" if name in seen else name  # files number their rows apart
                 try:
                     runs.append(_run(name, row))
                 except (UsageError, ValueError) as error:
