@@ -50,7 +50,7 @@ def surrounded(seed: int) -> Surrounded:
     around = AROUND[int(rng.integers(len(AROUND) if given.gradient == "outside" else len(AROUND) - 1))]
     ambient = AMBIENT[int(rng.integers(len(AMBIENT)))]
     given = dataclasses.replace(given, inner=given.inner or (form == "block" and given.dtype == "float32"))
-    if form == "block" and around.startswith("vmap"):  # JAX can't bring meshes of different sizes together
+    if form == "block" and around != "jit":  # JAX can't bring meshes of different sizes together
         ambient, given = "none", dataclasses.replace(given, submeshes=(1,) * len(given.submeshes))
     if around.startswith("vmap") and given.schedule in generated.ONE_STAGE and given.checkpoint == "model":
         given = dataclasses.replace(given, checkpoint="stage")  # repeats of rows are not cut at the stages

@@ -77,3 +77,21 @@ def test_arguments_without_a_layout(ambient):
     with jax.set_mesh(AMBIENT[ambient]()):
         assert_same(jax.value_and_grad(f)(list(WEIGHTS), X), want)
         assert_same(f(list(WEIGHTS), X), want[0])
+
+
+def test_blocks_on_meshes_of_different_sizes_under_vmap_are_refused_in_a_line():
+    """JAX keeps the mesh in the type of what a block makes; as calls the same tasks run."""
+    small, large = Mesh(np.array(jax.devices()[:1]), ("data",)), Mesh(np.array(jax.devices()[2:4]), ("data",))
+
+    def blocks(w, x):
+        with mm.task(mesh=small, name="first"):
+            v = jnp.sin(w)
+        with mm.task(mesh=large, name="second"):
+            return x + v
+
+    def calls(w, x):
+        return mm.task(jnp.add, mesh=large)(x, mm.task(jnp.sin, "first", mesh=small)(w))
+
+    with pytest.raises(mm.UsageError, match=r"test_set_mesh.py:\d+: in .* meshes of different sizes .*as calls"):
+        jax.vmap(mm.jit(blocks), in_axes=(None, 0))(X[0], X)
+    assert_same(jax.vmap(mm.jit(calls), in_axes=(None, 0))(X[0], X), X + np.sin(X[0]))

@@ -129,9 +129,10 @@ def traced_as(what: Callable[[], str]) -> Iterator[None]:
     except Exception as error:
         if "cannot change the size of the mesh" in str(error):
             raise UsageError(
-                f"{error_line(error)}: in {what()} jax.vmap brings values of meshes of different sizes together, which "
-                "JAX can't do around blocks; write tasks as calls, multimesh.task(fn, mesh=...), in the place of "
-                f"`with multimesh.task(...)` or register_task. JAX says: {error}"
+                f"{error_line(error)}: in {what()} a transformation brings values of meshes of different sizes "
+                "together, which JAX can't do around blocks; write tasks as calls, multimesh.task(fn, mesh=...), in "
+                "the place of `with multimesh.task(...)` or register_task, or transform inside: "
+                f"multimesh.jit(jax.grad(f)). JAX says: {error}"
             ) from None
         if "different trace level" not in str(error) or isinstance(error, errors.MultiMeshError):
             raise
