@@ -48,4 +48,13 @@ def _constrain(op: ir.Op, args: Sequence[Any]) -> Sequence[Any] | None:
             f"{describe(mesh)} does not have, so that its dimension is replicated there; name an axis of the submesh, "
             "or a logical axis with multimesh.with_sharding_constraint",
         )
-    return [lax.with_sharding_constraint(x, carry_over(sharding.spec, x.shape, mesh))]
+    layout = carry_over(sharding.spec, x.shape, mesh)
+    uneven = [axis for axis in axis_names(sharding.spec) if axis not in (*lost, *axis_names(layout.spec))]
+    if uneven:
+        _compat.warn_at(
+            _compat.user_line(op.source),
+            f"a sharding constraint lays out an array of shape {x.shape} as {sharding.spec}, but axis {uneven[0]!r} of "
+            f"submesh {describe(mesh)} does not divide its dimension, which is replicated there; change the size, or "
+            "constrain another dimension",
+        )
+    return [lax.with_sharding_constraint(x, layout)]

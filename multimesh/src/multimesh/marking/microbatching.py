@@ -18,11 +18,13 @@ from jax.sharding import PartitionSpec as P
 
 from multimesh import schedules
 from multimesh.core import _compat, checks
+from multimesh.core.prefixes import spread
 from multimesh.core.specs import carry_over
 from multimesh.core.weak_cache import kept, weak
 from multimesh.errors import UsageError
 from multimesh.marking import contexts, marks
 from multimesh.marking.reductions import APART, Part, Sum, is_reduction, parts_of
+from multimesh.marking.rows import explain_cut, rows_of
 from multimesh.marking.tasks import call_under_mark
 from multimesh.marking.tracing import is_partitioning, is_recording, of_loop
 
@@ -132,7 +134,7 @@ def microbatch(
             return fn(*args, **kwargs, **({index: np.int32(0)} if index else {}))
         if is_partitioning():
             args = jax.tree.map(_compat.leave_mesh, args)
-        rows = _rows(args[argnum], dim, argnum)
+        rows = rows_of(args[argnum], dim, argnum)
         if size is not None and rows % size:
             raise UsageError(
                 f"microbatch: {rows} rows do not divide into microbatches of {size}; change size= or the batch"
@@ -154,7 +156,10 @@ def microbatch(
                 full[argnum] = rows if size is None else jax.tree.map(lambda x: jnp.moveaxis(x, 0, dim), rows)
                 if carry is not None:
                     full[carry] = state
-                result = called(*full, **kwargs, **({index: number} if index else {}))
+                with explain_cut(full, argnum):
+                    result = called(*full, **kwargs, **({index: number} if index else {}))
+                if carry is not None and isinstance(reduce, str) and reduce in ("sum", "mean"):
+                    _warn_of_state(result, stack, mark.where)
                 return result if carry is not None else (None, result)
 
             state = None if carry is None else args[carry]
@@ -206,21 +211,6 @@ def _float(dtype: Any) -> Any:
     if found is None or not jnp.issubdtype(found, jnp.floating):
         raise checks.refuse("microbatch: accumulate", 'a floating dtype such as "float32"', dtype)
     return found
-
-
-def _rows(arg: Any, dim: int, argnum: int) -> int:
-    leaves = jax.tree.leaves(arg)
-    if not leaves:
-        raise UsageError(f"microbatch: argument {argnum} has no arrays to cut")
-    shapes = [np.shape(leaf) for leaf in leaves]
-    if any(not -len(shape) <= dim < len(shape) for shape in shapes):
-        raise UsageError(f"microbatch: dim={dim} is out of range for a leaf of argument {argnum}; shapes {shapes[:4]}")
-    rows = {shape[dim] for shape in shapes}
-    if len(rows) > 1:
-        raise UsageError(f"microbatch: leaves of argument {argnum} differ in rows along dim={dim}: {sorted(rows)}")
-    if 0 in rows:
-        raise UsageError(f"microbatch: argument {argnum} has 0 rows along dim={dim}; give one microbatch at least")
-    return rows.pop()
 
 
 def _split(x: Any, dim: int, size: int | None, count: int) -> jax.Array:
@@ -323,8 +313,26 @@ def _check_state(made: Any, given: Any) -> tuple[Any, Any]:
     if not (isinstance(made, tuple) and len(made) == 2):
         raise UsageError("microbatch: with carry= the function returns (state, result)")
     if difference := _difference(given, made[0]):
-        raise UsageError(f"microbatch: the state (carry=) must come out as it went in, but {difference}")
+        swapped = _difference(given, made[1]) is None
+        order = "; the function returns (state, result), not (result, state)" if swapped else ""
+        raise UsageError(f"microbatch: the state (carry=) must come out as it went in, but {difference}{order}")
     return made
+
+
+def _warn_of_state(made: Any, stack: Any, where: str) -> None:
+    """Warn of a new state that is a result too, and not stacked: it is summed over microbatches."""
+    if not (isinstance(made, tuple) and len(made) == 2):
+        return
+    state = {id(x) for x in jax.tree.leaves(made[0])}
+    stacked = spread(stack or False, made[1])
+    for (path, x), keep in zip(jax.tree.flatten_with_path(made[1])[0], stacked, strict=True):
+        if id(x) in state and not keep:
+            _compat.warn_at(
+                where,
+                f"microbatch: result{jax.tree_util.keystr(path)} is the new state (carry=) too, and results are summed "
+                "over microbatches; the last state is returned anyway, and stack= keeps that of each microbatch",
+            )
+            return
 
 
 def _difference(given: Any, made: Any) -> str | None:

@@ -168,6 +168,7 @@ class Part:
 def parts_of(result: Any, stack: Any, reduce: Any, dim: int, size: int | None, dtype: Any) -> tuple[Any, list[Part]]:
     """Return the tree of reduced results, with a leaf for each part, and the parts of a result."""
     leaves = jax.tree.leaves(result)
+    names = [f"result{jax.tree_util.keystr(path)}" for path, _ in jax.tree.flatten_with_path(result)[0]]
     stacked = _prefix(stack or False, result, "stack")
     try:
         entries, above = jax.tree.flatten(reduce, is_leaf=is_reduction)
@@ -182,7 +183,8 @@ def parts_of(result: Any, stack: Any, reduce: Any, dim: int, size: int | None, d
         if isinstance(entry, str) or not is_reduction(entry) or all(marks_here):
             numbers = range(start, start + tree.num_leaves)
             parts += [
-                Part(n, one, _way(leaves[n], "stack" if stacked[n] else entry, dim, size, dtype)) for n in numbers
+                Part(n, one, _way(names[n], leaves[n], "stack" if stacked[n] else entry, dim, size, dtype))
+                for n in numbers
             ]
             trees.append(tree)
         elif any(marks_here):
@@ -196,10 +198,11 @@ def parts_of(result: Any, stack: Any, reduce: Any, dim: int, size: int | None, d
 
 def _joined(above: Any, trees: Sequence[Any]) -> Any:
     """Return the tree with the leaves of ``above`` replaced by trees."""
-    return jax.tree.structure(jax.tree.unflatten(above, [jax.tree.unflatten(t, [0] * t.num_leaves) for t in trees]))
+    parts = [jax.tree.unflatten(tree, [object()] * tree.num_leaves) for tree in trees]
+    return jax.tree.structure(jax.tree.unflatten(above, parts))
 
 
-def _way(leaf: Any, way: Any, dim: int, size: int | None, dtype: Any) -> Any:
+def _way(name: str, leaf: Any, way: Any, dim: int, size: int | None, dtype: Any) -> Any:
     """Return how one leaf is reduced.
 
     Raises
@@ -224,7 +227,9 @@ def _way(leaf: Any, way: Any, dim: int, size: int | None, dtype: Any) -> Any:
     if not jnp.issubdtype(leaf.dtype, jnp.inexact if way == "mean" else jnp.number):
         known = "averaged" if way == "mean" else "summed"
         kind = "float0, the gradient of an integer," if leaf.dtype == jax.dtypes.float0 else f"dtype {leaf.dtype}"
-        raise UsageError(f"microbatch: a result of {kind} can't be {known}; mark it True in stack=")
+        count = way == "mean" and jnp.issubdtype(leaf.dtype, jnp.number)
+        remedy = 'sum it, as reduce=("mean", "sum") does with the second of two, or ' if count else ""
+        raise UsageError(f"microbatch: a result of {kind} can't be {known}: {name}; {remedy}mark it True in stack=")
     return Sum(dtype, way == "mean")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from multimesh.core import _compat
-from multimesh.core.submesh import Placement
+from multimesh.core.submesh import Placement, describe
 from multimesh.errors import UsageError
 
 Change = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -122,8 +122,10 @@ def inside(task: Placement) -> Iterator[None]:
     try:
         with _compat.abstract_mesh_context(task.mesh):
             yield
-    except ValueError as error:
-        remedy = _explicit_remedy(str(error), task)
+    except Exception as error:
+        if axes := _axes_remedy(str(error), task):
+            raise UsageError(f"{_compat.error_line(error)}: task {task.name!r}: {axes}") from error
+        remedy = _explicit_remedy(str(error), task) if isinstance(error, ValueError) else None
         if remedy is None:
             raise
         raise UsageError(
@@ -153,6 +155,23 @@ def in_a_mesh(what: str) -> Iterator[None]:
             "under multimesh.jit, or in jax.set_mesh(mesh), or use multimesh.with_sharding_constraint, which has no "
             "effect without a submesh"
         ) from error
+
+
+def _axes_remedy(message: str, task: Placement) -> str | None:
+    """Return what is wrong with a partition spec, and the remedy; None for any other error."""
+    where = describe(task.mesh)
+    if found := re.search(r"Resource axis: (\S+) of (P.*?\)) is not found in mesh", message):
+        return (
+            f"{found[2]} names axis {found[1]!r}, which its submesh {where} does not have; make the submesh with this "
+            "axis, or leave it out of the spec. Names of Flax Linen (with_partitioning, with_logical_partitioning) are "
+            "axes of the submesh: rename them by rules, or drop them with flax.linen.unbox"
+        )
+    if found := re.search(r"but (P.*\)) has duplicate entries for `?(\w+)", message):
+        return (
+            f"{found[1]} lays out two dimensions along axis {found[2]!r} of its submesh {where}; name it once. Two "
+            "names of logical_axes for one axis can't meet in one array"
+        )
+    return None
 
 
 def _explicit_remedy(message: str, task: Placement) -> str | None:

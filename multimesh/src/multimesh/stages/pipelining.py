@@ -203,7 +203,7 @@ def _worth(new: ChainCut, old: ChainCut) -> bool:
 def _line(stage: Sequence[Unit]) -> tuple[str, str]:
     """The user's line of a stage's first operation, with its modules and its row of a scan; and the line's text."""
     for unit in stage:
-        line = _compat.user_line(unit.eqn.source_info, libraries=False)
+        line = _compat.user_line(unit.eqn.source_info)
         if not line:
             continue
         path, _, number = line.rpartition(":")

@@ -56,6 +56,7 @@ with tried_version():
         caller_line,
         error_line,
         invalid_value,
+        is_raised_by_jax,
         is_transposed_last,
         named,
         scopes,

@@ -56,19 +56,24 @@ def without_transpositions(eqn: Any) -> Any:
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=type(names)(kept)))
 
 
-def user_line(source_info: Any, *, libraries: bool = True) -> str:
+def _is_hidden(file: str) -> bool:
+    """Whether a file is of a library, or ``<string>``, as the functions of a dataclass: shown only if no other is."""
+    return "site-packages" in file or file.startswith("<")
+
+
+def user_line(source_info: Any) -> str:
     """``file:line`` of the user's code that made an equation, or an empty string.
 
-    JAX leaves out its own frames, and those that libraries such as Flax registered. Without ``libraries``, those of any
-    installed package are left out where others are left.
+    JAX leaves out its own frames, and those that libraries such as Flax registered. Those of any installed package are
+    left out where others are left.
     """
     if source_info is None or source_info.traceback is None:
         return ""
     frames = source_info_util.summarize(source_info, _ALL).splitlines()  # the innermost is the last
     places = (found[1] for found in map(_FRAME.match, reversed(frames)) if found)
     found = [place for place in places if not place.startswith(_NOT_USERS)]
-    own = found if libraries else [place for place in found if "site-packages" not in place]
-    return next(iter(own or found), "")
+    own = (place for place in found if not _is_hidden(place))
+    return next(own, next(iter(found), ""))
 
 
 _warned: dict[Any, Any] = {}  # Python's record of the warnings of each place
@@ -81,18 +86,28 @@ def warn_at(line: str, message: str) -> None:
 
 
 def caller_line() -> str:
-    """``file:line`` of the innermost caller that is neither this package nor JAX."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
+    """``file:line`` of the innermost caller that is neither this package nor JAX, nor a library if there is another."""
+    found = []
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        found.append((frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    others = [place for place in found if not place[0].startswith(_NOT_USERS)] or found[-1:]
+    file, line = next((place for place in others if not _is_hidden(place[0])), others[0])
+    return f"{file}:{line}"
 
 
 def error_line(error: BaseException) -> str:
     """``file:line`` of the innermost frame of the user, and not of a library, that an exception passed."""
     frames = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__)]
-    own = [f"{name}:{line}" for name, line in frames if not name.startswith(_NOT_USERS) and "site-packages" not in name]
+    own = [f"{name}:{line}" for name, line in frames if not name.startswith(_NOT_USERS) and not _is_hidden(name)]
     return own[-1] if own else caller_line()
+
+
+def is_raised_by_jax(error: BaseException) -> bool:
+    """Whether code of JAX raised an error, and not that of the user."""
+    frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].startswith(_JAX_FILES)
 
 
 def invalid_value(error: Exception) -> str | None:

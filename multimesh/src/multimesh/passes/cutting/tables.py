@@ -41,17 +41,19 @@ def _table(pipeline: Pipeline) -> Table:
     row = " ".join(map(str, placement))
     if mark.num_stages is not None and pipeline.stages != mark.num_stages:
         raise UsageError(f"{mark.where}: num_stages={mark.num_stages}, but the loop has {pipeline.stages} stages")
+    in_turn = f"place stages 0, 1, ... on submeshes {row} in turn"
     if mark.interleave > 1 and chunks != mark.interleave:
         raise UsageError(
             f"{mark.where}: interleave={mark.interleave}, but the loop comes to its {submeshes} submeshes {chunks} "
-            f"{'time' if chunks == 1 else 'times'}; place stages 0, 1, ... on submeshes {row} in turn, "
+            f"{'time' if chunks == 1 else 'times'}; {_meshes_again(pipeline, placement * mark.interleave) or in_turn}, "
             "or change interleave="
         )
     if len(placement) > submeshes and pipeline.stages < submeshes * chunks:
         missing = set(range(submeshes * chunks)) - {part.stage for part in pipeline.fragments}
         raise UsageError(
             f"{mark.where}: schedule {mark.schedule} puts stages 0, 1, ... on submeshes {row}, but the "
-            f"loop has nothing to run as stage {min(missing)}; give each stage a task of its own on that submesh"
+            f"loop has nothing to run as stage {min(missing)}; "
+            + (_meshes_again(pipeline, placement) or "give each stage a task of its own on that submesh")
         )
     try:
         table = mark.schedule.table(*pipeline.shape)
@@ -59,6 +61,14 @@ def _table(pipeline: Pipeline) -> Table:
     except UsageError as error:
         raise UsageError(f"{mark.where}: {error}{_again(pipeline)}") from None
     return table
+
+
+def _meshes_again(pipeline: Pipeline, order: Sequence[int]) -> str:
+    """Return the remedy for a function that `multimesh.pipeline` has cut: it cuts as many stages as it gets meshes."""
+    if not any(op.task is not None and op.task.cuts for part in pipeline.fragments for op in part.ops):
+        return ""
+    letters = (chr(ord("a") + n) if n < 26 else f"m{n}" for n in order)
+    return f"pass the meshes to multimesh.pipeline once for each stage: [{', '.join(letters)}]"
 
 
 def _again(pipeline: Pipeline) -> str:

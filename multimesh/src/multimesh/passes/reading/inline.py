@@ -344,7 +344,8 @@ class _Inliner:
             raise MultiMeshError(
                 f"{where.line(eqn)}: this {eqn.primitive.name} has tasks on {len(meshes)} submeshes "
                 f"inside ({names}), and one such operation runs on one submesh; write the loop in Python, or as "
-                "multimesh.microbatch"
+                "multimesh.microbatch; of optimizers with a line search (optax.lbfgs), call the search outside of "
+                "multimesh.jit, or drop it: linesearch=None"
             )
         return next(iter(found), None)
 

@@ -1,0 +1,203 @@
+"""What users get wrong, in the words that they get: what, where, and the remedy."""
+
+import warnings
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from pipelines import assert_same, submeshes
+
+import multimesh as mm
+
+pytestmark = pytest.mark.flax
+
+A, B = submeshes(2, (1,))
+WIDE = submeshes(1, (2,))[0]
+SIZE, WIDTH = 4, 8
+draw = np.random.default_rng(0).normal
+W, X = (draw(size=(n, WIDTH)).astype(np.float32) / 3 for n in (WIDTH, 4 * SIZE))
+HERE = r"test_words.py:\d+: "
+loss = mm.task(lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2), mesh=A)
+
+
+def refused(message, step, *args, kind=mm.UsageError):
+    with pytest.raises(kind, match=message):
+        mm.jit(step)(*args)
+
+
+def test_argnum_left_at_0_cuts_the_parameters():
+    step = mm.microbatch(jax.value_and_grad(loss), size=SIZE)
+    refused(HERE + ".*argument 0, which argnum=0 cuts; if the batch is another argument, say so: argnum=1", step, W, X)
+    with pytest.raises(TypeError, match="contracting"):  # a fault of the function is told as it is
+        mm.jit(mm.microbatch(lambda w, x: loss(w, x[:, :3]), size=SIZE, argnum=1))(W, X)
+    with pytest.raises(ValueError, match="mine"):
+        mm.jit(mm.microbatch(lambda x, w: _raise(), size=SIZE))(X, W)
+
+
+def _raise():
+    raise ValueError("mine")
+
+
+@pytest.mark.parametrize(
+    ("leaf", "message"),
+    [
+        (np.float32(3), r"argument 1\['t'\] of shape \(\) has no rows along dim=0; give what all rows share"),
+        (
+            np.ones((1, WIDTH)),
+            r"argument 1\['t'\] has 1, others 16; give what all rows share as an argument of its own",
+        ),
+        (jax.random.key(0), r"argument 1\['t'\] of shape \(\).*; give a key as an argument of its own.* which index="),
+        (jax.random.PRNGKey(0), r"argument 1\['t'\] has 2, others 16; give a key as an argument of its own"),
+    ],
+)
+def test_a_leaf_of_the_batch_without_its_rows(leaf, message):
+    step = mm.microbatch(lambda w, batch: loss(w, batch["x"]), size=SIZE, argnum=1)
+    refused(message, step, W, {"x": X, "y": X, "t": leaf})
+
+
+def test_a_count_among_means():
+    step = mm.microbatch(lambda x: {"loss": x.mean(), "seen": jnp.sum(x > 0)}, size=SIZE, reduce="mean")
+    refused(r"dtype int32 can't be averaged: result\['seen'\]; sum it, as reduce=\(\"mean\", \"sum\"\)", step, X)
+
+
+def test_a_module_of_equinox_as_an_argument():
+    model = eqx.nn.MLP(WIDTH, WIDTH, 8, 2, key=jax.random.key(0))
+    refused(
+        r"model.activation of type \w+ is no array.*eqx.partition\(model, eqx.is_array\)",
+        lambda model, x: jax.vmap(model)(x),
+        model,
+        X,
+    )
+
+
+class Partitioned(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        init = nn.with_partitioning(nn.initializers.lecun_normal(), ("model", None))
+        return nn.Dense(WIDTH, kernel_init=init)(x)
+
+
+def test_axes_that_a_submesh_lacks():
+    model = Partitioned()
+    params = model.init(jax.random.key(0), X)
+    message = HERE + r"task 'lost'.* names axis 'model', which its submesh \[data=2 .* does not have; make the submesh"
+    refused(message, lambda p, x: mm.task(lambda p, x: model.apply(p, x), "lost", mesh=WIDE)(p, x), params, X)
+    refused(message, mm.task(lambda x: jax.lax.with_sharding_constraint(x, P("model")), "lost", mesh=WIDE), X)
+
+
+def test_one_axis_for_two_dimensions():
+    message = HERE + r"task 'twice': P\('data', 'data'\) lays out two dimensions along axis 'data'.*; name it once"
+    refused(message, mm.task(lambda x: jax.lax.with_sharding_constraint(x, P("data", "data")), "twice", mesh=WIDE), X)
+    axes = {"rows": "data", "columns": "data"}
+    logical = mm.task(
+        lambda x: mm.with_sharding_constraint(x, P("rows", "columns")), "twice", mesh=WIDE, logical_axes=axes
+    )
+    refused(message, logical, X)
+
+
+def test_a_constraint_that_does_not_divide_is_told():
+    step = mm.jit(mm.task(lambda x: jax.lax.with_sharding_constraint(x, P("data")) * 1, mesh=WIDE))
+    with pytest.warns(
+        UserWarning, match=r"shape \(3, 8\) as P\('data',\), but axis 'data' of submesh .* not divide"
+    ) as seen:
+        assert_same(step(X[:3]), X[:3])
+    assert seen[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(X[:4])
+
+
+@pytest.mark.parametrize(
+    ("given", "meshes"),
+    [
+        ({"schedule": "zb-v"}, r"\[a, b, b, a\]"),
+        ({"schedule": "dualpipe-v"}, r"\[a, b, b, a\]"),
+        ({"interleave": 2}, r"\[a, b, a, b\]"),
+    ],
+)
+def test_several_stages_a_submesh_of_a_function_that_is_cut(given, meshes):
+    def chain(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    def step(order):
+        body = jax.value_and_grad(mm.pipeline(chain, order))
+        return mm.microbatch(body, size=SIZE, argnum=1, **given)
+
+    refused(f"pass the meshes to multimesh.pipeline once for each stage: {meshes}", step([A, B]), [W] * 4, X)
+    order = [A, B, B, A] if "schedule" in given else [A, B, A, B]
+    mm.jit(step(order)).plan([W] * 4, X)
+
+
+def moving(x, state):
+    return mm.task(lambda x, s: 0.5 * s + x.sum(0), mesh=A)(x, state)
+
+
+def test_a_state_that_is_also_returned():
+    def body(x, state):
+        new = moving(x, state)
+        return new, {"sum": x.sum(), "seen": new}
+
+    state = jnp.zeros(WIDTH)
+    with pytest.warns(
+        UserWarning, match=r"result\['seen'\] is the new state \(carry=\) too, and results are summed"
+    ) as seen:
+        mm.jit(mm.microbatch(body, size=SIZE, carry=1))(X, state)
+    assert seen[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mm.jit(mm.microbatch(body, size=SIZE, carry=1, stack={"sum": False, "seen": True}))(X, state)
+
+
+def test_a_state_that_comes_second():
+    step = mm.microbatch(lambda x, state: (x.sum(), moving(x, state)), size=SIZE, carry=1)
+    refused(r"returns \(state, result\), not \(result, state\)", step, X, jnp.zeros(WIDTH))
+
+
+def test_lbfgs():
+    def chain(ws):
+        first = mm.task(lambda w, x: jnp.tanh(x @ w), "first", mesh=A)(ws[0], X)
+        return jnp.mean(mm.task(lambda w, x: jnp.tanh(x @ w) - 1, "second", mesh=B)(ws[1], first) ** 2)
+
+    def step_of(optimizer):
+        def step(ws, state):
+            value, grads = jax.value_and_grad(chain)(ws)
+            updates, state = optimizer.update(grads, state, ws, value=value, grad=grads, value_fn=chain)
+            return optax.apply_updates(ws, updates), state
+
+        return step, [W, W], optimizer.init([W, W])
+
+    message = HERE + r"this \w+ has tasks on 2 submeshes.*optax.lbfgs.*linesearch=None"
+    refused(message, *step_of(optax.lbfgs()), kind=mm.MultiMeshError)
+    step, *args = step_of(optax.lbfgs(0.1, linesearch=None))
+    assert_same(mm.jit(step)(*args), jax.jit(step)(*args), rtol=1e-4)
+
+
+def test_lines_are_those_of_the_user_and_not_of_a_library():
+    """An axis that shards nothing is told at a line of this file, whatever library the model is of."""
+
+    class Block(nnx.Module):
+        def __init__(self):
+            self.linear = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.linear(x)
+
+    graph, state = nnx.split(Block())
+    linen = nn.Dense(WIDTH)
+    steps = {
+        "nnx": (lambda state, x: nnx.merge(graph, state)(x), nnx.to_pure_dict(state)),
+        "linen": (linen.apply, linen.init(jax.random.key(0), X)),
+    }
+    for fn, params in steps.values():
+        step = mm.jit(lambda p, x, fn=fn: mm.task(lambda p, x: fn(p, x), mesh=WIDE)(p, x))
+        with pytest.warns(UserWarning, match="shards nothing") as seen:
+            step(params, X)
+        assert {each.filename for each in seen} == {__file__}
