@@ -3,8 +3,6 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 export JAX_NUM_CPU_DEVICES=4
-MULTIMESH_JOB_SECRET=$("${PYTHON:-python}" -c 'import secrets; print(secrets.token_hex(32))')
-export MULTIMESH_JOB_SECRET # keeps others out of the job
 num_processes=2
 logs=$(mktemp -d)
 trap 'rm -r "$logs"' EXIT

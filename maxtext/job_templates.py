@@ -97,8 +97,6 @@ if [[ -n $limit ]]; then
   # A node that is lost never says that its processes ended: srun waits so many seconds for it, and shares its place.
   export SLURM_WAIT="${SLURM_WAIT:-60}" SLURM_OVERLAP=1
 fi
-# Only who knows this word joins the job's processes, and can stop them.
-export MULTIMESH_JOB_SECRET="${MULTIMESH_JOB_SECRET:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' ')}"
 
 healthy() {
   scontrol show node "$SLURM_JOB_NODELIST" --oneliner |
@@ -194,7 +192,7 @@ done
 """
 
 VARIABLES = (
-    "{JAX_COORDINATOR_ADDRESS,XDG_CACHE_HOME,MULTIMESH_{JOB_SECRET,STALL_TIMEOUT,MAXTEXT_RESTARTS},"
+    "{JAX_COORDINATOR_ADDRESS,XDG_CACHE_HOME,MULTIMESH_{STALL_TIMEOUT,MAXTEXT_RESTARTS},"
     "SLURM_{JOB_ID,STEP_NODELIST,NTASKS,PROCID,LOCALID}}"
 )
 
@@ -281,12 +279,6 @@ spec:
                   env:
                     - name: JAX_COORDINATOR_ADDRESS
                       value: @folder@-node-0-0.@folder@:61440
-                    - name: MULTIMESH_JOB_SECRET
-                      valueFrom:
-                        secretKeyRef:
-                          name: multimesh-job
-                          key: secret
-                          optional: true
                     - name: MULTIMESH_STALL_TIMEOUT
                       value: "1800"
                     - name: MULTIMESH_MAXTEXT_SIZE

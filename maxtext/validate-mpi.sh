@@ -8,11 +8,9 @@ if ! command -v mpirun >/dev/null; then
 fi
 # Open MPI 4 alone says where process 0 is: on this machine, from where mpirun starts.
 here="$(hostname -I | cut -d' ' -f1):$((61440 + RANDOM % 4096))"
-MULTIMESH_JOB_SECRET="${MULTIMESH_JOB_SECRET:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' ')}"
-export MULTIMESH_JOB_SECRET
 case $(mpirun --version 2>&1) in
   *"Open MPI"*)
-    options=(--oversubscribe --bind-to none -x MULTIMESH_JOB_SECRET)
+    options=(--oversubscribe --bind-to none)
     if ((EUID == 0)); then
       options+=(--allow-run-as-root)
     fi

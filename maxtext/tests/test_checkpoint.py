@@ -292,7 +292,7 @@ def test_the_trainer_says_what_is_wrong_with_a_checkpoint(tmp_path: Path):
     "line", ["multimesh_maxtext.errors.Damaged", "multimesh: process 0 ends because it failed: Damaged"]
 )
 def test_a_run_goes_back_from_a_damaged_checkpoint(tmp_path: Path, line: str):
-    """Whether its own trainer or the watcher of another one says so."""
+    """Whether its own trainer or that of another one says so."""
     wrong = explained(f"more\n{line}CheckpointError: {tmp_path}/9/items/_METADATA: gone\nmore\n", tmp_path)
     assert isinstance(wrong, DamagedCheckpointError)
     for step in (6, 9, 9):

@@ -44,7 +44,6 @@ OURS = [
     "--show-grids",
     "--start-timeout",
     "--silence-timeout",
-    "--stop-timeout",
     "--compile-timeout",
     "--transfer-timeout",
     "--stall-timeout",

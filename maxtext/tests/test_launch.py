@@ -263,7 +263,7 @@ OURS = r"JAX_COORDINATOR_ADDRESS[= ]\S+:6\d{4}"
 @pytest.mark.parametrize(
     ("version", "words"),
     [
-        ("mpirun (Open MPI) 4.1.4", r"--oversubscribe --bind-to none -x MULTIMESH_JOB_SECRET( --allow-run\S+)? -n 2 "),
+        ("mpirun (Open MPI) 4.1.4", r"--oversubscribe --bind-to none( --allow-run\S+)? -n 2 "),
         ("mpirun (Open MPI) 5.0.3", rf"--oversubscribe .*-x {OURS} -n 2 "),
         ("HYDRA build details:\n    Version: 4.0.2", rf"-genv {OURS} -genv I_MPI_PIN off -n 2 "),
         ("Intel(R) MPI Library for Linux* OS, Version 2021.9", rf"-genv {OURS} -genv I_MPI_PIN off -n 2 "),

@@ -78,8 +78,8 @@ def test_a_process_that_is_lost_has_a_code_of_its_own(returncode: int, code: int
         ("has been in step 4 for 60 s, as all others are", "it held up the others"),
     ],
 )
-def test_a_process_that_its_watcher_ended_did_not_run_out_of_memory(tmp_path: Path, said: str, because: str):
-    """The last words of its watcher, which killed it, are in the log."""
+def test_a_process_that_was_ended_did_not_run_out_of_memory(tmp_path: Path, said: str, because: str):
+    """Its log has a line of the one that killed it."""
     log = tmp_path / "log"
     log.write_text(f"multimesh: process 1 of 2 (n1, pid 7) {said}\n")
     with pytest.raises(ProcessLostError, match=re.escape(f"was killed by SIGKILL, because {because} after 1 of 3 st")):

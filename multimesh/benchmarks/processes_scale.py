@@ -1,10 +1,11 @@
-"""What the control plane of a job costs process 0, for 8 to 8,192 processes: real watcher of process 0, light guests.
+"""What the control plane of a job costs process 0, for 8 to 1,024 processes: a real process 0, light guests.
 
-``processes_scale.py [COUNTS ...] [--seconds S] [--json]``. The guests are connections of one other process that speak
-the watchers' protocol: they meet the hub, say that they are there as often as watchers do, and end together. ``meet``
-is the time from the first guest's arrival to the last answer, with the hub's CPU time; ``core`` the share of a core
-that the hub needs after that; ``agreement`` the time in which each leaves a note and reads what process 0 decided, with
-the CPU time of process 0 and its watcher; ``death`` the time until all have heard of one that is gone.
+``processes_scale.py [COUNTS ...] [--seconds S] [--json]``. Process 0 is a process of the library, with JAX's service.
+The guests are clients of that service in one other process: they meet process 0, have heartbeats, wait for news and for
+the end of the next one, and tell their progress, as processes do; the last one is a process that is killed. ``meet`` is
+the time from the first guest's arrival until JAX has all, with the CPU time of process 0; ``core`` the share of a core
+that it needs after that, while every process makes steps; ``agreement`` the time in which each leaves a value and reads
+what process 0 decided; ``news`` the time until all have heard of an end, ``death`` that from the death itself.
 
 The second table is what a save has of agreements, and a run or a call of a profile. In this all processes of eight read
 one clock, which asks that of process 0 by JAX's key-value store: one process takes the part of all others.
@@ -12,30 +13,30 @@ one clock, which asks that of process 0 by JAX's key-value store: one process ta
 
 from __future__ import annotations
 
-import base64
+import json
 import os
-import selectors
+import signal
 import socket
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import SimpleQueue, get_context
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
 import report
+from jaxlib import _jax
 from multimesh.core import _compat
 from multimesh.observe import clocks
-from multimesh.processes import agree, notes, post, watcher, wire
+from multimesh.processes import agree, post
 from multimesh.processes.initialize import _facts
+from multimesh.processes.watching import meeting, watch
 
-SECRET = b"a secret of a benchmark's job"
-SILENCE = 30.0
+import multimesh as mm
+
+SILENCE = 8
+START = 300
 SAVE, PROFILE = 1, 4  # agreements in a save after a job's first, and in a run of a profile besides its clocks
 NODE = 8  # processes that read one clock
 HOST = "a-node-of-a-large-cluster-{:05d}.compute.example.org"
@@ -43,66 +44,162 @@ HOST = "a-node-of-a-large-cluster-{:05d}.compute.example.org"
 
 def main() -> None:
     options = report.parser(__doc__)
-    options.add_argument("counts", type=int, nargs="*", default=[8, 64, 512, 1024, 2048, 4096, 8192])
-    options.add_argument("--seconds", type=float, default=30.0, help="for which the hub is watched after the meeting")
+    options.add_argument("counts", type=int, nargs="*", default=[8, 64, 256, 512, 1024])
+    options.add_argument("--seconds", type=float, default=30.0, help="for which process 0 is measured after the start")
     args = options.parse_args()
-    facts = _facts()
-    rows = [watched(count, args.seconds, facts) for count in args.counts]
+    rows = [watched(count, args.seconds) for count in args.counts]
     calls = [
         {"processes": row["processes"], "save s": SAVE * row["agreement s"]}
         | {"profile's run s": PROFILE * row["agreement s"] + clock["clocks s"]}
         for row, clock in zip(rows, compared(args.counts), strict=True)
     ]
-    report.show({"watchers": rows, "calls": calls}, args.json)
+    report.show({"control plane": rows, "calls": calls}, args.json)
 
 
-def watched(count: int, seconds: float, facts: dict[str, list[str]]) -> report.Row:
+def watched(count: int, seconds: float) -> report.Row:
     """One job of so many processes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    with Hub(count, address, facts) as hub:
-        context = get_context("spawn")
-        said: Any = context.SimpleQueue()
-        go: Any = context.SimpleQueue()
-        guests = context.Process(target=be_guests, args=(count, address, facts, said, go), daemon=True)
-        guests.start()
-        begun, received = said.get()
-        hub.met()
-        meeting, cpu = time.time() - begun, hub.cpu()
-        since = time.monotonic()
-        time.sleep(seconds)
-        share = (hub.cpu() - cpu) / (time.monotonic() - since)
-        seconds, used = agreement(count, hub, said, go)
-        go.put("one dies")
-        death = said.get()
-        guests.join()
-        return {
-            "processes": count,
-            "meet s": meeting,
-            "hub's CPU s": cpu,
-            "KB a guest": received / 1e3 / max(1, count - 1),
-            "beat s": watcher.beat(count, SILENCE),
-            "core %": 100 * share,
-            "hub's MB": hub.megabytes,
-            "agreement s": seconds,
-            "agreement's CPU s": used,
-            "death s": death,
-        }
+    context = get_context("spawn")
+    to_first, of_first, to_guests, of_guests, of_last = [context.SimpleQueue() for _ in range(5)]
+    works = [(first, to_first, of_first), (guests, to_guests, of_guests), (last, to_guests, of_last)]
+    started = [context.Process(target=work, args=(count, address, *ends), daemon=True) for work, *ends in works]
+    for each in started:
+        each.start()
+    begun = min(of_guests.get(), of_last.get())
+    met, cpu = of_first.get()
+    of_guests.get(), of_last.get()
+    to_first.put(seconds)
+    share = of_first.get()
+    for _ in range(3):
+        to_first.put("agree")
+        to_guests.put("agree")
+        agreed, used = of_first.get()
+        of_guests.get()
+    os.kill(started[2].pid or 0, signal.SIGKILL)
+    died = time.time()
+    told, heard = of_guests.get()
+    code = of_first.get()
+    for each in started:
+        each.kill()
+        each.join()
+    return {
+        "processes": count,
+        "meet s": met - begun,
+        "its CPU s": cpu,
+        "beat s": watch.beat(count, SILENCE),
+        "core %": 100 * share,
+        "agreement s": agreed,
+        "agreement's CPU s": used,
+        "news s": heard - told,
+        "death s": heard - died,
+        "process 0 says": code,
+    }
 
 
-def agreement(count: int, hub: Hub, said: SimpleQueue[Any], go: SimpleQueue[Any]) -> tuple[float, float]:
-    """The third agreement: seconds until all know of it, and seconds of CPU time of process 0 and of its watcher."""
-    mine = bytes(32)
-    with mock.patch("jax.process_count", return_value=count):
-        for name in ("first", "second", "third"):
-            go.put(name)
-            said.get()
-            start, cpu = time.monotonic(), time.process_time() + hub.cpu()
-            agree.decided(name, mine, lambda every: every[-1])
-            said.get()
-            seconds, used = time.monotonic() - start, time.process_time() + hub.cpu() - cpu
-    return seconds, used
+def first(count: int, address: str, go: SimpleQueue[Any], said: SimpleQueue[Any]) -> None:
+    """Be process 0."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    reader, writer = os.pipe()
+    os.dup2(writer, 2)
+    cpu = time.process_time()
+    mm.distributed.initialize(
+        address, count, 0, initialization_timeout=START, silence_timeout=SILENCE, same_command=False
+    )
+    said.put((time.time(), time.process_time() - cpu))
+    seconds, cpu = go.get(), time.process_time()
+    time.sleep(seconds)
+    said.put((time.process_time() - cpu) / seconds)
+    for number in range(3):
+        go.get()
+        start, cpu = time.monotonic(), time.process_time()
+        agree.decided(f"{number}", bytes(32), lambda every: every[-1])
+        said.put((time.monotonic() - start, time.process_time() - cpu))
+    said.put(os.read(reader, 1 << 16).decode().partition(" ends because ")[2].strip())
+
+
+def joined(rank: int, count: int, address: str, facts: dict[str, list[str]]) -> Any:
+    """Return a client of JAX's service that has met process 0 and all others."""
+    own = {"rank": rank, "count": count, "host": HOST.format(rank), "pid": rank, "machine": "", "facts": facts}
+    meeting.meet(own, address, address, START)
+    client = _jax.get_distributed_runtime_client(
+        address, rank, init_timeout=START, heartbeat_timeout=SILENCE, use_compression=True
+    )
+    client.connect()
+    return client
+
+
+def last(count: int, address: str, _: SimpleQueue[Any], said: SimpleQueue[Any]) -> None:
+    """Be the process that is killed."""
+    said.put(time.time())
+    client = joined(count - 1, count, address, facts())
+    said.put(True)
+    for number in range(3):
+        client.key_value_set_bytes(f"{post._given(str(number))}{count - 1}", bytes(32))
+        client.blocking_key_value_get_bytes(post._said(f"{number}/decided"), 10_000_000)
+    time.sleep(10_000)
+
+
+def guests(count: int, address: str, go: SimpleQueue[Any], said: SimpleQueue[Any]) -> None:
+    """Be all others."""
+    meeting.allow_files(8 * count)
+    ranks, own, told = range(1, count - 1), facts(), list[float]()
+    with ThreadPoolExecutor(3 * count) as pool:
+        said.put(time.time())
+        clients = dict(zip(ranks, pool.map(lambda rank: joined(rank, count, address, own), ranks), strict=True))
+        said.put(True)
+        for rank, client in clients.items():
+            pool.submit(follow, client, rank, count, told)
+        heard = [pool.submit(hear, client) for client in clients.values()]
+        threading.Thread(target=progress, args=(clients, watch.beat(count, SILENCE)), daemon=True).start()
+        for number in range(3):
+            go.get()
+            for wait in [pool.submit(agreed, client, rank, str(number)) for rank, client in clients.items()]:
+                wait.result()
+            said.put(True)
+        ends = [each.result() for each in heard]
+        said.put((told[0], max(ends)))
+        time.sleep(10_000)
+
+
+def follow(client: Any, rank: int, count: int, told: list[float]) -> None:
+    """Wait for the end of the next one, and tell all of it, as `multimesh.processes.watching.watch` does."""
+    alive = client.get_live_nodes([rank, rank + 1])
+    if rank == count - 2 and rank + 1 not in alive:
+        told.append(time.time())
+        cause = {"rank": rank + 1, "text": f"process {rank + 1} of {count} is out of reach", "code": 17, "said": False}
+        for number, news in enumerate(({"missing": rank + 1}, {"cause": cause})):
+            client.key_value_set_bytes(f"{watch._NEWS}{number}", json.dumps(news).encode())
+            time.sleep(watch.HOLD)
+
+
+def hear(client: Any) -> float:
+    """Return the time at which one has heard of an end."""
+    for number in range(2):
+        client.blocking_key_value_get_bytes(f"{watch._NEWS}{number}", 10_000_000)
+    return time.time()
+
+
+def progress(clients: dict[int, Any], beat: float) -> None:
+    """Tell the progress of each at a moment of its own."""
+    step = 0
+    while True:
+        step += 1
+        for rank, client in clients.items():
+            client.key_value_set_bytes(f"{watch._AT}{rank}", f"{step} {step}".encode(), allow_overwrite=True)
+            time.sleep(0.9 * beat / len(clients))
+
+
+def agreed(client: Any, rank: int, name: str) -> None:
+    """Take part in an agreement."""
+    client.key_value_set_bytes(f"{post._given(name)}{rank}", bytes(32))
+    client.blocking_key_value_get_bytes(post._said(f"{name}/decided"), 10_000_000)
+
+
+def facts() -> dict[str, list[str]]:
+    """Return the facts of a process of this job, which does not compare command lines."""
+    return {name: words for name, words in _facts().items() if name != "command line"}
 
 
 def compared(counts: Sequence[int]) -> list[report.Row]:
@@ -161,143 +258,6 @@ def asked(count: int, rank: int, said: SimpleQueue[Any]) -> float:
     else:
         said.put(True)
     return time.monotonic() - start
-
-
-class Hub:
-    """The watcher of process 0, started as a process starts it; this process takes the part of process 0."""
-
-    def __init__(self, count: int, address: str, facts: dict[str, list[str]]) -> None:
-        ours, theirs = socket.socketpair()
-        with tempfile.TemporaryFile() as steps, tempfile.TemporaryFile() as stack, theirs:
-            steps.truncate(16)
-            wire.allow_files(count)
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", watcher.__file__, str(theirs.fileno())],
-                pass_fds=(theirs.fileno(), steps.fileno(), stack.fileno()),
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-            self._line = wire.Line(ours)
-            own = {"rank": 0, "count": count, "host": HOST.format(0), "pid": os.getpid(), "facts": facts}
-            self._line.send(
-                own=own, address=address, bind=address, secret=SECRET.decode(), timeout=300, silence=SILENCE, stop=30,
-                stall=0, steps=steps.fileno(), stack=stack.fileno(), ask=0, lost=17,
-            )  # fmt: skip
-        self.megabytes = 0.0
-
-    def __enter__(self) -> Hub:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._line.link.close()
-
-    def met(self) -> None:
-        """Wait until all have met."""
-        self._line.link.settimeout(None)
-        while not (said := self._line.receive()):
-            pass
-        if "hosts" not in said[0]:
-            raise SystemExit(f"the hub says: {said[0]}")
-        found = notes.Notes(self._line)
-        notes.use(found)
-        threading.Thread(target=self._listen, args=(found,), daemon=True).start()
-
-    def _listen(self, found: notes.Notes) -> None:
-        while (messages := self._line.receive()) is not None:
-            found.add(messages)
-
-    def cpu(self) -> float:
-        """Seconds of CPU time that the hub has needed so far; also notes how much memory it has."""
-        folder = Path(f"/proc/{self._process.pid}")
-        fields = folder.joinpath("stat").read_text().rpartition(")")[2].split()
-        pages = int(folder.joinpath("statm").read_text().split()[1])
-        self.megabytes = max(self.megabytes, pages * os.sysconf("SC_PAGE_SIZE") / 1e6)
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-class Guest(wire.Line):
-    """A light guest: a connection."""
-
-    answered = 0  # bytes of the hub's answer
-    noted = ""  # name of the last note that it heard
-    at = 0.0  # when it says next that it is there
-
-
-def be_guests(
-    count: int, address: str, facts: dict[str, list[str]], said: SimpleQueue[Any], go: SimpleQueue[Any]
-) -> None:
-    """Be all the guests: meet, beat, end one, and hear of it."""
-    wire.allow_files(count)
-    host, port = address.split(":")
-    ready, guests = selectors.DefaultSelector(), list[Guest]()
-    begun, left = 0.0, count - 1
-    for rank in range(1, count):
-        guest = Guest(connected(host, int(port)), SECRET)
-        begun = begun or time.time()
-        own = {"rank": rank, "count": count, "host": HOST.format(rank), "pid": rank, "facts": facts}
-        guest.send(hello=own)
-        ready.register(guest, selectors.EVENT_READ, guest)
-        guests.append(guest)
-        left -= answered(ready, 0)
-    while left:
-        left -= answered(ready, 1)
-    said.put((begun, sum(guest.answered for guest in guests)))
-    beats = watcher.beat(count, SILENCE)
-    now = time.monotonic()
-    for rank, guest in enumerate(guests, 1):
-        guest.at = now + beats * rank / count  # at moments of their own, as watchers do
-    while (name := go.get() if not go.empty() else "") != "one dies":
-        if name:
-            said.put(True)
-            for guest in guests:
-                guest.send(note=[name, base64.b64encode(bytes(33)).decode()])
-            while not all(guest.noted == f"{name}/decided" for guest in guests):
-                answered(ready, 1)
-            said.put(True)
-        now = time.monotonic()
-        for guest in guests:
-            if now > guest.at:
-                guest.send(at=[3, 4])
-                guest.at = now + beats
-        answered(ready, 0.05)
-    dead, *rest = guests
-    ready.unregister(dead)
-    start = time.monotonic()
-    dead.link.close()
-    alive = set(rest)
-    while alive:
-        for key, _ in ready.select(1):
-            messages = key.data.receive()
-            if messages is None or any("cause" in message for message in messages):
-                ready.unregister(key.data)
-                key.data.link.close()
-                alive.discard(key.data)
-    said.put(time.monotonic() - start)
-
-
-def answered(ready: selectors.BaseSelector, seconds: float) -> int:
-    """Read what the hub says; how many guests it answered."""
-    found = 0
-    for key, _ in ready.select(seconds):
-        messages = key.data.receive()
-        if messages is None:
-            raise SystemExit("the hub is gone")
-        key.data.noted = next((said["note"][0] for said in messages if "note" in said), key.data.noted)
-        if not key.data.answered and messages:
-            key.data.answered = len(wire.encoded(**messages[0]))
-            found += 1
-    return found
-
-
-def connected(host: str, port: int) -> socket.socket:
-    """A connection to the hub as soon as it listens."""
-    while True:
-        try:
-            return socket.create_connection((host, port), 2)
-        except OSError:
-            time.sleep(0.01)
 
 
 if __name__ == "__main__":

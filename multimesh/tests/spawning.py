@@ -34,7 +34,6 @@ def environment(rank: int, count: int, devices: int, port: int, timeout: float =
     flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
     path = os.pathsep.join([str(HERE), *filter(None, sys.path)])
     own = {"PROCESS": str(rank), "PROCESSES": str(count), "COORDINATOR": f"127.0.0.1:{port}"}
-    own["MULTIMESH_JOB_SECRET"] = "the secret of a test"
     own["PATIENCE"] = str(timeout - 10)  # then it says where it waits, before it is killed
     fixed = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": "16", "OPENBLAS_NUM_THREADS": "1"}
     return os.environ | fixed | own | {"PYTHONPATH": path, "PYTHONHASHSEED": str(rank)}

@@ -7,14 +7,14 @@ import re
 import jax
 import numpy as np
 import pytest
-from multimesh.processes import initialize, members, stalls, timeouts
+from multimesh.processes import initialize, timeouts
+from multimesh.processes.watching import members, stalls
 
 import multimesh as mm
 
 
 def _progress(stall=0.0):
-    everyone = [{"rank": rank, "count": 3, "host": f"n{rank}", "pid": rank} for rank in range(3)]
-    return stalls.StepsOfAll(everyone, stall, 990)
+    return stalls.StepsOfAll(3, stall, 990)
 
 
 def test_who_holds_up_others_is_told_after_two_minutes_and_again_after_four():
@@ -75,7 +75,7 @@ def test_one_that_compiles_longer_than_others_holds_them_up_from_then_on():
 @pytest.mark.parametrize(
     ("given", "environ", "told"),
     [
-        ({"stop": 0.0}, {}, "stop_timeout=0.0: give a positive"),
+        ({"start": 0.0}, {}, "start_timeout=0.0: give a positive"),
         ({"silence": None}, {"MULTIMESH_SILENCE_TIMEOUT": "soon"}, "MULTIMESH_SILENCE_TIMEOUT=soon: give a number"),
         ({"compile": float("inf")}, {}, "compile_timeout=inf: give a positive"),
     ],
@@ -90,10 +90,9 @@ def test_timeouts_are_numbers(monkeypatch, given, environ, told):
 def test_timeouts_are_given_or_of_the_environment_or_usual(monkeypatch):
     for name in ("start", "silence"):
         monkeypatch.setenv(timeouts.variable(name), "7")
-    found = timeouts.chosen({"start": 5, "silence": None, "stop": None, "stall": 0})
+    found = timeouts.chosen({"start": 5, "silence": None, "stall": 0})
     assert found == timeouts.Timeouts(start=5.0, silence=7.0)
-    assert (found.stop, found.compile, found.heartbeat) == (30.0, 3600.0, 100)
-    assert timeouts.Timeouts(stop=200.0).heartbeat == 400
+    assert (found.transfer, found.compile) == (300.0, 3600.0)
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(timeouts.Timeouts)])
@@ -112,6 +111,7 @@ def member(rank, *words):
         "count": 4,
         "host": f"n{rank}",
         "pid": 7,
+        "machine": f"n{rank}",
         "facts": {"command line": list(words)},
     }
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-import secrets
 import signal
 import socket
 import subprocess
@@ -26,7 +25,6 @@ from types import FrameType
 from typing import Any
 
 from multimesh.errors import MissingPartError, UsageError
-from multimesh.processes import secret
 from multimesh.processes.forwarding import Forwarder
 
 __all__ = ["end_with_parent", "free_port", "job_variables", "process_variables", "run_together"]
@@ -40,13 +38,9 @@ _PR_SET_PDEATHSIG = 1
 def job_variables() -> dict[str, str]:
     """Environment variables that all processes of a new job on this machine share.
 
-    ``JAX_COORDINATOR_ADDRESS`` has a free port of this machine. ``MULTIMESH_JOB_SECRET`` has the job's secret: that in
-    the environment, else a new one.
+    ``JAX_COORDINATOR_ADDRESS`` has a free port of this machine.
     """
-    return {
-        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
-        secret.VARIABLE: os.environ.get(secret.VARIABLE) or secrets.token_hex(16),
-    }
+    return {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}"}
 
 
 def process_variables(rank: int, processes: int) -> dict[str, str]:
@@ -80,7 +74,8 @@ def run_together(
 ) -> int:
     """Run commands at once, and wait for all. The first that fails ends all.
 
-    The others then get 10 seconds to end by themselves; who is left gets SIGTERM, and 10 seconds later SIGKILL. An
+    The others then get 10 seconds to end by themselves; who is left gets SIGTERM, and 10 seconds later SIGKILL. If a
+    signal ended the first, a line says so: it could not itself. An
     exception such as ``KeyboardInterrupt`` ends them in the same way. On Linux they are killed when this process dies,
     and also when the thread that called ends.
 
@@ -127,6 +122,10 @@ def run_together(
             while None in (codes := [process.poll() for process in started]) and not any(codes):
                 time.sleep(_POLL)
         code = next(filter(None, codes), 0)
+        if code < 0:
+            process, name = started[codes.index(code)], signal.Signals(-code).name
+            who = f"process {codes.index(code)} of {len(codes)} (pid {process.pid})"
+            sys.stderr.write(f"multimesh: {who} was killed by {name}\n")
         _wait(started)
         return code
     finally:

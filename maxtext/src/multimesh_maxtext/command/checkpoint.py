@@ -38,7 +38,7 @@ _TOLD = re.compile(rf"^{CheckpointError.__module__}\.{CheckpointError.__qualname
 """An error of the trainer's process, as Python prints it."""
 
 _DAMAGED = re.compile(rf"\b{DamagedCheckpointError.__name__}: (.*)$", re.MULTILINE)
-"""The same of a damaged one, also as a watcher tells it of another process."""
+"""The same of a damaged one, also as a line of the library tells it of another process."""
 
 _BEGUN = re.compile(r"restoring params from (\S+)$", re.MULTILINE)
 _UNLIKE = re.compile(r"Checkpoint does not match the model:\n((?:  - .*\n)+)")

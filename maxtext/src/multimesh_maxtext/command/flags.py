@@ -22,8 +22,7 @@ from multimesh_maxtext.command.values import (
 
 TIMEOUTS = {
     "start": "time in which all processes must have started (default 60; for --fallback in Kubernetes 300)",
-    "silence": "silence after which a machine is given up; a process that dies is noticed at once (default 30)",
-    "stop": "time that a process may be stopped, by a debugger or in a paused container (default 30)",
+    "silence": "silence after which a process is given up; a death on the same machine is seen at once (default 8)",
     "compile": "time that processes wait for each other to compile or to write a checkpoint (default 3600)",
     "transfer": "time in which the first transfer between two processes must arrive (default 300)",
     "stall": "end the job when a process holds up the others for so long (default: name it, and wait)",

@@ -28,7 +28,6 @@ class Options(argparse.Namespace):
     show_grids: bool
     start_timeout: float | None
     silence_timeout: float | None
-    stop_timeout: float | None
     compile_timeout: float | None
     transfer_timeout: float | None
     stall_timeout: float | None

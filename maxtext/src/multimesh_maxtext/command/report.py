@@ -34,7 +34,7 @@ TOLERANCE = 1e-5
 
 _ROWS = 12  # of the table
 _ENDED = re.compile(r"^multimesh: process \d+ of \d+ \([^)]*\) has been (?:stopped|((?:in|after) step)) ", re.MULTILINE)
-"""A watcher's last line before it ends its own process: it was stopped, or (group 1) hung."""
+"""The last line of a process that was ended because it was stopped, or (group 1) hung."""
 
 
 class Output(Console):

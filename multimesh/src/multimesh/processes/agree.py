@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
 from typing import Any, TypeVar
 
-import jax
-
+from multimesh.core import _compat
 from multimesh.errors import DamagedError, LostProcessError, MultiMeshError, NoRecordError, UsageError
 from multimesh.processes import post
 
@@ -25,7 +24,7 @@ _plans = itertools.count(1)
 
 def several() -> bool:
     """Whether this is one of several processes."""
-    return jax.process_count() > 1
+    return _compat.process_count() > 1
 
 
 def decided(
@@ -42,7 +41,7 @@ def decided(
     """
     if not several():
         return decide([mine])
-    if jax.process_index():
+    if _compat.process_index():
         post.to_first(name, mine)
         said = post.from_first(f"{name}/decided", post.patience(timeout) + 10)
         if said[:1] == b"-":
@@ -80,7 +79,7 @@ def agree_on(name: str, lines: Iterable[str], timeout: float | None = None) -> N
     usually, *odd = map(int, verdict.split())
     if not odd:
         return
-    me, key = jax.process_index(), f"multimesh/lines/{name}"
+    me, key = _compat.process_index(), f"multimesh/lines/{name}"
     if me == usually:
         post.put(key, packed([*lines]))
     differs = b""
@@ -88,7 +87,7 @@ def agree_on(name: str, lines: Iterable[str], timeout: float | None = None) -> N
         differs = _parting([*lines], unpacked(post.get(key, name, usually, timeout))).encode()
     differs = decided(f"{name}/parting", differs, lambda every: every[odd[0]], timeout)
     post.forget(key)
-    who = f"process {', '.join(map(str, odd))} of {jax.process_count()} differs from process {usually}"
+    who = f"process {', '.join(map(str, odd))} of {_compat.process_count()} differs from process {usually}"
     raise UsageError(f"{name}: {who}, {differs.decode()}; start all processes with the same code, data and flags")
 
 
@@ -137,7 +136,7 @@ def first_says(name: str, value: T, timeout: float | None = None) -> T:
     """What process 0 gives as ``value``, something that JSON holds, in every process; use each ``name`` once."""
     if not several():
         return value
-    if jax.process_index() == 0:
+    if _compat.process_index() == 0:
         post.to_all(f"{name}/says", json.dumps(value).encode())
         return value
     said: T = json.loads(post.from_first(f"{name}/says", timeout))
@@ -148,7 +147,7 @@ def first_does(name: str, what: Callable[[], T], timeout: float | None = None) -
     """Let process 0 do something; all return its result, which JSON holds, or raise its error. Use a ``name`` once."""
     verdict: list[str] = []
     result: Any = None
-    if jax.process_index() == 0:
+    if _compat.process_index() == 0:
         try:
             result = what()
         except MultiMeshError as wrong:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import os
 import platform
 import re
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from types import TracebackType
 from typing import Any, NoReturn
@@ -18,8 +19,11 @@ import jax
 
 from multimesh.core import _compat
 from multimesh.errors import UsageError
-from multimesh.processes import notes, timeouts
-from multimesh.processes.watcher_client import WatcherClient, start
+from multimesh.processes import timeouts
+from multimesh.processes.watching.leaving import Leaving, leave
+from multimesh.processes.watching.meeting import meet
+from multimesh.processes.watching.members import machine
+from multimesh.processes.watching.watch import Watch
 
 TRANSPORT = "MULTIMESH_TRANSPORT"
 """Environment variable with the transport of arrays between processes, where no context says one."""
@@ -31,8 +35,10 @@ _TOLD = {
     "MPICH": ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),  # and other MPIs with Hydra, such as Intel's
 }
 """Variables that say the number of processes, this one's, and its number on its host."""
-_client: WatcherClient | None = None
+_watch: Watch | None = None
 _hosts: Sequence[str] = ()
+_OURS = {"coordinator_address", "num_processes", "process_id", "local_device_ids", "cluster_detection_method"}
+_OURS |= {"initialization_timeout", "heartbeat_timeout_seconds", "coordinator_bind_address"}
 _XLA_FLAG = re.compile(r"""(?:[^\s"']|"[^"]*"|'[^']*')+""")  # values may be in quotes
 _LOCAL_FLAG = re.compile("address|cache|_dir|dump|log|mock|profile|timeout|visible|_to$")  # may differ by process
 
@@ -77,24 +83,22 @@ def initialize(
     cluster_detection_method: str | None = None,
     initialization_timeout: float | None = None,
     silence_timeout: float | None = None,
-    stop_timeout: float | None = None,
     compile_timeout: float | None = None,
     transfer_timeout: float | None = None,
     stall_timeout: float | None = None,
-    heartbeat_timeout_seconds: int | None = None,
-    shutdown_timeout_seconds: int = 10,
     coordinator_bind_address: str | None = None,
     same_command: bool = True,
     alone: bool = False,
+    jax_options: Mapping[str, Any] | None = None,
 ) -> Processes:
     """Make this process one of several, in place of ``jax.distributed.initialize``.
 
     Arguments that are not given are found as JAX finds them: from Slurm, Open MPI 4 or Kubernetes. Open MPI 5, MPICH
     and Intel MPI say all but the coordinator's address, which ``JAX_COORDINATOR_ADDRESS`` has; without it mpi4py is
-    asked, if it is installed. All processes meet and compare themselves before JAX starts. From then on each has a
-    watcher. When a process fails, is killed, stopped or out of reach, all others end within seconds: with a line that
-    names it, and its exit code if it has one, else 17. SIGTERM ends a process, unless the environment has
-    ``JAX_ENABLE_PREEMPTION_SERVICE=1``.
+    asked, if it is installed. All processes meet and compare themselves before JAX starts. From then on JAX's
+    coordination service tells who lives; it is started with ``jax_enable_recoverability``. When a process fails, is
+    killed, stopped or out of reach, all others end within seconds: with a line that names it, and its exit code if it
+    has one, else 17. SIGTERM ends a process, unless the environment has ``JAX_ENABLE_PREEMPTION_SERVICE=1``.
 
     Parameters
     ----------
@@ -109,10 +113,8 @@ def initialize(
     initialization_timeout
         Seconds in which all processes must have started: 60, or ``MULTIMESH_START_TIMEOUT`` in the environment.
     silence_timeout
-        Seconds without a word after which a machine is given up: 30, or ``MULTIMESH_SILENCE_TIMEOUT``. The death of a
-        process is noticed at once.
-    stop_timeout
-        Seconds that a process may be stopped (SIGSTOP, a debugger): 30, or ``MULTIMESH_STOP_TIMEOUT``.
+        Seconds without a heartbeat after which JAX gives a process up: 8, or ``MULTIMESH_SILENCE_TIMEOUT``. Half of
+        them a process may be stopped, or the network be down. A death on the same machine is noticed at once.
     compile_timeout
         Seconds that processes wait for each other to compile, to save, to gather: 3600, or
         ``MULTIMESH_COMPILE_TIMEOUT``. After a minute process 0 says for whom it waits.
@@ -122,10 +124,6 @@ def initialize(
     stall_timeout
         Seconds after which a process ends the job if it holds up the others in training: by default, and with 0, never,
         or ``MULTIMESH_STALL_TIMEOUT``. After two minutes process 0 names it anyway, with its Python stack.
-    heartbeat_timeout_seconds
-        Seconds of silence after which JAX gives a process up: by default later than the watchers do.
-    shutdown_timeout_seconds
-        Seconds that JAX's barrier at exit may take. All processes have come to their end before it.
     coordinator_bind_address
         Address at which process 0 listens; by default all of its addresses.
     same_command
@@ -133,6 +131,8 @@ def initialize(
     alone
         Whether a program that no launcher started runs as the only process. So one script runs by itself, under
         ``srun`` and under ``mpirun``, and never as copies that do not know of each other.
+    jax_options
+        Further arguments of ``jax.distributed.initialize``, such as ``mtls_cert_file`` from jax 0.12 on.
 
     Returns
     -------
@@ -157,17 +157,15 @@ def initialize(
                 {
                     "start": initialization_timeout,
                     "silence": silence_timeout,
-                    "stop": stop_timeout,
                     "compile": compile_timeout,
                     "transfer": transfer_timeout,
                     "stall": stall_timeout,
                 }
             ),
-            heartbeat_timeout_seconds,
-            shutdown_timeout_seconds,
             coordinator_bind_address,
             same_command,
             alone,
+            jax_options or {},
         )
     except UsageError as error:
         _leave_in_one_line(error)
@@ -193,46 +191,62 @@ def _initialize(
     given: tuple[Any, ...],
     method: str | None,
     waits: timeouts.Timeouts,
-    heartbeat: int | None,
-    shutdown: int,
     bind: str | None,
     same_command: bool,
     alone: bool,
+    options: Mapping[str, Any],
 ) -> Processes:
-    global _client, _hosts
-    if _client is not None or jax.distributed.is_initialized():
-        raise UsageError("processes are initialized already; call mm.distributed.initialize() once, and only that")
+    global _watch, _hosts
+    if jax.distributed.is_initialized():
+        raise UsageError(
+            "processes are initialized already; call mm.distributed.initialize() once, and in place of "
+            "jax.distributed.initialize(): it sets jax_enable_recoverability, so that a lost process is named"
+        )
     if _compat.backends_started():
         raise UsageError(
             "mm.distributed.initialize() must come before anything that uses a device of JAX: jax.devices(), an array"
         )
+    _check_options(options)
     launcher, (address, count, rank, devices) = _complete(given, method, math.ceil(waits.start))
     if alone and address is count is rank is None:
         return Processes("nobody", 0, (socket.gethostname(),))
     _check(address, count, rank)
     bind = bind or os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
     bind = bind or f"[::]:{address.rpartition(':')[2]}"
-    own = {"rank": rank, "count": count, "host": socket.gethostname(), "pid": os.getpid(), "facts": _facts()}
+    own = {"rank": rank, "count": count, "host": socket.gethostname(), "pid": os.getpid(), "machine": machine()}
+    facts = _facts() | {"jax_options": sorted(options)}
     if not same_command:
-        del own["facts"]["command line"]
-    _client, _hosts = start(own, address, bind, waits)
-    notes.use(_client.notes)
+        del facts["command line"]
+    _hosts, known = meet(own | {"facts": facts}, address, bind, waits.start)
     timeouts.use(waits)
     preemptible = os.environ.get("JAX_ENABLE_PREEMPTION_SERVICE", "").lower() in ("1", "true", "yes", "on")
     jax.config.update("jax_enable_preemption_service", preemptible)  # by default it swallows SIGTERM
-    jax.config.update("jax_enable_recoverability", False)
-    jax.distributed.initialize(
-        address,
-        count,
-        rank,
-        devices,
-        cluster_detection_method="deactivate",
-        initialization_timeout=math.ceil(waits.start),
-        heartbeat_timeout_seconds=heartbeat or waits.heartbeat,
-        shutdown_timeout_seconds=shutdown,
-        coordinator_bind_address=bind,
-    )
+    jax.config.update("jax_enable_recoverability", True)  # else JAX ends all others before they can say a word
+    with _compat.quiet_service():
+        jax.distributed.initialize(
+            address,
+            count,
+            rank,
+            devices,
+            cluster_detection_method="deactivate",
+            initialization_timeout=math.ceil(waits.start),
+            heartbeat_timeout_seconds=math.ceil(waits.silence),
+            coordinator_bind_address=bind,
+            **options,
+        )
+    _watch = Watch(own, known, waits)
+    Leaving(_watch)
+    _watch.start(leave)
     return Processes(launcher, rank, tuple(_hosts))
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    known = inspect.signature(jax.distributed.initialize).parameters.keys() - _OURS
+    if strange := sorted(options.keys() - known):
+        raise UsageError(
+            f"jax_options: {', '.join(strange)}: jax.distributed.initialize() of jax {jax.__version__} has no such "
+            f"argument besides those of mm.distributed.initialize(); it has {', '.join(sorted(known))}"
+        )
 
 
 def _complete(given: Sequence[Any], method: str | None, timeout: int) -> tuple[str, Sequence[Any]]:
@@ -335,14 +349,14 @@ def named(rank: int) -> str:
 
 def begin_step() -> None:
     """Note that a call of a plan begins. A process that others wait for is thus told from those that wait."""
-    if _client is not None:
-        _client.begin_step()
+    if _watch is not None:
+        _watch.at[1] = _watch.at[0] + 1
 
 
 def count_step() -> None:
     """Count a call of a plan. Messages about this process say how many it made."""
-    if _client is not None:
-        _client.count_step()
+    if _watch is not None:
+        _watch.at[:] = [_watch.at[0] + 1] * 2
 
 
 def fail(error: BaseException) -> NoReturn:
@@ -351,7 +365,7 @@ def fail(error: BaseException) -> NoReturn:
     It is for code that catches errors it does not know. An uncaught error does the same. Without `initialize` the error
     is raised.
     """
-    if _client is None:
+    if _watch is None:
         raise error
     sys.excepthook(type(error), error, error.__traceback__)
-    raise AssertionError  # the hook of `WatcherClient` leaves
+    raise AssertionError  # the hook of `Leaving` leaves

@@ -1,6 +1,5 @@
-"""How processes leave each other values: notes that the watchers carry, or JAX's key-value store.
+"""How processes leave each other values, in JAX's key-value store.
 
-Notes are cheaper for process 0. Large values go by the store, and all do where MultiMesh has not started the job.
 Process 0 deletes what it has read in the store, and what it has left there when it hears from all again: by then they
 have read it.
 """
@@ -16,12 +15,11 @@ import jax
 
 from multimesh.core import _compat
 from multimesh.errors import LostProcessError
-from multimesh.processes import notes, timeouts
+from multimesh.processes import timeouts
 
 NOTICE = 60.0
 """Seconds after which process 0 says for whom it waits."""
 
-_HERE, _STORED = b"=", b"@"  # a note has its value, or says that the store has it
 _here = threading.local()  # at process 0: `read`, the keys that all have read when they come to this thread again
 
 
@@ -32,7 +30,7 @@ def patience(timeout: float | None = None) -> float:
 
 def to_first(name: str, value: bytes) -> None:
     """Leave a value for process 0; use each ``name`` once."""
-    _leave(name, f"{_given(name)}{jax.process_index()}", value)
+    put(f"{_given(name)}{_compat.process_index()}", value)
 
 
 def from_all(name: str, mine: bytes, timeout: float | None = None) -> list[bytes]:
@@ -43,20 +41,12 @@ def from_all(name: str, mine: bytes, timeout: float | None = None) -> list[bytes
     LostProcessError
         If one has not come here in time; names all that have not.
     """
-    folder, count, wait, ours = _given(name), jax.process_count(), _Wait(name, timeout), notes.of_job()
-    found, stored = {0: mine}, ours is None
-    if ours:
-        noted: dict[int, bytes] = {}
-        while len(noted) < count - 1:
-            noted = ours.wait(name, count - 1, wait.slice([rank for rank in range(1, count) if rank not in noted]))
-        found |= {rank: note[1:] for rank, note in noted.items() if note != _STORED}
-        stored = len(found) < count
+    folder, count, wait, found = _given(name), _compat.process_count(), _Wait(name, timeout), {0: mine}
     while missing := [rank for rank in range(count) if rank not in found]:
-        if ours is None:
-            _within(f"{folder}{missing[len(missing) // 2]}", wait.slice(missing))  # then all are read again
+        _within(f"{folder}{missing[len(missing) // 2]}", wait.slice(missing))  # then all are read again
         every = _compat.key_value_store().key_value_dir_get_bytes(folder)
         found |= {int(key[len(folder) :]): value for key, value in every}
-    for key in [*([folder] if stored else []), *getattr(_here, "read", ())]:
+    for key in [folder, *getattr(_here, "read", ())]:
         forget(key)
     _here.read = []
     return [found[rank] for rank in range(count)]
@@ -64,18 +54,13 @@ def from_all(name: str, mine: bytes, timeout: float | None = None) -> list[bytes
 
 def to_all(name: str, value: bytes) -> None:
     """At process 0, leave a value for all others; use each ``name`` once."""
-    if _leave(name, _said(name), value):
-        _here.read = [*getattr(_here, "read", ()), _said(name)]
+    put(_said(name), value)
+    _here.read = [*getattr(_here, "read", ()), _said(name)]
 
 
 def from_first(name: str, timeout: float | None = None) -> bytes:
     """Wait for what process 0 leaves `to_all`, and return it."""
-    wait, note = _Wait(name, timeout), _STORED
-    if ours := notes.of_job():
-        while not (noted := ours.wait(name, 1, wait.slice([0]))):
-            pass
-        note = noted[0]
-    return get(_said(name), name, 0, timeout) if note == _STORED else note[1:]
+    return get(_said(name), name, 0, timeout)
 
 
 def _given(name: str) -> str:
@@ -84,18 +69,6 @@ def _given(name: str) -> str:
 
 def _said(name: str) -> str:
     return f"multimesh/said/{name}"
-
-
-def _leave(name: str, key: str, value: bytes) -> bool:
-    """Leave a note, or a value in the store under this key; returns whether it is there."""
-    ours = notes.of_job()
-    if ours and len(value) < notes.LARGEST:
-        ours.leave(name, _HERE + value)
-        return False
-    put(key, value)
-    if ours:
-        ours.leave(name, _STORED)
-    return True
 
 
 def put(key: str, value: bytes) -> None:
@@ -116,7 +89,7 @@ def put_first(key: str, value: bytes) -> bool:
 
 def forget(folder: str) -> None:
     """Let process 0 delete all values whose keys begin with ``folder``."""
-    if jax.process_index() == 0:
+    if _compat.process_index() == 0:
         _compat.key_value_store().key_value_delete(folder)
 
 
@@ -144,8 +117,8 @@ class _Wait:
 
     def __init__(self, what: str, timeout: float | None) -> None:
         self._what, self._seconds, self._begun = what.rpartition("/")[0] or what, patience(timeout), time.monotonic()
-        self._told = jax.process_index() != 0
-        self._longest = min(5.0, max(1.0, jax.process_count() / 1000))  # seconds in which Ctrl-C may have to wait
+        self._told = _compat.process_index() != 0
+        self._longest = min(5.0, max(1.0, _compat.process_count() / 1000))  # seconds in which Ctrl-C may have to wait
 
     def slice(self, missing: Sequence[int]) -> float:
         """Seconds to wait now. After a minute process 0 says who is ``missing``.
@@ -158,9 +131,8 @@ class _Wait:
         waited = time.monotonic() - self._begun
         many = len(missing) - 8
         shown = ", ".join(map(str, missing[:8])) + (f" and {many} more" if many > 0 else "")
-        who = (
-            f"{self._what.rpartition('/')[0] or self._what}: process {shown} of {jax.process_count()} has not come here"
-        )
+        what = self._what.rpartition("/")[0] or self._what
+        who = f"{what}: process {shown} of {_compat.process_count()} has not come here"
         if waited > self._seconds:
             raise LostProcessError(
                 f"{who} within {self._seconds:.0f} s; do all processes call the same functions in the same order? "

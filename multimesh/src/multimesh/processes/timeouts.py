@@ -19,9 +19,7 @@ class Timeouts:
     start
         In which all processes must have started and met.
     silence
-        Of a watcher that says nothing, because its machine or the network is down. A death is noticed at once.
-    stop
-        That a process may be stopped (SIGSTOP: a debugger, a container that is paused).
+        Without a heartbeat of JAX, because a process is stopped, or its machine or the network is down.
     compile
         That processes wait for each other elsewhere: until the others have compiled, saved, gathered.
     transfer
@@ -31,16 +29,10 @@ class Timeouts:
     """
 
     start: float = 60.0
-    silence: float = 30.0
-    stop: float = 30.0
+    silence: float = 8.0
     compile: float = 3600.0
     transfer: float = 300.0
     stall: float = 0.0
-
-    @property
-    def heartbeat(self) -> int:
-        """Seconds of silence after which JAX gives a process up: later than the watchers do."""
-        return math.ceil(max(100.0, 2 * self.silence, 2 * self.stop))
 
 
 def variable(name: str) -> str:

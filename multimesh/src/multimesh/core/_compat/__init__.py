@@ -73,7 +73,10 @@ with tried_version():
         launcher,
         offerer,
         own_address,
+        process_count,
+        process_index,
         puller,
+        quiet_service,
     )
     from multimesh.core._compat.traces import (
         abstract_mesh_context,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -12,6 +15,7 @@ from multimesh.core._compat.versions import SUPPORTED, private
 from multimesh.errors import MultiMeshError
 
 _state = private("distributed.global_state", irreplaceable=True)
+_engine = private("distributed._jax", irreplaceable=True)
 _launchers = private("clusters.ClusterEnv._cluster_types", irreplaceable=True) or ()
 _started = private("xla_bridge.backends_are_initialized", irreplaceable=True)
 _offer = private("lib._jax.TransferServer._await_pull_flat")
@@ -39,6 +43,43 @@ def key_value_store() -> Any:
             f"here: call jax.distributed.initialize() first, with {SUPPORTED} and without MULTIMESH_PUBLIC_JAX"
         )
     return client
+
+
+def process_count() -> int:
+    """The number of processes; it does not start JAX's backends where ``jax.distributed`` knows it."""
+    return jax.process_count() if getattr(_state, "client", None) is None else int(_state.num_processes)
+
+
+def process_index() -> int:
+    """The number of this process; it does not start JAX's backends where ``jax.distributed`` knows it."""
+    return jax.process_index() if getattr(_state, "client", None) is None else int(_state.process_id)
+
+
+@contextlib.contextmanager
+def quiet_service() -> Iterator[None]:
+    """Start JAX's service without its line on recoverable tasks, which tells a user nothing to do."""
+    start = getattr(_engine, "get_distributed_runtime_service", None)
+    if start is None:
+        yield
+        return
+
+    def started(*args: Any, **options: Any) -> Any:
+        with tempfile.TemporaryFile() as said:
+            kept = os.dup(2)
+            os.dup2(said.fileno(), 2)
+            try:
+                return start(*args, **options)
+            finally:
+                os.dup2(kept, 2)
+                os.close(kept)
+                said.seek(0)
+                os.write(2, b"".join(line for line in said if b"recoverable task feature" not in line))
+
+    _engine.get_distributed_runtime_service = started
+    try:
+        yield
+    finally:
+        _engine.get_distributed_runtime_service = start
 
 
 def own_address() -> str:

@@ -1,20 +1,40 @@
-"""Who the processes of a job are, and in what they differ. It needs the standard library only, as `watcher` does."""
+"""Who the processes of a job are, and in what they differ."""
 
 from __future__ import annotations
 
-import base64
-import json
+import contextlib
+import os
 import re
-import zlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-Member = dict[str, Any]  # rank, count, host, pid; facts must be alike: name to a list of words
+Member = dict[str, Any]  # rank, count, host, pid, machine; facts must be alike: name to a list of words
 
 
 def named(member: Mapping[str, Any]) -> str:
     """Name a process, as in all messages."""
     return f"process {member['rank']} of {member['count']} ({member['host']}, pid {member['pid']})"
+
+
+def machine() -> str:
+    """Return a name of this machine and its process numbers, alike in processes that see each other; empty if none."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    return ""
+
+
+def neighbors(members: Sequence[Member]) -> dict[int, int]:
+    """Map processes that share a machine to the next one there, in a ring."""
+    rooms: dict[str, list[int]] = {}
+    for member in members:
+        rooms.setdefault(member["machine"] or str(member["rank"]), []).append(member["rank"])
+    return {
+        rank: ranks[(place + 1) % len(ranks)]
+        for ranks in rooms.values()
+        if len(ranks) > 1
+        for place, rank in enumerate(ranks)
+    }
 
 
 def difference(members: Sequence[Member]) -> str:
@@ -64,38 +84,11 @@ def _quoted(words: Sequence[str]) -> str:
 
 
 def is_member(said: Any) -> bool:
-    """Whether these are the words of a watcher, not of a stranger."""
+    """Whether these are the words of a process of a job, not of a stranger."""
     if not isinstance(said, dict):
         return False
-    kinds = {"rank": int, "count": int, "pid": int, "host": str, "facts": dict}
+    kinds = {"rank": int, "count": int, "pid": int, "host": str, "machine": str, "facts": dict}
     if any(type(said.get(name)) is not kind for name, kind in kinds.items()) or not 0 <= said["rank"] < said["count"]:
         return False
     lists = said["facts"].values()
     return all(isinstance(words, list) and all(isinstance(word, str) for word in words) for words in lists)
-
-
-def folded(hosts: Sequence[str]) -> str:
-    """Hosts in few characters: of names that count up only the differences."""
-    rows, before = [], ""
-    for host in hosts:
-        (around, digits), (around_before, digits_before) = _cut(host), _cut(before)
-        counts = around == around_before and len(digits) == len(digits_before)
-        rows.append(f"+{int(digits or 0) - int(digits_before or 0)}" if counts else f"={host}")
-        before = host
-    return base64.b64encode(zlib.compress(json.dumps(rows).encode(), 9)).decode()
-
-
-def unfolded(text: str) -> list[str]:
-    """The hosts of `folded`."""
-    hosts = [""]
-    for row in json.loads(zlib.decompress(base64.b64decode(text))):
-        (before, after), digits = _cut(hosts[-1])
-        next_ = f"{int(digits or 0) + int(row[1:]):0{len(digits)}d}" if row[0] == "+" and digits else ""
-        hosts.append(row[1:] if row[0] == "=" else f"{before}{next_}{after}")
-    return hosts[1:]
-
-
-def _cut(host: str) -> tuple[tuple[str, str], str]:
-    """What is around the last number in a host's name before the first dot, and this number."""
-    match = re.match(r"([^.]*?)(\d{1,9})([^\d.]*(?:\..*)?)$", host, re.ASCII | re.DOTALL)
-    return ((match[1], match[3]), match[2]) if match else ((host, ""), "")

@@ -1,11 +1,9 @@
-"""Which process holds up the others. It needs the standard library only, as `watcher` does."""
+"""Which process holds up the others."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-
-from multimesh.processes.members import Member
 
 STALLED = 120.0  # seconds without progress after which a line says so, and again after twice as long
 
@@ -13,8 +11,8 @@ STALLED = 120.0  # seconds without progress after which a line says so, and agai
 class StepsOfAll:
     """How far each process has come, and which of them holds up the others."""
 
-    def __init__(self, members: Sequence[Member], stall: float, now: float) -> None:
-        self._at = {member["rank"]: (0, 0) for member in members}  # calls that ended, and that began
+    def __init__(self, count: int, stall: float, now: float) -> None:
+        self._at = dict.fromkeys(range(count), (0, 0))  # calls that ended, and that began
         self._since = dict.fromkeys(self._at, now)  # who has said nothing yet has been here since then
         self._together = now  # when nobody was behind
         self._stall, self._first = stall, min(stall or STALLED, STALLED)

@@ -1,0 +1,1 @@
+"""How the processes of a job meet, learn of each other's end, and end together."""
