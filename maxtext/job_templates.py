@@ -136,7 +136,7 @@ grow() {
       begun=at-$(newest)
     elif [[ $begun != "at-$(newest)" ]]; then
       echo "$processes processes fit again; all start again"
-      kill -TERM "$1" 2>/dev/null || true
+      kill -USR1 "$1" 2>/dev/null || true
       return
     fi
   done
@@ -151,8 +151,9 @@ fi
 # Some minutes before the end of the allocation Slurm sends USR1. All processes save then, and the job asks for another
 # allocation if it may start again. Other signals that end the job let them save too.
 step="" warned=0
-trap 'warned=1; kill -TERM $step 2>/dev/null || true' USR1
-trap 'kill -TERM $step 2>/dev/null || true' TERM
+# srun hands USR1 on to the processes; for TERM it would kill them.
+trap 'warned=1; kill -USR1 $step 2>/dev/null || true' USR1
+trap 'kill -USR1 $step 2>/dev/null || true' TERM
 # Who holds up the others for so many seconds ends the job; the log of process 0 says who.
 export MULTIMESH_STALL_TIMEOUT="${MULTIMESH_STALL_TIMEOUT:-1800}"
 for ((losses = 0; ; restarts++)); do
