@@ -13,7 +13,21 @@ from tooling.sources import manifest, named, pins
 from tooling.sources.workspace import Workspace
 
 # Those that others are constrained by come first.
-GROUPS = ("run", "dev", "tooling", "bench", "docs", "inventory", "jupyter", "data", "torch", "cuda12", "cuda13")
+GROUPS = (
+    "run",
+    "dev",
+    "tooling",
+    "bench",
+    "docs",
+    "inventory",
+    "jupyter",
+    "data",
+    "torch",
+    "cuda12",
+    "cuda13",
+    "compile-gpu",
+)
+ALONE = ("compile-gpu",)  # without what their packages ask for
 OLDEST = "3.11"
 SOURCES_ONLY = ("docopt", "promise")
 
@@ -59,6 +73,7 @@ def lock(root: Path, name: str, *options: str) -> None:
     style = ("--no-header", "--no-annotate", "--no-emit-index-url", "--no-emit-find-links", "--quiet")
     unbuilt = ("--only-binary=:all:", *(word for each in SOURCES_ONLY for word in ("--no-binary", each)))
     asked = ("--universal", *unbuilt, "--python-version", OLDEST, "--generate-hashes", *style, *options)
+    asked = (*asked, "--no-deps") if name in ALONE else asked
     argv = [sys.executable, "-m", "uv", "pip", "compile", *asked, "-o", f"{name}.txt", f"{name}.in"]
     result = proc.run(argv, cwd=root / "requirements", check=False)
     if result.returncode:

@@ -66,6 +66,7 @@ _HOMES = {
         "ignore_transforms",
         "only_fuse_loop_tasks",
     ),
+    "hardware.topologies": ("topology",),
     "marking.flax_modules": ("scope_nnx",),
     "marking.microbatching": ("microbatch",),
     "marking.reductions": ("Ratio", "Reduction"),

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -25,7 +25,7 @@ from multimesh.plan import fingerprint
 from multimesh.plan.plan import Plan
 from multimesh.processes import agree
 from multimesh.runtime.actions import processes
-from multimesh.runtime.compile import CompiledPlan, compile_plan
+from multimesh.runtime.compile import CompiledPlan, compile_plan, exists
 from multimesh.runtime.part_runner import PartRunner
 from multimesh.runtime.runner import Runner
 
@@ -105,8 +105,13 @@ class Lowered:
             return forecast(self.plan, platform)
 
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Compiled:
-        """Compile every kernel, several at a time. The options are passed on to XLA."""
+        """Compile every kernel, several at a time. The options are passed on to XLA.
+
+        For devices of `multimesh.topology` it compiles those of all processes. The result can't be called.
+        """
         with _compat.without_mesh():
+            if not exists(self.plan):
+                return Compiled(self, Absent(compile_plan(self.plan, compiler_options)))
             if not agree.several():
                 return Compiled(self, Runner(compile_plan(self.plan, compiler_options), self.names))
             spans = len(frozenset().union(*processes(self.plan))) > 1
@@ -126,11 +131,38 @@ class Lowered:
 
 
 @dataclass(frozen=True, eq=False)
+class Absent:
+    """What can't run a plan, because its devices are only those of a topology."""
+
+    compiled: CompiledPlan
+
+    def __call__(self, *_: Any) -> NoReturn:
+        """Raise `UsageError`: there is nothing to run it on."""
+        raise UsageError(
+            "compiled for devices that are not there (multimesh.topology): it can't be called; compile for devices of "
+            "jax.devices()"
+        )
+
+
+@dataclass(frozen=True)
+class KernelMemory:
+    """Bytes of a kernel on each device, by XLA's buffer assignment.
+
+    ``aliases`` are those of results that take the buffers of donated arguments.
+    """
+
+    arguments: int
+    results: int
+    aliases: int
+    temporaries: int
+
+
+@dataclass(frozen=True, eq=False)
 class Compiled:
     """A compiled function. Call it with arguments of the types that it was lowered for."""
 
     lowered: Lowered
-    runner: Runner
+    runner: Runner | Absent
 
     @property
     def compiled_plan(self) -> CompiledPlan:
@@ -223,7 +255,7 @@ class Compiled:
         repeats = checks.whole("profile: repeats", repeats, 1)
         leaves = self._leaves(args, kwargs)
         with _compat.without_mesh(concrete_only=True):
-            return profile(self.runner, leaves, repeats)
+            return self.runner() if isinstance(self.runner, Absent) else profile(self.runner, leaves, repeats)
 
     def memory_analysis(self) -> tuple[dict[str, int], ...]:
         """Bytes per submesh, of whole arrays. What waits in the memory of the host does not count.
@@ -250,6 +282,27 @@ class Compiled:
             }
             for i in range(len(plan.submeshes))
         )
+
+    def kernel_memory(self) -> tuple[KernelMemory | None, ...]:
+        """Return the bytes of each kernel, in the order of ``plan.kernels``; None for one of other processes."""
+        stats = [p.memory_analysis() if p else None for p in self.compiled_plan.executables]
+        return tuple(
+            s
+            and KernelMemory(
+                s.argument_size_in_bytes,
+                s.output_size_in_bytes,
+                s.alias_size_in_bytes,
+                s.temp_size_in_bytes,
+            )
+            for s in stats
+        )
+
+    def collectives(self) -> tuple[tuple[collectives.Collective, ...], ...]:
+        """Return the collectives of each kernel, in the order of ``plan.kernels``; those of other processes are empty.
+
+        Each has a ``kind``, ``arrays``, ``nbytes``, ``times``, ``axes(mesh)`` and whether it is ``asynchronous``.
+        """
+        return tuple(collectives.collectives(p.as_text() or "") if p else () for p in self.compiled_plan.executables)
 
     def cost_analysis(self) -> tuple[dict[str, float], ...]:
         """Floating-point operations and bytes accessed per submesh and device in one call, as XLA counts them.

@@ -42,7 +42,11 @@ def compile_plan(plan: Plan, options: Mapping[str, Any] | None = None) -> Compil
     """
     options = with_defaults(plan, options)
     alike: dict[Any, list[_Lowered]] = {}  # key of the code to the kernels with that code
-    own = {number: run for number, run in plan.first_runs.items() if here(plan.submeshes[run.submesh].devices.flat)}
+    own = {
+        number: run
+        for number, run in plan.first_runs.items()
+        if here(plan.submeshes[run.submesh].devices.flat) or not exists(plan)
+    }
     with progress("compiling kernels", len(own)) as done, concurrent.futures.ThreadPoolExecutor(cores()) as pool:
         try:
             running: dict[int, concurrent.futures.Future[Any]] = {}
@@ -104,6 +108,11 @@ def _lower(plan: Plan, run: Run) -> _Lowered:
         except Exception as error:
             where = (kernel.ops and _compat.user_line(kernel.ops[-1].source)) or kernel.name
             raise MultiMeshError(f"{where}: {kernel.name!r} can't be lowered for its submesh: {error}") from error
+
+
+def exists(plan: Plan) -> bool:
+    """Whether the devices of a plan are there, and not only those of a topology to compile for."""
+    return not any(_compat.is_compile_only(device) for mesh in plan.submeshes for device in mesh.devices.flat)
 
 
 def cores() -> int:

@@ -69,6 +69,7 @@ with tried_version():
     from multimesh.core._compat.processes import (
         backends_started,
         device_put_address,
+        is_compile_only,
         key_value_store,
         launcher,
         offerer,

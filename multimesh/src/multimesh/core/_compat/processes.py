@@ -107,6 +107,11 @@ def puller(connection: Any, client: Any) -> Callable[[int, list[Any]], list[Any]
     return lambda number, wanted: flat(number, client, wanted)
 
 
+def is_compile_only(device: jax.Device) -> bool:
+    """Whether a device is one of a topology, for which programs can be compiled and not run."""
+    return type(device.client).__name__ == "CompileOnlyPyClient"
+
+
 def device_put_address() -> str:
     """The address at which this process receives ``jax.device_put`` from others; empty if it does not."""
     return "" if _device_put_flag is None else _device_put_flag.value
