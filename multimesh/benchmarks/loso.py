@@ -21,11 +21,11 @@ import fit
 import report
 import rows
 from multimesh.planner import bands
-from multimesh.planner.bands import Measured
+from multimesh.planner.bands import MeasuredStep
 from multimesh.planner.step import forecast
 
 
-def left_out(runs: Sequence[rows.Run], constants: fit.Values) -> list[Measured]:
+def left_out(runs: Sequence[rows.Run], constants: fit.Values) -> list[MeasuredStep]:
     """Return all runs, each with the error of a forecast whose constants were fitted without its source."""
     found = []
     for source in dict.fromkeys(map(rows.prefix, runs)):
@@ -41,12 +41,12 @@ def left_out(runs: Sequence[rows.Run], constants: fit.Values) -> list[Measured]:
     return found
 
 
-def inside(runs: Sequence[Measured]) -> dict[str, float]:
+def inside(runs: Sequence[MeasuredStep]) -> dict[str, float]:
     """Return the width of each run's band, by its id, from the runs of other sources."""
     return {run.id: bands.width(run, [other for other in runs if other.source != run.source]) for run in runs}
 
 
-GROUPS: tuple[tuple[str, Callable[[Measured], bool]], ...] = (
+GROUPS: tuple[tuple[str, Callable[[MeasuredStep], bool]], ...] = (
     ("A100, bf16", lambda run: run.kinds[1] == "ampere"),
     ("H100 and H200, bf16", lambda run: run.kinds[1] == "hopper" and run.kinds[3] == "bf16" and run.kinds[0] == "0"),
     ("H100 and H200, fp8", lambda run: run.kinds[1] == "hopper" and run.kinds[3] == "fp8" and run.kinds[0] == "0"),
@@ -59,7 +59,7 @@ GROUPS: tuple[tuple[str, Callable[[Measured], bool]], ...] = (
 """Regimes, for the tables of docs/forecasts.md."""
 
 
-def line(name: str, runs: Sequence[Measured], widths: dict[str, float]) -> report.Row:
+def line(name: str, runs: Sequence[MeasuredStep], widths: dict[str, float]) -> report.Row:
     """Return the errors of some runs, and how many are inside their bands."""
     sizes = [100 * abs(math.expm1(run.error)) for run in runs]
     held = [abs(math.expm1(run.error)) <= widths[run.id] for run in runs]
@@ -82,7 +82,7 @@ def main() -> None:
     path = Path(str(resources.files("multimesh.planner").joinpath("measured.csv")))
     if args.write:
         runs, _ = rows.read(*rows.FILES)
-        found: Sequence[Measured] = left_out(runs, fit.now())
+        found: Sequence[MeasuredStep] = left_out(runs, fit.now())
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows(bands.write(run) for run in found)
         path.write_text(text.getvalue(), encoding="utf-8")

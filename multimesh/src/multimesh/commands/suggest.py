@@ -15,7 +15,7 @@ from multimesh.hardware import devices, stacks
 from multimesh.hardware.devices import Device
 from multimesh.hardware.stacks import Stack
 from multimesh.planner import bands, bill, calibration, models, page
-from multimesh.planner.bands import UNKNOWN, Measured
+from multimesh.planner.bands import UNKNOWN, MeasuredStep
 from multimesh.planner.best_first import Option
 from multimesh.planner.bill import Bill, Terms
 from multimesh.planner.step import forecast
@@ -84,7 +84,7 @@ def like(parameters: float) -> Transformer:
 
 
 @dataclass(frozen=True)
-class Found:
+class Answer:
     """What was found for a device: its suggestions, what they stand on, and the bill."""
 
     device: Device
@@ -128,7 +128,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return data
 
 
-def _one(options: argparse.Namespace, name: str, terms: Terms | None, progress: Progress | None) -> Found:
+def _one(options: argparse.Namespace, name: str, terms: Terms | None, progress: Progress | None) -> Answer:
     """Search for one device."""
     on, software = devices.device(name, options.devices_file), stacks.stack(options.software)
     if options.network is not None:
@@ -152,7 +152,7 @@ def _one(options: argparse.Namespace, name: str, terms: Terms | None, progress: 
             wide, narrow = found.best.band or 0.0, next(o for o in best if o.how == found.best.how).band or 0.0
             notes.append(f"your run narrows the band of the suggestion from {100 * wide:.0f} to {100 * narrow:.0f} %")
     found = found.changed(best, notes)
-    return Found(job.device, job.software, count, found, bill.bill(found.best, job.device, terms) if terms else None)
+    return Answer(job.device, job.software, count, found, bill.bill(found.best, job.device, terms) if terms else None)
 
 
 def training(options: argparse.Namespace, on: Device, software: Stack) -> Training:
@@ -181,7 +181,7 @@ def training(options: argparse.Namespace, on: Device, software: Stack) -> Traini
     )
 
 
-def _narrowed(job: Training, option: Option, run: Measured) -> Option:
+def _narrowed(job: Training, option: Option, run: MeasuredStep) -> Option:
     """Return an option with the band after a run of the user's own."""
     step = forecast(job.model, option.how, job.device, job.software)
     return dataclasses.replace(option, band=bands.after_run(step, run))

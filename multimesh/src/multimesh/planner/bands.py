@@ -41,7 +41,7 @@ _KINDS = (("experts", 3.0), ("generation", 2.0), ("software", 1.2), ("precision"
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredStep:
     """What a run is to others: sizes, kinds, and what its step consists of.
 
     Attributes
@@ -89,21 +89,21 @@ class Nearest:
 
 
 @functools.cache
-def measured() -> tuple[Measured, ...]:
+def measured() -> tuple[MeasuredStep, ...]:
     """Return the published runs with their errors."""
     text = resources.files("multimesh.planner").joinpath("measured.csv").read_text(encoding="utf-8")
     return tuple(read(row) for row in csv.reader(text.splitlines()))
 
 
-def read(row: Sequence[str]) -> Measured:
+def read(row: Sequence[str]) -> MeasuredStep:
     """Return a row of ``measured.csv``."""
     last = 4 + len(_KINDS)
     numbers = [float(value) for value in row[last:]]
     sizes, shares = tuple(numbers[: len(_SIZES)]), tuple(numbers[len(_SIZES) :])
-    return Measured(row[0], float(row[1]), float(row[2] or "nan"), tuple(row[4:last]), sizes, shares, float(row[3]))
+    return MeasuredStep(row[0], float(row[1]), float(row[2] or "nan"), tuple(row[4:last]), sizes, shares, float(row[3]))
 
 
-def write(run: Measured) -> list[str]:
+def write(run: MeasuredStep) -> list[str]:
     """Return the row of ``measured.csv``."""
     memory = "" if math.isnan(run.memory_error) else f"{run.memory_error:.3f}"
     numbers = (*(f"{value:.2f}" for value in run.sizes), *(f"{value:.3f}" for value in run.shares))
@@ -112,7 +112,7 @@ def write(run: Measured) -> list[str]:
 
 def described(
     step: Step, name: str = "", error: float = 0.0, memory_error: float = math.nan, seconds: float = 0.0
-) -> Measured:
+) -> MeasuredStep:
     """Return what a forecast is to measured runs; ``seconds`` are those measured, where it is one."""
     model, how = step.model, step.how
     family = step.device.generation.split("-")[0]
@@ -121,10 +121,10 @@ def described(
     of = dict(step.shares)
     shares = tuple(of.get(share, 0.0) / step.seconds for share in _SHARES)
     utilization = step.utilization * (step.seconds / seconds if seconds else 1.0)
-    return Measured(name, error, memory_error, kinds, sizes, shares, utilization)
+    return MeasuredStep(name, error, memory_error, kinds, sizes, shares, utilization)
 
 
-def distance(one: Measured, other: Measured) -> float:
+def distance(one: MeasuredStep, other: MeasuredStep) -> float:
     """Return how far two runs are from each other; 1 is, about, four times the width of the model."""
     squares = 0.0
     for (_, weight), a, b in zip(_KINDS, one.kinds, other.kinds, strict=True):
@@ -175,7 +175,7 @@ def memory_band(step: Step) -> float:
     return width(described(step), known, memory=True)
 
 
-def after_run(step: Step, run: Measured) -> float:
+def after_run(step: Step, run: MeasuredStep) -> float:
     """Return half of the width of the band after constants were fitted to a run of the user's own.
 
     Of two measured runs of one source and device that are as far from each other as the forecast from the run, it is
@@ -192,7 +192,7 @@ def after_run(step: Step, run: Measured) -> float:
 @functools.cache
 def _pairs() -> tuple[tuple[float, float], ...]:
     """Return distances of runs of one source and device, and the difference of their errors."""
-    groups: dict[tuple[str, ...], list[Measured]] = {}
+    groups: dict[tuple[str, ...], list[MeasuredStep]] = {}
     for run in measured():
         groups.setdefault((run.source, *run.kinds), []).append(run)
     return tuple(
@@ -202,7 +202,7 @@ def _pairs() -> tuple[tuple[float, float], ...]:
     )
 
 
-def width(own: Measured, runs: Sequence[Measured], *, memory: bool = False) -> float:
+def width(own: MeasuredStep, runs: Sequence[MeasuredStep], *, memory: bool = False) -> float:
     """Return the error that most runs like ``own`` are below.
 
     Runs weigh less with their distance; those of a source together weigh as the root of their number, since they err

@@ -45,7 +45,7 @@ class Calibration:
     rest: float = 1.0
     before: float = 1.0
     after: float = 1.0
-    run: bands.Measured | None = None
+    run: bands.MeasuredStep | None = None
     rates: tuple[tuple[str, float], ...] = ()
 
     def moved(self, at: Mapping[str, float]) -> Calibration:
