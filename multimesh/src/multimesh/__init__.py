@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from multimesh.marking.contexts import only_fuse_loop_tasks as only_fuse_loop_tasks
     from multimesh.marking.flax_modules import scope_nnx as scope_nnx
     from multimesh.marking.microbatching import microbatch as microbatch
-    from multimesh.marking.reductions import Ratio as Ratio
-    from multimesh.marking.reductions import Reduction as Reduction
     from multimesh.marking.registrations import register_task as register_task
+    from multimesh.marking.result_reductions import Ratio as Ratio
+    from multimesh.marking.result_reductions import Reduction as Reduction
     from multimesh.marking.tasks import task as task
     from multimesh.marking.tasks import with_sharding_constraint as with_sharding_constraint
     from multimesh.observe.memory import MemoryForecast as MemoryForecast
@@ -69,7 +69,7 @@ _HOMES = {
     "hardware.topologies": ("topology",),
     "marking.flax_modules": ("scope_nnx",),
     "marking.microbatching": ("microbatch",),
-    "marking.reductions": ("Ratio", "Reduction"),
+    "marking.result_reductions": ("Ratio", "Reduction"),
     "marking.registrations": ("register_task",),
     "marking.tasks": ("task", "with_sharding_constraint"),
     "observe.memory": ("MemoryForecast",),

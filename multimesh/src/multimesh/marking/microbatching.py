@@ -23,7 +23,7 @@ from multimesh.core.specs import carry_over
 from multimesh.core.weak_cache import kept, weak
 from multimesh.errors import UsageError
 from multimesh.marking import contexts, marks
-from multimesh.marking.reductions import APART, Part, Sum, is_reduction, parts_of
+from multimesh.marking.result_reductions import APART, Part, Sum, is_reduction, parts_of
 from multimesh.marking.rows import explain_cut, rows_of
 from multimesh.marking.tasks import call_under_mark
 from multimesh.marking.tracing import is_partitioning, is_recording, of_loop
