@@ -304,7 +304,7 @@ def trainer(launch: Launch, paths: Paths, *, inherited: Sequence[int] = ()) -> I
                 stderr=log,
                 start_new_session=True,
                 pass_fds=inherited,
-                preexec_fn=end_with_parent(),
+                preexec_fn=_following(),
             )
         except OSError as error:
             raise MissingPartError(
@@ -315,6 +315,13 @@ def trainer(launch: Launch, paths: Paths, *, inherited: Sequence[int] = ()) -> I
             yield process
         finally:
             _end(process)
+
+
+def _following() -> Callable[[], object]:
+    """Return what the child does first: leave SIGUSR1, which Slurm sends to all processes, to us; end when we die."""
+    bind = end_with_parent()
+
+    return lambda: (signal.signal(signal.SIGUSR1, signal.SIG_IGN), bind and bind())
 
 
 @contextmanager
