@@ -428,7 +428,10 @@ def test_certificates_of_jax_keep_others_out(job, tmp_path, who):
     """JAX's own options, from 0.12 on; an older one has none, and that is said. One that lacks them is named."""
     options = _certificates(tmp_path)
     given = f"{options} if rank == 0 or {who == 'all'} else dict()"
-    ended = job(JOIN.replace("rank)", f"rank, jax_options={given})") + "mm.distributed.barrier('here')\n")
+    ended = job(
+        JOIN.replace("rank)", f"rank, initialization_timeout=20, jax_options={given})")
+        + "mm.distributed.barrier('here')\n"
+    )
     if "mtls_cert_file" not in inspect.signature(jax.distributed.initialize).parameters:
         told = r"multimesh: jax_options: mtls_ca_file, .*: jax.distributed.initialize\(\) of jax .* has no such"
         assert re.search(told, ended[0].said), ended
