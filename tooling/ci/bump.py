@@ -46,8 +46,8 @@ def run(args: argparse.Namespace) -> None:
         return
     if args.version is None:
         raise errors.UsageError(f"bump {args.name}: to which version? Give it after the name")
-    with here.exclusive():
-        pin = pins.bump(here, args.name, args.version, args.mirror, console.Reporter())
+    with here.exclusive(), console.Reporter() as reporter:
+        pin = pins.bump(here, args.name, args.version, args.mirror, reporter)
     said = pin.commit or f"tree {pin.tree}, of a commit that nobody told"
     print(f"{args.name}: {args.version} is {said}; run `python -m tooling sync` to bring it in")
 

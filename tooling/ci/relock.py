@@ -58,8 +58,8 @@ def follow(here: Workspace) -> None:
             continue
         version, _ = named.locked(here, component.commit.wheel)
         if version != component.version:
-            with here.exclusive():
-                pin = pins.bump(here, component.name, version, None, console.Reporter())
+            with here.exclusive(), console.Reporter() as reporter:
+                pin = pins.bump(here, component.name, version, None, reporter)
             print(f"{component.name}: {version} is {pin.commit}, as its wheel says")
 
 

@@ -1,12 +1,17 @@
-"""What a terminal gets: commands and their help, tables, and how far work is."""
+"""What a terminal gets: commands and their help, tables, and how far work is: bars, elsewhere a line a phase."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 Subparsers = argparse._SubParsersAction
 
@@ -30,20 +35,58 @@ def command(
 
 
 class Reporter:
-    """Says how far each of several named pieces of work is: a line a phase, also from threads."""
+    """Shows how far each of several named pieces of work is; safe to call from their threads."""
 
     def __init__(self) -> None:
+        self._guard = threading.Lock()
         self._started: dict[str, float] = {}
+        self._tasks: dict[str, TaskID] = {}
+        self._bars: Progress | None = None
+
+    def __enter__(self) -> Reporter:
+        if sys.stderr.isatty() and importlib.util.find_spec("rich"):  # which the first packages bring
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+            terminal = Console(stderr=True)
+            if terminal.is_interactive:  # one with TERM=dumb cannot draw a line anew
+                text = TextColumn("{task.description}", markup=False)
+                self._bars = Progress(text, BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), console=terminal)
+                self._bars.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bars:
+            self._bars.stop()
 
     def phase(self, name: str, text: str) -> None:
         """Begin a phase of a piece of work, e.g. ``phase("jax", "fetching")``."""
-        self._started.setdefault(name, time.monotonic())
-        note(f"{name}: {text}")
+        with self._guard:
+            self._started.setdefault(name, time.monotonic())
+            self._show(name, text)
+
+    def advance(self, name: str, done: float, total: float | None) -> None:
+        """Say how much of the present phase is done; shown on a terminal only."""
+        with self._guard:
+            if self._bars and name in self._tasks:
+                self._bars.update(self._tasks[name], completed=done, total=total)
 
     def done(self, name: str, text: str) -> None:
         """End a piece of work."""
-        now = time.monotonic()
-        note(f"{name}: {text} ({now - self._started.get(name, now):.1f} s)")
+        with self._guard:
+            now = time.monotonic()
+            self._show(name, f"{text} ({now - self._started.get(name, now):.1f} s)", total=1)
+
+    def _show(self, name: str, text: str, total: float | None = None) -> None:
+        """Show a line; ``total`` is set where nothing is left to do."""
+        if not self._bars:
+            note(f"{name}: {text}")
+            return
+        if name not in self._tasks:
+            self._tasks[name] = self._bars.add_task(name, total=None)
+        task = self._bars.tasks[self._tasks[name]]
+        task.total, task.completed, task.finished_time = None, 0, None  # of this phase nothing is told yet
+        self._bars.update(task.id, description=f"{name}: {text}", completed=total, total=total)
 
 
 def note(text: str) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import os
 import re
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -61,8 +62,7 @@ def install(root: Path, groups: Sequence[str], *, offline: bool) -> None:
     wanted = {group: _digest(root, group) for group in groups if group != "image"}
     if wanted.items() <= files.read_object(root / READY).items():
         return
-    reporter = console.Reporter()
-    with Workspace(root).exclusive():
+    with Workspace(root).exclusive(), console.Reporter() as reporter:
         have = files.read_object(root / READY)
         if Path(sys.prefix).resolve() != (root / ".venv").resolve():
             raise errors.ToolError(
@@ -89,10 +89,16 @@ def _digest(root: Path, group: str) -> str:
 
 def _install_locked(root: Path, label: str, reporter: console.Reporter, *, offline: bool) -> None:
     total = len(re.findall(r"^\w", (root / label).read_text(encoding="utf-8"), re.MULTILINE))
+    numbers = itertools.count(1)
+
+    def count(line: str) -> None:
+        if line.startswith(("Collecting ", "Requirement already satisfied: ")):
+            reporter.advance(label, next(numbers), total)
+
     reporter.phase(label, f"installing {total} packages")
     options = ["--no-index"] if offline else []  # pip then looks only at what is installed
     try:
-        pip(sys.executable, "--require-hashes", *options, "-r", str(root / label), label=label)
+        pip(sys.executable, "--require-hashes", *options, "-r", str(root / label), label=label, on_line=count)
     except errors.ToolingError as error:
         if offline:
             raise errors.NetworkError(f"{label}: is not installed; run without --offline") from error
@@ -111,11 +117,11 @@ def _install_editable(root: Path, reporter: console.Reporter) -> None:
     reporter.done(label, "installed")
 
 
-def pip(python: str, *args: str, label: str) -> None:
+def pip(python: str, *args: str, label: str, on_line: Callable[[str], None] | None = None) -> None:
     """Install packages with the pip of a Python; raise what its complaint means."""
     options = ("--no-input", "--progress-bar=off", "--disable-pip-version-check")
     command = [python, "-m", "pip", "install", *options, *args]
-    result = proc.run(command, check=False, env=os.environ | {"PYTHONSAFEPATH": "1"})
+    result = proc.run(command, check=False, on_line=on_line, env=os.environ | {"PYTHONSAFEPATH": "1"})
     if result.returncode:
         known = proc.of_pip(result.stderr.decode("utf-8", "replace"), label)
         raise known or errors.ToolError(f"{label}: pip failed ({result.complaint}); check pip's index")

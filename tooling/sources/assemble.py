@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from collections.abc import Iterable, Sequence
@@ -154,7 +155,8 @@ def _fetch(repo: git.Repo, component: Component, pin: Pin, means: Means) -> None
     for attempt in range(1, _ATTEMPTS + 1):
         means.reporter.phase(name, f"fetching {pin.commit[:12]}" + (f", attempt {attempt}" if attempt > 1 else ""))
         try:
-            git.fetch(repo, url, pin.commit, label=name)
+            told = functools.partial(means.reporter.advance, name)
+            git.fetch(repo, url, pin.commit, label=name, on_progress=told)
             break
         except errors.NetworkError:
             if attempt == _ATTEMPTS:

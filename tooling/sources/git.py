@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -85,11 +85,12 @@ class Repo(NamedTuple):
         stdin: bytes = b"",
         check: bool = True,
         env: Mapping[str, str] | None = None,
+        on_line: Callable[[str], None] | None = None,
     ) -> proc.Result:
         """Run one git command here."""
         full = environment(str(self.root)) | dict(env or {})
         try:
-            return proc.run(["git", *args], cwd=self.root, env=full, stdin=stdin, check=check)
+            return proc.run(["git", *args], cwd=self.root, env=full, stdin=stdin, check=check, on_line=on_line)
         except errors.ToolError as error:
             said = str(error)
             if re.search(proc.DISK_FULL, said) or "unable to write" in said or "write error" in said:
@@ -113,14 +114,23 @@ def init(root: Path) -> Repo:
     return repo
 
 
-def fetch(repo: Repo, url: str, revision: str, *, label: str) -> None:
+def fetch(
+    repo: Repo, url: str, revision: str, *, label: str, on_progress: Callable[[float, float | None], None]
+) -> None:
     """Fetch one commit, without its history, from a url that ``url_fault`` let pass.
 
     Raises ``MissingCommitError`` where the server answers without it, ``NetworkError`` where there is no answer,
     ``IntegrityError`` where it sends malformed objects.
     """
-    args = ("fetch", "--depth=1", "--no-tags", "--no-write-fetch-head", "--no-recurse-submodules", "--quiet")
-    result = repo(*args, "--end-of-options", url, revision, check=False)
+    from git.util import CallableRemoteProgress, RemoteProgress
+
+    def tell(code: int, done: str | float, total: str | float | None = None, message: str = "") -> None:
+        if code & RemoteProgress.OP_MASK == RemoteProgress.RECEIVING:
+            on_progress(float(done), float(total) if total else None)
+
+    args = ("fetch", "--depth=1", "--no-tags", "--no-write-fetch-head", "--no-recurse-submodules", "--progress")
+    on_line = CallableRemoteProgress(tell).new_message_handler()
+    result = repo(*args, "--end-of-options", url, revision, check=False, on_line=on_line)
     if result.returncode:
         raise _failure(result, url, revision, label)
 

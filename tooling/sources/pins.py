@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 from collections.abc import Sequence
@@ -34,8 +35,7 @@ def run_lock(args: argparse.Namespace) -> None:
     """Rewrite the patch entries of ``sources.lock``; the pins of upstreams stay."""
     here = Workspace()
     wanted, held = manifest.load(here.manifest), manifest.load_lock(here.lock)
-    reporter = console.Reporter()
-    with here.exclusive():
+    with here.exclusive(), console.Reporter() as reporter:
         for component in [wanted.named(name) for name in args.names] or wanted.components:
             if not component.link and not component.follows:
                 pin = manifest.pin_of(component, held)
@@ -216,7 +216,7 @@ def _resolve(here: Workspace, component: Component, mirror: str | None, reporter
             reporter.done(name, f"{url} does not answer; the locked wheel says the commit")
             return Pin(component.version, told, None, patched_commit=told)
         probe = git.init(stage / f"{name}.probe")
-        git.fetch(probe, url, commit, label=name)
+        git.fetch(probe, url, commit, label=name, on_progress=functools.partial(reporter.advance, name))
         root_tree, tree = probe.object(f"{commit}^{{tree}}"), probe.object(f"{commit}:{component.path}")
         if tree is None:
             raise errors.MissingCommitError(f"{name}: {component.version} has no folder {component.path}")

@@ -112,7 +112,8 @@ def run(args: argparse.Namespace) -> None:
     if names and args.groups:
         raise errors.UsageError("--group and names of components exclude each other: leave one out")
     options = Options(chosen(args), names, overrides=dict(_override(text) for text in args.override), **plain)
-    outcomes = sync(Workspace(), options, console.Reporter())
+    with console.Reporter() as reporter:
+        outcomes = sync(Workspace(), options, reporter)
     if args.json:
         print(json.dumps({"components": [each._asdict() for each in outcomes]}, indent=1))
     else:
