@@ -274,7 +274,7 @@ def test_every_rule_has_a_test():
 
 def test_the_error_names_the_pass_the_rule_the_value_and_the_users_line(passes, monkeypatch):
     """A pass that breaks something is found out under MULTIMESH_VERIFY=1; otherwise nothing is checked."""
-    monkeypatch.setattr(pipeline, "slices_outside", PROGRAMS["leaves_are_made"])
+    monkeypatch.setattr(pipeline, "hoist_slices", PROGRAMS["leaves_are_made"])
     params, x = [np.ones((4, 4), np.float32)] * 2, np.ones((4, 4), np.float32)
     monkeypatch.setenv("MULTIMESH_VERIFY", "1")
     with pytest.raises(mm.MultiMeshError) as error:

@@ -1,4 +1,4 @@
-"""The intermediate representation: programs of frozen operations over single-assignment values."""
+"""The intermediate representation: frozen operations on values."""
 
 from multimesh.ir.program import Atom as Atom
 from multimesh.ir.program import Carry as Carry

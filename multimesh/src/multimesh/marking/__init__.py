@@ -1,1 +1,1 @@
-"""Tasks, microbatches and compiler contexts: the marks that users put around their code."""
+"""The marks that users put around code: tasks, microbatches, contexts."""
