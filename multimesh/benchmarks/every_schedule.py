@@ -44,7 +44,7 @@ def measure(name: str, p: int, m: int) -> report.Row:
     """One step of a schedule."""
     schedule = schedules.get(name)
     chunks, placement = schedule.usual, schedule.placement(p)
-    found = forecast.simulated(name, forecast.Shape(p, chunks, m))
+    found = forecast.simulate_schedule(name, forecast.Shape(p, chunks, m))
     meshes = [Mesh(np.array([d]), ("data",)) for d in jax.devices()[:p]]
     homes = [meshes[placement[s % len(placement)]] for s in range(p * chunks)]
     draw = np.random.default_rng(0)

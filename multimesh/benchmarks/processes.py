@@ -237,7 +237,7 @@ def dispatched(work: Work, rounds: int) -> report.Row:
     import jax
     from multimesh.runtime.actions import processes
     from multimesh.runtime.between import exchange
-    from multimesh.runtime.runner import observed
+    from multimesh.runtime.runner import watch_calls
 
     step, args = work.pipeline("1f1b")
     runner, leaves = step.lower(*args).compile().runner, jax.tree.leaves(args)
@@ -255,7 +255,7 @@ def dispatched(work: Work, rounds: int) -> report.Row:
 
         return timed
 
-    for calls in (runner.calls, *[observed(runner.calls, observe)] * rounds):
+    for calls in (runner.calls, *[watch_calls(runner.calls, observe)] * rounds):
         with exchange.turn:
             env = runner.staged(leaves)
             runner.run(env, calls)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from multimesh.timelines.drawing import begun, coordinate, label, point
+from multimesh.timelines.drawing import begin, coordinate, label, point
 
 _SIZE, _LEFT, _TOP, _WIDTH, _HEIGHT = 460, 54, 44, 530, 560
 _COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#bab0ac")
@@ -38,7 +38,7 @@ def _lines(points: Sequence[tuple[str, float, float]]) -> Iterator[str]:
     groups = list(dict.fromkeys(group for group, *_ in points))
     styles = (f"#forecasts .g{n}{{fill:{_COLORS[n % len(_COLORS)]};fill-opacity:.7}}" for n in range(len(groups)))
     words = f"{len(points)} steps; the lines are at 0 and at 10 % of difference."
-    yield from begun("forecasts", _WIDTH, _HEIGHT, _TITLE, words, "\n".join(styles))
+    yield from begin("forecasts", _WIDTH, _HEIGHT, _TITLE, words, "\n".join(styles))
     yield label(16, 26, _TITLE, "title")
     for value in (10.0**power for power in range(low, high + 1)):
         yield line((value, ends[0]), (value, ends[1]), 'class="grid"')

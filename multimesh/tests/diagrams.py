@@ -246,4 +246,4 @@ def _cell(span) -> str:
 
 
 def _forecast():
-    return forecast.simulated("gpipe", forecast.Shape(**_SIZES), {"F": 1, "B": 1, "W": 0}, transfer=0).timeline
+    return forecast.simulate_schedule("gpipe", forecast.Shape(**_SIZES), {"F": 1, "B": 1, "W": 0}, transfer=0).timeline

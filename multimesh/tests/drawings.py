@@ -21,8 +21,8 @@ def drawings() -> dict[str, str]:
     from multimesh.timelines import svg
 
     made = {"house.svg": diagrams.house(), "concepts.svg": diagrams.concepts()}
-    for name, shape in forecast.compared(None, submeshes=4, chunks=None, microbatches=8):
-        made[f"{name}.svg"] = svg.draw(forecast.simulated(name, shape).timeline)
+    for name, shape in forecast.choose_schedules(None, submeshes=4, chunks=None, microbatches=8):
+        made[f"{name}.svg"] = svg.draw(forecast.simulate_schedule(name, shape).timeline)
     return made
 
 

@@ -77,7 +77,7 @@ def test_a_step_without_private_parts():
 def test_a_jax_that_was_never_tried_is_named_when_it_does_not_work(monkeypatch):
     monkeypatch.setattr(versions, "NEWER", True)
     said = pytest.raises(multimesh.MultiMeshError, match=rf"does not work with jax {jax.__version__} .* never tried")
-    with said, _compat.tried_version():
+    with said, _compat.check_version():
         raise AttributeError("module 'jax' has no attribute 'x'")
 
 

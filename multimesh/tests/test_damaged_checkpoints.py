@@ -116,7 +116,7 @@ def test_of_a_folder_the_newest_whole_checkpoint_is_restored(tmp_path, capsys):
 def test_a_newer_format_is_named(saved):
     file = saved / shard_files.TABLE
     data = file.read_bytes()
-    file.write_bytes(shard_files.sealed(data.partition(b"\n")[2], shard_files.FORMAT + 1))
+    file.write_bytes(shard_files.seal(data.partition(b"\n")[2], shard_files.FORMAT + 1))
     with pytest.raises(mm.UsageError, match=r"is of a newer MultiMesh \(format 3\)"):
         mm.distributed.restore(saved, state())
     file.write_bytes(data)

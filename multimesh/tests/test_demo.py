@@ -51,7 +51,7 @@ def test_everything_is_divided_as_the_help_says():
     """Parameters over their own stage's model axis, activations over its data axis."""
     submeshes = demo.meshes()
     step = mm.jit(demo.make_step(demo.Job(microbatches=2), submeshes), donate_argnums=0)
-    given = demo.place(demo.init(), submeshes), demo.divided(demo.batch(1, 2 * demo.ROWS), submeshes)
+    given = demo.place(demo.init(), submeshes), demo.place_batch(demo.batch(1, 2 * demo.ROWS), submeshes)
     compiled = step.lower(*given).compile()
     params, _ = compiled(*given)
     for mesh, layers in zip(submeshes, params["stages"], strict=True):

@@ -32,7 +32,7 @@ def test_a_plan_is_idle_for_as_long_as_its_table(schedule, where):
     costs, chunks = {"F": 1.0, "B": 1.5, "W": 0.5}, schedules.get(schedule).usual
     line = plan_of(schedule, 4 * chunks, 8, where, meshes=4).forecast(costs)
     whole = {phase: chunks * cost for phase, cost in costs.items()}  # of all stages of a submesh
-    table = forecast.simulated(schedule, Shape(4, chunks, 8), whole).timeline
+    table = forecast.simulate_schedule(schedule, Shape(4, chunks, 8), whole).timeline
     assert line.makespan == pytest.approx(table.makespan)
     assert line.idle == pytest.approx(table.idle)
     each = " of 2 stages" if chunks > 1 else ""
@@ -41,7 +41,7 @@ def test_a_plan_is_idle_for_as_long_as_its_table(schedule, where):
 
 def test_two_stages_on_each_submesh():
     line = plan_of("interleaved", 4, 4, meshes=2).forecast()
-    table = forecast.simulated("interleaved", Shape(2, 2, 4), {"F": 2, "B": 2, "W": 2}).timeline
+    table = forecast.simulate_schedule("interleaved", Shape(2, 2, 4), {"F": 2, "B": 2, "W": 2}).timeline
     assert line.idle == pytest.approx(table.idle)
     assert line.title == "interleaved: 2 submeshes of 2 stages, 4 microbatches"
 

@@ -30,7 +30,7 @@ NAME = "{http://www.w3.org/2000/svg}"
 
 
 def line(name, shape):
-    return forecast.simulated(name, shape).timeline
+    return forecast.simulate_schedule(name, shape).timeline
 
 
 def classes(root, tag):
@@ -133,7 +133,7 @@ def test_an_empty_timeline_is_a_picture_too(tmp_path):
 @pytest.mark.parametrize(("name", "shape"), SHAPES, ids=IDS)
 def test_a_trace_keeps_the_rules_of_its_format(name, shape, transfer, costs):
     """The Trace Event Format: required fields, nesting, flows that start and end inside of slices."""
-    timeline = forecast.simulated(name, shape, costs, transfer).timeline
+    timeline = forecast.simulate_schedule(name, shape, costs, transfer).timeline
     found = json.loads(perfetto.trace(timeline))
     events = found["traceEvents"]
     assert all({"ph", "name", "pid", "tid"} <= e.keys() for e in events)

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from multimesh import schedules
 from multimesh.commands import forecast, suggest, suggest_flags, values
 from multimesh.errors import DisagreementError, MultiMeshError, UsageError
-from multimesh.schedules.costs import parsed_costs
+from multimesh.schedules.costs import parse_costs
 from multimesh.timelines.timeline import Timeline
 
 INTERRUPTED = 130
@@ -206,7 +206,7 @@ def _add_suggest(commands: Any) -> None:
 
 
 def virtual_devices(environ: dict[str, str], count: int) -> dict[str, str]:
-    """Environment variables that make ``count`` virtual CPU devices, if they are set before JAX is imported.
+    """Return environment variables that make ``count`` virtual CPU devices, if set before JAX is imported.
 
     A collective waits until each of its devices has a thread, so there must be more threads (``NPROC``) than kernels in
     flight.
@@ -227,7 +227,7 @@ def _demo(options: argparse.Namespace) -> dict[str, Any]:
     from multimesh.commands import demo  # imports JAX, which reads the environment
 
     job = demo.Job(options.schedule, options.steps, options.microbatches)
-    found = demo.run(job, show_plan=options.plan, quiet=options.json)
+    found = demo.run_demo(job, show_plan=options.plan, quiet=options.json)
     wanted = options.profile or options.html or options.svg or options.perfetto
     if not (wanted or options.json):
         wanted = options.html = Path(tempfile.mkdtemp(prefix="multimesh-demo-")) / "timeline.html"
@@ -245,9 +245,9 @@ def _demo(options: argparse.Namespace) -> dict[str, Any]:
 def _forecast(options: argparse.Namespace) -> dict[str, Any]:
     if options.schedule is None and (options.html or options.svg or options.perfetto):
         raise UsageError("--html, --svg and --perfetto show one schedule; name it with --schedule")
-    costs = parsed_costs(options.costs)
-    wanted = forecast.compared(options.schedule, options.stages, options.interleave, options.microbatches)
-    results = [forecast.simulated(name, shape, costs, options.transfer) for name, shape in wanted]
+    costs = parse_costs(options.costs)
+    wanted = forecast.choose_schedules(options.schedule, options.stages, options.interleave, options.microbatches)
+    results = [forecast.simulate_schedule(name, shape, costs, options.transfer) for name, shape in wanted]
     _write(options, results[0].timeline)
     if not options.json:
         times = ", ".join(f"t{phase}={time:g}" for phase, time in costs.items())
@@ -290,7 +290,7 @@ def main(argv: Sequence[str]) -> int:
             from multimesh.commands import spawn
 
             return spawn.spawn([options.program, *options.arguments], options.processes, label=options.label)
-        found = {"demo": _demo, "forecast": _forecast, "suggest": suggest.run}[options.command](options)
+        found = {"demo": _demo, "forecast": _forecast, "suggest": suggest.run_search}[options.command](options)
         if options.json:
             print(json.dumps({**found, "exit_code": 0}))
     except MultiMeshError as error:

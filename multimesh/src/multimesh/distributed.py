@@ -148,7 +148,7 @@ def record(path: str | os.PathLike[str]) -> None:
 
 
 def orbax_handler() -> Any:
-    """Orbax's handler of ``jax.Array``, for arrays of which a process holds all shards or none.
+    """Return Orbax's handler of ``jax.Array``, for arrays of which a process holds all shards or none.
 
     Orbax's own checkpointers and managers refuse such arrays. With this handler they save and restore them.
 
@@ -162,7 +162,10 @@ def orbax_handler() -> Any:
 
 
 def orbax_state_handler() -> type:
-    """A handler class for Orbax's new checkpointer (``orbax.checkpoint.v1``): nested dictionaries of such arrays."""
+    """Return a handler class for Orbax's new checkpointer: nested dictionaries of such arrays.
+
+    The checkpointer is ``orbax.checkpoint.v1``.
+    """
     state: type = _orbax("orbax_state_handler", "orbax_state").StateHandler
     return state
 

@@ -28,7 +28,7 @@ class MultiMeshError(Exception):
 
 @functools.cache
 def _page() -> str:
-    """Address of the page of error messages; empty where the package does not know its site."""
+    """Return the address of the page of error messages; empty if the package does not know its site."""
     try:
         known = metadata.metadata("multimesh-jax").get_all("Project-URL") or ()
     except metadata.PackageNotFoundError:
@@ -80,5 +80,5 @@ class LostProcessError(MultiMeshError):
 
 
 def internal_error(what: str) -> MultiMeshError:
-    """The error of a case that the passes should have excluded."""
+    """Return the error of a case that the passes should have excluded."""
     return MultiMeshError(f"internal error of MultiMesh: {what}; please report it with the function that you compiled")

@@ -36,7 +36,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def job_variables() -> dict[str, str]:
-    """Environment variables that all processes of a new job on this machine share.
+    """Return environment variables that all processes of a new job on this machine share.
 
     ``JAX_COORDINATOR_ADDRESS`` has a free port of this machine.
     """
@@ -44,7 +44,7 @@ def job_variables() -> dict[str, str]:
 
 
 def process_variables(rank: int, processes: int) -> dict[str, str]:
-    """Environment variables that say which process of a job this is; ``mm.distributed.initialize()`` reads them.
+    """Return environment variables that number a process of a job, for ``mm.distributed.initialize()``.
 
     On GPUs each process takes the one of its number.
 
@@ -141,7 +141,7 @@ def run_together(
 
 
 def end_with_parent() -> Callable[[], None] | None:
-    """What lets a child process be killed when this process dies: ``subprocess.Popen(preexec_fn=end_with_parent())``.
+    """Return a ``preexec_fn`` for `subprocess.Popen` that makes Linux kill the child when its parent dies.
 
     Returns
     -------

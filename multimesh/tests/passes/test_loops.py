@@ -21,7 +21,7 @@ def two_stages(w, x):
 
 def marked_scan(body, init, rows):
     """A scan under the mark of a microbatch loop, as only a broken caller could write it."""
-    marked = jax.jit(_compat.named(lambda c, x: body(c, x), marks.BODY))
+    marked = jax.jit(_compat.set_name(lambda c, x: body(c, x), marks.BODY))
     scan = lambda x: jax.lax.scan(marked, init, x)[0]  # noqa: E731 - the mark is its name
     scan.__name__ = scan.__qualname__ = marks.loop_name(marks.LoopMark(rows, schedules.get("1f1b")))
     return jax.jit(scan)

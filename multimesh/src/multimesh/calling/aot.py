@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from multimesh.calling.arguments import abstract
 from multimesh.core import _compat, checks
-from multimesh.core.specs import stripped
+from multimesh.core.specs import strip
 from multimesh.errors import UsageError
 from multimesh.marking.tracing import pause_gc
 from multimesh.observe import collectives
@@ -204,11 +204,9 @@ class Compiled:
             kind, slot = self.plan.outputs[position]
             spec, memory = self.lowered.traced.out_specs.get(position), self.lowered.out_kinds.get(position)
             layout = self.plan.layouts[slot] if kind == "slot" else None
-            want = NamedSharding(layout.mesh if layout else self.plan.submeshes[0], stripped(spec or PartitionSpec()))
+            want = NamedSharding(layout.mesh if layout else self.plan.submeshes[0], strip(spec or PartitionSpec()))
             want = want if memory is None else want.with_memory_kind(memory)
-            if layout is None or want != NamedSharding(
-                layout.mesh, stripped(layout.spec), memory_kind=layout.memory_kind
-            ):
+            if layout is None or want != NamedSharding(layout.mesh, strip(layout.spec), memory_kind=layout.memory_kind):
                 moved[position] = want
         return moved
 

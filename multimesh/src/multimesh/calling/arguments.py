@@ -15,7 +15,7 @@ from jax.tree_util import SequenceKey
 
 from multimesh.core import _compat, checks
 from multimesh.core.prefixes import spread
-from multimesh.core.specs import stripped
+from multimesh.core.specs import strip
 from multimesh.errors import UsageError
 
 
@@ -216,7 +216,7 @@ def spec_of(x: Any, *, or_none: bool = False) -> PartitionSpec | None:
     """The spec of an array or of anything with a ``sharding``. Without one: replicated, or None with ``or_none``."""
     sharding = getattr(x, "sharding", None)
     if isinstance(sharding, NamedSharding):
-        return stripped(sharding.spec)
+        return strip(sharding.spec)
     return None if or_none else PartitionSpec()
 
 

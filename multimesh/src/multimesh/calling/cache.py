@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh.calling.arguments import Signature
 from multimesh.calling.transforms import Call
-from multimesh.core.specs import stripped
+from multimesh.core.specs import strip
 from multimesh.ir.primitives import is_small
 from multimesh.passes.placing.owners import Owners
 from multimesh.passes.reading.inline import inline
@@ -116,4 +116,4 @@ def matching(signature: Signature, known: Mapping[Signature, Any]) -> Any | None
 
 
 def _agree(now: PartitionSpec | None, then: PartitionSpec | None, sharding: NamedSharding | None) -> bool:
-    return now == then or (then is None and sharding is not None and now == stripped(sharding.spec))
+    return now == then or (then is None and sharding is not None and now == strip(sharding.spec))

@@ -33,8 +33,8 @@ from multimesh.calling.cache import Cache, Recent, Trace, matching, traits
 from multimesh.calling.remarks import Remarks, check_devices
 from multimesh.calling.transforms import Call
 from multimesh.core import _compat, checks
-from multimesh.core.specs import stripped
-from multimesh.core.weak_cache import kept, weak
+from multimesh.core.specs import strip
+from multimesh.core.weak_cache import keep_with, weak
 from multimesh.errors import MultiMeshError, UsageError
 from multimesh.ir.program import has_tasks
 from multimesh.marking import contexts, registrations
@@ -88,7 +88,7 @@ class Jitted:
         self._devices = tuple(devices) if devices is not None else None
         given, tree = jax.tree.flatten((in_shardings, out_shardings, layouts), is_leaf=is_sharding)
         key = (self._parameters.key, tuple(given), tree, self._devices, autoshard)
-        self._cache = kept(fn, key, Cache)
+        self._cache = keep_with(fn, key, Cache)
         functools.update_wrapper(self, fn, updated=())
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -130,9 +130,9 @@ class Jitted:
         trace = self._cache.traces.get(key)
         if trace is None:
             flat, structs = self._flat(given, signature)
-            with pause_gc(), _compat.devices_free(), _compat.traced_as(lambda: self._name):
+            with pause_gc(), _compat.devices_free(), _compat.explain_trace(lambda: self._name):
                 closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*structs)
-                closed, captured = _compat.hoisted(closed)
+                closed, captured = _compat.hoist(closed)
             alike = functools.partial(Jitted, devices=self._devices, autoshard=self._autoshard)
             devices = self._devices or tuple(jax.devices())
             trace = Trace(Call(closed, alike), captured, jax.tree.structure(shapes), devices)
@@ -240,7 +240,7 @@ class Jitted:
             if given.names:
                 raise UsageError(f"{self._name}: in_shardings can't say where {given.names[0]}= is; drop one of them")
             layouts = per_leaf(self._in_shardings, tree, "in_shardings")
-            specs = [spec if g is None else stripped(g) for spec, g in zip(specs, layouts, strict=True)]
+            specs = [spec if g is None else strip(g) for spec, g in zip(specs, layouts, strict=True)]
             given_kinds = memory_kinds(self._in_shardings, tree, "in_shardings")
             kinds = tuple(host_kind(given_kinds.get(n, kind)) for n, kind in enumerate(kinds))
         home = None if context.options.enable_fast_path else _home(leaves)
@@ -294,7 +294,7 @@ class Jitted:
                     "submesh; use jax.jit"
                 )
             return Plain(
-                jax.jit(_compat.named(lambda *leaves: trace.run(*leaves), self._name), donate_argnums=tuple(donated))
+                jax.jit(_compat.set_name(lambda *leaves: trace.run(*leaves), self._name), donate_argnums=tuple(donated))
             )
         fit = fitted(Made(traced, {stage.name: stage for stage in stages}))
         if self._devices is not None:

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from multimesh.calling.aot import Compiled
 from multimesh.calling.jitted import Jitted
 from multimesh.core import _compat, checks
-from multimesh.core.grouping import grouped
+from multimesh.core.grouping import group
 from multimesh.errors import MultiMeshError, UsageError
 from multimesh.marking import contexts
 from multimesh.processes import arrays
@@ -118,7 +118,7 @@ class _Maker:
             if "valid JAX type" not in str(error):
                 raise
             raise UsageError(f"parallelize: {name} must return a pytree of arrays: {error}") from None
-        held = _compat.captured(closed)
+        held = _compat.constant_results(closed)
         self._closed = None if len(held) == len(closed.out_avals) or (fresh and held) else closed
 
     def made(self, shardings: tuple[NamedSharding, ...]) -> Any:
@@ -131,7 +131,7 @@ class _Maker:
         for i, (shape, sharding) in enumerate(zip(jax.tree.leaves(self.shapes), shardings, strict=True)):
             if not here(sharding.device_set):
                 leaves[i] = arrays.absent(shape, sharding)
-        for i, held in _compat.captured(self._closed).items():
+        for i, held in _compat.constant_results(self._closed).items():
             leaves[i] = arrays.place(held, shardings[i])
         for maker, positions in self._makers(shardings):
             for i, leaf in zip(positions, maker(), strict=True):
@@ -155,9 +155,9 @@ def makers(closed: Any, shardings: Sequence[NamedSharding]) -> Iterator[tuple[An
 
     Yields each function with the positions of its results.
     """
-    held = _compat.captured(closed)
+    held = _compat.constant_results(closed)
     own = ((s.mesh, i) for i, s in enumerate(shardings) if i not in held and here(s.device_set))
-    for positions in grouped(own).values():
+    for positions in group(own).values():
         maker = jax.jit(_compat.part(closed, positions), out_shardings=[shardings[i] for i in positions])
         yield maker.lower().compile(), tuple(positions)
 

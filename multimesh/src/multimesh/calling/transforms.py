@@ -49,7 +49,7 @@ class Call:
         with (
             partitioning(),
             _compat.devices_free(),
-            _compat.traced_as(lambda: "a transformed function of multimesh.jit"),
+            _compat.explain_trace(lambda: "a transformed function of multimesh.jit"),
         ):
             return Call(jax.make_jaxpr(fn)(*shapes), self._jit, layouts)
 
@@ -74,7 +74,7 @@ class Call:
 
             results, push = jax.linearize(of, *itertools.compress(primals, moving))
             pushed = jax.make_jaxpr(lambda *given: list(itertools.compress(push(*given), moved)))(*tangents)
-            pushed, residuals = _compat.hoisted(pushed)
+            pushed, residuals = _compat.hoist(pushed)
             pushes.append(_compat.jaxpr_as_fun(pushed))
             return [*results, *residuals]
 
@@ -148,7 +148,7 @@ def _jvp(
 ) -> tuple[Sequence[Any], Sequence[Any]]:
     forward, push, moved = call.linearized(tuple(t is not None for t in tangents))
     made = forward(*primals)
-    results, residuals = [*map(_compat.fitted_to_mesh, made[: len(moved)])], made[len(moved) :]
+    results, residuals = [*map(_compat.fit_to_mesh, made[: len(moved)])], made[len(moved) :]
     pushed = iter(push(*residuals, *(t for t in tangents if t is not None)) if any(moved) else ())
     return results, [next(pushed) if flag else None for flag in moved]
 
@@ -160,7 +160,7 @@ def _transpose(
     linear = tuple(arg is None for arg in args)
     transposed = call.transposed(linear, tuple(map(_compat.explicit_spec, wanted)))
     pulled = transposed(*(arg for arg in args if arg is not None), *cotangents)
-    typed = map(_compat.fitted_to_type, pulled, wanted)
+    typed = map(_compat.fit_to_type, pulled, wanted)
     return [next(typed) if flag else None for flag in linear]
 
 

@@ -14,13 +14,13 @@ _last: Future[None] | None = None
 
 
 def begin(work: Callable[[], None]) -> None:
-    """Do ``work`` beside this thread. Call `finish` before."""
+    """Start ``work`` beside this thread. Call `finish` before."""
     global _last
     _last = _thread.submit(work)
 
 
 def busy() -> bool:
-    """Whether the work goes on."""
+    """Return whether the work goes on."""
     return _last is not None and not _last.done()
 
 

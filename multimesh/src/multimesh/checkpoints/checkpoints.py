@@ -1,4 +1,4 @@
-"""How checkpoints are found, read and verified: each process reads its own shards, and compares their checksums."""
+"""Checkpoints: finding, reading, verifying. Each process reads its own shards, and compares their checksums."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from multimesh.checkpoints import background, file_sums, shard_files
-from multimesh.checkpoints.leaves import NUMBERS, compare, kind_of, named, placed
+from multimesh.checkpoints.leaves import NUMBERS, compare, has_sharding, kind_of, name_leaves
 from multimesh.checkpoints.saving import FILE, HALF
 from multimesh.checkpoints.shard_files import Shard
 from multimesh.errors import DamagedError, MultiMeshError, NoRecordError, UsageError
@@ -30,7 +30,7 @@ _numbers = itertools.count(1)
 def restore(path: Path, like: Any) -> Any:
     """See `multimesh.distributed.restore`."""
     background.finish()
-    wanted = named(like)
+    wanted = name_leaves(like)
     kinds = {name: kind_of(name, x) for name, x in wanted.items()}
     step = f"restore {next(_numbers)}"
     choice = agree.first_says(f"{step}/choice", _choice(path) if jax.process_index() == 0 else [])
@@ -40,7 +40,7 @@ def restore(path: Path, like: Any) -> Any:
         try:
             if has_table:  # which another machine may see later
                 with contextlib.suppress(FileNotFoundError):
-                    shard_files.seen((folder / shard_files.TABLE).stat, folder.parent, FileNotFoundError)
+                    shard_files.retry((folder / shard_files.TABLE).stat, folder.parent, FileNotFoundError)
             found, keys = _read(folder, wanted, kinds)
         except MultiMeshError as wrong:
             error = wrong
@@ -57,7 +57,7 @@ def restore(path: Path, like: Any) -> Any:
 
 
 def _choice(path: Path) -> list[tuple[str, bool]]:
-    """The checkpoint, or those of the folder, the newest first; and whether its table is there."""
+    """Return the checkpoint, or those of the folder, the newest first, each with whether its table is there."""
     every = [] if _is_checkpoint(path) else _checkpoints(path)
     return [(str(folder), (folder / shard_files.TABLE).exists()) for folder in every or [path]]
 
@@ -86,8 +86,8 @@ def _verify_shards(path: Path, share: int, shares: int) -> None:
 
 
 def _verify_files(path: Path, share: int, shares: int) -> None:
-    sums, whole = file_sums.recorded(path)
-    file_sums.check(path, sums, share, shares)
+    sums, whole = file_sums.read_record(path)
+    file_sums.check_share(path, sums, share, shares)
     if not whole:
         raise NoRecordError(
             f"{path} has no checksums of {'some' if sums else 'its'} files: an older version wrote it, or its job was "
@@ -99,16 +99,16 @@ def record(path: Path) -> None:
     """See `multimesh.distributed.record`."""
     if not path.is_dir():
         raise UsageError(f"{path}: no checkpoint is there")
-    file_sums.record(path, jax.process_index(), jax.process_count())
+    file_sums.write_record(path, jax.process_index(), jax.process_count())
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    """Whether this is a checkpoint, or what is left of one."""
+    """Return whether a folder is a checkpoint, or the rest of one."""
     return (folder / shard_files.TABLE).exists() or any(folder.glob(FILE.format("*")))
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, the newest first."""
+    """Return the checkpoints in a folder, the newest first."""
     inside = folder.iterdir() if folder.is_dir() else ()
     return sorted((p for p in inside if not p.name.endswith(HALF) and _is_checkpoint(p)), key=_order, reverse=True)
 
@@ -134,17 +134,17 @@ def _table(path: Path) -> tuple[dict[str, Any], dict[str, list[Shard]]]:
 
 
 def _read(folder: Path, wanted: Mapping[str, Any], kinds: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The leaves that this process is to hold, those of random keys as data; and the kinds of random keys."""
+    """Return the leaves for this process, random keys as data; and the kinds of random keys."""
     contents, table = _table(folder)
     keys = contents["keys"]
     compare(folder, kinds, contents["leaves"])
     shard_files.check_sizes(folder, (shard for own in table.values() for shard in own))
 
-    stored = {name: _stored(x, keys.get(name)) for name, x in wanted.items()}
+    stored = {name: _type_on_disk(x, keys.get(name)) for name, x in wanted.items()}
 
     def parts(name: str) -> dict[shard_files.Bounds, np.ndarray]:
         like, (shape, dtype) = wanted[name], stored[name]
-        if placed(like):
+        if has_sharding(like):
             wholes = {
                 shard_files.bounds(i, shape) for i in like.sharding.addressable_devices_indices_map(shape).values()
             }
@@ -159,8 +159,8 @@ def _read(folder: Path, wanted: Mapping[str, Any], kinds: Mapping[str, str]) -> 
         }, keys
 
 
-def _stored(like: Any, key: str | None) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and dtype of what a checkpoint holds of a leaf: of random keys their data."""
+def _type_on_disk(like: Any, key: str | None) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Return the shape and dtype of a leaf in a checkpoint, which has the data of random keys."""
     if key is None:
         return np.shape(like), np.dtype(getattr(like, "dtype", None) or np.asarray(like).dtype)
     data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=key)))
@@ -168,8 +168,8 @@ def _stored(like: Any, key: str | None) -> tuple[tuple[int, ...], np.dtype[Any]]
 
 
 def _array(like: Any, shape: tuple[int, ...], dtype: Any, parts: Mapping[shard_files.Bounds, np.ndarray]) -> Any:
-    """The leaf of its parts; NumPy's if it has no place."""
-    if not placed(like):
+    """Return the leaf made of its parts; a NumPy array if it has no place."""
+    if not has_sharding(like):
         return next(iter(parts.values()))
     if not parts:
         return absent(like, like.sharding)
@@ -177,12 +177,12 @@ def _array(like: Any, shape: tuple[int, ...], dtype: Any, parts: Mapping[shard_f
 
 
 def _as(like: Any, found: Any, key: str | None) -> Any:
-    """Give what was read the type of the leaf ``like``."""
+    """Convert a leaf as read to the type of the leaf ``like``."""
     if isinstance(like, NUMBERS) and not isinstance(like, np.generic):
         return type(like)(found.item())
-    if key is not None and not (placed(like) and is_key(found)):
+    if key is not None and not (has_sharding(like) and is_key(found)):
         wrap = functools.partial(jax.random.wrap_key_data, impl=key)
-        return jax.jit(wrap, out_shardings=like.sharding)(found) if placed(like) else wrap(found)
+        return jax.jit(wrap, out_shardings=like.sharding)(found) if has_sharding(like) else wrap(found)
     if isinstance(like, np.ndarray):
         return found
     if isinstance(like, np.generic):

@@ -29,7 +29,7 @@ Sums = tuple[int, Sequence[int]]
 T = TypeVar("T")
 
 
-def record(folder: Path, share: int = 0, shares: int = 1) -> None:
+def write_record(folder: Path, share: int = 0, shares: int = 1) -> None:
     """Write the checksums of a share of the files in a folder into it."""
     every = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
     mine = [name for name in every if not _is_record(name) and zlib.crc32(name.encode()) % shares == share]
@@ -37,15 +37,15 @@ def record(folder: Path, share: int = 0, shares: int = 1) -> None:
     file = folder / RECORD.format(share, shares)
     half = file.with_suffix(".half")
     with half.open("wb") as opened:
-        opened.write(shard_files.sealed(body))
+        opened.write(shard_files.seal(body))
         opened.flush()
         os.fsync(opened.fileno())
     half.replace(file)
     shard_files.settle_folder(folder)
 
 
-def recorded(folder: Path) -> tuple[dict[str, Sums], bool]:
-    """The checksums in a folder, and whether every share has its own.
+def read_record(folder: Path) -> tuple[dict[str, Sums], bool]:
+    """Return the checksums in a folder, and whether every share has its own.
 
     Raises
     ------
@@ -56,7 +56,7 @@ def recorded(folder: Path) -> tuple[dict[str, Sums], bool]:
     found: dict[str, Sums] = {}
     for file in files:
         try:
-            body = shard_files.unsealed(file.read_bytes())
+            body = shard_files.unseal(file.read_bytes())
         except OSError as error:
             raise DamagedError(f"{file}: {error.strerror or error}; {_REMEDY}") from None
         if body is None:
@@ -65,7 +65,7 @@ def recorded(folder: Path) -> tuple[dict[str, Sums], bool]:
     return found, bool(files) and files[0].name.endswith(f"-of-{len(files)}.json")
 
 
-def check(folder: Path, sums: dict[str, Sums], share: int = 0, shares: int = 1) -> None:
+def check_share(folder: Path, sums: dict[str, Sums], share: int = 0, shares: int = 1) -> None:
     """Read a share of the files, and compare their checksums.
 
     Raises
@@ -74,7 +74,7 @@ def check(folder: Path, sums: dict[str, Sums], share: int = 0, shares: int = 1) 
         If bytes are not those that were written; names the first such file, and arrays in it where Orbax tells.
     """
     mine = sorted(sums)[share::shares]
-    for name, why in zip(mine, _each(functools.partial(_compared, sums), folder, mine), strict=True):
+    for name, why in zip(mine, _each(functools.partial(_compare, sums), folder, mine), strict=True):
         if why:
             raise DamagedError(f"{folder / name}: {why}; {_REMEDY}")
 
@@ -94,8 +94,8 @@ def _sums(folder: Path, name: str) -> Sums:
         return opened.tell(), sums
 
 
-def _compared(sums: dict[str, Sums], folder: Path, name: str) -> str:
-    """What is wrong with a file; nothing if it is as it was."""
+def _compare(sums: dict[str, Sums], folder: Path, name: str) -> str:
+    """Return the difference of a file from its record; "" if there is none."""
     size, want = sums[name]
     try:
         has, found = _sums(folder, name)

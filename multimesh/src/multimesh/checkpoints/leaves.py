@@ -17,8 +17,8 @@ from multimesh.errors import UsageError
 NUMBERS = (bool, int, float, complex)
 
 
-def named(tree: Any) -> dict[str, Any]:
-    """The leaves by their names, such as ``params/0/w``."""
+def name_leaves(tree: Any) -> dict[str, Any]:
+    """Return the leaves by their names, such as ``params/0/w``."""
     leaves: dict[str, Any] = {}
     for path, leaf in jax.tree.leaves_with_path(tree):
         name = jax.tree_util.keystr(path, simple=True, separator="/") or "tree"
@@ -29,7 +29,7 @@ def named(tree: Any) -> dict[str, Any]:
 
 
 def kind_of(name: str, x: Any) -> str:
-    """Type of a leaf in words, such as ``float32[8,4]``."""
+    """Return the type of a leaf in words, such as ``float32[8,4]``."""
     if isinstance(x, NUMBERS) and not isinstance(x, np.generic):
         if isinstance(x, int) and not -(2**63) <= x < 2**63:
             raise UsageError(f"{name} is an int of more than 64 bits, which can't be saved")
@@ -45,16 +45,16 @@ def kind_of(name: str, x: Any) -> str:
     return f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
-def placed(x: Any) -> bool:
-    """Whether a leaf has a sharding. Otherwise every process has it."""
+def has_sharding(x: Any) -> bool:
+    """Return whether a leaf has a sharding. Otherwise every process has it."""
     if isinstance(x, jax.Array):
         return bool(x.committed)
     return getattr(x, "sharding", None) is not None
 
 
-def described(x: Any) -> str:
-    """The devices of a leaf as text, alike in all processes."""
-    return _parts(x.sharding, x.shape) if placed(x) else ""
+def describe(x: Any) -> str:
+    """Return the devices of a leaf as text, alike in all processes."""
+    return _parts(x.sharding, x.shape) if has_sharding(x) else ""
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,4 +1,4 @@
-"""Which arrays lie in a part of a file of Orbax: it keeps arrays in OCDBT, TensorStore's B-tree of keys and values."""
+"""The arrays in a part of a file of Orbax, which keeps them in OCDBT, TensorStore's B-tree of keys and values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHOWN = 3
 
 
 def arrays(folder: Path, name: str, start: int, end: int) -> list[str]:
-    """Names of arrays that lie in bytes ``start`` to ``end`` of a file of a checkpoint; none where nothing tells."""
+    """Return the names of arrays in bytes ``start`` to ``end`` of a checkpoint's file; none if nothing tells."""
     file = folder / name
     above = [parent for parent in file.parents if folder in parent.parents and (parent / _MANIFEST).exists()]
     if not above:
@@ -33,7 +33,7 @@ def arrays(folder: Path, name: str, start: int, end: int) -> list[str]:
 
 
 def _values(tensorstore: Any, base: Any) -> Iterator[tuple[str, str, int, int]]:
-    """Each key of a database, and the file, the offset and the length of its value."""
+    """Yield each key of a database, and the file, the offset and the length of its value."""
     version = tensorstore.ocdbt.dump(base).result()["versions"][-1]
     nodes = [(b"", version["root"].get("location"))]
     while nodes:

@@ -1,4 +1,4 @@
-"""How a checkpoint is saved: each process writes its own shards, then all agree once, and process 0 gives it its name.
+"""Saving of a checkpoint: each process writes its own shards, then all agree once, and process 0 names it.
 
 A save writes to a folder of a name that no other writer has, and renames it when it is whole. The rename fails where a
 checkpoint is already: of two jobs that save to one path one is told, and nothing is ever a mixture of both.
@@ -25,7 +25,7 @@ import jax
 import numpy as np
 
 from multimesh.checkpoints import background, shard_files
-from multimesh.checkpoints.leaves import described, kind_of, named, placed
+from multimesh.checkpoints.leaves import describe, has_sharding, kind_of, name_leaves
 from multimesh.checkpoints.shard_files import Part, Shard
 from multimesh.errors import BusyError, DamagedError, MultiMeshError, UsageError
 from multimesh.processes import agree
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 def save(path: Path, tree: Any, *, beside: bool = False, while_saving: str = "wait") -> None:
     """See `multimesh.distributed.save`; ``beside``: in the background."""
-    leaves = named(tree)
+    leaves = name_leaves(tree)
     kinds = {name: kind_of(name, x) for name, x in leaves.items()}
     step = f"save {next(_numbers)}"
     if while_saving == "refuse" and agree.first_says(f"{step}/busy", background.busy()):
@@ -50,7 +50,7 @@ def save(path: Path, tree: Any, *, beside: bool = False, while_saving: str = "wa
             'mm.distributed.wait_for_save() first, or leave out while_saving="refuse"'
         )
     background.finish()
-    lines = [str(path), *(f"{name}: {kinds[name]}{described(x)}" for name, x in leaves.items())]
+    lines = [str(path), *(f"{name}: {kinds[name]}{describe(x)}" for name, x in leaves.items())]
     half = path.with_name(f"{path.name}@{_writer()}.{step.split()[1]}{HALF}")
     contents = {
         "leaves": kinds,
@@ -62,13 +62,13 @@ def save(path: Path, tree: Any, *, beside: bool = False, while_saving: str = "wa
         _save(step, path, half, lines, contents, parts, shard_files.THREADS)
         return
     with ThreadPoolExecutor(shard_files.THREADS) as pool:
-        copied = [_copied(part, pool) for part in parts]
+        copied = [_copy(part, pool) for part in parts]
     background.begin(functools.partial(_save, step, path, half, lines, contents, copied, 1))
 
 
 @functools.cache
 def _writer() -> str:
-    """The name of this job as a writer: the host and the number of process 0, and what no other job guesses."""
+    """Return the name of this job as a writer: host and number of process 0, and a random part."""
     return agree.first_says("writer", f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
 
 
@@ -87,7 +87,7 @@ def _save(
         if jax.process_index() == 0:
             _refuse(path)
             for left in _halves(path):
-                if _ended(left):
+                if _has_ended(left):
                     shutil.rmtree(left, ignore_errors=True)
         half.mkdir(parents=True, exist_ok=True)
         if not parts:
@@ -103,7 +103,7 @@ def _save(
             _refuse(path)  # a faster job has removed what this one wrote
             shard_files.check_sizes(half, every)
 
-        shard_files.seen(is_there, half, DamagedError)
+        shard_files.retry(is_there, half, DamagedError)
         shard_files.write_table(half, contents, every)
         shard_files.settle_folder(half)
         _refuse(path)
@@ -140,20 +140,20 @@ def _refuse(path: Path) -> None:
 
 
 def _is_from(path: Path, half: Path) -> bool:
-    """Whether a checkpoint is what was written to this folder, which is not there any more."""
+    """Return whether a checkpoint was written to the folder ``half``, which is not there any more."""
     with contextlib.suppress(OSError, UsageError):
         return not half.exists() and shard_files.read_table(path)[0]["writer"] == half.name
     return False
 
 
 def _halves(path: Path) -> list[Path]:
-    """Checkpoints of this name that were not finished."""
+    """Return the checkpoints of this name that were not finished."""
     beside = path.parent.iterdir() if path.parent.is_dir() else ()
     return [p for p in beside if p.name.endswith(HALF) and p.name.rpartition("@")[0] == path.name]
 
 
-def _ended(half: Path) -> bool:
-    """Whether the process that made this folder was one of this machine, and has ended."""
+def _has_ended(half: Path) -> bool:
+    """Return whether the process that made this folder was one of this machine, and has ended."""
     host, pid = half.name.rpartition("@")[2].rsplit("-", 2)[:2]
     if host != socket.gethostname() or not pid.isdigit():
         return False
@@ -165,9 +165,9 @@ def _ended(half: Path) -> bool:
 
 
 def _parts(name: str, x: Any) -> Iterator[Part]:
-    """The parts of a leaf that this process writes: of every part of an array one process writes one copy."""
+    """Yield the parts of a leaf that this process writes: of every part of an array one process writes one copy."""
     x = jax.random.key_data(x) if is_key(x) else x
-    if isinstance(x, jax.Array) and placed(x):
+    if isinstance(x, jax.Array) and has_sharding(x):
         dtype = np.dtype(x.dtype)
         own = [shard for shard in x.addressable_shards if shard.replica_id == 0]
         found = [
@@ -181,9 +181,10 @@ def _parts(name: str, x: Any) -> Iterator[Part]:
     return (part for part in found if part.size)
 
 
-def _copied(part: Part, pool: ThreadPoolExecutor) -> Part:
-    """The part with bytes of its own: what it was made of may be donated, or change. An error comes up when it is
-    written, and so in all processes.
+def _copy(part: Part, pool: ThreadPoolExecutor) -> Part:
+    """Copy the bytes of a part, as its array may be donated, or change.
+
+    An error comes up when the part is written, and so in all processes.
     """
     return dataclasses.replace(part, fetch=pool.submit(lambda: np.array(part.fetch())).result)
 
@@ -191,7 +192,7 @@ def _copied(part: Part, pool: ThreadPoolExecutor) -> Part:
 def _attempt(
     path: Path, half: Path, part: Callable[[], T], there: str = "a checkpoint of another job, which was faster"
 ) -> T:
-    """Do a part of a save; raise any error as one of ours, which says what becomes of the checkpoint."""
+    """Run a part of a save. Raise any error as one of ours, which says what becomes of the checkpoint."""
     try:
         return part()
     except Exception as wrong:  # whatever the file system, the devices and the store raise

@@ -1,4 +1,4 @@
-"""Files of shards, with a checksum for every block of every shard: what is read is what was written, or an error.
+"""Files of shards, with a checksum for every block: bytes are read as they were written, or an error is raised.
 
 Each process of a save writes one file, ``process-3.shards``: the bytes of its shards, one after the other, in C order.
 Process 0 writes the table of all shards to ``multimesh.json``: a line with the table's own checksum, then the table.
@@ -57,21 +57,21 @@ class Shard:
     sums: tuple[int, ...]  # CRC-32 of each block
 
     def __str__(self) -> str:
-        return f"shard {shown(self.bounds)} of {self.name}"
+        return f"shard {show(self.bounds)} of {self.name}"
 
     def row(self) -> list[Any]:
-        """What JSON keeps of a shard."""
+        """Return the shard as JSON has it."""
         return [self.name, self.bounds, self.file, self.offset, self.size, self.sums]
 
     @classmethod
     def of(cls, row: Sequence[Any]) -> Shard:
-        """The shard of a `row`."""
+        """Return the shard of a `row`."""
         name, part, file, offset, size, sums = row
         return cls(name, tuple((start, end) for start, end in part), file, offset, size, tuple(sums))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Length along each axis."""
+        """The length along each axis."""
         return tuple(end - start for start, end in self.bounds)
 
 
@@ -86,17 +86,17 @@ class Part:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """The size in bytes."""
         return math.prod(end - start for start, end in self.bounds) * self.dtype.itemsize
 
 
 def bounds(index: Iterable[slice], shape: Sequence[int]) -> Bounds:
-    """Where the part ``index`` of an array of this shape begins and ends."""
+    """Return the start and the end of the part ``index`` of an array of this shape, along each axis."""
     return tuple(each.indices(n)[:2] for each, n in zip(index, shape, strict=True))
 
 
-def shown(part: Bounds) -> str:
-    """Bounds as an index."""
+def show(part: Bounds) -> str:
+    """Format bounds as an index."""
     return f"[{', '.join(f'{start}:{end}' for start, end in part)}]"
 
 
@@ -149,12 +149,12 @@ def read(folder: Path, shards: Sequence[Shard], dtype: np.dtype[Any], part: Boun
         found[here] = whole[(slice(None), *there[1:])] if there else whole
         elements += math.prod(end - start for start, end in both)
     if elements != found.size:
-        raise DamagedError(f"{folder}: the table lacks shards of {shown(part)}; {_REMEDY}")
+        raise DamagedError(f"{folder}: the table lacks shards of {show(part)}; {_REMEDY}")
     return found
 
 
 def _blocks(folder: Path, shard: Shard, start: int, end: int) -> memoryview:
-    """Bytes ``start`` to ``end`` of a shard, out of whole blocks whose checksums are right."""
+    """Return bytes ``start`` to ``end`` of a shard, out of whole blocks whose checksums are right."""
     file = folder / shard.file
     first, last = start // BLOCK, -(-end // BLOCK)
     size = min(last * BLOCK, shard.size) - first * BLOCK
@@ -166,17 +166,17 @@ def _blocks(folder: Path, shard: Shard, start: int, end: int) -> memoryview:
             while got < size and (count := opened.readinto(view[got:])):
                 got += count
     except OSError as error:
-        raise _damaged(file, shard, error.strerror or str(error)) from None
+        raise _damage(file, shard, error.strerror or str(error)) from None
     if got < size:
-        raise _damaged(file, shard, f"the file ends {size - got:,} bytes too early")
+        raise _damage(file, shard, f"the file ends {size - got:,} bytes too early")
     for number in range(first, last):
         at = (number - first) * BLOCK
         if zlib.crc32(view[at : at + BLOCK]) != shard.sums[number]:
-            raise _damaged(file, shard, "its bytes are not those that were saved")
+            raise _damage(file, shard, "its bytes are not those that were saved")
     return view[start - first * BLOCK : end - first * BLOCK]
 
 
-def _damaged(file: Path, shard: Shard, why: str) -> DamagedError:
+def _damage(file: Path, shard: Shard, why: str) -> DamagedError:
     return DamagedError(f"{file}: {shard}: {why}; {_REMEDY}")
 
 
@@ -209,35 +209,35 @@ def check_sizes(folder: Path, shards: Iterable[Shard]) -> None:
         try:
             size = file.stat().st_size
         except OSError as error:
-            raise _damaged(file, shard, error.strerror or str(error)) from None
+            raise _damage(file, shard, error.strerror or str(error)) from None
         if size != want:
-            raise _damaged(file, shard, f"the file has {size:,} bytes in place of {want:,}")
+            raise _damage(file, shard, f"the file has {size:,} bytes in place of {want:,}")
 
 
 def write_table(folder: Path, contents: Mapping[str, Any], shards: Iterable[Shard]) -> None:
     """Write the table of a checkpoint that is complete but for it."""
     table = [shard.row() for shard in shards]
     with (folder / TABLE).open("xb") as opened:
-        opened.write(sealed(json.dumps({**contents, "shards": table}, indent=1).encode()))
+        opened.write(seal(json.dumps({**contents, "shards": table}, indent=1).encode()))
         opened.flush()
         os.fsync(opened.fileno())
 
 
-def sealed(body: bytes, version: int = FORMAT) -> bytes:
-    """The bytes of a table's file. A change in any of them is found: its first line follows from the rest."""
+def seal(body: bytes, version: int = FORMAT) -> bytes:
+    """Return the bytes of a table's file: a first line that follows from the body, so that any change is found."""
     head = {"format": version, "bytes": len(body), "crc32": zlib.crc32(body, version)}
     return json.dumps(head).encode() + b"\n" + body
 
 
-def unsealed(data: bytes) -> bytes | None:
-    """What was `sealed`; None if a byte was changed."""
+def unseal(data: bytes) -> bytes | None:
+    """Return the body that was `sealed`; None if a byte was changed."""
     head, _, body = data.partition(b"\n")
     said = _HEAD.fullmatch(head)
-    return body if said and data == sealed(body, int(said[1])) else None
+    return body if said and data == seal(body, int(said[1])) else None
 
 
 def read_table(folder: Path) -> tuple[dict[str, Any], dict[str, list[Shard]]]:
-    """The contents of a checkpoint, and the shards of each leaf.
+    """Return the contents of a checkpoint, and the shards of each leaf.
 
     Raises
     ------
@@ -255,7 +255,7 @@ def read_table(folder: Path) -> tuple[dict[str, Any], dict[str, list[Shard]]]:
         raise
     except OSError as error:
         raise DamagedError(f"{file}: {error.strerror or error}; {_REMEDY}") from None
-    body = unsealed(data)
+    body = unseal(data)
     if data.startswith(_BY_ORBAX):
         raise UsageError(f"{folder} is of an older MultiMesh, which wrote checkpoints without checksums; use that one")
     if body is None:
@@ -270,8 +270,8 @@ def read_table(folder: Path) -> tuple[dict[str, Any], dict[str, list[Shard]]]:
     return contents, shards
 
 
-def seen(what: Callable[[], T], folder: Path, *late: type[Exception]) -> T:
-    """Do something with files of other machines; again while it fails with ``late``, until they must be visible."""
+def retry(what: Callable[[], T], folder: Path, *late: type[Exception]) -> T:
+    """Access files of other machines. Retry while it fails with ``late``, until they must be visible."""
     until = time.monotonic() + VISIBLE
     while True:
         try:

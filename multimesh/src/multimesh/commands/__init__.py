@@ -1,1 +1,1 @@
-"""What the commands run: the demonstration, and forecasts."""
+"""The commands of ``python -m multimesh``: demonstration, forecasts, suggestions, processes."""

@@ -45,11 +45,11 @@ class Job:
 
     @property
     def chunks(self) -> int:
-        """Stages on each submesh; they share its layers."""
+        """The stages on each submesh, which share its layers."""
         return mm.schedules.get(self.schedule).usual
 
     def homes(self, submeshes: tuple[Mesh, ...]) -> tuple[Mesh, ...]:
-        """The submesh of each stage."""
+        """Return the submesh of each stage."""
         placement = mm.schedules.get(self.schedule).placement(STAGES)
         return tuple(submeshes[placement[s % len(placement)]] for s in range(STAGES * self.chunks))
 
@@ -74,7 +74,7 @@ class StepLosses:
 
 
 def meshes() -> tuple[Mesh, ...]:
-    """A submesh of ``DATA x MODEL`` devices for each stage."""
+    """Return a submesh of ``DATA x MODEL`` devices for each stage."""
     count = STAGES * DATA * MODEL
     try:
         devices = jax.devices()
@@ -90,7 +90,7 @@ def meshes() -> tuple[Mesh, ...]:
 
 
 def init(chunks: int = 1) -> Params:
-    """NumPy parameters: the embedding, and the layers of each stage, with ``chunks`` stages on a submesh."""
+    """Return NumPy parameters: the embedding, and the layers of each stage, with ``chunks`` stages on a submesh."""
     draw = np.random.default_rng(0).normal
 
     def matrix(*shape: int) -> np.ndarray:
@@ -128,35 +128,35 @@ def place(params: Params, homes: tuple[Mesh, ...]) -> Params:
 
 
 def batch(step: int, rows: int) -> np.ndarray:
-    """Sequences of ``SEQUENCE + 1`` tokens that count up by 1, 2 or 3, from anywhere: something to learn."""
+    """Return sequences of ``SEQUENCE + 1`` tokens that count up by 1, 2 or 3, from anywhere: something to learn."""
     draw = np.random.default_rng((1, step)).integers
     start, stride = draw(VOCAB, size=(rows, 1)), draw(1, 4, size=(rows, 1))
     return ((start + stride * np.arange(SEQUENCE + 1)) % VOCAB).astype(np.int32)
 
 
-def divided(tokens: np.ndarray, submeshes: tuple[Mesh, ...]) -> Any:
+def place_batch(tokens: np.ndarray, submeshes: tuple[Mesh, ...]) -> Any:
     """Place a batch on the first stage, its rows over ``data``; the last stage gets its labels the same way."""
     return jax.device_put(tokens, NamedSharding(submeshes[0], PartitionSpec("data")))
 
 
 def block(w: Params, x: Any) -> Any:
-    """Causal self-attention, then a two-layer perceptron. ``x``: (rows, SEQUENCE, WIDTH)."""
+    """Apply causal self-attention, then a two-layer perceptron. ``x``: (rows, SEQUENCE, WIDTH)."""
     x = mm.with_sharding_constraint(x, PartitionSpec("rows"))
-    q, k, v = jnp.split(jnp.einsum("btd,dhe->bhte", _normalised(x), w["qkv"]), 3, -1)
+    q, k, v = jnp.split(jnp.einsum("btd,dhe->bhte", _normalise(x), w["qkv"]), 3, -1)
     scores = jnp.einsum("bhqe,bhke->bhqk", q, k) / np.sqrt(q.shape[-1])
     past = jnp.tril(jnp.ones((SEQUENCE, SEQUENCE), bool))
     weights = jax.nn.softmax(jnp.where(past, scores, -1e30), -1)
     x = x + jnp.einsum("bhqk,bhke,hed->bqd", weights, v, w["out"])
-    x = x + jax.nn.gelu(_normalised(x) @ w["up"]) @ w["down"]
+    x = x + jax.nn.gelu(_normalise(x) @ w["up"]) @ w["down"]
     return mm.with_sharding_constraint(x, PartitionSpec("rows"))
 
 
-def _normalised(x: Any) -> Any:
+def _normalise(x: Any) -> Any:
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
 
 
 def make_step(options: Job, submeshes: tuple[Mesh, ...]) -> Callable[[Params, Any], tuple[Params, Any]]:
-    """``(params, tokens) -> (new params, loss)``; runs under `multimesh.jit` and under ``jax.jit``."""
+    """Return ``(params, tokens) -> (new params, loss)``. It runs under `multimesh.jit` and under ``jax.jit``."""
     homes = options.homes(submeshes)
     axes = {"rows": "data"}  # logical axis of rows, and the axis of a submesh that divides them
 
@@ -167,7 +167,7 @@ def make_step(options: Job, submeshes: tuple[Mesh, ...]) -> Callable[[Params, An
         return hidden(layers, embedding[tokens])
 
     def head(embedding: Any, layers: list[Params], x: Any, labels: Any) -> Any:
-        logits = jax.nn.log_softmax(_normalised(hidden(layers, x)) @ embedding.T)
+        logits = jax.nn.log_softmax(_normalise(hidden(layers, x)) @ embedding.T)
         return -jnp.mean(jnp.take_along_axis(logits, labels[..., None], -1))
 
     def loss(params: Params, tokens: Any) -> Any:
@@ -188,38 +188,38 @@ def make_step(options: Job, submeshes: tuple[Mesh, ...]) -> Callable[[Params, An
 
 def train(options: Job, submeshes: tuple[Mesh, ...]) -> Iterator[StepLosses]:
     """Train twice from the same start: on the submeshes and on one device."""
-    pipelined, plain = _jitted(options, submeshes), jax.jit(make_step(options, submeshes))
+    pipelined, plain = _jit_step(options, submeshes), jax.jit(make_step(options, submeshes))
     params, reference = place(init(options.chunks), options.homes(submeshes)), init(options.chunks)
     for number in range(1, options.steps + 1):
         tokens = batch(number, ROWS * options.microbatches)
-        params, loss = pipelined(params, divided(tokens, submeshes))
+        params, loss = pipelined(params, place_batch(tokens, submeshes))
         reference, expected = plain(reference, tokens)
         yield StepLosses(number, float(loss), float(expected))
 
 
 def plan(options: Job, submeshes: tuple[Mesh, ...]) -> mm.Plan:
-    """The plan of a step of `train`."""
-    return _jitted(options, submeshes).plan(*_first(options, submeshes))
+    """Return the plan of a step of `train`."""
+    return _jit_step(options, submeshes).plan(*_first(options, submeshes))
 
 
 def profile(options: Job) -> Profile:
     """Measure a step of `train`."""
     submeshes = meshes()
-    return _jitted(options, submeshes).profile(*_first(options, submeshes))
+    return _jit_step(options, submeshes).profile(*_first(options, submeshes))
 
 
 @functools.cache
-def _jitted(options: Job, submeshes: tuple[Mesh, ...]) -> Any:
+def _jit_step(options: Job, submeshes: tuple[Mesh, ...]) -> Any:
     return mm.jit(make_step(options, submeshes), donate_argnums=0)
 
 
 def _first(options: Job, submeshes: tuple[Mesh, ...]) -> tuple[Params, Any]:
-    """Arguments of the first step."""
+    """Return the arguments of the first step."""
     tokens = batch(1, ROWS * options.microbatches)
-    return place(init(options.chunks), options.homes(submeshes)), divided(tokens, submeshes)
+    return place(init(options.chunks), options.homes(submeshes)), place_batch(tokens, submeshes)
 
 
-def run(options: Job, *, show_plan: bool, quiet: bool) -> dict[str, Any]:
+def run_demo(options: Job, *, show_plan: bool, quiet: bool) -> dict[str, Any]:
     """Train, print unless ``quiet``, and return the printed table as data for JSON.
 
     After printing, it is an error if the losses of a step differ by more than rounding.

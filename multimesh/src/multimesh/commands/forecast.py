@@ -8,7 +8,7 @@ from typing import Any
 
 from multimesh import schedules
 from multimesh.core.text import columns
-from multimesh.schedules.costs import CLOSE, UNIT_COSTS, checked, cost
+from multimesh.schedules.costs import CLOSE, UNIT_COSTS, check_costs, cost
 from multimesh.schedules.simulate import simulate, sizes
 from multimesh.schedules.table import PublishedIdle
 from multimesh.timelines.timeline import Timeline
@@ -59,7 +59,7 @@ class Result:
         return all((0 if known.bound else known.idle) - slack <= idle <= known.idle + slack for idle in found)
 
     def to_json(self) -> dict[str, Any]:
-        """The contents of the printed table, as data."""
+        """Return the contents of the printed table, as data."""
         line, known = self.timeline, self.published
         return {
             "schedule": self.schedule,
@@ -80,12 +80,14 @@ class Result:
         }
 
 
-def simulated(name: str, shape: Shape, costs: Mapping[str, float] = UNIT_COSTS, transfer: float = 0.0) -> Result:
+def simulate_schedule(
+    name: str, shape: Shape, costs: Mapping[str, float] = UNIT_COSTS, transfer: float = 0.0
+) -> Result:
     """Simulate a schedule.
 
     ``costs`` are those of a whole submesh; each of its stages takes an equal share.
     """
-    whole = checked(costs)
+    whole = check_costs(costs)
     share = {phase: time / shape.chunks for phase, time in whole.items()}
     schedule = schedules.get(name)
     choice = None
@@ -103,7 +105,7 @@ def simulated(name: str, shape: Shape, costs: Mapping[str, float] = UNIT_COSTS, 
 
 
 def table(results: Sequence[Result]) -> str:
-    """A text table: the simulated idle time of each schedule beside the published."""
+    """Return a text table: the simulated idle time of each schedule beside the published."""
     heads = ("schedule", "makespan", "idle", "in a row", "published", "", "bubble", "peak activations")
     rows = [_row(result) for result in results]
     lines = columns([(head, [row[i] for row in rows]) for i, head in enumerate(heads)], left=(0, 5))
@@ -130,8 +132,10 @@ def _row(result: Result) -> tuple[str, ...]:
     )
 
 
-def compared(name: str | None, submeshes: int, chunks: int | None, microbatches: int) -> list[tuple[str, Shape]]:
-    """Schedules to compare: the named one, or all.
+def choose_schedules(
+    name: str | None, submeshes: int, chunks: int | None, microbatches: int
+) -> list[tuple[str, Shape]]:
+    """Return the schedules to compare: the named one, or all.
 
     ``chunks`` applies to the named schedule, and otherwise to all that take any number of stages and usually have
     several.

@@ -37,7 +37,7 @@ _VOCABULARY = 131072  # where only the number of parameters is known
 
 
 def transformer(options: argparse.Namespace) -> Transformer:
-    """The sizes that the flags give.
+    """Return the sizes that the flags give.
 
     Raises
     ------
@@ -74,7 +74,7 @@ def transformer(options: argparse.Namespace) -> Transformer:
 
 
 def like(parameters: float) -> Transformer:
-    """A dense model of so many parameters: the usual model that is nearest, with more or fewer layers."""
+    """Return a dense model of so many parameters: the nearest usual model, with more or fewer layers."""
     _, (_, hidden, ffn, heads, keys) = min(
         SHAPES, key=lambda shape: max(shape[0], parameters) / min(shape[0], parameters)
     )
@@ -94,7 +94,7 @@ class Answer:
     bill: Bill | None
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
+def run_search(options: argparse.Namespace) -> dict[str, Any]:
     """Search, print unless ``--json`` is given, and return the table as data."""
     names = options.device.split(",")
     terms = _terms(options, len(names))
@@ -115,7 +115,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if not options.json:
         for each in found:
             if options.budget is not None:
-                print(reached(each.suggestions.best, each.devices, options.budget))
+                print(describe_reach(each.suggestions.best, each.devices, options.budget))
             print(each.suggestions, end="\n\n" if each is not found[-1] else "\n")
         if terms[0] is not None:
             print("\n" + "\n".join(bill.table(bills, terms[0])))
@@ -148,7 +148,7 @@ def _one(options: argparse.Namespace, name: str, terms: Terms | None, progress: 
     if calibrated is not None:
         notes.append(str(calibrated))
         if calibrated.run is not None:
-            best = [_narrowed(job, option, calibrated.run) for option in best]
+            best = [_narrow(job, option, calibrated.run) for option in best]
             wide, narrow = found.best.band or 0.0, next(o for o in best if o.how == found.best.how).band or 0.0
             notes.append(f"your run narrows the band of the suggestion from {100 * wide:.0f} to {100 * narrow:.0f} %")
     found = found.changed(best, notes)
@@ -156,7 +156,7 @@ def _one(options: argparse.Namespace, name: str, terms: Terms | None, progress: 
 
 
 def training(options: argparse.Namespace, on: Device, software: Stack) -> Training:
-    """Return what is searched."""
+    """Return the training to search for."""
     fixed = {name: getattr(options, name) for name in _FIXES if getattr(options, name) is not None}
     precisions: tuple[str, ...] = ("bf16",)
     if fixed.get("precision") == "any":
@@ -220,13 +220,13 @@ def _write(options: argparse.Namespace, flag: str, path: Path | None, write: Cal
         raise UsageError(f"{flag} {path}: {error.strerror}") from None
 
 
-def reached(best: Option, devices: int, budget: float) -> str:
-    """How many devices reach a number of tokens a second."""
+def describe_reach(best: Option, devices: int, budget: float) -> str:
+    """Return a sentence that says how many devices reach a number of tokens a second."""
     return f"{devices} devices reach {best.tokens_per_second * devices:,.0f} tokens/s, of {budget:,.0f} wanted\n"
 
 
 class Progress:
-    """A line on a terminal that says what is looked for."""
+    """A line on a terminal that says which configurations are searched."""
 
     def __call__(self, simulated: int, what: str) -> None:
         """Write it over the one before."""

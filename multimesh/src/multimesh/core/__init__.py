@@ -1,1 +1,1 @@
-"""What every room uses: checks, submeshes, specs, text, JAX's internals."""
+"""Basics of every room: checks, submeshes, specs, text, JAX's internals."""

@@ -12,7 +12,7 @@ from multimesh.errors import UsageError
 
 
 def refuse(what: str, wanted: str, value: Any) -> UsageError:
-    """The error for an argument of a wrong type; ``what`` names the function and the parameter."""
+    """Return the error for an argument of a wrong type. ``what`` names the function and the parameter."""
     shown = repr(value)
     return UsageError(f"{what} must be {wanted}, got {shown if len(shown) < 80 else '...'} ({type(value).__name__})")
 
@@ -45,7 +45,7 @@ def function(what: str, value: Any) -> Any:
 
 
 def misfit(fn: Any, *arguments: Any) -> str:
-    """Say why a callable does not take positional arguments; empty if it does, or does not tell, as one in C."""
+    """Return why a callable does not take positional arguments; "" if it does, or does not tell, as one in C."""
     try:
         inspect.signature(fn).bind(*arguments)
     except TypeError as error:
@@ -55,7 +55,7 @@ def misfit(fn: Any, *arguments: Any) -> str:
     return ""
 
 
-def called(what: str, value: Any, *arguments: str) -> Any:
+def callable_with(what: str, value: Any, *arguments: str) -> Any:
     """Return a callable that takes positional arguments of these names."""
     if error := misfit(function(what, value), *arguments):
         raise UsageError(f"{what} is called with ({', '.join(arguments)}), which it does not take: {error}")

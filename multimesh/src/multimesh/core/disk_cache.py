@@ -1,4 +1,4 @@
-"""Results that a later process finds again: JSON in a folder, each under a key of all that it follows from.
+"""Results for later processes: JSON in a folder, each under a key of all that it follows from.
 
 ``MULTIMESH_CACHE`` names the folder, by default ``~/.cache/multimesh``; ``off`` switches it off. Nothing depends on
 what is kept: whoever reads a value checks it, and computes it anew where it is missing.
@@ -22,7 +22,7 @@ MOST = 256
 
 
 def folder() -> Path | None:
-    """The folder; none if it is switched off, or there is no home."""
+    """Return the folder; None if it is switched off, or there is no home."""
     given = os.environ.get(VARIABLE, "")
     if given == "off":
         return None
@@ -32,7 +32,7 @@ def folder() -> Path | None:
 
 
 def key(*made_from: Any) -> str:
-    """A digest of all that a value follows from, and of the versions of MultiMesh and JAX."""
+    """Return a digest of all that a value follows from, and of the versions of MultiMesh and JAX."""
     versions = [_version(name) for name in ("multimesh-jax", "jax")]
     from multimesh.core.stable import text  # only here: it imports JAX, which commands that only plan do without
 
@@ -40,7 +40,7 @@ def key(*made_from: Any) -> str:
 
 
 def get(key: str) -> Any:
-    """Return what is kept under a key; None if nothing is. A file that is no JSON is ignored, and a warning says so."""
+    """Return the value under a key; None if there is none. A file that is no JSON is ignored, and a warning says so."""
     place = folder()
     if place is None:
         return None
@@ -57,12 +57,12 @@ def get(key: str) -> Any:
 
 
 def tell_wrong(key: str) -> None:
-    """Warn of a file that is not what was kept; it is written anew."""
+    """Warn of a file that does not hold the value that was written. It is written anew."""
     warnings.warn(f"{folder()}/{key}.json is damaged and ignored ({VARIABLE})", stacklevel=3)
 
 
 def put(key: str, value: Any) -> None:
-    """Keep a value; all of the file appears at once. Where the folder can't be written to, nothing is kept."""
+    """Write a value; all of the file appears at once. Where the folder can't be written to, nothing is kept."""
     place = folder()
     if place is None:
         return

@@ -1,4 +1,4 @@
-"""Values by what they have in common."""
+"""Grouping of values by a key."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
-    """The values of each key, in order; no values for any other key."""
+def group(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """Return the values of each key, in order; no values for any other key."""
     found: dict[K, list[V]] = collections.defaultdict(list)
     for key, value in pairs:
         found[key].append(value)

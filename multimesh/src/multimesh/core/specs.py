@@ -27,35 +27,35 @@ def as_array(x: Any) -> jax.Array:
 
 
 def axes_of(entry: Any) -> Axes:
-    """The mesh axes of one entry of a spec: ``None``, a name, or a tuple of names."""
+    """Return the mesh axes of one entry of a spec: ``None``, a name, or a tuple of names."""
     if entry is None or entry is P.UNCONSTRAINED:
         return ()
     return entry if isinstance(entry, tuple) else (entry,)
 
 
 def entry(axes: Axes) -> Any:
-    """The entry of a spec for these axes; the inverse of `axes_of`."""
+    """Return the entry of a spec for these axes; the inverse of `axes_of`."""
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
 def axis_names(spec: P) -> Axes:
-    """The mesh axes that a spec names."""
+    """Return the mesh axes that a spec names."""
     return tuple(axis for entry in spec for axis in axes_of(entry))
 
 
-def decided(spec: P, rank: int) -> Iterator[tuple[int, Axes]]:
-    """The dimensions that a spec decides, with their axes; those that it leaves out are replicated."""
+def decisions(spec: P, rank: int) -> Iterator[tuple[int, Axes]]:
+    """Yield the dimensions that a spec decides, with their axes. Those that it leaves out are replicated."""
     entries = (*spec, *(None for _ in range(rank)))[:rank]
     return ((d, axes_of(entry)) for d, entry in enumerate(entries) if entry is not P.UNCONSTRAINED)
 
 
 def size(mesh: AnyMesh, axes: Axes) -> int:
-    """The number of devices along these axes; those that the mesh lacks count as one device."""
+    """Return the number of devices along these axes. Axes that the mesh lacks count as one device."""
     return math.prod(mesh.shape.get(axis, 1) for axis in axes)
 
 
 def permute(x: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]]) -> jax.Array:
-    """`lax.ppermute` that numbers devices as `lax.axis_index` does for ``axes``, in whichever order they are.
+    """Apply `lax.ppermute` with devices numbered as `lax.axis_index` does for ``axes``, in whichever order they are.
 
     `lax.ppermute` takes them in the mesh's order only. Before jax 0.12 it numbers by that order, whatever it is given.
     """
@@ -68,7 +68,7 @@ def permute(x: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]]) -> jax.A
 
 
 def sharding_of(x: Any) -> NamedSharding | None:
-    """The known sharding of an array, or None.
+    """Return the known sharding of an array, or None.
 
     A concrete array carries all of it, a traced one only its Explicit axes.
     """
@@ -80,7 +80,7 @@ def sharding_of(x: Any) -> NamedSharding | None:
 
 
 def find(what: str, x: Any, mesh: AnyMesh | None, spec: P | None) -> tuple[AnyMesh, tuple[Axes, ...]]:
-    """The mesh of ``x``, and the mesh axes of each of its dimensions, as given or as the array carries them.
+    """Return the mesh of ``x``, and the mesh axes of each of its dimensions, as given or as the array carries them.
 
     It is an error if neither is given or carried, or if the given ones do not fit the array.
     """
@@ -156,8 +156,8 @@ def check_devices(what: str, a: Any, b: Any) -> None:
         )
 
 
-def stripped(spec: P) -> P:
-    """The spec without trailing entries of None."""
+def strip(spec: P) -> P:
+    """Return the spec without trailing entries of None."""
     entries = list(spec)
     while entries and entries[-1] is None:
         entries.pop()
@@ -205,7 +205,7 @@ def translate(spec: P, task: Placement) -> P:
 
 
 def carry_over(spec: P, shape: Sequence[int], mesh: Mesh) -> NamedSharding:
-    """The sharding on ``mesh`` of an array that has ``spec`` elsewhere.
+    """Return the sharding on ``mesh`` of an array that has ``spec`` elsewhere.
 
     A dimension keeps its axes if ``mesh`` has them and they divide it. Otherwise it is replicated.
     """
@@ -213,4 +213,4 @@ def carry_over(spec: P, shape: Sequence[int], mesh: Mesh) -> NamedSharding:
         entry(axes) if mesh.shape.keys() >= set(axes) and rows % size(mesh, axes) == 0 else None
         for rows, axes in zip(shape, map(axes_of, spec), strict=False)
     )
-    return NamedSharding(mesh, stripped(P(*kept)))
+    return NamedSharding(mesh, strip(P(*kept)))

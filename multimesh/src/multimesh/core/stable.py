@@ -30,7 +30,7 @@ def atoms(given: Iterable[Any], numbers: dict[Any, int]) -> str:
 
 
 def _atom(atom: Any, numbers: dict[Any, int]) -> str:
-    """The number of a value or of a variable of a jaxpr. Where it first appears, it has its type."""
+    """Return the number of a value or of a variable of a jaxpr. Where it first appears, it has its type."""
     if hasattr(atom, "val"):
         return f"{text(atom.val)}:{_type(atom.aval)}"
     name = f"%{numbers[atom]}" if atom in numbers else ""
@@ -53,7 +53,7 @@ def _jaxpr(jaxpr: Any) -> str:
 
 @functools.singledispatch
 def text(value: Any) -> str:
-    """A value as text that is the same in every process: a function as its name, an array as a digest."""
+    """Return a value as text that is the same in every process: a function as its name, an array as a digest."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = (f.name for f in dataclasses.fields(value) if not f.metadata.get("local"))
         return f"{type(value).__name__}{text([getattr(value, name) for name in fields])}"

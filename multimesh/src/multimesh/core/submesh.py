@@ -34,7 +34,7 @@ class Placement:
 
 
 def describe(mesh: Mesh) -> str:
-    """A mesh in a few words: its axes with their sizes, and its device ids."""
+    """Return a mesh in a few words: its axes with their sizes, and its device ids."""
     axes = " ".join(f"{name}={size}" for name, size in mesh.shape.items())
     ids = [device.id for device in mesh.devices.flat]
     span = (

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 
 def amount(value: float, unit: str) -> str:
-    """A time or size with three significant digits and a unit: ``1.23 ms``, ``4.1 kB``, ``7``."""
+    """Return a time or size with three significant digits and a unit: ``1.23 ms``, ``4.1 kB``, ``7``."""
     scales = {
         "s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")),
         "bytes": ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "bytes")),
@@ -18,7 +18,7 @@ def amount(value: float, unit: str) -> str:
 
 
 def columns(parts: Sequence[tuple[str, Sequence[str]]], left: Collection[int] = (), gap: str = "  ") -> list[str]:
-    """Lines of a text table. A part is a head and its cells. Columns in ``left`` are aligned to the left."""
+    """Return the lines of a text table. A part is a head and its cells. Columns in ``left`` are aligned to the left."""
     widths = [max(map(len, (head, *cells))) for head, cells in parts]
     heads, rows = [head for head, _ in parts], zip(*(cells for _, cells in parts), strict=True)
     signs = ["<" if number in left else ">" for number in range(len(parts))]

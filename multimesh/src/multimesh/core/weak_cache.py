@@ -12,7 +12,7 @@ _kept: weakref.WeakKeyDictionary[Callable[..., Any], dict[Hashable, Any]] = weak
 _lock = threading.Lock()
 
 
-def kept(fn: Callable[..., Any], key: Hashable, make: Callable[[], T]) -> T:
+def keep_with(fn: Callable[..., Any], key: Hashable, make: Callable[[], T]) -> T:
     """Return the cached value for ``key`` of a function; ``make`` it the first time.
 
     It is cached as long as the function lives. If the function or the key is no dictionary key, it is made each time.

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from multimesh import ir
 from multimesh.core import _compat
-from multimesh.core.specs import Axes, decided, size, translate
+from multimesh.core.specs import Axes, decisions, size, translate
 
 
 class Array:
@@ -82,6 +82,6 @@ def constraint(op: ir.Op) -> Sequence[tuple[int, Axes]] | None:
     if "logical" in op.params:
         if op.task is None or op.params["rank"] != rank:
             return None
-        return list(decided(translate(op.params["logical"], op.task), rank))
+        return list(decisions(translate(op.params["logical"], op.task), rank))
     sharding = op.params["sharding"]
-    return list(decided(sharding.spec, rank)) if isinstance(sharding, NamedSharding) else None
+    return list(decisions(sharding.spec, rank)) if isinstance(sharding, NamedSharding) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from multimesh.core.grouping import grouped
+from multimesh.core.grouping import group
 from multimesh.ir.program import AnyItem, Atom, Item, Loop, Op, Value
 
 Names = Mapping[Value, Atom]
@@ -19,7 +19,7 @@ def makers(items: Iterable[AnyItem]) -> dict[Value, AnyItem]:
 
 def readers(ops: Iterable[Op]) -> dict[Value, list[Op]]:
     """Map each value to the operations that use it."""
-    return grouped((v, op) for op in ops for v in op.reads)
+    return group((v, op) for op in ops for v in op.reads)
 
 
 def with_first_reader(ops: Sequence[Item], chosen: Sequence[int | None], rest: int) -> list[int]:

@@ -20,7 +20,7 @@ from multimesh import schedules
 from multimesh.core import _compat, checks
 from multimesh.core.prefixes import spread
 from multimesh.core.specs import carry_over
-from multimesh.core.weak_cache import kept, weak
+from multimesh.core.weak_cache import keep_with, weak
 from multimesh.errors import UsageError
 from multimesh.marking import contexts, marks
 from multimesh.marking.result_reductions import APART, Part, Sum, is_reduction, parts_of
@@ -164,14 +164,14 @@ def microbatch(
 
             state = None if carry is None else args[carry]
             parts = functools.partial(parts_of, stack=stack, reduce=reduce, dim=dim, size=size, dtype=accumulate)
-            last, results = _scan(jax.jit(_compat.named(call, marks.BODY)), slices, state, parts, dim)
+            last, results = _scan(jax.jit(_compat.set_name(call, marks.BODY)), slices, state, parts, dim)
             return results if carry is None else (last, results)
 
         if not alone:
             return call_under_mark(marks.loop_name(mark), loop, args, kwargs)
         leaves, tree = jax.tree.flatten(wanted, is_leaf=is_reduction)
         key = dim, size, argnum, count, index, carry, accumulate, tuple(leaves), tree
-        return call_under_mark("loop", loop, args, kwargs, lambda more, make: kept(fn, (*key, more), make))
+        return call_under_mark("loop", loop, args, kwargs, lambda more, make: keep_with(fn, (*key, more), make))
 
     if index is not None:
         _hide(looped, index)

@@ -150,7 +150,7 @@ def register_task(
     else:
         if mesh is not None or devices is not None:
             raise UsageError(f"register_task({pattern.pattern!r}): callback= chooses the devices; drop mesh=/devices=")
-        checks.called(f"register_task({pattern.pattern!r}): callback=", callback, "name", "backprop")
+        checks.callable_with(f"register_task({pattern.pattern!r}): callback=", callback, "name", "backprop")
         if dims is not None:
             what = f"register_task({pattern.pattern!r}): dims="
             dims = tuple(checks.whole(what, d, 1) for d in checks.many(what, dims, "a sequence of ints"))

@@ -106,11 +106,11 @@ def call_under_mark(
         return fn(*inner_args, **inner_kwargs)
 
     def make() -> Any:
-        return jax.jit(_compat.named(body, name))
+        return jax.jit(_compat.set_name(body, name))
 
     jitted = make() if keep is None else keep((tree, where, *((type(x), x) for x in fixed)), make)
     label = _label(name)
-    with _compat.traced_as(lambda: label), _outside(label):
+    with _compat.explain_trace(lambda: label), _outside(label):
         return jitted(*(leaves[i] for i in where))
 
 
@@ -189,6 +189,6 @@ def with_sharding_constraint(x: Any, spec: PartitionSpec) -> Any:
         task = current_task()
         if task is not None:
             return jax.lax.with_sharding_constraint(leaf, translate(spec, task))
-        return jax.jit(_compat.named(lambda a: _compat.copy(a), marks.CONSTRAINTS.name((spec, np.ndim(leaf)))))(leaf)
+        return jax.jit(_compat.set_name(lambda a: _compat.copy(a), marks.CONSTRAINTS.name((spec, np.ndim(leaf)))))(leaf)
 
     return x if contexts.ignoring() or not is_recording() else jax.tree.map(constrain, x)

@@ -87,7 +87,7 @@ def compiling() -> Iterator[None]:
 
 def is_recording() -> bool:
     """Return whether operations are recorded, by `multimesh.jit` or another trace, instead of run."""
-    return is_partitioning() or _compat.staged()
+    return is_partitioning() or _compat.in_a_trace()
 
 
 def current_task() -> Placement | None:

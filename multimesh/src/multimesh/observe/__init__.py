@@ -1,1 +1,1 @@
-"""What a plan needs, and how long it takes: memory, profiles."""
+"""Measurements and forecasts of a plan: time, memory, profiles."""

@@ -18,12 +18,12 @@ FEWEST = 4
 
 
 def now() -> float:
-    """Seconds on the clock of this process."""
+    """Return the seconds on the clock of this process."""
     return time.perf_counter()
 
 
 def identity() -> str:
-    """What all processes have alike that read one clock: the boot of their system, and the time that it shows them."""
+    """Return a text that processes of one clock share: the boot of their system, and their time namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}-{Path('/proc/self/ns/time').stat().st_ino}"
@@ -32,7 +32,7 @@ def identity() -> str:
 
 
 def offset(name: str) -> tuple[float, float]:
-    """Seconds to add to `now` for the time of process 0, and their possible error.
+    """Return the seconds to add to `now` for the time of process 0, and their possible error.
 
     All processes call it, with a name that is used once.
 
@@ -61,7 +61,7 @@ def offset(name: str) -> tuple[float, float]:
 
 
 def rounds(clocks: int) -> int:
-    """How many questions each of so many clocks asks."""
+    """Return the number of questions that each of so many clocks asks."""
     return max(FEWEST, min(ROUNDS, QUESTIONS // max(1, clocks)))
 
 
@@ -73,7 +73,7 @@ def answer(questions: str, rounds: int, rank: int) -> None:
 
 
 def ask(questions: str, rounds: int) -> list[float]:
-    """Seconds by which process 0's clock is ahead, and their possible error."""
+    """Return the seconds by which process 0's clock is ahead, and their possible error."""
     found: list[tuple[float, float]] = []
     for i in range(rounds):
         start = now()

@@ -1,4 +1,4 @@
-"""Reads the collectives of a compiled program from its HLO text: their bytes, devices and lines."""
+"""The collectives of a compiled program, from its HLO text: their bytes, devices and lines."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def collectives(hlo: str) -> tuple[Collective, ...]:
                 trips = int(known[1]) if (known := _TRIPS.search(text)) else 1
                 inner = [part.strip("%, ") for group in _CALLED.findall(text) for part in group.split(",")]
                 calls[name] += [(each, trips) for each in inner]
-    return tuple(_repeated(entry, 1, found, calls))
+    return tuple(_repeat(entry, 1, found, calls))
 
 
 def collective_bytes(hlo: str) -> dict[str, float]:
@@ -114,12 +114,12 @@ def collective_bytes(hlo: str) -> dict[str, float]:
     return total
 
 
-def _repeated(
+def _repeat(
     name: str, times: int, found: dict[str, list[Collective]], calls: dict[str, list[tuple[str, int]]]
 ) -> Iterator[Collective]:
     yield from (replace(each, times=times) for each in found.get(name, ()))
     for called, trips in calls.get(name, ()):
-        yield from _repeated(called, times * trips, found, calls)
+        yield from _repeat(called, times * trips, found, calls)
 
 
 def _arrays(types: str) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -128,7 +128,7 @@ def _arrays(types: str) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _bytes(types: str) -> int:
-    """Bytes of an array, or of a tuple of them, as HLO writes its type: ``f32[8,64]{1,0}``."""
+    """Return the bytes of an array, or of a tuple of them, as HLO writes its type: ``f32[8,64]{1,0}``."""
     sizes = (
         (int(bits or 8), math.prod(int(n) for n in dims.split(",") if n)) for _, bits, _, dims in _ARRAY.findall(types)
     )

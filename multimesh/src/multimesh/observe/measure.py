@@ -18,7 +18,7 @@ from multimesh.plan.plan import Plan
 from multimesh.plan.timing import Times
 from multimesh.processes import agree
 from multimesh.runtime.actions import Action, actions, processes, whole
-from multimesh.runtime.runner import Runner, copied, observed
+from multimesh.runtime.runner import Runner, copy_buffer, watch_calls
 from multimesh.runtime.transport import Call
 
 _WAITERS = 64  # threads, each of which waits for the arrays of a move
@@ -35,12 +35,12 @@ class Measured:
 
     @property
     def end(self) -> float:
-        """Time of the last end."""
+        """The time of the last end."""
         return max((end for _, end in self.times.values()), default=0.0)
 
 
 class Alone:
-    """Measures a plan of one process: one kernel or transfer at a time."""
+    """The measurement of a plan of one process: one kernel or transfer at a time."""
 
     note = "one kernel at a time, each waited for: nothing overlaps here"
 
@@ -49,7 +49,7 @@ class Alone:
         self._calls = runner.bound(actions(runner.compiled.plan, lambda transfer: transfer.id))
 
     def run(self, args: Sequence[Any]) -> Measured:
-        """Every kernel and transfer by itself."""
+        """Measure every kernel and transfer by itself."""
         env = _ready(self._runner.staged(_copies(args)))
         times: dict[int, tuple[float, float]] = {}
         origin = clocks.now()
@@ -63,12 +63,12 @@ class Alone:
 
             return waited
 
-        self._runner.run(env, observed(self._calls, observe))
+        self._runner.run(env, watch_calls(self._calls, observe))
         return Measured(times, {number: end - start for number, (start, end) in times.items()})
 
     def call(self, args: Sequence[Any]) -> float:
-        """Seconds of an ordinary call."""
-        start, end = _called(self._runner, _copies(args))
+        """Return the seconds of an ordinary call."""
+        start, end = _time_call(self._runner, _copies(args))
         return end - start
 
 
@@ -82,7 +82,7 @@ class Seen:
 
 
 class _Watch:
-    """Observes the run of one process, one kernel at a time.
+    """The observer of one process's run, one kernel at a time.
 
     While a kernel runs, the transfers after it are under way, as in an ordinary call; threads wait for their arrays.
     """
@@ -136,7 +136,7 @@ class _Watch:
 
 
 class Together:
-    """Measures a plan with all other processes, which all make the same calls."""
+    """The measurement of a plan with all other processes, which all make the same calls."""
 
     note = "all processes at the same time, each of which waits for its kernels"
 
@@ -145,31 +145,31 @@ class Together:
         self._name, self._rounds = f"profile {next(_profiles)}", itertools.count()
 
     def run(self, args: Sequence[Any]) -> Measured:
-        """All processes' kernels and transfers on one clock."""
+        """Measure all processes' kernels and transfers on one clock."""
         name = f"{self._name}/{next(self._rounds)}"
         env = _ready(self._runner.staged(_copies(args)))
         ahead, error = clocks.offset(name)
         with ThreadPoolExecutor(_WAITERS) as pool:
             watch = _Watch(self._plan, pool, ahead)
-            self._runner.run(env, observed(self._runner.calls, watch))
+            self._runner.run(env, watch_calls(self._runner.calls, watch))
             watch.finish()
         own = [error, *([*found.items()] for found in vars(watch.seen).values())]
 
         def merge(every: Sequence[bytes]) -> bytes:
             told = [agree.unpacked(each) for each in every]
             errors = sorted((each for each, *_ in told), reverse=True)
-            found = merged(self._plan, [Seen(*map(dict, each)) for _, *each in told], sum(errors[:2]))
+            found = merge_runs(self._plan, [Seen(*map(dict, each)) for _, *each in told], sum(errors[:2]))
             return agree.packed([[*found.times.items()], [*found.lasts.items()], found.error])
 
         times, lasts, most = agree.unpacked(agree.decided(name, agree.packed(own), merge))
         return Measured({number: tuple(span) for number, span in times}, dict(lasts), most)
 
     def call(self, args: Sequence[Any]) -> float:
-        """Seconds from the first process's start of an ordinary call to the last one's end."""
+        """Return the seconds from the first process's start of an ordinary call to the last one's end."""
         copies = _copies(args)
         name = f"{self._name}/{next(self._rounds)}"
         ahead = clocks.offset(name)[0]
-        own = [time + ahead for time in _called(self._runner, copies)]
+        own = [time + ahead for time in _time_call(self._runner, copies)]
 
         def last(every: Sequence[bytes]) -> bytes:
             spans = [json.loads(each) for each in every]
@@ -178,7 +178,7 @@ class Together:
         return float(json.loads(agree.decided(name, json.dumps(own).encode(), last)))
 
 
-def merged(plan: Plan, every: Sequence[Seen], error: float = 0.0) -> Measured:
+def merge_runs(plan: Plan, every: Sequence[Seen], error: float = 0.0) -> Measured:
     """Merge what all processes saw into one run.
 
     A kernel or transfer of several processes starts when the last of them comes to it. A transfer lasts from when it
@@ -204,7 +204,7 @@ def merged(plan: Plan, every: Sequence[Seen], error: float = 0.0) -> Measured:
 
 
 def _shares(plan: Plan, action: Action) -> dict[int, float]:
-    """The share of each SEND in the time of a move: that of its bytes."""
+    """Return the share of each SEND in the time of a move: that of its bytes."""
     sends = ((n, plan.instructions[n]) for n in action.instructions)
     sizes = {n: plan.bytes_of(plan.transfers[send.transfer]) for n, send in sends if isinstance(send, Send)}
     total = sum(sizes.values())
@@ -212,8 +212,8 @@ def _shares(plan: Plan, action: Action) -> dict[int, float]:
 
 
 def _copies(args: Sequence[Any]) -> list[Any]:
-    """Copies of arguments; donating these leaves the caller's arrays as they are."""
-    return list(_ready([copied(x) if isinstance(x, jax.Array) else x for x in args]))
+    """Return copies of arguments. Donating these leaves the caller's arrays as they are."""
+    return list(_ready([copy_buffer(x) if isinstance(x, jax.Array) else x for x in args]))
 
 
 def _ready(arrays: Iterable[Any]) -> list[Any]:
@@ -222,8 +222,8 @@ def _ready(arrays: Iterable[Any]) -> list[Any]:
     return found
 
 
-def _called(runner: Runner, args: Sequence[Any]) -> tuple[float, float]:
-    """Start and end of an ordinary call."""
+def _time_call(runner: Runner, args: Sequence[Any]) -> tuple[float, float]:
+    """Return start and end of an ordinary call."""
     start = clocks.now()
     jax.block_until_ready(runner(args))
     return start, clocks.now()

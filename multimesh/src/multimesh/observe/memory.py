@@ -1,4 +1,4 @@
-"""Forecasts the memory of a plan on the devices of each submesh, from shapes and layouts alone."""
+"""Forecasts of a plan's memory on the devices of each submesh, from shapes and layouts alone."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def forecast(plan: Plan, platform: str | None = None) -> tuple[MemoryForecast, .
 
 
 def _peaks(plan: Plan, sizes: Sequence[int], work: Mapping[int, int]) -> Iterable[tuple[int, int, int]]:
-    """Sums, values and workspace on each submesh when the three together are largest."""
+    """Return sums, values and workspace on each submesh when the three together are largest."""
     sums = {slot for run in plan.runs for slot in run.ins[: len(plan.kernels[run.kernel].sums)]}
     args = {slot: arg for arg, slot in plan.inputs}
     held: dict[int, int] = {}
@@ -77,7 +77,7 @@ def _peaks(plan: Plan, sizes: Sequence[int], work: Mapping[int, int]) -> Iterabl
         at, running = instruction.submesh, 0
         held |= {slot: sizes[slot] for slot in filled}
         if isinstance(instruction, Run):
-            held |= dict.fromkeys(filled & _reused(plan, instruction, args), 0)
+            held |= dict.fromkeys(filled & _find_takeovers(plan, instruction, args), 0)
             running = work.get(instruction.kernel, 0)
         for slot in filled:
             total[at][slot in sums] += held[slot]
@@ -87,8 +87,8 @@ def _peaks(plan: Plan, sizes: Sequence[int], work: Mapping[int, int]) -> Iterabl
     return peak
 
 
-def _reused(plan: Plan, run: Run, args: Mapping[int, int]) -> set[int]:
-    """Results that take over the buffer of a donated argument."""
+def _find_takeovers(plan: Plan, run: Run, args: Mapping[int, int]) -> set[int]:
+    """Return the results that take over the buffer of a donated argument."""
     donated = {(args[slot],) for slot in plan.donated_by(run) if slot in args}
     return {slot for slot in run.outs if plan.like.get(slot) in donated}
 

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from multimesh.core.grouping import grouped
+from multimesh.core.grouping import group
 from multimesh.core.text import amount, columns
 from multimesh.errors import UsageError
 from multimesh.observe.measure import Alone, Measured, Together
 from multimesh.plan.instructions import Run, Transfer
 from multimesh.plan.kernel_costs import Costs, stage_costs_of
 from multimesh.plan.plan import Plan
-from multimesh.plan.timing import assembled, forecast, timed
+from multimesh.plan.timing import assemble, forecast, items_in_time
 from multimesh.processes import agree
 from multimesh.runtime.actions import processes
 from multimesh.runtime.between import exchange
@@ -98,7 +98,7 @@ class Profile:
         return "\n".join([self.measured.title, "", above, head, *rows, "", *self.totals()])
 
     def to_json(self) -> dict[str, Any]:
-        """The table as data; times in seconds."""
+        """Return the table as data; times in seconds."""
         return {
             name: {
                 "makespan": line.makespan,
@@ -111,7 +111,7 @@ class Profile:
         } | {"call": self.call, "platform": self.platform, "serial": self.serial}
 
     def totals(self) -> list[str]:
-        """Makespan of the measured run, of the forecast and of an ordinary call, each explained."""
+        """Return the makespan of the measured run, of the forecast and of an ordinary call, each explained."""
         alone = "one kernel at a time, each waited for"
         lines = [
             f"measured  {amount(self.measured.makespan, 's'):>8}  {alone}{', in each process' * (self.processes > 1)}",
@@ -141,16 +141,16 @@ def profile(runner: Runner, args: Sequence[Any], repeats: int) -> Profile:
         note += f"; clocks agree within {amount(fastest.error, 's')}"
     shared = not several or any(a & b for a, b in itertools.combinations(owners, 2))
     serial = platform == "cpu" and any(mesh.size > 1 for mesh in plan.submeshes) and shared
-    measured = assembled(plan, fastest.times, note, "s")
+    measured = assemble(plan, fastest.times, note, "s")
     alike, call = forecast(plan, costs), statistics.median(calls)
     return Profile(measured, alike, costs, call, platform, serial, involved, fastest.error, plan)
 
 
 def _medians(plan: Plan, runs: Sequence[Measured]) -> Costs:
-    lasts = [(item, run.lasts[number]) for number, item in timed(plan) for run in runs]
-    kernels = grouped((item.kernel, last) for item, last in lasts if isinstance(item, Run))
+    lasts = [(item, run.lasts[number]) for number, item in items_in_time(plan) for run in runs]
+    kernels = group((item.kernel, last) for item, last in lasts if isinstance(item, Run))
     sent = ((item, last) for item, last in lasts if isinstance(item, Transfer))
-    transfers = grouped(((item.source, item.target, plan.bytes_of(item)), last) for item, last in sent)
+    transfers = group(((item.source, item.target, plan.bytes_of(item)), last) for item, last in sent)
     return Costs(
         tuple(statistics.median(kernels.get(k, [0.0])) for k in range(len(plan.kernels))),
         {key: statistics.median(lengths) for key, lengths in transfers.items()},

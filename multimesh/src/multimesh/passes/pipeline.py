@@ -63,7 +63,7 @@ class Traced:
 
 
 def _inline(_: None, traced: Traced) -> ir.Program:
-    with _compat.tried_version():
+    with _compat.check_version():
         program = inline(traced.closed, traced.devices, traced.specs)
     known = dict.fromkeys(task_meshes(program))
     given: dict[ir.Value, Mesh] = {}

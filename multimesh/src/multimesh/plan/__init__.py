@@ -1,1 +1,1 @@
-"""What will run, as data: kernels, slots, instructions; its forecast."""
+"""The plan as data: kernels, slots, instructions; its listing, fingerprint and forecast."""

@@ -19,7 +19,7 @@ from multimesh.plan.instructions import PlanData, record
 
 
 def digest(plan: PlanData) -> str:
-    """SHA-256 of the lines of a plan, in hexadecimal."""
+    """Return the SHA-256 of the lines of a plan, in hexadecimal."""
     found = hashlib.sha256()
     for line in lines(plan):  # the text of a large plan has tens of megabytes
         found.update(line.encode() + b"\n")
@@ -27,7 +27,7 @@ def digest(plan: PlanData) -> str:
 
 
 class Lines:
-    """`lines`, made anew each time that they are read."""
+    """The lines of a plan, produced anew each time that they are read."""
 
     def __init__(self, plan: PlanData) -> None:
         self._plan = plan
@@ -37,7 +37,7 @@ class Lines:
 
 
 def lines(plan: PlanData) -> Iterator[str]:
-    """The whole plan, line by line; the first line that differs says where two plans part."""
+    """Yield the whole plan, line by line. The first line that differs says where two plans part."""
     for name in ("jax", "jaxlib", "multimesh-jax"):
         yield f"{name} {_version(name)}"
     yield from (f"{name} {text(value)}" for name, value in plan.settings.items())

@@ -41,7 +41,7 @@ def _works(prim: Any, params: dict[str, Any]) -> bool:
 
 
 def _axes(prim: Any, params: dict[str, Any], all_axes: Iterable[str]) -> Iterator[str]:
-    """Axes that an operation names, or one inside of it."""
+    """Yield the axes that an operation names, or one inside of it."""
     if prim.name in _ALL:
         yield from all_axes
     for value in params.values():

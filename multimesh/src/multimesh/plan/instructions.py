@@ -12,13 +12,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from multimesh import ir
 from multimesh.core.specs import axes_of, carry_over, entry
 from multimesh.schedules import Cell, Choice
-from multimesh.schedules.costs import covered
+from multimesh.schedules.costs import map_covers
 from multimesh.schedules.stage_cuts import Cuts
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Arrays on their way from one submesh to another: ``ins`` there become ``outs`` here, one for one.
+    """Arrays on their way from one submesh to another: slots ``ins`` there become slots ``outs`` here, one for one.
 
     Its ``id`` is its index in ``Plan.transfers``, the same in every process.
     """
@@ -186,7 +186,7 @@ class Slot:
 
 @dataclass(frozen=True, eq=False)
 class PlanData:
-    """Fields of a `Plan`, which explains them, and figures that follow from them."""
+    """The fields of a `Plan`, which explains them, and figures that follow from them."""
 
     submeshes: tuple[Mesh, ...]
     kernels: tuple[Kernel, ...]
@@ -206,7 +206,7 @@ class PlanData:
     layouts: tuple[NamedSharding, ...] = ()
 
     def layout(self, slot: int, spec: PartitionSpec) -> NamedSharding:
-        """Layout of a slot with a partition spec. The terms of an accumulator are its first dimension.
+        """Return the layout of a slot with a partition spec. The terms of an accumulator are its first dimension.
 
         Their axes cannot lay out another one: where the spec has them, each device holds a whole term.
         """
@@ -244,11 +244,11 @@ class PlanData:
 
     @functools.cached_property
     def given(self) -> frozenset[int]:
-        """Slots that are full before the first instruction: arguments and constants."""
+        """The slots that are full before the first instruction: arguments and constants."""
         return frozenset(slot for _, slot in (*self.inputs, *self.constants))
 
     def donated_by(self, run: Run) -> list[int]:
-        """Slots whose buffers a RUN may reuse."""
+        """Return the slots whose buffers a RUN may reuse."""
         return [run.ins[i] for i in self.donations.get(run.kernel, ())]
 
     def liveness(self) -> Iterator[tuple[Instruction, set[int], set[int]]]:
@@ -265,7 +265,7 @@ class PlanData:
             yield instruction, filled, emptied
 
     def peak_bytes(self) -> tuple[int, ...]:
-        """Most bytes of intermediate values alive at once, per submesh: whole arrays, without arguments."""
+        """Return the most bytes of intermediate values alive at once, per submesh: whole arrays, without arguments."""
         live = [0] * len(self.submeshes)
         peak = [0] * len(self.submeshes)
         for instruction, filled, emptied in self.liveness():
@@ -276,24 +276,24 @@ class PlanData:
         return tuple(peak)
 
     def traffic(self) -> tuple[int, int]:
-        """Number of arrays sent between submeshes in one run, and their bytes."""
+        """Return the number of arrays sent between submeshes in one run, and their bytes."""
         return sum(len(t.ins) for t in self.transfers), sum(map(self.bytes_of, self.transfers))
 
     def bytes_of(self, transfer: Transfer) -> int:
-        """Bytes of the whole arrays of a transfer."""
+        """Return the bytes of the whole arrays of a transfer."""
         return sum(self.slots[slot].nbytes for slot in transfer.ins)
 
     @functools.cached_property
     def covers(self) -> Mapping[tuple[int, str], str]:
         """The phases that the kernel of each (stage, phase) covers, such as ``FBW`` of a joined last stage."""
-        return covered((run.cell.stage, run.cell.phase) for run in self.runs if run.cell)
+        return map_covers((run.cell.stage, run.cell.phase) for run in self.runs if run.cell)
 
     def shown(self, cell: Cell | None) -> str:
-        """The phases of a cell in pictures: F, B, W, or FB of a kernel that runs both; nothing outside of loops."""
+        """Return the phases of a cell in pictures: F, B, W, or FB of a kernel that runs both; "" outside of loops."""
         if cell is None:
             return ""
         return "FB" if cell.phase == "B" and self.covers[cell.stage, "B"].startswith("F") else cell.phase
 
     def name(self, run: Run) -> str:
-        """The tasks of a RUN, or else its kernel."""
+        """Return the tasks of a RUN, or else the name of its kernel."""
         return run.task or self.kernels[run.kernel].name

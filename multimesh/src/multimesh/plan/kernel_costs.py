@@ -1,4 +1,4 @@
-"""What the kernels and transfers of a plan cost."""
+"""The costs of the kernels and transfers of a plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOTE = "estimated: operations on each device, from shapes; transfers take no tim
 
 @dataclass(frozen=True)
 class Costs:
-    """Time of every kernel of a plan, and of its transfers.
+    """The time of every kernel of a plan, and of its transfers.
 
     Attributes
     ----------
@@ -46,12 +46,12 @@ class Costs:
 
 
 def estimate(plan: PlanData) -> Costs:
-    """Operations of every kernel of a plan on each of its devices."""
+    """Return the floating-point operations of every kernel of a plan on each of its devices."""
     return Costs(tuple(count_flops(k.ops) / plan.submeshes[k.submesh].size for k in plan.kernels), note=f"costs {NOTE}")
 
 
 def on_device(plan: PlanData, name: str | Device) -> Costs:
-    """Seconds of every kernel and transfer of a plan on accelerators, from shapes.
+    """Return the seconds of every kernel and transfer of a plan on accelerators, from shapes.
 
     The devices of a submesh share the work of a kernel evenly. Collectives inside a kernel are left out, because only
     its compiler knows them, and so are fused attention and other kernels that a library would put in place of several
@@ -75,7 +75,7 @@ def on_device(plan: PlanData, name: str | Device) -> Costs:
 
 
 def costs_of(plan: PlanData, given: Mapping[Any, float]) -> Costs:
-    """Costs of a plan's kernels from a mapping.
+    """Return the costs of a plan's kernels, given as a mapping.
 
     The first key that fits counts: (stage, phase), (task, phase), task, phase. A kernel that covers several phases
     costs their sum: B makes the weight gradients too unless the plan has kernels for W, and the last stage's B runs
@@ -122,7 +122,7 @@ def _keys(stage: int, task: str, phase: str) -> tuple[Key, ...]:
 
 
 def stage_costs_of(plan: PlanData, costs: Costs, estimated: StageCosts) -> StageCosts:
-    """Measured costs of the stages of a plan with one loop.
+    """Return measured costs of the stages of a plan with one loop.
 
     A kernel that covers several phases shares its time among them as they are estimated. The transfer between two
     stages is the longest one in either direction; memory is as estimated.

@@ -1,4 +1,4 @@
-"""The text of a plan, as wide as a terminal: what each submesh runs, in order."""
+"""The text of a plan, as wide as a terminal: the runs of each submesh, in order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shutil
 import textwrap
 from collections.abc import Sequence
 
-from multimesh.core.grouping import grouped
+from multimesh.core.grouping import group
 from multimesh.core.submesh import describe
 from multimesh.core.text import amount
 from multimesh.plan.instructions import PlanData, Run
@@ -19,7 +19,7 @@ _KINDS = {"F": "forward", "B": "backward", "W": "weight gradients", "FB": "forwa
 
 
 def text(plan: PlanData, width: int | None = None) -> str:
-    """Submeshes, totals, and a line for each submesh, no wider than ``width`` or else the terminal.
+    """Return submeshes, totals, and a line for each submesh, no wider than ``width`` or else the terminal.
 
     A line that would be longer shows its first and last cells, and how many are between.
     """
@@ -32,7 +32,12 @@ def text(plan: PlanData, width: int | None = None) -> str:
     ]
     total = f"{len(plan.kernels)} kernels, {len(plan.runs)} runs, {count} arrays ({amount(size, 'bytes')}) sent"
     made = [_cut(line, width) for cuts in plan.cuts for line in _middle(cuts.short(), "stages")]
-    lines = [*_middle(meshes, "submeshes"), *made, *textwrap.wrap(total, width), *textwrap.wrap(_held(plan), width)]
+    lines = [
+        *_middle(meshes, "submeshes"),
+        *made,
+        *textwrap.wrap(total, width),
+        *textwrap.wrap(_spread_note(plan), width),
+    ]
     runs: list[list[Run]] = [[] for _ in plan.submeshes]
     for run in plan.runs:
         runs[run.submesh].append(run)
@@ -52,9 +57,9 @@ def text(plan: PlanData, width: int | None = None) -> str:
     return "\n".join([*lines, *_middle(rows, "submeshes"), *chosen])
 
 
-def _held(plan: PlanData) -> str:
-    """Arguments on several submeshes, by their number among the leaves; the largest first."""
-    on = grouped((leaf, plan.slots[slot].submesh) for leaf, slot in plan.inputs)
+def _spread_note(plan: PlanData) -> str:
+    """Return a sentence on arguments that are on several submeshes, the largest first, by number of the leaf."""
+    on = group((leaf, plan.slots[slot].submesh) for leaf, slot in plan.inputs)
     size = {leaf: plan.slots[slot].nbytes for leaf, slot in plan.inputs}
     several = sorted((leaf for leaf in on if len(on[leaf]) > 1), key=lambda leaf: -size[leaf])
     named = [f"{leaf} ({amount(size[leaf], 'bytes')}) on {', '.join(map(str, on[leaf]))}" for leaf in several[:_HELD]]
@@ -63,7 +68,7 @@ def _held(plan: PlanData) -> str:
 
 
 def _legend(plan: PlanData, several: bool) -> str:
-    """Explains the cells, with the phases that occur."""
+    """Return an explanation of the cells, with the phases that occur."""
     present = {plan.shown(run.cell) for run in plan.runs}
     number = "s.m" if several else "m"
     named = _KINDS | ({"FB": "both in one kernel"} if {"F", "B"} <= present else {})
@@ -82,7 +87,7 @@ def _cut(line: str, width: int) -> str:
 
 
 def _row(cells: Sequence[str], width: int) -> str:
-    """Cells of a submesh; where not all fit, those of both ends."""
+    """Return the cells of a submesh in a line; if not all fit, those of both ends."""
     line = " ".join(cells)
     if len(line) <= width:
         return line

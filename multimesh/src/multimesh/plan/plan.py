@@ -120,7 +120,7 @@ class Plan(PlanData):
         return listing.text(self)
 
     def fingerprint(self) -> str:
-        """SHA-256 of the plan, in hexadecimal: the same in every process that made the same plan.
+        """Return the SHA-256 of the plan, in hexadecimal: the same in every process that made the same plan.
 
         It covers instructions, kernels, slots, constants, specs, options, and the versions of JAX and MultiMesh. Hash
         seeds, addresses, names of files and other traces of the process do not count.
@@ -128,7 +128,7 @@ class Plan(PlanData):
         return fingerprint.digest(self)
 
     def to_json(self) -> str:
-        """The plan as JSON: submeshes, kernels, slots, instructions."""
+        """Return the plan as JSON: submeshes, kernels, slots, instructions."""
         return json.dumps(
             {
                 "submeshes": [

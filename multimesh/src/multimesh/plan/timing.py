@@ -1,4 +1,4 @@
-"""When the kernels of a plan run on ideal submeshes."""
+"""The times at which the kernels of a plan run on ideal submeshes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from multimesh.timelines.timeline import Timeline
 
 
 def title(plan: PlanData) -> str:
-    """Schedules and sizes of a plan."""
+    """Return the schedules and sizes of a plan."""
     cells = [(run.submesh, run.cell) for run in plan.runs if run.cell]
     numbers = {cell.microbatch for _, cell in cells}
     stages = {(submesh, cell.stage) for submesh, cell in cells if cell.phase == "B"}
@@ -46,16 +46,19 @@ def forecast(plan: PlanData, costs: str | Device | Costs | Mapping[Any, float] =
             f"costs: measured on a plan of {len(known.programs)} kernels, but this one has {len(plan.kernels)}; "
             "profile it as well"
         )
-    return assembled(plan, _times(plan, known), f"forecast, {known.note}", known.unit)
+    return assemble(plan, _times(plan, known), f"forecast, {known.note}", known.unit)
 
 
 def _times(plan: PlanData, costs: Costs) -> Times:
-    """Start and end of each RUN and SEND. Kernels of a submesh follow each other, and so do transfers of a lane."""
+    """Return start and end of each RUN and SEND.
+
+    Kernels of a submesh follow each other, and so do transfers of a lane.
+    """
     rows: dict[tuple[int, ...], list[int]] = collections.defaultdict(list)
     lasts: list[float] = [0.0] * len(plan.instructions)
     needs: dict[int, set[int]] = {}
     maker: dict[int, int] = {}  # slot to the instruction that last filled it
-    for number, item in timed(plan):
+    for number, item in items_in_time(plan):
         needs[number] = {maker[slot] for slot in item.ins if slot in maker}
         if isinstance(item, Transfer):
             link = (item.source, item.target)
@@ -68,7 +71,7 @@ def _times(plan: PlanData, costs: Costs) -> Times:
     return run(list(rows.values()), needs.__getitem__, lasts.__getitem__)
 
 
-def timed(plan: PlanData) -> Iterator[tuple[int, Run | Transfer]]:
+def items_in_time(plan: PlanData) -> Iterator[tuple[int, Run | Transfer]]:
     """Yield each RUN, and the transfer of each SEND, with the number of the instruction: these take time."""
     for number, instruction in enumerate(plan.instructions):
         match instruction:
@@ -78,8 +81,8 @@ def timed(plan: PlanData) -> Iterator[tuple[int, Run | Transfer]]:
                 yield number, plan.transfers[instruction.transfer]
 
 
-def assembled(plan: PlanData, times: Times, note: str, unit: str) -> Timeline:
-    """Timeline of a plan from the start and end of each RUN and SEND, by number of the instruction.
+def assemble(plan: PlanData, times: Times, note: str, unit: str) -> Timeline:
+    """Return the timeline of a plan from the start and end of each RUN and SEND, by number of the instruction.
 
     An array is alive from the start of the kernel or transfer that fills its slot to the end of the last one that
     reads it.
@@ -89,7 +92,7 @@ def assembled(plan: PlanData, times: Times, note: str, unit: str) -> Timeline:
     maker: dict[int, int] = {}  # slot to the span that makes it
     carrier: dict[int, int] = {}  # slot to the transfer that brings it
     readers: dict[int, list[int]] = collections.defaultdict(list)
-    for number, item in timed(plan):
+    for number, item in items_in_time(plan):
         if isinstance(item, Transfer):
             made = max((maker[slot] for slot in item.ins if slot in maker), default=None)
             carrier.update(dict.fromkeys(item.outs, len(transfers)))
@@ -106,7 +109,7 @@ def assembled(plan: PlanData, times: Times, note: str, unit: str) -> Timeline:
 
 
 def _live(plan: PlanData, times: Times) -> tuple[Levels, ...]:
-    """Bytes alive on each submesh over time."""
+    """Return the bytes alive on each submesh over time."""
     until: dict[int, tuple[float, int]] = {}  # slot to the end of its last use, and the number of that instruction
     sent: dict[int, int] = {}  # transfer to its SEND
     changes: list[list[tuple[float, int, float]]] = [[] for _ in plan.submeshes]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from multimesh import schedules
 from multimesh.planner.products import Times
-from multimesh.schedules.costs import covered
+from multimesh.schedules.costs import map_covers
 
 _TURNS = 3  # rounds of microbatches after which a table repeats itself
 
@@ -34,7 +34,7 @@ def cells(schedule: str, pp: int, chunks: int, microbatches: int) -> Cells:
     known = schedules.get(schedule)
     table = known.table(pp, chunks, microbatches, True)
     place = {cell: row for row, row_cells in enumerate(table) for cell in row_cells}
-    covers = covered((cell.stage, cell.phase) for cell in place)
+    covers = map_covers((cell.stage, cell.phase) for cell in place)
     number: dict[schedules.Cell, int] = {}
     found: list[tuple[int, int, str, tuple[tuple[int, bool], ...]]] = []
     position = [0] * len(table)

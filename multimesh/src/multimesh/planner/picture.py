@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from string import ascii_uppercase
 
-from multimesh.timelines.drawing import begun, coordinate, label, ticks
+from multimesh.timelines.drawing import begin, coordinate, label, ticks
 from multimesh.timelines.drawing import point as circle
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _RIGHT, _BOTTOM = 860, 440, 64, 64, 28, 52  # the height is without the list
@@ -55,7 +55,7 @@ def _lines(title: str, points: Sequence[Point], limit: float) -> Iterator[str]:
 
     name = f"mm{zlib.crc32(repr((title, points)).encode()):08x}"
     words = "; ".join(f"{p.name}: {p.seconds:.4g} s, {p.bytes / 1e9:.1f} GB" for p in best)
-    yield from begun(
+    yield from begin(
         name, _WIDTH, _HEIGHT + _LINE * (len(best) + 1), title, f"On the front: {words}.", _own("#" + name)
     )
     yield label(16, 26, title, "title")

@@ -1,1 +1,1 @@
-"""How a plan is compiled and run: kernels, the runner, transfers."""
+"""Compilation and execution of a plan: kernels, the runner, transfers."""

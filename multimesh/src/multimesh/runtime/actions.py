@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from multimesh.core.grouping import grouped
+from multimesh.core.grouping import group
 from multimesh.plan.instructions import Free, Run, Send, Transfer
 from multimesh.plan.plan import Plan
 from multimesh.runtime.transport import Piece, Way
@@ -23,7 +23,7 @@ Owner = Callable[[jax.Device], int]  # the process of a device
 
 
 def owner(device: jax.Device) -> int:
-    """The process of a device."""
+    """Return the process of a device."""
     return int(device.process_index)
 
 
@@ -41,7 +41,7 @@ class Action:
 
 
 def actions(plan: Plan, group: Callable[[Transfer], Any]) -> tuple[Action, ...]:
-    """All actions of a plan in its order; transfers of one group between two kernels are one action."""
+    """Return all actions of a plan in its order. Transfers of one group between two kernels are one action."""
     found: list[Action] = []
     moves: dict[Any, int] = {}  # since the last kernel: group to the place in found
     for number, instruction in enumerate(plan.instructions):
@@ -62,18 +62,23 @@ def actions(plan: Plan, group: Callable[[Transfer], Any]) -> tuple[Action, ...]:
 
 
 def processes(plan: Plan, owner: Owner = owner) -> tuple[frozenset[int], ...]:
-    """The processes of each submesh: those with a device of it."""
+    """Return the processes of each submesh: those with a device of it."""
     return tuple(frozenset(map(owner, mesh.devices.flat)) for mesh in plan.submeshes)
 
 
 def whole(plan: Plan, owner: Owner = owner) -> tuple[Action, ...]:
-    """All actions of a plan. Transfers between two kernels are one; with several processes, one a pair of submeshes."""
+    """Return all actions of a plan.
+
+    Transfers between two kernels are one; with several processes, one a submesh pair.
+    """
     several = len(frozenset().union(*processes(plan, owner))) > 1
     return actions(plan, lambda transfer: (transfer.source, transfer.target) if several else ())
 
 
 def project(plan: Plan, process: int, owner: Owner = owner, everyone: bool = False) -> tuple[Action, ...]:
-    """The actions of one process: kernels of its submeshes, and moves to or from them; with ``everyone`` all moves."""
+    """Return the actions of one process: kernels of its submeshes and moves to or from them; with ``everyone`` all
+    moves.
+    """
     mine = {submesh for submesh, found in enumerate(processes(plan, owner)) if process in found}
     found: list[Action] = []
     for action in whole(plan, owner):
@@ -87,7 +92,7 @@ def project(plan: Plan, process: int, owner: Owner = owner, everyone: bool = Fal
 
 @dataclass(frozen=True, eq=False)
 class Parcel:
-    """A piece of one of the arrays of a call; compared by identity, so that a run can look it up."""
+    """A piece of one of the arrays of a call. It is compared by identity, so that a run can look it up."""
 
     array: int
     piece: Piece
@@ -103,15 +108,13 @@ class Lane:
 
 
 def lanes(ways: Sequence[Way], owner: Owner = owner) -> tuple[Lane, ...]:
-    """The lanes of a call, in the same order in all processes."""
-    found = grouped(
-        ((owner(p.source), owner(p.target)), Parcel(n, p)) for n, way in enumerate(ways) for p in way.pieces
-    )
+    """Return the lanes of a call, in the same order in all processes."""
+    found = group(((owner(p.source), owner(p.target)), Parcel(n, p)) for n, way in enumerate(ways) for p in way.pieces)
     return tuple(Lane(*ends, tuple(each)) for ends, each in sorted(found.items()))
 
 
 def by_devices(lane: Lane) -> list[tuple[jax.Device, jax.Device, tuple[Parcel, ...]]]:
-    """The parcels of a lane for each pair of devices."""
+    """Group the parcels of a lane by pairs of source and target devices."""
 
     def pair(parcel: Parcel) -> tuple[Any, Any]:
         return parcel.piece.source.id, parcel.piece.target.id

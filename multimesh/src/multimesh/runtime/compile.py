@@ -1,4 +1,4 @@
-"""Compiles the kernels of a plan, each once, several at a time."""
+"""Compilation of the kernels of a plan, each once, several at a time."""
 
 from __future__ import annotations
 
@@ -80,10 +80,10 @@ class _Lowered:
     lowered: Any
 
     def compile(self, options: Mapping[str, Any]) -> Any:
-        return executables.finished(self.lowered.compile(options), self.lowered, self.mesh, self.jitted)
+        return executables.finish(self.lowered.compile(options), self.lowered, self.mesh, self.jitted)
 
     def moved(self, compiled: Any, options: Mapping[str, Any]) -> Any:
-        """The executable, from an equal kernel that was compiled for another submesh."""
+        """Return the executable, from an equal kernel that was compiled for another submesh, or else compiled."""
         return executables.on_other_devices(compiled, self.lowered, self.mesh, options) or self.compile(options)
 
 
@@ -116,7 +116,7 @@ def exists(plan: Plan) -> bool:
 
 
 def cores() -> int:
-    """Cores that this process may use: its share of the node where the launcher binds no cores to processes."""
+    """Return the number of cores that this process may use: its share of the node if the launcher binds none."""
     every = os.cpu_count() or 1
     mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
     if mine < every:
@@ -130,7 +130,7 @@ _ON_THIS_NODE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_
 
 
 def with_defaults(plan: Plan, options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Compiler options, with ours where neither they nor ``XLA_FLAGS`` say otherwise.
+    """Return the compiler options, with ours where neither they nor ``XLA_FLAGS`` say otherwise.
 
     * On CPUs LLVM's level 2: level 3 takes a quarter of the compile time of a plan more, for code that is no faster.
     * On CPUs no threads within a kernel if each submesh alone has a device for every core.
@@ -150,7 +150,7 @@ def with_defaults(plan: Plan, options: Mapping[str, Any] | None) -> dict[str, An
 
 
 def _auto(layout: Any) -> Any:
-    """The same layout on the Auto twin of its mesh, where it has one; kernels are lowered for that."""
+    """Return the same layout on the Auto twin of its mesh, if it has one. Kernels are lowered for that."""
     if not isinstance(layout, NamedSharding) or layout.mesh == _compat.auto(layout.mesh):
         return layout
     return NamedSharding(_compat.auto(layout.mesh), layout.spec, memory_kind=layout.memory_kind)
@@ -179,7 +179,7 @@ def first_invalid(kernel: Kernel, plan: Plan, args: Sequence[Any], invalid: Call
 
 
 def _values(kernel: Kernel, args: Sequence[Any], row: Callable[[Any, Any], Any]) -> dict[ir.Value, Any]:
-    """Values that a kernel reads, from its arguments; ``row`` takes the row of a microbatch."""
+    """Map the values that a kernel reads to its arguments. ``row`` takes the row of a microbatch."""
     left, found = list(args[len(kernel.sums) :]), dict[ir.Value, Any]()
     if kernel.rows:
         number = left.pop(0)
@@ -188,14 +188,14 @@ def _values(kernel: Kernel, args: Sequence[Any], row: Callable[[Any, Any], Any])
 
 
 def kernel_function(kernel: Kernel, plan: Plan) -> Callable[..., list[Any]]:
-    """The function of a kernel; `Kernel` explains its arguments and results."""
+    """Return the function of a kernel; `Kernel` explains its arguments and results."""
     mesh = plan.submeshes[kernel.submesh]
 
     def zeros() -> list[Any]:
         return [jnp.zeros(v.aval.shape, v.aval.dtype) for v in kernel.outs]
 
     def stack(*rows: Any) -> list[Any]:
-        return [_compat.typed_as(jnp.stack(rows), kernel.outs[0].aval)]
+        return [_compat.cast_weak_type(jnp.stack(rows), kernel.outs[0].aval)]
 
     def ops(*args: Any) -> list[Any]:
         env = _values(
@@ -204,11 +204,11 @@ def kernel_function(kernel: Kernel, plan: Plan) -> Callable[..., list[Any]]:
         evaluate(kernel.ops, env, mesh)
         return [
             *(lax.add(total, env[leaf]) for total, leaf in zip(args, kernel.sums, strict=False)),
-            *(_compat.typed_as(env[v], v.aval) for v in kernel.outs),
+            *(_compat.cast_weak_type(env[v], v.aval) for v in kernel.outs),
         ]
 
     def in_mesh(*args: Any) -> list[Any]:
         with _compat.abstract_mesh_context(mesh):
             return {"ops": ops, "zeros": zeros, "stack": stack}[kernel.make](*args)
 
-    return _compat.named(in_mesh, "".join(c if c.isalnum() else "_" for c in kernel.name))
+    return _compat.set_name(in_mesh, "".join(c if c.isalnum() else "_" for c in kernel.name))

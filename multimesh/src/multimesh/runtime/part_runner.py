@@ -1,4 +1,4 @@
-"""Runs the part of a compiled plan that one of several processes has."""
+"""Execution of one process's part of a compiled plan."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from multimesh.runtime.transport import Call, put
 
 
 class PartRunner(Runner):
-    """Executes the part of a compiled plan that one of several processes has.
+    """The execution of one process's part of a compiled plan.
 
     Processes compare the plan before it runs. A plan within one process is not compared: the process may run it alone.
     Threads that call wait for each other, as all processes must run their plans in one order.
     """
 
     def __init__(self, compiled: CompiledPlan, names: Sequence[str], name: str, number: int | None):
-        """``number`` is the one by which all processes know the plan; None for a plan within one process."""
+        """Set up the exchange.
+
+        All processes know the plan by ``number``, which is None for a plan within one process.
+        """
         plan, self._name = compiled.plan, name
         self._owners = processes(plan)
         self._exchange: exchange.Exchange | None = None
@@ -105,7 +108,7 @@ class PartRunner(Runner):
         return env
 
     def _compared(self, sources: tuple[Any, ...]) -> bool:
-        """Whether several processes take part in a call; if so, they compare where its arguments lie.
+        """Return whether several processes take part in a call, and if so compare where its arguments lie.
 
         A process with other layouts would wait for arrays that nobody sends.
         """
@@ -118,7 +121,7 @@ class PartRunner(Runner):
         return True
 
     def _moved_to(self, number: int, x: Any, layout: NamedSharding) -> Any:
-        """A value of the caller with a layout; one without a place is the same in all processes."""
+        """Return a caller's value with a layout. A value without a place is the same in all processes."""
         source = x.sharding if is_placed(x) else None
         if source == layout:
             return x
@@ -131,7 +134,10 @@ class PartRunner(Runner):
         return absent(x, layout) if result is None else result
 
     def _mover_to(self, number: int, x: Any, source: jax.sharding.Sharding, layout: NamedSharding) -> Call:
-        """What moves a value of the caller; within one process that takes no others, which may not call at all."""
+        """Return a function that moves a caller's value.
+
+        If one process has all devices, no other process takes part.
+        """
         if len({owner(device) for device in source.device_set | layout.device_set}) == 1:
             return (lambda x: put([x], [layout])) if here(layout.device_set) else lambda _: (None,)
         first = len(self.compiled.plan.instructions)  # after the numbers of all actions

@@ -1,4 +1,4 @@
-"""Runs a compiled plan: one pass over a flat list of calls, no decisions left to make."""
+"""Execution of a compiled plan: one pass over a flat list of calls, no decisions left to make."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Observer = Callable[[Action, Call], Call]
 """Wraps the function of an action; the wrapper may note start and end."""
 
 
-def observed(calls: Calls, observer: Observer) -> Calls:
-    """The same calls under an observer."""
+def watch_calls(calls: Calls, observer: Observer) -> Calls:
+    """Return the same calls under an observer."""
     return tuple((observer(action, call), ins, outs, frees, action) for call, ins, outs, frees, action in calls)
 
 
 class Runner:
-    """Executes a compiled plan in one process.
+    """The execution of a compiled plan in one process.
 
     All state of a call is local to it: threads may share a runner, and an exception in the middle leaves nothing
     behind but donated arguments that were already consumed.
@@ -69,7 +69,7 @@ class Runner:
             self._check_buffers(env, args)
         self.run(env, self.calls)
         results = [
-            env[value] if kind == "slot" else copied(args[value] if kind == "arg" else value)
+            env[value] if kind == "slot" else copy_buffer(args[value] if kind == "arg" else value)
             for kind, value in self._outputs
         ]
         if self._aliases:
@@ -96,7 +96,7 @@ class Runner:
                     env[slot] = None
 
     def bound(self, actions: Iterable[Action]) -> Calls:
-        """The calls of actions in this process."""
+        """Return the calls of actions in this process."""
         move, kernels = self._mover, self.compiled.executables
         return tuple((move(a) if a.kernel is None else kernels[a.kernel], a.ins, a.outs, a.frees, a) for a in actions)
 
@@ -134,7 +134,7 @@ class Runner:
                     )
 
     def _invalid(self, number: int, args: Sequence[Any], kind: str) -> FloatingPointError:
-        """The error of ``jax_debug_nans`` and ``jax_debug_infs`` for a kernel, with the task and the user's line."""
+        """Return the error of ``jax_debug_nans`` or ``jax_debug_infs`` for a kernel, with task and the user's line."""
         kernel = self.compiled.plan.kernels[number]
         with jax.debug_nans(False), jax.debug_infs(False):
             op = first_invalid(kernel, self.compiled.plan, args, {"nan": jnp.isnan, "inf": jnp.isinf}[kind])
@@ -148,7 +148,7 @@ class Runner:
         return FloatingPointError(f"{line}: {task}: invalid value ({kind}) encountered in {op.prim.name}")
 
     def staged(self, args: Sequence[Any]) -> list[Any]:
-        """All slots as a call begins: arguments and constants in their places."""
+        """Return all slots as a call begins: arguments and constants in their places."""
         env = list(self.blank)
         moved: list[tuple[int, int, Any]] = []
         for each in self._inputs:
@@ -185,7 +185,7 @@ class Runner:
 
 
 def is_placed(x: Any) -> bool:
-    """Whether somebody placed a value on devices."""
+    """Return whether somebody placed a value on devices."""
     return isinstance(x, jax.Array) and x.committed
 
 
@@ -202,8 +202,8 @@ def _where(sharding: jax.sharding.Sharding) -> str:
 _copy = jax.jit(lambda x: x)  # every result has a buffer of its own
 
 
-def copied(x: Any) -> Any:
-    """A value with a buffer of its own, if it has any in this process."""
+def copy_buffer(x: Any) -> Any:
+    """Return a value with a buffer of its own, if it has any in this process."""
     elsewhere = isinstance(x, jax.Array) and not x.is_fully_addressable and not x.sharding.addressable_devices
     return x if elsewhere else _copy(x)
 
@@ -212,7 +212,7 @@ _Alike = tuple[tuple[int, int], ...]
 
 
 def _aliases(compiled: CompiledPlan, donated: set[int]) -> tuple[tuple[_Alike, slice], ...]:
-    """Groups of inputs, as (argument, slot), that may be one buffer, one of them donated; and the shards to compare.
+    """Return groups of inputs, as (argument, slot), that may share a buffer with a donated one, and shards to compare.
 
     Those of a group have one type, shards of one shape, and a device in common. If they are on the same devices, their
     first shards are enough.
@@ -235,7 +235,7 @@ def _aliases(compiled: CompiledPlan, donated: set[int]) -> tuple[tuple[_Alike, s
 
 
 def _buffers(x: jax.Array, shards: slice) -> list[tuple[jax.Device, int]]:
-    """Device and address of some of an array's shards in this process."""
+    """Return device and address of some of an array's shards in this process."""
     return [(s.device, s.data.unsafe_buffer_pointer()) for s in x.addressable_shards[shards]]
 
 

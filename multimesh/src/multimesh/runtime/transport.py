@@ -1,4 +1,4 @@
-"""Arrays from the devices of one layout to those of another: shard by shard, never through the host.
+"""Copies of arrays between layouts on different devices: shard by shard, never through the host.
 
 Where the shards of both sides fit, each is copied. Elsewhere the sender cuts its shards at the borders of the
 receiver's, the pieces go from device to device, and the receiver joins them. Each byte of a shard crosses once, and no
@@ -28,7 +28,7 @@ Call = Callable[..., Sequence[Any]]
 
 @dataclass(frozen=True)
 class Piece:
-    """A copy: the piece number ``cut`` of the shard of ``source`` becomes number ``join`` of that of ``target``."""
+    """A copy of one piece: number ``cut`` of the shard of ``source`` becomes number ``join`` of that of ``target``."""
 
     source: jax.Device
     cut: int
@@ -38,7 +38,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Way:
-    """How an array gets from one layout to another.
+    """The pieces in which an array gets from one layout to another.
 
     For each dimension, the sender cuts a shard into as many pieces as ``cuts`` says, and the receiver joins as many as
     ``joins`` says.
@@ -80,7 +80,7 @@ def _parts(layout: jax.sharding.Sharding, shape: tuple[int, ...]) -> list[int]:
 def _places(
     index: Sequence[slice], shape: Sequence[int], grid: Sequence[int], counts: Sequence[int]
 ) -> list[tuple[int, ...]]:
-    """Places in the grid of the pieces of a shard, the last dimension first."""
+    """Return the places in the grid of the pieces of a shard, the last dimension first."""
     starts = [(part.start or 0) * g // max(1, n) for part, n, g in zip(index, shape, grid, strict=True)]
     return list(itertools.product(*(range(a, a + count) for a, count in zip(starts, counts, strict=True))))
 
@@ -88,7 +88,7 @@ def _places(
 def mover(
     sources: Sequence[jax.sharding.Sharding], targets: Sequence[jax.sharding.Sharding], avals: Sequence[Any]
 ) -> Call:
-    """A function that copies arrays of known ``sources`` to other devices with layouts ``targets``.
+    """Return a function that copies arrays of known ``sources`` to other devices with layouts ``targets``.
 
     Call it inside `_compat.explicit_transfers`.
     """
@@ -112,7 +112,7 @@ def mover(
 
 
 def put(values: Sequence[Any], targets: Sequence[jax.sharding.Sharding]) -> list[Any]:
-    """Values of the caller, wherever they are, with layouts ``targets``."""
+    """Return the caller's values, wherever they are, with layouts ``targets``."""
     pairs = list(zip(values, targets, strict=True))
     cut = [n for n, (x, t) in enumerate(pairs) if isinstance(x, jax.Array) and needs_cutting(x.sharding, t, x)]
     rest = [n for n in range(len(pairs)) if n not in cut]
@@ -125,7 +125,7 @@ def put(values: Sequence[Any], targets: Sequence[jax.sharding.Sharding]) -> list
 
 
 def needs_cutting(source: jax.sharding.Sharding, target: jax.sharding.Sharding, aval: Any) -> bool:
-    """Whether ``jax.device_put`` would take an array through the host.
+    """Return whether ``jax.device_put`` would take an array through the host.
 
     It copies shards in the order of the devices, and slices what is on one device.
     """
@@ -137,7 +137,7 @@ def needs_cutting(source: jax.sharding.Sharding, target: jax.sharding.Sharding, 
 
 @dataclass(frozen=True)
 class Ends:
-    """How an array is cut where it leaves and joined where it arrives, and its `Way` between.
+    """The cut of an array at its source, the join at its target, and its `Way` between.
 
     ``piece`` is the type of a piece, with a layout if a piece is the whole array; ``assemble`` makes an array of one
     piece a device. A process compiles ``cut`` or ``join`` only where it has a device of that side.
@@ -155,11 +155,11 @@ class Ends:
         return self.cut is not None
 
     def leave(self, x: Any) -> list[dict[jax.Device, Any]]:
-        """Pieces of an array on this process's devices of its source, by their number and device."""
+        """Return the pieces of an array on this process's devices of its source, by their number and device."""
         return [*map(_shards, self.cut(x) if self.cut else (x,))]
 
     def arrive(self, pieces: Sequence[Any]) -> Any:
-        """The array of the pieces, in the order of the way, that are for devices of this process."""
+        """Return the array of the pieces, in the order of the way, that are for devices of this process."""
         if self.join is None:
             first = pieces[0]
             return first if first.sharding is self.piece.sharding else self.assemble(pieces)
@@ -168,7 +168,7 @@ class Ends:
 
 
 def _shards(x: Any) -> dict[jax.Device, Any]:
-    """The data of an array on each device of this process."""
+    """Return the data of an array on each device of this process."""
     devices = x.sharding.device_set
     if len(devices) == 1:
         return dict.fromkeys(devices, x)
@@ -177,7 +177,10 @@ def _shards(x: Any) -> dict[jax.Device, Any]:
 
 @functools.lru_cache(maxsize=4096)
 def ends(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...], dtype: Any) -> Ends:
-    """The ends of the way of an array from the layout ``source`` to ``target``; each cut and join is compiled once."""
+    """Return the ends of an array's way from the layout ``source`` to ``target``.
+
+    Each cut and join is compiled once.
+    """
     keys = jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
     found = way(source, target, shape)
     cut, pieces, impl = _cut(source, jax.ShapeDtypeStruct(shape, dtype), found.cuts, keys)
@@ -197,7 +200,7 @@ def ends(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...], d
 
 @functools.lru_cache(maxsize=1024)
 def _resharder(source: Any, target: Any, shape: tuple[int, ...], dtype: Any) -> Callable[[Any], Any]:
-    """A function that moves an array from the layout ``source`` to ``target``."""
+    """Return a function that moves an array from the layout ``source`` to ``target``."""
     both = ends(source, target, shape, dtype)
     pieces = both.way.pieces
     places = [SingleDeviceSharding(piece.target, memory_kind=target.memory_kind) for piece in pieces]
@@ -210,7 +213,7 @@ def _resharder(source: Any, target: Any, shape: tuple[int, ...], dtype: Any) -> 
 
 
 def _cut(source: NamedSharding, aval: Any, cuts: tuple[int, ...], keys: bool) -> tuple[Any, Sequence[Any], Any]:
-    """A compiled function that cuts every shard, or None; the types of the pieces; the kind of random keys."""
+    """Return a compiled function that cuts every shard, or None; the types of the pieces; the kind of random keys."""
     if math.prod(cuts) == 1 and not keys:
         return None, [aval], None
     impl: list[Any] = []
@@ -229,12 +232,12 @@ def _cut(source: NamedSharding, aval: Any, cuts: tuple[int, ...], keys: bool) ->
         return jax.shard_map(local, mesh=mesh, in_specs=source.spec, out_specs=source.spec, check_vma=False)(x)
 
     layout = NamedSharding(mesh, source.spec, memory_kind=source.memory_kind)
-    compiled, types = _compiled(cut, [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=layout)], mesh)
+    compiled, types = _compile(cut, [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=layout)], mesh)
     return compiled, types, impl[0] if keys else None
 
 
 def _join(target: NamedSharding, pieces: Sequence[Any], joins: tuple[int, ...], impl: Any) -> Any:
-    """A compiled function that joins the pieces of every shard; None for one piece without random keys."""
+    """Return a compiled function that joins the pieces of every shard; None for one piece without random keys."""
     if len(pieces) == 1 and impl is None:
         return None
     mesh = _compat.auto(target.mesh)
@@ -251,15 +254,15 @@ def _join(target: NamedSharding, pieces: Sequence[Any], joins: tuple[int, ...], 
         return [x if impl is None else jax.random.wrap_key_data(x, impl=impl)]
 
     layout = NamedSharding(mesh, target.spec, memory_kind=target.memory_kind)
-    return _compiled(join, pieces, target.mesh, [layout])[0]
+    return _compile(join, pieces, target.mesh, [layout])[0]
 
 
-def _compiled(fn: Any, args: Sequence[Any], mesh: Any, layouts: Any = None) -> tuple[Any, Sequence[Any]]:
-    """The function compiled for a mesh, or None if no device of it is here, and the types of the results."""
+def _compile(fn: Any, args: Sequence[Any], mesh: Any, layouts: Any = None) -> tuple[Any, Sequence[Any]]:
+    """Compile a function for a mesh, or return None if no device of it is here; also the types of the results."""
     jitted = jax.jit(fn, out_shardings=layouts)
     with _compat.abstract_mesh_context(mesh):
         types = jax.eval_shape(fn, *args)
         if not here(mesh.devices.flat):
             return None, types
         lowered = jitted.lower(*args)
-    return executables.finished(lowered.compile(), lowered, mesh, jitted), types
+    return executables.finish(lowered.compile(), lowered, mesh, jitted), types

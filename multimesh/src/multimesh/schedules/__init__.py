@@ -71,7 +71,7 @@ _BY_NAME: dict[str, Schedule] = {s.name: s for s in PUBLISHED} | {"fill-drain": 
 
 
 def names() -> tuple[str, ...]:
-    """Names of the published schedules. `get` also knows ``auto``, which chooses a table."""
+    """Return the names of the published schedules. `get` also knows ``auto``, which chooses a table."""
     return tuple(name for name in _BY_NAME if name != Auto.name)
 
 

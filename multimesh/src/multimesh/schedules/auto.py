@@ -27,7 +27,7 @@ _EVALUATIONS = (50, 1000)  # at least and at most
 
 @dataclass(frozen=True)
 class Candidate:
-    """A table that was considered.
+    """A table that was simulated for the choice.
 
     Attributes
     ----------
@@ -80,7 +80,7 @@ class Choice:
 
     @property
     def title(self) -> str:
-        """Sizes of the pipeline."""
+        """The sizes of the pipeline."""
         submeshes, chunks, microbatches, _ = self.shape
         several = f"{chunks} stages on each" if chunks > 1 else ""
         return ", ".join(filter(None, (f"{submeshes} submeshes", several, f"{microbatches} microbatches")))
@@ -126,7 +126,7 @@ class Choice:
         return "\n".join([*filter(None, head), *(line.rstrip() for line in lines), self.reason])
 
     def to_json(self) -> dict[str, Any]:
-        """The contents of the printed table, as data."""
+        """Return the contents of the printed table, as data."""
         return {
             "title": self.title,
             "costs": {
@@ -152,7 +152,7 @@ class Choice:
 
 
 def rows_of(table: Table) -> list[list[str]]:
-    """A table in the form of `multimesh.schedules.custom`: names of cells, with microbatches in order."""
+    """Return a table in the form of `multimesh.schedules.custom`: names of cells, with microbatches in order."""
     return [[f"{cell.phase}{cell.stage}" for cell in row] for row in table]
 
 
@@ -210,11 +210,11 @@ class Auto(Schedule):
         checks.whole("schedules.Auto: seed", self.seed)
 
     def placement(self, submeshes: int) -> tuple[int, ...]:
-        """The route, or round and round."""
+        """Return the route, or round and round."""
         return self.route or super().placement(submeshes)
 
     def table(self, submeshes: int, chunks: int, microbatches: int, backward: bool) -> Table:
-        """The table that `choose` takes."""
+        """Return the table that `choose` takes."""
         return self.choose(submeshes, chunks, microbatches, backward).taken.table
 
     def choose(self, submeshes: int, chunks: int, microbatches: int, backward: bool = True) -> Choice:
@@ -240,7 +240,7 @@ def _choose(auto: Auto, submeshes: int, chunks: int, microbatches: int, backward
     both = {
         s: Problem(place, microbatches, costs, backward=backward, splits=s) for s in ((True, False)[: 1 + backward])
     }
-    published = _published(auto, route, (submeshes, chunks, microbatches, backward), both)
+    published = _simulate_published(auto, route, (submeshes, chunks, microbatches, backward), both)
     everything = microbatches * sum(costs.activations or (1.0,) * stages)
     limits = _limits(auto, submeshes, [found for found, _ in published.values()], published.get("1f1b"), everything)
     fits = [f for name, (f, _) in published.items() if name not in auto.without and _fits(f, limits)]
@@ -252,7 +252,7 @@ def _choose(auto: Auto, submeshes: int, chunks: int, microbatches: int, backward
     if FOUND in auto.without:
         best = min(fits, key=lambda f: f.makespan, default=None)
     else:
-        best = _searched(auto, tuple(both.values()), fits, limits, evaluations)
+        best = _search(auto, tuple(both.values()), fits, limits, evaluations)
     if best is None:
         raise UsageError(_too_small(limits, [f for f, _ in published.values()], costs))
     named = [
@@ -266,16 +266,16 @@ def _choose(auto: Auto, submeshes: int, chunks: int, microbatches: int, backward
     return Choice(auto, (submeshes, chunks, microbatches, backward), costs, tuple(named), tuple(limits), bound)
 
 
-def _searched(
+def _search(
     auto: Auto, problems: tuple[Problem, ...], fits: Sequence[Found], limits: Sequence[float], evaluations: int
 ) -> Found | None:
-    """The best table of a search, or that of an equal search before. What was kept is simulated again."""
+    """Return the best table of a search, or of an equal search on disk, whose table is simulated again."""
     start = [(f.problem.phases, f.rows) for f in fits]
     asked = [(p.place, p.microbatches, p.costs, p.phases) for p in problems]
     key = disk_cache.key("search", asked, start, limits, evaluations, auto.seed)
     kept = disk_cache.get(key)
     if kept is not None:
-        if found := _found_again(kept, problems, limits):
+        if found := _restore(kept, problems, limits):
             return found
         disk_cache.tell_wrong(key)
     found = search(problems, fits, limits, evaluations=evaluations, seed=auto.seed)
@@ -284,8 +284,8 @@ def _searched(
     return found
 
 
-def _found_again(kept: Any, problems: Sequence[Problem], limits: Sequence[float]) -> Found | None:
-    """A table that was kept, if it orders every cell of a problem within the limits."""
+def _restore(kept: Any, problems: Sequence[Problem], limits: Sequence[float]) -> Found | None:
+    """Return a table from disk, if it orders every cell of a problem within the limits."""
     try:
         (problem,) = (p for p in problems if p.phases == kept["phases"])
         rows = tuple(tuple(map(int, row)) for row in kept["rows"])
@@ -297,7 +297,7 @@ def _found_again(kept: Any, problems: Sequence[Problem], limits: Sequence[float]
     return found if found and _fits(found, limits) else None
 
 
-def _published(
+def _simulate_published(
     auto: Auto, route: tuple[int, ...], shape: tuple[int, int, int, bool], both: dict[bool, Problem]
 ) -> dict[str, tuple[Found, Table]]:
     """Simulate every published table of this shape; of equal tables the first is kept."""

@@ -15,20 +15,20 @@ CLOSE = 1e-9  # relative difference of rounding
 
 
 def cost(value: object, what: str) -> float:
-    """Return a cost as a float; an error if it is no finite number of at least 0."""
+    """Return a cost as a float. Raise an error if it is no finite number of at least 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
         raise UsageError(f"costs: that of {what} must be a finite number of at least 0, got {value!r}")
     return float(value)
 
 
-def checked(costs: Mapping[str, float]) -> dict[str, float]:
-    """Return the costs of F, B and W; an error if a phase is missing or unknown, or a cost is none."""
+def check_costs(costs: Mapping[str, float]) -> dict[str, float]:
+    """Return the costs of F, B and W. Raise an error if a phase is missing or unknown, or a cost is none."""
     if set(costs) != set(PHASES):
         raise UsageError(f"costs: expected one for each of F, B and W, got {', '.join(map(repr, costs)) or 'none'}")
     return {phase: cost(costs[phase], phase) for phase in PHASES}
 
 
-def covered(cells: Iterable[tuple[int, str]]) -> dict[tuple[int, str], str]:
+def map_covers(cells: Iterable[tuple[int, str]]) -> dict[tuple[int, str], str]:
     """Map each (stage, phase) that has a kernel to the phases that the kernel covers.
 
     B of a stage without W makes the weight gradients too. In a pipeline, B of a stage without F runs its forward too:
@@ -48,8 +48,8 @@ def covered(cells: Iterable[tuple[int, str]]) -> dict[tuple[int, str], str]:
     return covers
 
 
-def parsed_costs(text: str) -> dict[str, float]:
-    """Read costs, written as ``F=1,B=1,W=1``; an error for anything else."""
+def parse_costs(text: str) -> dict[str, float]:
+    """Parse costs, written as ``F=1,B=1,W=1``. Raise an error for anything else."""
     found: dict[str, float] = {}
     for part in text.split(","):
         phase, _, value = part.partition("=")
@@ -57,7 +57,7 @@ def parsed_costs(text: str) -> dict[str, float]:
             found[phase.strip()] = float(value)
         except ValueError:
             raise UsageError(f"--costs: expected F=1,B=1,W=1 with your numbers, got {text!r}") from None
-    return checked(found)
+    return check_costs(found)
 
 
 @dataclass(frozen=True)
@@ -111,22 +111,22 @@ class StageCosts:
 
     @classmethod
     def alike(cls, costs: Mapping[str, float], stages: int, transfer: float = 0.0) -> StageCosts:
-        """Stages that all take the time of F, B and W in ``costs``."""
-        known = checked(costs)
+        """Return the costs of stages that all take the time of F, B and W in ``costs``."""
+        known = check_costs(costs)
         note = ", ".join(f"{phase} {time:g}" for phase, time in known.items()) + f", transfers {transfer:g}"
         times = (known["F"], known["B"], known["W"])
         return cls((times,) * stages, (cost(transfer, "a transfer"),) * (stages - 1), note=note)
 
     def of(self, stage: int, phases: str) -> float:
-        """Time of a kernel of a stage that covers these phases, such as ``BW``."""
+        """Return the time of a kernel of a stage that covers these phases, such as ``BW``."""
         return sum(self.times[stage][PHASES.index(phase)] for phase in phases)
 
     def hop(self, one: int, other: int) -> float:
-        """Time of a transfer between two neighboring stages."""
+        """Return the time of a transfer between two neighboring stages."""
         return self.transfers[min(one, other)] if self.transfers else 0.0
 
     def grows(self, stage: int, phase: str, *, last: str) -> float:
-        """Memory that a cell adds to its submesh when it starts, or, if negative, frees when it ends.
+        """Return the memory that a cell adds to its submesh when it starts, or, if negative, frees when it ends.
 
         ``last`` is the phase that ends the use of a microbatch: W if the table has it, else B.
         """

@@ -32,7 +32,7 @@ class Custom(Schedule):
         return any(cell.phase == "W" for row in self.rows for cell in row)
 
     def placement(self, submeshes: int) -> tuple[int, ...]:
-        """The row of each stage; rows in turn if a stage is missing, or if the rows do not begin in order."""
+        """Return the row of each stage; rows in turn if a stage is missing, or if the rows do not begin in order."""
         home = {cell.stage: rank for rank, row in reversed([*enumerate(self.rows)]) for cell in row}
         found = tuple(home[stage] for stage in sorted(home))
         turns = tuple(range(submeshes))
@@ -40,7 +40,7 @@ class Custom(Schedule):
         return turns if not known or found == turns * (len(found) // submeshes) else found
 
     def table(self, submeshes: int, chunks: int, microbatches: int, backward: bool) -> Table:
-        """The rows as given; `validate` checks whether they have this shape."""
+        """Return the rows as given; `validate` checks whether they have this shape."""
         return tuple(tuple(c for c in row if backward or c.phase == "F") for row in self.rows)
 
 

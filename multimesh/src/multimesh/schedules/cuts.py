@@ -1,4 +1,4 @@
-"""A chain of operations to stages: few bytes between stages of about the same cost. Nothing here imports JAX."""
+"""Cuts of a chain of operations into stages of similar cost with few bytes between. Nothing here imports JAX."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PER_BIN = 2
 
 
 class Need(NamedTuple):
-    """Bytes of a value that a stage keeps if one of its operations is among those that need it.
+    """The bytes of a value that a stage holds once if any of its operations needs the value.
 
     Attributes
     ----------
@@ -69,7 +69,7 @@ class Chain:
         object.__setattr__(self, "home", home)
 
     def costs_of(self, start: int, end: int) -> LayerCosts:
-        """Costs of a stage of the operations from ``start`` to ``end``."""
+        """Return the costs of a stage of the operations from ``start`` to ``end``."""
         costs, seen = self.costs[start:end], dict[Hashable, tuple[float, float]]()
         held, kept = self.needed(start, range(start, end), seen)
         return LayerCosts(
@@ -77,7 +77,7 @@ class Chain:
         )
 
     def needed(self, start: int, more: range, seen: dict[Hashable, tuple[float, float]]) -> tuple[float, float]:
-        """Bytes held all the time and kept of a microbatch that ``more`` operations add to a stage.
+        """Return the bytes held all the time and kept of a microbatch that ``more`` operations add to a stage.
 
         The stage begins at ``start``; ``seen`` has what its operations so far hold and keep of each value.
         """
@@ -91,7 +91,7 @@ class Chain:
         return added[0], added[1]
 
     def received(self, start: int, end: int) -> float:
-        """Bytes that a stage of the operations from ``start`` to ``end`` gets from stages before it."""
+        """Return the bytes that a stage of the operations from ``start`` to ``end`` gets from stages before it."""
         values = {v for read in self.reads[start:end] for v in read}
         return sum(self.size[v] for v in values if self.home[v] < start)
 
@@ -166,7 +166,7 @@ def cut_chain(chain: Chain, stages: int, fits: Fits | None = None) -> ChainCut |
 
 
 def _places(chain: Chain, stages: int, before: Sequence[float]) -> list[int]:
-    """Operations before which a stage may start, with both ends of the chain."""
+    """Return the operations before which a stage may start, with both ends of the chain."""
     number = len(chain.costs)
     if number <= max(_ALL, stages):
         return list(range(number + 1))
@@ -181,7 +181,7 @@ def _places(chain: Chain, stages: int, before: Sequence[float]) -> list[int]:
 
 
 def _alive(chain: Chain) -> list[float]:
-    """Bytes of values that lie before each operation and are read from it on."""
+    """Return for each operation the bytes of values made before it and read from it on."""
     last: dict[Hashable, int] = {}
     for i, read in enumerate(chain.reads):
         last.update(dict.fromkeys(read, i))
@@ -196,10 +196,10 @@ def _alive(chain: Chain) -> list[float]:
 def _fewest_bytes(
     chain: Chain, stages: int, places: Sequence[int], time: Callable[[int, int, int], float], limit: float
 ) -> list[int]:
-    """Ends of the stages, as numbers of places, that send fewest bytes with no stage above a limit."""
+    """Return the ends of stages, as numbers of places, that send fewest bytes with no stage above a limit."""
     number = len(places) - 1
     best: list[dict[int, tuple[tuple[float, float], int]]] = [{0: ((0.0, 0.0), 0)}]
-    received = _Walk(places, _received_by(chain))
+    received = _Walk(places, _receipts_of(chain))
     for stage in range(stages):
         new: dict[int, tuple[tuple[float, float], int]] = {}
         after = stages - stage - 1
@@ -219,7 +219,7 @@ def _fewest_bytes(
 
 
 class _Walk:
-    """Sums over a stage between two places; each start is walked once, as far as it was asked for."""
+    """Sums over a stage between two places. Each start is walked once, as far as it was asked for."""
 
     def __init__(self, places: Sequence[int], adds: Callable[[int], Callable[[range], tuple[float, ...]]]):
         self._places, self._adds = places, adds
@@ -247,7 +247,7 @@ def _needs_of(chain: Chain) -> Callable[[int], Callable[[range], tuple[float, fl
     return adds
 
 
-def _received_by(chain: Chain) -> Callable[[int], Callable[[range], tuple[float]]]:
+def _receipts_of(chain: Chain) -> Callable[[int], Callable[[range], tuple[float]]]:
     def adds(start: int) -> Callable[[range], tuple[float]]:
         seen: set[Hashable] = set()
 

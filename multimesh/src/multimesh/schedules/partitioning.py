@@ -57,7 +57,7 @@ class Partition:
 
     @property
     def pieces(self) -> tuple[range, ...]:
-        """Numbers of the layers of each stage."""
+        """The numbers of the layers of each stage."""
         ends = itertools.accumulate(self.sizes)
         return tuple(range(end - size, end) for end, size in zip(ends, self.sizes, strict=True))
 
@@ -162,7 +162,7 @@ def partition(
 
 
 def alive(stage: int, submeshes: int, chunks: int = 1, microbatches: float = math.inf) -> float:
-    """Microbatches in flight on a stage under 1F1B (interleaved, with several stages on a submesh)."""
+    """Return the microbatches in flight on a stage under 1F1B (interleaved, with several stages on a submesh)."""
     rank = stage % submeshes
     many = submeshes - rank if chunks == 1 else 2 * (submeshes - rank - 1) + (chunks - 1) * submeshes + 1
     return min(microbatches * chunks, many) / chunks

@@ -38,7 +38,7 @@ class GPipe(Schedule):
     summary: ClassVar[str] = "all forwards, then all backwards (also called fill-drain)"
 
     def row(self, rank: int, submeshes: int, chunks: int, microbatches: int) -> Iterator[Cell]:
-        """Chunk by chunk, microbatch by microbatch."""
+        """Yield the cells chunk by chunk, microbatch by microbatch."""
         for chunk in range(chunks):
             yield from (Cell("F", chunk * submeshes + rank, i) for i in range(microbatches))
         for chunk in reversed(range(chunks)):
@@ -79,12 +79,12 @@ class Interleaved(Schedule):
     usual: ClassVar[int] = 2
 
     def row(self, rank: int, submeshes: int, chunks: int, microbatches: int) -> Iterator[Cell]:
-        """By groups and chunks: `warm` forwards, then pairs of a forward and a backward, then the backwards left."""
+        """Yield the cells by groups and chunks: `warm` forwards, then forward-backward pairs, then other backwards."""
         forwards, backwards, group = _in_groups(rank, submeshes, chunks, microbatches)
         return _in_turn(forwards, backwards, self.warm(submeshes - rank - 1, chunks, group))
 
     def warm(self, behind: int, chunks: int, group: int) -> int:
-        """Forwards before the first backward, on a submesh with so many ``behind`` it."""
+        """Return the forwards before the first backward, on a submesh with so many ``behind`` it."""
         return 2 * behind + (chunks - 1) * group if chunks > 1 else behind
 
     def idle(
@@ -106,7 +106,7 @@ class KimiK2(Interleaved):
     summary: ClassVar[str] = "interleaved with one forward more first"
 
     def warm(self, behind: int, chunks: int, group: int) -> int:
-        """One more than `EagerOneFOneB`."""
+        """Return one more than `EagerOneFOneB`."""
         return 2 * behind + (chunks - 1) * group + 1
 
 
@@ -135,7 +135,7 @@ class EagerOneFOneB(OneFOneB):
     summary: ClassVar[str] = "1f1b with more forwards first, so that transfers take place beside kernels"
 
     def warm(self, behind: int, chunks: int, group: int) -> int:
-        """Twice as many as 1F1B."""
+        """Return twice as many as 1F1B."""
         return 2 * behind + (chunks - 1) * group
 
 
@@ -153,7 +153,9 @@ class InterleavedZB(Schedule):
     usual: ClassVar[int] = 2
 
     def row(self, rank: int, submeshes: int, chunks: int, microbatches: int) -> Iterable[Cell]:
-        """``(v - 1) p + p - r - 1`` forwards, then a forward, a backward and the W of ``r`` backwards ago in turn."""
+        """Yield ``(v - 1) p + p - r - 1`` forwards, then in turn a forward, a backward and the W ``r`` backwards
+        behind.
+        """
         forwards, backwards, group = _in_groups(rank, submeshes, chunks, microbatches)
         return _in_turn(forwards, backwards, (chunks - 1) * group + submeshes - rank - 1, rank)
 
@@ -199,7 +201,7 @@ class ZBH2(Schedule):
     chunks: ClassVar[int | None] = 1
 
     def row(self, rank: int, submeshes: int, chunks: int, microbatches: int) -> Iterable[Cell]:
-        """``2 (p - r - 1)`` forwards, then a forward, a backward and the W of ``2 r`` backwards ago in turn."""
+        """Yield ``2 (p - r - 1)`` forwards, then in turn a forward, a backward and the W ``2 r`` backwards behind."""
         forwards, backwards, _ = _in_groups(rank, submeshes, chunks, microbatches)
         return _in_turn(forwards, backwards, 2 * (submeshes - rank - 1), 2 * rank)
 
@@ -226,11 +228,11 @@ class VShaped(Schedule):
     usual: ClassVar[int] = 2
 
     def placement(self, submeshes: int) -> tuple[int, ...]:
-        """Down and up again: ``0, 1, ..., p - 1, p - 1, ..., 1, 0``."""
+        """Return the way down and up again: ``0, 1, ..., p - 1, p - 1, ..., 1, 0``."""
         return (*range(submeshes), *reversed(range(submeshes)))
 
     def row(self, rank: int, submeshes: int, chunks: int, microbatches: int) -> Iterator[Cell]:
-        """The cells of the words: ``F0`` is the next forward of the first stage, ``B1`` a backward of the last."""
+        """Yield the cells of the words: ``F0`` is a forward of the first stage, ``B1`` a backward of the last."""
         stage = {"0": rank, "1": 2 * submeshes - 1 - rank}
         times: collections.Counter[str] = collections.Counter()
         for word in self.words(rank, submeshes, max(microbatches, 2 * submeshes)):
@@ -239,7 +241,7 @@ class VShaped(Schedule):
             times[word] += 1
 
     def words(self, rank: int, submeshes: int, microbatches: int) -> Iterable[str]:
-        """The row of a submesh, for at least ``2 p`` microbatches."""
+        """Return the row of a submesh, for at least ``2 p`` microbatches."""
         raise NotImplementedError
 
 
@@ -255,7 +257,7 @@ class ZBV(VShaped):
     summary: ClassVar[str] = "zb-h2 with the first and the last stage on one submesh, and so on inwards"
 
     def words(self, rank: int, submeshes: int, microbatches: int) -> Iterable[str]:
-        """Forwards until the V is full; then a forward, a backward and its W of either stage in turn; W at the end."""
+        """Return forwards until the V is full; then in turn a forward, a backward and its W of either stage; then W."""
         up = submeshes - rank
         extra = microbatches - 2 * submeshes + rank + 1  # forwards of the first stage that the fill leaves
         fill = ["F0"] * (2 * up - 1) + ["F1", "F0"] * rank + ["F1", "B1", "W1"] * up
@@ -329,7 +331,7 @@ class Wavefront(Schedule):
     ahead: ClassVar[int | None] = 0
 
     def row(self, rank: int, submeshes: int, chunks: int, microbatches: int) -> Iterable[Cell]:
-        """The cells by front; within a front, the cell that is further on comes first."""
+        """Return the cells by front. Within a front, the cell that is further on comes first."""
         stages = submeshes * chunks
 
         def key(cell: Cell) -> tuple[int, int, int]:
@@ -339,7 +341,7 @@ class Wavefront(Schedule):
         return sorted((Cell(phase, s, i) for phase in "FB" for s in own for i in range(microbatches)), key=key)
 
     def front(self, cell: Cell, submeshes: int, chunks: int) -> int:
-        """``(i // p) p v + i % p``, and one more for each cell of the microbatch before it."""
+        """Return ``(i // p) p v + i % p``, and one more for each cell of the microbatch before it."""
         group, place = divmod(cell.microbatch, submeshes)
         stages = submeshes * chunks
         return group * stages + place + _way(cell, stages)
@@ -368,7 +370,7 @@ def _fill_and_drain(submeshes: int, chunks: int, costs: Mapping[str, float], unl
 
 
 def _in_turn(forwards: Sequence[Cell], backwards: Sequence[Cell], warm: int, late: int | None = None) -> Iterator[Cell]:
-    """``warm`` forwards, then in turn a forward, a backward, and the weight gradients of ``late`` backwards ago."""
+    """Yield ``warm`` forwards, then in turn a forward, a backward, and the W of ``late`` backwards ago."""
     yield from forwards[:warm]
     weights = [Cell("W", c.stage, c.microbatch) for c in backwards] if late is not None else []
     late = late or 0
@@ -379,7 +381,7 @@ def _in_turn(forwards: Sequence[Cell], backwards: Sequence[Cell], warm: int, lat
 
 
 def _in_groups(rank: int, submeshes: int, chunks: int, microbatches: int) -> tuple[list[Cell], list[Cell], int]:
-    """Forwards and backwards of a submesh, both in groups of ``p`` microbatches, and the size of the first group."""
+    """Return forwards and backwards of a submesh, both in groups of ``p`` microbatches, and the first group's size."""
     groups = _groups(submeshes, microbatches)
 
     def cells(phase: str, order: Sequence[int]) -> list[Cell]:
@@ -389,14 +391,14 @@ def _in_groups(rank: int, submeshes: int, chunks: int, microbatches: int) -> tup
 
 
 def _groups(size: int, microbatches: int) -> list[range]:
-    """Microbatches in groups of ``size``, or of a few more if need be; the larger groups first."""
+    """Return microbatches in groups of ``size``, or of a few more if need be; the larger groups first."""
     count = max(1, microbatches // size)
     starts = [-(-microbatches * g // count) for g in range(count + 1)]
     return [range(a, b) for a, b in itertools.pairwise(starts)]
 
 
 def _way(cell: Cell, stages: int) -> int:
-    """The number of cells of a microbatch before this one; the two of the last stage count as one."""
+    """Return the number of cells of a microbatch before this one. The two of the last stage count as one."""
     return cell.stage if cell.phase == "F" else 2 * stages - 2 - cell.stage
 
 

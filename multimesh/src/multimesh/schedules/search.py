@@ -50,17 +50,17 @@ class Problem:
         self.last = len(self.phases) - 1
 
     def hop(self, source: int, cell: int) -> float:
-        """Time of a transfer between two cells of different submeshes."""
+        """Return the time of a transfer between two cells of different submeshes."""
         one, other = (self.stage[c // self.microbatches] for c in (source, cell))
         return self.costs.hop(one, other)
 
     def times(self, rows: Rows) -> dict[int, tuple[float, float]] | None:
-        """Start and end of every cell; None if cells wait for each other."""
+        """Return start and end of every cell; None if cells wait for each other."""
         found = run([self.cells(row) for row in rows], self.needs.__getitem__, self.time.__getitem__, self.hop)
         return found if len(found) == len(self.time) else None
 
     def cells(self, row: Sequence[int]) -> list[int]:
-        """The cells of a row of kinds."""
+        """Return the cells of a row of kinds."""
         nexts = [kind * self.microbatches for kind in self.kinds]
         found = []
         for kind in row:
@@ -69,12 +69,15 @@ class Problem:
         return found
 
     def grows(self, kind: int) -> float:
-        """Memory that a cell adds to its submesh when it starts, or, if negative, frees when it ends."""
+        """Return the memory that a cell adds to its submesh when it starts, or, if negative, frees when it ends."""
         phase, stage = divmod(kind, len(self.place))
         return self.costs.grows(stage, self.phases[phase], last=self.phases[-1]) if self.last else 0.0
 
     def peak(self, row: Sequence[int]) -> float:
-        """The most activations alive on a submesh. If W follows its B at once, what B made for it is not counted."""
+        """Return the most activations alive on a submesh.
+
+        If W follows its B at once, B's values for it do not count.
+        """
         alive = most = held = 0.0
         late = [0] * len(self.place)  # of each stage: B whose W have not run
         for kind, following in itertools.zip_longest(row, row[1:]):
@@ -88,7 +91,7 @@ class Problem:
         return most
 
     def bound(self) -> float:
-        """No table ends before this time."""
+        """Return a time before which no table ends."""
         stages, times = len(self.place), self.time[:: self.microbatches]
 
         def way(phase: int, stage: int) -> float:
@@ -110,11 +113,11 @@ class Problem:
         return max(least)
 
     def _between(self, stage: int) -> float:
-        """Time of the transfer between a stage and the next."""
+        """Return the time of the transfer between a stage and the next."""
         return self.costs.hop(stage, stage + 1) if self.place[stage] != self.place[stage + 1] else 0.0
 
     def table(self, rows: Rows) -> Table:
-        """The rows as cells with names."""
+        """Return the rows as cells with names."""
         return tuple(tuple(map(self._cell, self.cells(row))) for row in rows)
 
     def _cell(self, number: int) -> Cell:
@@ -127,13 +130,13 @@ class Problem:
         return kind * self.microbatches + cell.microbatch
 
     def rows(self, table: Table) -> Rows:
-        """The kinds of a table whose microbatches are in order."""
+        """Return the kinds of a table whose microbatches are in order."""
         return tuple(tuple(self._number(cell) // self.microbatches for cell in row) for row in table)
 
 
 @dataclass(frozen=True)
 class Policy:
-    """How the list scheduler chooses between cells that could start.
+    """The preferences of the list scheduler between cells that could start.
 
     A submesh waits for a better cell that will arrive, as long as ``patience`` times the cell that it could start.
     """
@@ -144,7 +147,7 @@ class Policy:
     grouped: bool  # stages take turns by groups of as many microbatches as submeshes, not one by one
 
 
-def listed(problem: Problem, policy: Policy) -> Rows | None:
+def fill_rows(problem: Problem, policy: Policy) -> Rows | None:
     """Fill rows in order of time. None if all submeshes are full before a backward can run."""
     count, stages = problem.microbatches, len(problem.place)
     left = [len(needs) for needs in problem.needs]
@@ -195,7 +198,7 @@ def listed(problem: Problem, policy: Policy) -> Rows | None:
 
 @dataclass(frozen=True)
 class Found:
-    """A table as rows, and when it ends."""
+    """A table as rows, and the time at which it ends."""
 
     problem: Problem
     rows: Rows
@@ -222,35 +225,35 @@ def search(
     caps = [tuple(f.problem.peak(row) for row in f.rows) for f in starts] or [tuple(limits)]
     seen: set[tuple[int, Policy]] = set()
     spent = 0
-    while spent < evaluations // 3 and not _reached(found, bound):
+    while spent < evaluations // 3 and not _reaches(found, bound):
         which = spent % len(problems)
         policy = _policy(rng, limits, caps, problems[which])
         spent += 1
         if (which, policy) in seen:
             continue
         seen.add((which, policy))
-        rows = listed(problems[which], policy)
+        rows = fill_rows(problems[which], policy)
         times = rows and problems[which].times(rows)
         if rows and times:
             found.append(Found(problems[which], rows, max(end for _, end in times.values())))
     found.sort(key=lambda f: f.makespan)
     chosen = _different(found)
     for number, start in enumerate(chosen):
-        if _reached(found, bound):
+        if _reaches(found, bound):
             break
         budget = (evaluations - spent) // (len(chosen) - number)
-        found.insert(0, _improved(start, limits, bound, budget, rng))
+        found.insert(0, _improve(start, limits, bound, budget, rng))
         spent += budget
         found.sort(key=lambda f: f.makespan)
     return found[0] if found else None
 
 
-def _reached(found: Sequence[Found], bound: float) -> bool:
+def _reaches(found: Sequence[Found], bound: float) -> bool:
     return any(f.makespan <= bound * (1 + CLOSE) for f in found)
 
 
 def _different(found: Sequence[Found]) -> list[Found]:
-    """The first few tables that differ."""
+    """Return the first few tables that differ."""
     unique: dict[Rows, Found] = {}
     for f in found:
         unique.setdefault(f.rows, f)
@@ -258,7 +261,7 @@ def _different(found: Sequence[Found]) -> list[Found]:
 
 
 def _policy(rng: random.Random, limits: Sequence[float], caps: Sequence[tuple[float, ...]], problem: Problem) -> Policy:
-    """A random policy: the memory of a known table, a little more or less, or all of it."""
+    """Return a random policy: the memory of a known table, a little more or less, or all of it."""
     cap = rng.choice([*caps, tuple(limits)])
     sizes = [max(problem.grows(k) for k in problem.kinds if problem.row[k] == row) for row in range(problem.submeshes)]
     moved = [c + size * rng.choice((0, 0, 1, 2, -1)) for c, size in zip(cap, sizes, strict=True)]
@@ -266,14 +269,14 @@ def _policy(rng: random.Random, limits: Sequence[float], caps: Sequence[tuple[fl
     return Policy(bounded, rng.random() < 0.5, rng.choice((0.0, 0.0, 0.25, 0.5, 1.0)), rng.random() < 0.5)
 
 
-def _improved(start: Found, limits: Sequence[float], bound: float, evaluations: int, rng: random.Random) -> Found:
+def _improve(start: Found, limits: Sequence[float], bound: float, evaluations: int, rng: random.Random) -> Found:
     """Move cells within their rows; keep each move that makes the table no longer."""
     problem, rows, makespan = start.problem, start.rows, start.makespan
     times = problem.times(rows)
     for _ in range(evaluations):
         if times is None or makespan <= bound * (1 + CLOSE):
             break
-        changed = _moved(problem, rows, times, rng)
+        changed = _move_cell(problem, rows, times, rng)
         if changed is None:
             continue
         row, order = changed
@@ -287,10 +290,10 @@ def _improved(start: Found, limits: Sequence[float], bound: float, evaluations: 
     return Found(problem, rows, makespan)
 
 
-def _moved(
+def _move_cell(
     problem: Problem, rows: Rows, times: dict[int, tuple[float, float]], rng: random.Random
 ) -> tuple[int, tuple[int, ...]] | None:
-    """A row with one cell moved: into idle time, ahead because another submesh waits for it, or anywhere."""
+    """Return a row with one cell moved: into idle time, ahead because another submesh waits for it, or anywhere."""
     row = rng.randrange(len(rows))
     cells = problem.cells(rows[row])
     gaps = [
@@ -320,7 +323,7 @@ def _shift(rows: Rows, row: int, source: int, target: int) -> tuple[int, tuple[i
 
 
 def _keeps_order(problem: Problem, row: Sequence[int]) -> bool:
-    """Whether every F of a stage comes before its B, and every B before its W."""
+    """Return whether every F of a stage comes before its B, and every B before its W."""
     stages = len(problem.place)
     done = [0] * len(problem.kinds)
     for kind in row:

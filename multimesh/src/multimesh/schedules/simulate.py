@@ -1,4 +1,4 @@
-"""When the cells of a table run, on ideal submeshes."""
+"""The times at which the cells of a table run, on ideal submeshes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from multimesh.errors import UsageError
 from multimesh.schedules import Cell, Table, needs
-from multimesh.schedules.costs import UNIT_COSTS, StageCosts, covered
+from multimesh.schedules.costs import UNIT_COSTS, StageCosts, map_covers
 from multimesh.schedules.scheduler import run
 from multimesh.timelines.spans import Hop, Levels, Span, levels
 from multimesh.timelines.timeline import Timeline
@@ -28,7 +28,7 @@ def simulate(
     microbatch is alive from the start of F to the end of its last phase.
     """
     place = {cell: row for row, cells in enumerate(table) for cell in cells}
-    covers = covered((cell.stage, cell.phase) for cell in place)
+    covers = map_covers((cell.stage, cell.phase) for cell in place)
     stages = 1 + max((cell.stage for cell in place), default=0)
     reads = {cell: [source for source in needs(cell, stages) if source in place] for cell in place}
     known = costs if isinstance(costs, StageCosts) else StageCosts.alike(costs, stages, transfer)
@@ -51,14 +51,14 @@ def simulate(
             transfers.append(Hop(place[source], place[cell], sent, got, None, number[source], (reader,)))
     rows = tuple(f"submesh {row}" for row in range(len(table)))
     several = any(len({cell.stage for cell in row}) > 1 for row in table)
-    note = f"forecast with {_described(known, covers, costs is known)}"
+    note = f"forecast with {_describe(known, covers, costs is known)}"
     note += "; an activation is that of one stage" if several and not known.sizes else ""
     live = tuple(_activations([s for s in spans if s.row == row], known) for row in range(len(table)))
     unit = known.sizes or "activations"
     return Timeline(title, note, known.unit, rows, tuple(spans), tuple(transfers), live, unit)
 
 
-def _described(costs: StageCosts, covers: Mapping[tuple[int, str], str], own: bool) -> str:
+def _describe(costs: StageCosts, covers: Mapping[tuple[int, str], str], own: bool) -> str:
     if own:
         return costs.note or "the costs of each stage"
     names = sorted(set(covers.values()), key="FBW".find)
@@ -67,7 +67,7 @@ def _described(costs: StageCosts, covers: Mapping[tuple[int, str], str], own: bo
 
 
 def _activations(spans: Sequence[Span], costs: StageCosts) -> Levels:
-    """Memory of activations on a submesh."""
+    """Return the memory of activations on a submesh over time."""
     last = {(span.stage, span.microbatch): order for order, span in enumerate(spans)}
     alive: dict[tuple[int | None, int | None], float] = {}
     changes = []
@@ -87,7 +87,7 @@ def _activations(spans: Sequence[Span], costs: StageCosts) -> Levels:
 
 
 def sizes(name: str, submeshes: int, chunks: int, microbatches: int) -> str:
-    """Title of a timeline: ``1f1b: 4 submeshes, 8 microbatches``."""
+    """Return the title of a timeline: ``1f1b: 4 submeshes, 8 microbatches``."""
     parts = [f"{submeshes} submesh{'' if submeshes == 1 else 'es'}{f' of {chunks} stages' if chunks > 1 else ''}"]
     if microbatches:
         parts.append(f"{microbatches} microbatch{'' if microbatches == 1 else 'es'}")

@@ -33,7 +33,7 @@ class StageCut:
 
     @property
     def start(self) -> str:
-        """Line and text, with the file as seen from the current folder."""
+        """Its line and text, with the file as seen from the current folder."""
         path, sign, rest = self.line.partition(":")
         near = os.path.relpath(path) if os.path.isabs(path) and os.path.exists(path) else path
         where = f"{path if near.startswith(os.pardir) else near}{sign}{rest}"
@@ -42,7 +42,7 @@ class StageCut:
 
 @dataclass(frozen=True)
 class Cuts:
-    """How `pipeline` has cut a function; ``str`` is a table of the stages.
+    """The stages into which `pipeline` has cut a function; ``str`` is a table of them.
 
     Attributes
     ----------
@@ -57,23 +57,23 @@ class Cuts:
 
     @property
     def slowest(self) -> float:
-        """Operations of the longest stage, as a multiple of the mean."""
+        """The operations of the longest stage, as a multiple of the mean."""
         times = [stage.costs.time for stage in self.stages]
         return max(times) * len(times) / sum(times) if any(times) else 1.0
 
     @property
     def sent(self) -> float:
-        """Bytes that stages get from stages before them."""
+        """The bytes that stages get from stages before them."""
         return sum(stage.received for stage in self.stages)
 
     @property
     def shares(self) -> tuple[str, ...]:
-        """Of the operations, for each stage."""
+        """The share of the operations of each stage."""
         total = sum(stage.costs.time for stage in self.stages) or 1.0
         return tuple(f"{100 * stage.costs.time / total:.1f} %" for stage in self.stages)
 
     def short(self) -> list[str]:
-        """Lines of a table of where stages start and how even they are."""
+        """Return the lines of a table of where stages start and how even they are."""
         starts = [stage.start for stage in self.stages]
         parts = [("stage", [*map(str, range(len(starts)))]), ("share", self.shares), ("starts at", starts)]
         head = f"{self.name} is cut into {len(starts)} stages; the slowest has {self.slowest:.2f} x the mean"

@@ -80,14 +80,14 @@ class Schedule:
     ahead: ClassVar[int | None] = None
 
     def placement(self, submeshes: int) -> tuple[int, ...]:
-        """Submesh of stages 0, 1, ...: the way of a microbatch. Further stages go the same way again.
+        """Return the submesh of stages 0, 1, ...: the route of a microbatch. Further stages go the same way again.
 
         Stage ``s`` runs on ``placement[s % len(placement)]``: by default on ``s % p``, round and round.
         """
         return tuple(range(submeshes))
 
     def table(self, submeshes: int, chunks: int, microbatches: int, backward: bool) -> Table:
-        """The rows of cells of all submeshes.
+        """Return the rows of cells of all submeshes.
 
         Parameters
         ----------
@@ -133,11 +133,11 @@ class Schedule:
         return None
 
     def row(self, rank: int, submeshes: int, chunks: int, microbatches: int) -> Iterable[Cell]:
-        """The row of one submesh, with a backward pass."""
+        """Return the row of one submesh, with a backward pass."""
         raise NotImplementedError
 
     def front(self, cell: Cell, submeshes: int, chunks: int) -> int | None:
-        """The front of a cell, in a schedule with a global order of fronts; else None."""
+        """Return the front of a cell, in a schedule with a global order of fronts; else None."""
         return None
 
     def __str__(self) -> str:

@@ -77,7 +77,7 @@ def _places(table: Table, home: Sequence[int], microbatches: int, backward: bool
 
 
 def needs(cell: Cell, stages: int) -> tuple[Cell, ...]:
-    """The cells that must have run before this one."""
+    """Return the cells that must have run before this one."""
     if cell.phase == "F":
         return (Cell("F", cell.stage - 1, cell.microbatch),) if cell.stage else ()
     if cell.phase == "W":

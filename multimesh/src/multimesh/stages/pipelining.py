@@ -120,7 +120,7 @@ class Pipelined:
                 return self.fn(*inner_args, **inner_kwargs)
 
         arrays = tuple(leaves[i] for i in where)
-        with _compat.traced_as(lambda: self._name):
+        with _compat.explain_trace(lambda: self._name):
             closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*arrays)
         named = max(self.argnums, default=0)  # with loops they are those of the loop's function
         if not loops.number and self.memory < math.inf and named >= max(len(args), 1):

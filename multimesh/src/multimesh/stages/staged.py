@@ -33,7 +33,7 @@ def run(
     arguments = (v for v in found.given if v not in found.consts)
     env = _Values(itertools.chain(zip(arguments, arrays, strict=True), found.consts.items()))
     for eqn in found.free:
-        env.update(zip(eqn.outvars, _compat.evaluated(eqn, eqn.params, env.many(eqn.invars)), strict=True))
+        env.update(zip(eqn.outvars, _compat.evaluate(eqn, eqn.params, env.many(eqn.invars)), strict=True))
     back = list(_backward_stages(found.after, stages))
     whole = list(_merged([*stages, *(units for _, units in back)]))
     ins = [_read(units) for units in whole]
@@ -178,7 +178,7 @@ def _evaluate(units: Sequence[Unit], env: _Values, mesh: Mesh | None) -> None:
             parts = [list(itertools.islice(left, len(rows))) for rows in unit.parts]
             results: Sequence[Any] = [p[0] if len(p) == 1 else jax.lax.concatenate(p, 0) for p in parts]
         else:
-            results = _constrained(unit, args) or _compat.evaluated(unit.eqn, unit.params, args, mesh)
+            results = _constrained(unit, args) or _compat.evaluate(unit.eqn, unit.params, args, mesh)
         env.update(zip(unit.makes, results, strict=True))
 
 

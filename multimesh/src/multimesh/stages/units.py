@@ -42,7 +42,7 @@ class Rows:
     @property
     def aval(self) -> Any:
         """Their shape and dtype."""
-        return _compat.stacked(_compat.row_aval(self.of.aval), self.stop - self.start)
+        return _compat.stack(_compat.row_aval(self.of.aval), self.stop - self.start)
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ class _Reader:
         self, eqn: Any, names: dict[Any, Any], calls: tuple[Any, ...], within: Checkpoint | None
     ) -> Sequence[Any]:
         cost = operations(eqn.primitive.name, eqn.params, eqn.invars, eqn.outvars)
-        inner = _compat.called(eqn)
+        inner = _compat.callee_of(eqn)
         if eqn.primitive is _compat.remat_p:
             if cost <= _WHOLE * self._goal:
                 inner = None
@@ -248,15 +248,15 @@ class _Reader:
             inside.update((v, v) for v in called.constvars)
             return self.walk(called, inside, (*calls, eqn), within)
         if eqn.primitive.name == "scan":
-            behind = _BACKWARD if _compat.scopes(_compat.renamed(eqn, names, calls))[1] else 1
+            behind = _BACKWARD if _compat.scopes(_compat.rename(eqn, names, calls))[1] else 1
             if cost > behind * _LONG * self._goal * eqn.params["length"] and eqn.params["length"] > 1:
                 return self._unrolled(eqn, names, calls, within)
             if cost > _FEW * self._goal:
-                eqn = self._cast_inside(_compat.renamed(eqn, names, calls))
+                eqn = self._cast_inside(_compat.rename(eqn, names, calls))
                 rows = range(eqn.params["length"])
                 self._add(Unit(eqn, cost, rows, within))
                 return list(eqn.outvars)
-        new = _compat.renamed(eqn, names, calls)
+        new = _compat.rename(eqn, names, calls)
         self._add(Unit(new, cost, within=within))
         return list(new.outvars)
 
@@ -315,7 +315,7 @@ class _Reader:
             full = list(args)
             for i, chain in casts.items():
                 for cast in chain:
-                    (full[i],) = _compat.evaluated(cast, cast.params, [full[i]])
+                    (full[i],) = _compat.evaluate(cast, cast.params, [full[i]])
             return body(*full)
 
         shapes = [_compat.shape_of(a) for a in eqn.params["jaxpr"].in_avals]

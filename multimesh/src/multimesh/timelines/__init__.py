@@ -1,1 +1,1 @@
-"""Pictures of what ran when: SVG, HTML and Perfetto."""
+"""Pictures of kernels and transfers in time: SVG, HTML and Perfetto."""

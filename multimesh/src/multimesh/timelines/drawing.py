@@ -1,4 +1,4 @@
-"""What pictures share: their style, text, coordinates, and round numbers of axes."""
+"""Elements of all pictures: style, text, coordinates, and round numbers of axes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STYLE = """\
 
 
 def ticks(end: float, width: float) -> Iterable[float]:
-    """Round numbers from 0 to ``end``, at least 60 pixels apart."""
+    """Return round numbers from 0 to ``end``, at least 60 pixels apart."""
     if end <= 0:
         return [0.0]
     least = end * 60 / width
@@ -35,8 +35,8 @@ def ticks(end: float, width: float) -> Iterable[float]:
     return [round(i * step, 12) for i in range(math.floor(end / step * (1 + 1e-9)) + 1)]
 
 
-def begun(name: str, width: float, height: float, title: str, words: str, styles: str, *paints: str) -> Iterator[str]:
-    """The beginning of a picture, with its card; ``words`` tell it to readers who do not see it."""
+def begin(name: str, width: float, height: float, title: str, words: str, styles: str, *paints: str) -> Iterator[str]:
+    """Yield the beginning of a picture, with its card. ``words`` describe it to readers who do not see it."""
     wide, high = coordinate(width), coordinate(height)
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" id="{name}" width="{wide}" height="{high}" '
@@ -50,17 +50,17 @@ def begun(name: str, width: float, height: float, title: str, words: str, styles
 
 
 def point(x: float, y: float, kind: str, words: str) -> str:
-    """A point of a class of the picture's own; ``words`` tell of it to readers who point at it."""
+    """Return a point of a class of the picture's own. ``words`` are shown to readers who point at it."""
     place = f'cx="{coordinate(x)}" cy="{coordinate(y)}" r="4"'
     return f'<circle class="{kind}" {place}><title>{escape(words)}</title></circle>'
 
 
 def label(x: float, y: float, words: str, kind: str = "") -> str:
-    """A line of text, of classes of `STYLE`."""
+    """Return a line of text, of classes of `STYLE`."""
     style = f' class="{kind}"' if kind else ""
     return f'<text{style} x="{coordinate(x)}" y="{coordinate(y)}">{escape(words)}</text>'
 
 
 def coordinate(value: float) -> str:
-    """Shortest text of a coordinate, to a hundredth of a pixel."""
+    """Return the shortest text of a coordinate, to a hundredth of a pixel."""
     return f"{value:.2f}".rstrip("0").rstrip(".")

@@ -1,4 +1,4 @@
-"""What a picture shows of a long timeline: its beginning, a middle and its end, with time left out between them."""
+"""The parts of a long timeline that a picture shows: its beginning, a middle and its end."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class Excerpt:
 
     @property
     def shown(self) -> float:
-        """Length of all windows."""
+        """The length of all windows."""
         return sum(end - start for start, end in self.windows)
 
     def parts(self, start: float, end: float) -> Iterator[Window]:
-        """Yield what the windows show of a time from ``start`` to ``end``."""
+        """Yield the parts of a time from ``start`` to ``end`` that the windows show."""
         for first, last in self.windows:
             if start < last and end > first:
                 yield max(start, first), min(end, last)
 
 
 def excerpt(timeline: Spans, most: int | None = None) -> Excerpt:
-    """Return what to show such that a picture has about ``most`` boxes; None shows everything."""
+    """Return the windows to show so that a picture has about ``most`` boxes; None shows everything."""
     boxes = [span for span in timeline.spans if span.duration]
     end = timeline.makespan
     if most is None or len(boxes) <= most:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from multimesh.core.grouping import grouped
+from multimesh.core.grouping import group
 from multimesh.core.text import amount
 from multimesh.timelines.spans import Hop, Span, Spans
 
@@ -10,9 +10,9 @@ _NOISE = 1e-6  # of the whole: a shorter gap is not called waiting
 
 
 def of_spans(timeline: Spans) -> tuple[str, ...]:
-    """A few lines for each span: name, times, what its submesh waited for, and its transfers."""
-    leaving = grouped((hop.producer, hop) for hop in timeline.transfers if hop.producer is not None)
-    arriving = grouped((reader, hop) for hop in timeline.transfers for reader in hop.consumers)
+    """Return a few lines for each span: name, times, why its submesh waited, and its transfers."""
+    leaving = group((hop.producer, hop) for hop in timeline.transfers if hop.producer is not None)
+    arriving = group((reader, hop) for hop in timeline.transfers for reader in hop.consumers)
     free = [0.0] * len(timeline.rows)
     said = [""] * len(timeline.spans)
     for number, span in sorted(enumerate(timeline.spans), key=lambda pair: (pair[1].start, pair[1].end)):
@@ -28,7 +28,7 @@ def of_spans(timeline: Spans) -> tuple[str, ...]:
 
 
 def of_transfer(timeline: Spans, hop: Hop) -> str:
-    """A few lines for a transfer: source, target, times and bytes."""
+    """Return a few lines for a transfer: source, target, times and bytes."""
     lines = [f"{_load(hop)} from {timeline.rows[hop.source]} to {timeline.rows[hop.target]}", _when(timeline, hop)]
     if hop.producer is not None:
         lines.append(f"made by {timeline.spans[hop.producer]}")
@@ -46,7 +46,7 @@ def _load(hop: Hop) -> str:
 
 
 def _reason(timeline: Spans, arriving: list[Hop]) -> str:
-    """The kernel behind the transfer that came last."""
+    """Return the kernel behind the transfer that came last."""
     last = max(arriving, key=lambda hop: hop.end, default=None)
     if last is None or last.producer is None:
         return ""

@@ -20,7 +20,7 @@ _UNIT = 1000.0  # microseconds for one unit of relative costs
 
 
 def trace(timeline: Spans) -> str:
-    """The JSON text of a timeline. Times without a unit are shown as milliseconds."""
+    """Return the JSON text of a timeline. Times without a unit are shown as milliseconds."""
     scale = 1e6 if timeline.unit == "s" else _UNIT
     lanes = sorted({(t.source, t.target) for t in timeline.transfers})
     tids = {lane: _FIRST + len(timeline.rows) + n for n, lane in enumerate(lanes)}
@@ -78,7 +78,7 @@ def _transfers(timeline: Spans, tids: dict[tuple[int, int], int], scale: float) 
 
 
 def _ends(timeline: Spans, transfer: Hop) -> list[tuple[Span, Span]]:
-    """The kernel that made the sent arrays, with each kernel that reads them. Kernels without duration are left out."""
+    """Return the kernel that made the sent arrays, with each that reads them. Those without duration are left out."""
     if transfer.producer is None or not timeline.spans[transfer.producer].duration:
         return []
     readers = (timeline.spans[reader] for reader in transfer.consumers)

@@ -119,11 +119,11 @@ class Spans:
         return tuple(max((amount for _, amount in steps), default=0) for steps in self.live)
 
     def row(self, number: int) -> tuple[Span, ...]:
-        """The spans of one submesh in the order of their start."""
+        """Return the spans of one submesh in the order of their start."""
         return tuple(self.spans[index] for index in self.order(number))
 
     def order(self, row: int) -> tuple[int, ...]:
-        """Indices of the spans of one submesh in the order of their start."""
+        """Return the indices of the spans of one submesh in the order of their start."""
         found = (number for number, span in enumerate(self.spans) if span.row == row)
         return tuple(sorted(found, key=lambda number: (self.spans[number].start, self.spans[number].end)))
 
@@ -134,6 +134,6 @@ class Spans:
 
 
 def levels(changes: Iterable[tuple[float, int, float]]) -> Levels:
-    """The running total of changes. A change is (time, order among those at that time, difference)."""
+    """Return the running total of changes. A change is (time, order among those at that time, difference)."""
     ordered = sorted(changes)
     return tuple(zip((time for time, _, _ in ordered), itertools.accumulate(by for _, _, by in ordered), strict=True))

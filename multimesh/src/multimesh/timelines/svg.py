@@ -15,7 +15,7 @@ from html import escape
 
 from multimesh.core.text import amount
 from multimesh.timelines import hover
-from multimesh.timelines.drawing import begun, ticks
+from multimesh.timelines.drawing import begin, ticks
 from multimesh.timelines.drawing import coordinate as _n
 from multimesh.timelines.drawing import label as _text
 from multimesh.timelines.excerpt import Excerpt, excerpt
@@ -40,7 +40,7 @@ _ROOMY, _TIGHT = 22.0, 14.0  # width of a short kernel: comfortable, and just en
 
 
 def draw(timeline: Spans, most: int | None = None) -> str:
-    """SVG of a timeline, of a part of it where that has more than ``most`` boxes; see `multimesh.Plan.to_svg`."""
+    """Return the SVG of a timeline, of an excerpt if that has more than ``most`` boxes; see `multimesh.Plan.to_svg`."""
     return "\n".join(_Picture(timeline, excerpt(timeline, most)).lines()) + "\n"
 
 
@@ -53,7 +53,7 @@ class _Picture:
 
     @functools.cached_property
     def plot(self) -> float:
-        """Width of the plot: wide enough for the labels of short kernels, within limits."""
+        """The width of the plot: wide enough for the labels of short kernels, within limits."""
         lengths = sorted(s.duration for s in self.timeline.spans if s.phases and s.duration)
         if not lengths:
             return _NARROWEST
@@ -67,11 +67,11 @@ class _Picture:
 
     @property
     def bottom(self) -> float:
-        """Where the rows end."""
+        """The lower edge of the rows."""
         return _TOP + len(self.timeline.rows) * (_ROW + _GAP) - _GAP
 
     def x(self, time: float) -> float:
-        """Position of a time; of one that is left out, where that is."""
+        """Return the position of a time; of one that is left out, the position of the gap."""
         shown, windows = self.excerpt.shown, self.excerpt.windows
         before = [(start, end) for start, end in windows[:-1] if end < time]
         seen = sum(end - start for start, end in before) + max(0.0, time - windows[len(before)][0])
@@ -79,11 +79,11 @@ class _Picture:
         return _LEFT + _CUT * len(before) + (seen / shown if shown else 0.0) * room
 
     def y(self, row: int) -> float:
-        """Upper edge of a row."""
+        """Return the upper edge of a row."""
         return _TOP + row * (_ROW + _GAP)
 
     def lines(self) -> Iterator[str]:
-        """The whole document."""
+        """Yield the whole document."""
         line = self.timeline
         name = f"mm{zlib.crc32(repr(line).encode()):08x}"
         legend, below = self.legend(self.bottom + 50)
@@ -97,7 +97,7 @@ class _Picture:
         )
         paints = [both] * any(len(s.phases) > 1 for s in line.spans)
         styles = self.fills("#" + name)
-        yield from begun(name, self.width, height, line.title, summary(line), styles, *paints)
+        yield from begin(name, self.width, height, line.title, summary(line), styles, *paints)
         yield from self.head()
         yield from self.axis()
         yield from (self.track(row) for row in range(len(line.rows)))
@@ -111,7 +111,7 @@ class _Picture:
         yield "</svg>"
 
     def head(self) -> Iterator[str]:
-        """Title, total, and the heads of the columns on the right."""
+        """Yield the title, the total, and the heads of the columns on the right."""
         line = self.timeline
         room = int((self.width - 2 * _MARGIN) / (15 * _CHARACTER))
         yield _text(_MARGIN, 26, textwrap.shorten(line.title, room, placeholder=" ..."), "title")
@@ -121,7 +121,7 @@ class _Picture:
             yield _text(self.width - _MARGIN, _TOP - 10, f"peak {line.live_unit}", "soft e")
 
     def track(self, row: int) -> str:
-        """Label of a row, its idle time as background, its figures on the right."""
+        """Return the label of a row, its idle time as background, its figures on the right."""
         line, top = self.timeline, self.y(row)
         middle = top + _ROW / 2 + 4
         parts = [
@@ -139,7 +139,7 @@ class _Picture:
         return "\n".join(parts)
 
     def cells(self, row: int, name: str, hints: Sequence[str]) -> Iterator[str]:
-        """Boxes of one submesh, each with the number of its microbatch if there is room."""
+        """Yield the boxes of one submesh, each with the number of its microbatch if there is room."""
         line = self.timeline
         chunks = self.chunks(row)
         yield "<g>"
@@ -169,7 +169,7 @@ class _Picture:
         yield "</g>"
 
     def transfers(self) -> Iterator[str]:
-        """A line for each transfer, behind the boxes."""
+        """Yield a line for each transfer, behind the boxes."""
         for t in self.timeline.transfers:
             if not any(first <= t.start and t.end <= last for first, last in self.excerpt.windows):
                 continue
@@ -180,7 +180,7 @@ class _Picture:
             yield f'<path class="x" {path}><title>{escape(hover.of_transfer(self.timeline, t))}</title></path>'
 
     def axis(self) -> Iterator[str]:
-        """Time axis with round numbers."""
+        """Yield a time axis with round numbers."""
         line, y = self.timeline, self.bottom + 8
         yield f'<path class="grid" d="M{_LEFT} {_n(y)}H{_n(_LEFT + self.plot)}"/>'
         scale, unit = _scale(line)
@@ -194,7 +194,7 @@ class _Picture:
         yield _text(_LEFT + self.plot + 20, y + 17, unit or "time", "soft")
 
     def legend(self, y: float) -> tuple[list[str], float]:
-        """The meaning of the colours, in as many lines as it takes, and the position of the next part."""
+        """Return the meaning of the colours, in as many lines as it takes, and the position of the next part."""
         line = self.timeline
         present = {s.phases for s in line.spans if s.duration}
         alone = "W" not in present
@@ -219,17 +219,17 @@ class _Picture:
         return parts, y + 24
 
     def chunks(self, row: int) -> tuple[int, ...]:
-        """Stages of a submesh, in order."""
+        """Return the stages of a submesh, in order."""
         return tuple(sorted({s.stage for s in self.timeline.spans if s.row == row and s.stage is not None}))
 
     def fills(self, root: str) -> str:
-        """Styles of every kind of box and label; later stages of a submesh are lighter."""
+        """Return the styles of every kind of box and label. Later stages of a submesh are lighter."""
         most = max((len(self.chunks(row)) for row in range(len(self.timeline.rows))), default=1)
         rules = []
         absent = {"L"}.difference(s.phases for s in self.timeline.spans)
         for phase, colour in _COLOURS.items():
             for chunk in range(0 if phase in absent else most if phase else 1):
-                shade = _mixed(colour, _FADE * chunk / (most - 1) if most > 1 else 0.0)
+                shade = _mix(colour, _FADE * chunk / (most - 1) if most > 1 else 0.0)
                 name = (phase or "O") + (str(chunk) if chunk else "")
                 rules += [f"{root} .{name}{{fill:{shade}}}", f"{root} .t{name}{{fill:{_on(shade)}}}"]
         return "\n".join(rules)
@@ -248,14 +248,14 @@ def _swatch(kind: str, x: float, y: float) -> str:
         second = f'<rect class="B" x="{_n(x + 5)}" y="{_n(y - 10)}" width="9" height="12"/>'
         return f'<rect class="F" {box.format(5)}/>{second}'
     if kind == "light":
-        fade = [_mixed(_COLOURS["F"], share) for share in (0.0, _FADE)]
+        fade = [_mix(_COLOURS["F"], share) for share in (0.0, _FADE)]
         second = f'<rect fill="{fade[1]}" x="{_n(x + 7)}" y="{_n(y - 10)}" width="7" height="12"/>'
         return f'<rect fill="{fade[0]}" {box.format(7)}/>{second}'
     return f'<rect class="{kind or "O"}" {box.format(14)}/>'
 
 
 def summary(timeline: Spans) -> str:
-    """The picture in words, for readers who do not see it."""
+    """Return the picture in words, for readers who do not see it."""
     rows = [
         f"{name} computes {amount(busy, timeline.unit)} and is idle for {amount(idle, timeline.unit)} "
         f"({100 * bubble:.1f} %)"
@@ -271,13 +271,13 @@ def _scale(timeline: Spans) -> tuple[float, str]:
     return {"s": 1.0, "ms": 1e-3, "us": 1e-6}[unit], unit
 
 
-def _mixed(colour: str, white: float) -> str:
+def _mix(colour: str, white: float) -> str:
     parts = (round(int(colour[i : i + 2], 16) * (1 - white) + 255 * white) for i in (1, 3, 5))
     return "#" + "".join(f"{part:02x}" for part in parts)
 
 
 def _on(colour: str) -> str:
-    """Black or white, whichever has more contrast on a colour (WCAG 2)."""
+    """Return black or white, whichever has more contrast on a colour (WCAG 2)."""
     linear = []
     for i in (1, 3, 5):
         part = int(colour[i : i + 2], 16) / 255

@@ -1,4 +1,4 @@
-"""When the kernels of a plan run. Forecasts and measured runs share this form, and pictures show it."""
+"""Kernels of a plan in time. Forecasts and measured runs share this form, and pictures show it."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class Timeline(Spans):
         return "\n".join([self.title, self.note, "", *columns(parts), "", self.total])
 
     def _repr_svg_(self) -> str:
-        """What a notebook shows."""
+        """Return the picture for a notebook."""
         return draw(self, MOST)
 
     def to_svg(self, path: str | Path) -> None:
-        """Write a picture; of a long timeline its beginning, a middle and its end, which the picture says."""
+        """Write a picture; of a long timeline its beginning, a middle and its end, with a note that says so."""
         Path(checks.path("to_svg: path", path)).write_text(self._repr_svg_(), encoding="utf-8")
 
     def to_html(self, path: str | Path) -> None:

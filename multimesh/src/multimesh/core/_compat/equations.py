@@ -21,12 +21,12 @@ def variable(aval: Any) -> Any:
 
 
 def row_aval(aval: Any) -> Any:
-    """The abstract value of one row of a stack."""
+    """Return the abstract value of one row of a stack."""
     return jax.core.ShapedArray(aval.shape[1:], aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
-def called(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
-    """The traced function that an equation calls once, and the constants it holds; None for any other equation."""
+def callee_of(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
+    """Return the traced function that an equation calls once, and its constants; None for any other equation."""
     if eqn.primitive is jit_p or eqn.primitive is remat_p:
         inner = eqn.params["jaxpr"]
     elif eqn.primitive.name in _CALLED:
@@ -36,8 +36,8 @@ def called(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
     return getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
 
 
-def renamed(eqn: Any, names: Mapping[Any, Any], calls: Sequence[Any] = ()) -> Any:
-    """The equation with its operands replaced, and new results; its scopes start with those of the ``calls`` around."""
+def rename(eqn: Any, names: Mapping[Any, Any], calls: Sequence[Any] = ()) -> Any:
+    """Return the equation with its operands replaced, and new results. Its scopes start with those of ``calls``."""
     source = eqn.source_info
     for call in reversed(calls):
         source = source.replace(name_stack=call.source_info.name_stack + source.name_stack)
@@ -47,7 +47,7 @@ def renamed(eqn: Any, names: Mapping[Any, Any], calls: Sequence[Any] = ()) -> An
     return eqn.replace(invars=ins, outvars=[core.Var(o.aval) for o in eqn.outvars], source_info=source)
 
 
-def evaluated(eqn: Any, params: dict[str, Any], args: Sequence[Any], mesh: Mesh | None = None) -> Sequence[Any]:
+def evaluate(eqn: Any, params: dict[str, Any], args: Sequence[Any], mesh: Mesh | None = None) -> Sequence[Any]:
     """Evaluate an equation with parameters of its primitive, in its scopes; on ``mesh``, in its context too."""
     source = eqn.source_info
     scopes = source_info_util.current_name_stack() + source.name_stack

@@ -25,7 +25,7 @@ from multimesh.errors import MultiMeshError
 def transfer(
     sources: Sequence[jax.sharding.Sharding], layouts: Sequence[jax.sharding.Sharding], avals: Sequence[Any]
 ) -> Callable[..., Sequence[Any]]:
-    """A function that copies arrays of known ``sources`` to other devices with ``layouts``.
+    """Return a function that copies arrays of known ``sources`` to other devices with ``layouts``.
 
     Where every shard has one counterpart it calls the copy at the end of ``jax.device_put`` at once: finding the way
     there takes eight times as long as the copy. Call it inside `explicit_transfers`.
@@ -37,12 +37,12 @@ def transfer(
             devices = [layout._internal_device_list.addressable_device_list for layout in layouts]
             return lambda *arrays: copy_shards(arrays, devices, layouts)
         except AttributeError as error:
-            _compat.moved(str(error))
+            _compat.tell_change(str(error))
     return lambda *arrays: jax.device_put(list(arrays), layouts)
 
 
 def assembler(shape: tuple[int, ...], layout: NamedSharding) -> Callable[[Sequence[Any]], Any]:
-    """A function that makes an array of its shards here, one for each device in the order of the layout.
+    """Return a function that makes an array of its shards here, one for each device in the order of the layout.
 
     All calls get shards of one type on the same devices. JAX checks those of the first call, which takes several times
     as long as to make an array.
@@ -62,7 +62,7 @@ def assembler(shape: tuple[int, ...], layout: NamedSharding) -> Callable[[Sequen
 
 
 def _shard_by_shard(source: jax.sharding.Sharding, layout: jax.sharding.Sharding, aval: Any) -> bool:
-    """Whether a transfer is a copy of each shard to one device of a disjoint set in this process."""
+    """Return whether a transfer is a copy of each shard to one device of a disjoint set in this process."""
     if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) or source.memory_kind != layout.memory_kind:
         return False
     here = source.is_fully_addressable and layout.is_fully_addressable
@@ -73,7 +73,7 @@ def _shard_by_shard(source: jax.sharding.Sharding, layout: jax.sharding.Sharding
 
 
 def shares_executables(devices: Iterable[jax.Device]) -> bool:
-    """Whether a kernel compiled for some of these devices may run on others: only this function decides it.
+    """Return whether a kernel compiled for some of these devices may run on others. Only this function decides.
 
     On CPUs sharing pays: on 4 submeshes 12 compilations instead of 17 take 0.72 of the CPU time, on 2 submeshes 8
     instead of 9 as much (``benchmarks/sharing.py``, jaxlib 0.10.2). Elsewhere code may depend on which devices are
@@ -83,14 +83,14 @@ def shares_executables(devices: Iterable[jax.Device]) -> bool:
 
 
 def _else_none(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, but None and one warning where JAX's objects have other parts than they had."""
+    """Wrap a function to return None, with one warning, if JAX's objects lack parts that they had."""
 
     @functools.wraps(fn)
     def tried(*args: Any) -> Any:
         try:
             return fn(*args)
         except (AttributeError, KeyError, TypeError) as error:
-            _compat.moved(f"{fn.__name__}: {type(error).__name__}: {error}")
+            _compat.tell_change(f"{fn.__name__}: {type(error).__name__}: {error}")
             return None
 
     return tried
@@ -98,7 +98,7 @@ def _else_none(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 @_else_none
 def code_key(lowered: Any, mesh: Mesh) -> tuple[Any, ...] | None:
-    """A key of the code of a kernel that was lowered for ``mesh``: equal code has equal keys on all devices.
+    """Return a key of the code of a kernel that was lowered for ``mesh``: equal code has equal keys on all devices.
 
     None for a kernel that can't be shared (see `shares_executables`), and with versions of JAX that were not tried:
     loading code for the wrong devices ends the process. With a persistent compilation cache each submesh has its own
@@ -121,7 +121,7 @@ def code_key(lowered: Any, mesh: Mesh) -> tuple[Any, ...] | None:
 
 @_else_none
 def on_other_devices(compiled: Any, lowered: Any, mesh: Mesh, options: Mapping[str, Any]) -> Any:
-    """The executable of ``lowered``, from an equal kernel on other devices; None where JAX can't load it there.
+    """Return the executable of ``lowered``, from an equal kernel on other devices; None if JAX can't load it there.
 
     Both kernels have the same `code_key`, and their submeshes the same axes.
     """
@@ -159,11 +159,11 @@ def on_other_devices(compiled: Any, lowered: Any, mesh: Mesh, options: Mapping[s
         input_shardings=[moved(s) for s in unloaded.input_shardings],
         output_shardings=[moved(s) for s in unloaded.output_shardings],
     )
-    return _loaded(moved_executable, lowered)
+    return _load(moved_executable, lowered)
 
 
-def finished(compiled: Any, lowered: Any, mesh: Mesh, jitted: Callable[..., Any]) -> Any:
-    """An executable that was lowered for the Auto twin of ``mesh``, with its results on ``mesh`` itself.
+def finish(compiled: Any, lowered: Any, mesh: Mesh, jitted: Callable[..., Any]) -> Any:
+    """Return an executable that was lowered for the Auto twin of ``mesh``, with its results on ``mesh`` itself.
 
     It skips JAX's check of the layouts of arguments of less than a byte (int4), as no array passes that. ``jitted``,
     the function of the executable, does not make that check.
@@ -176,13 +176,13 @@ def finished(compiled: Any, lowered: Any, mesh: Mesh, jitted: Callable[..., Any]
 
 @_else_none
 def _relaid(compiled: Any, lowered: Any, mesh: Mesh, small: Sequence[bool]) -> Any:
-    """The same executable with its results on ``mesh``, and without layouts of the ``small`` arguments."""
+    """Return the same executable with its results on ``mesh``, and without layouts of the ``small`` arguments."""
     if _compat.DeviceList is None:
         return None
     unloaded = compiled._executable._unloaded_executable
-    shardings = _relabelled(unloaded.output_shardings, mesh)
+    shardings = _relabel(unloaded.output_shardings, mesh)
     layouts = [None if flag else x for flag, x in zip(small, unloaded.xla_in_layouts, strict=True)]
-    return _loaded(dataclasses.replace(unloaded, output_shardings=shardings, xla_in_layouts=layouts), lowered)
+    return _load(dataclasses.replace(unloaded, output_shardings=shardings, xla_in_layouts=layouts), lowered)
 
 
 def _less_than_byte(dtype: Any) -> bool:
@@ -191,8 +191,8 @@ def _less_than_byte(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and bool(jnp.finfo(dtype).bits < 8)
 
 
-def _relabelled(shardings: Sequence[Any], mesh: Mesh) -> list[Any]:
-    """The same layouts on another mesh of the same devices."""
+def _relabel(shardings: Sequence[Any], mesh: Mesh) -> list[Any]:
+    """Return the same layouts on another mesh of the same devices."""
     return [
         NamedSharding(mesh, s.spec, memory_kind=s.memory_kind) if isinstance(s, NamedSharding) else s for s in shardings
     ]
@@ -203,7 +203,7 @@ class _OnMesh:
 
     def __init__(self, call: Callable[..., Any], compiled: Any, mesh: Mesh):
         self._call, self._compiled = call, compiled
-        self.output_shardings = _relabelled(compiled.output_shardings, mesh)
+        self.output_shardings = _relabel(compiled.output_shardings, mesh)
 
     def __call__(self, *args: Any) -> list[Any]:
         return [
@@ -215,7 +215,7 @@ class _OnMesh:
         return getattr(self._compiled, name)
 
 
-def _loaded(unloaded: Any, lowered: Any) -> Any:
+def _load(unloaded: Any, lowered: Any) -> Any:
     types = lowered.args_info, lowered.out_tree, lowered._no_kwargs, lowered._in_types, lowered._out_types
     return jax.stages.Compiled(unloaded.load(), [], *types)
 

@@ -25,7 +25,7 @@ jaxpr_as_fun: Callable[[Any], Callable[..., Any]] = core.jaxpr_as_fun
 
 
 def _primitive_of(fn: Callable[..., Any], size: int) -> Any:
-    """The primitive that a function binds; for one that JAX does not name in public."""
+    """Return the primitive that a function binds, if JAX does not name it in public."""
     return jax.make_jaxpr(fn)(jax.ShapeDtypeStruct((size,), np.float32)).jaxpr.eqns[0].primitive
 
 
@@ -51,7 +51,7 @@ def subjaxprs(params: dict[str, Any]) -> Iterator[Any]:
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
-    """The number of constants and the number of carries of a scan; they come first among its operands."""
+    """Return the number of constants and of carries of a scan. They come first among its operands."""
     if "ft_in" in params:  # trees; before jax 0.12, numbers
         consts, carry, _ = params["ft_in"].unpack()
         return len(consts), len(carry)
@@ -59,14 +59,14 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def scan_params(params: dict[str, Any], body: Any, num_consts: int, num_carry: int) -> dict[str, Any]:
-    """Parameters of a scan with another body, and other numbers of constants and carries."""
+    """Return parameters of a scan with another body, and other numbers of constants and carries."""
     rows, results = len(body.in_avals) - num_consts - num_carry, len(body.out_avals) - num_carry
     return params | _scan_groups(num_consts, num_carry, rows, results) | {"jaxpr": body}
 
 
 @functools.cache
 def _scan_groups(num_consts: int, num_carry: int, rows: int, results: int) -> dict[str, Any]:
-    """Parameters of a scan that hold its numbers of constants, carries, rows and results.
+    """Return the parameters of a scan that hold its numbers of constants, carries, rows and results.
 
     They are read off a small scan, since their form depends on the version of JAX.
     """
@@ -94,22 +94,22 @@ def dce(branches: Sequence[Any], used: Sequence[bool]) -> tuple[tuple[Any, ...],
     return tuple(core.ClosedJaxpr(j, b.consts) for j, b in zip(cut, branches, strict=True)), union
 
 
-def captured(closed: Any) -> dict[int, Any]:
-    """Results that a traced function holds and does not compute: position to value."""
+def constant_results(closed: Any) -> dict[int, Any]:
+    """Return results that a traced function holds and does not compute: position to value."""
     held = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     found = enumerate(closed.jaxpr.outvars)
     return {i: v.val if isinstance(v, Literal) else held[v] for i, v in found if isinstance(v, Literal) or v in held}
 
 
 def part(closed: Any, positions: Sequence[int]) -> Callable[[], list[Any]]:
-    """Make a function of a traced function without arguments: it computes only the results at these positions."""
+    """Return a function that computes only the results at these positions of a traced function without arguments."""
     wanted = [i in set(positions) for i in range(len(closed.jaxpr.outvars))]
     cut, used, _ = partial_eval.dce_jaxpr_consts(closed.jaxpr, wanted)
     return core.jaxpr_as_fun(core.ClosedJaxpr(cut, [c for c, keep in zip(closed.consts, used, strict=True) if keep]))
 
 
-def hoisted(closed: Any) -> tuple[Any, list[Any]]:
-    """Make the tracers that a traced function captures its first arguments; return both."""
+def hoist(closed: Any) -> tuple[Any, list[Any]]:
+    """Convert the tracers that a traced function captures to its first arguments. Return the function and them."""
     tracers = [c for c in closed.consts if is_tracer(c)]
     if not tracers:
         return closed, []
@@ -168,24 +168,24 @@ def call_primitive(
 
 
 def is_tracer(x: Any) -> bool:
-    """Whether ``x`` is a value of an enclosing trace."""
+    """Return whether ``x`` is a value of an enclosing trace."""
     return isinstance(x, jax.core.Tracer)
 
 
 def primal(x: Any) -> Any:
-    """The value behind a differentiated one, such as the array that ``jax.grad`` was called with."""
+    """Return the value behind a differentiated one, such as the array that ``jax.grad`` was called with."""
     while is_tracer(x) and hasattr(x, "primal"):
         x = x.primal
     return x
 
 
 def abstractify(x: Any) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and weak type of an argument, without its sharding."""
+    """Return shape, dtype and weak type of an argument, without its sharding."""
     return shape_of(jax.typeof(x))
 
 
 def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
-    """An abstract value as an argument to trace with."""
+    """Return an abstract value as an argument to trace with."""
     return struct(aval.shape, aval.dtype, getattr(aval, "weak_type", False), memory_kind(aval))
 
 
@@ -203,13 +203,13 @@ def without_layout(aval: Any) -> Any:
     return jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type, memory_space=aval.memory_space)
 
 
-def stacked(aval: Any, length: int) -> Any:
-    """The abstract value of ``length`` stacked rows."""
+def stack(aval: Any, length: int) -> Any:
+    """Return the abstract value of ``length`` stacked rows."""
     return jax.core.ShapedArray((length, *aval.shape), aval.dtype)
 
 
 def nbytes(aval: Any) -> int:
-    """Size of an array of this abstract value in bytes; zero for tokens."""
+    """Return the size of an array of this abstract value in bytes; zero for tokens."""
     if not hasattr(aval, "shape"):
         return 0
     return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 8)
@@ -221,12 +221,12 @@ def is_ref(aval: Any) -> bool:
 
 
 def memory_kind(aval: Any) -> str | None:
-    """The memory that an abstract value is in; None for that of the device."""
+    """Return the memory that an abstract value is in; None for that of the device."""
     space = getattr(aval, "memory_space", None)
     return "pinned_host" if space is not None and space.name == "Host" else None
 
 
-def typed_as(x: Any, aval: Any) -> Any:
+def cast_weak_type(x: Any, aval: Any) -> Any:
     """Give ``x`` the weak type of an abstract value of the same dtype."""
     weak = getattr(aval, "weak_type", False)
     if not hasattr(x, "dtype") or getattr(jax.typeof(x), "weak_type", False) == weak or x.dtype != aval.dtype:

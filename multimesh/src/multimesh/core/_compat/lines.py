@@ -44,7 +44,7 @@ def scopes_and_transpositions(eqn: Any) -> tuple[str | None, ...]:
 
 
 def is_transposed_last(eqn: Any) -> bool:
-    """Whether a transposition made the equation, and no differentiation came after it: the outermost one is it."""
+    """Return whether a transposition is the outermost step that made the equation, with no differentiation after it."""
     steps = (s.name for s in eqn.source_info.name_stack.stack if type(s).__name__ == "Transform")
     return next((name for name in steps if name in ("jvp", "transpose")), None) == "transpose"
 
@@ -57,12 +57,12 @@ def without_transpositions(eqn: Any) -> Any:
 
 
 def _is_hidden(file: str) -> bool:
-    """Whether a file is of a library, or ``<string>``, as the functions of a dataclass: shown only if no other is."""
+    """Return whether a file is shown only if no other is: of a library, or ``<string>`` as of a dataclass."""
     return "site-packages" in file or file.startswith("<")
 
 
 def user_line(source_info: Any) -> str:
-    """``file:line`` of the user's code that made an equation, or an empty string.
+    """Return ``file:line`` of the user's code that made an equation, or an empty string.
 
     JAX leaves out its own frames, and those that libraries such as Flax registered. Those of any installed package are
     left out where others are left.
@@ -86,7 +86,7 @@ def warn_at(line: str, message: str) -> None:
 
 
 def caller_line() -> str:
-    """``file:line`` of the innermost caller that is neither this package nor JAX, nor a library if there is another."""
+    """Return ``file:line`` of the innermost caller: not this package, not JAX, a library only if there is no other."""
     found = []
     frame: Any = sys._getframe(1)
     while frame is not None:
@@ -98,20 +98,20 @@ def caller_line() -> str:
 
 
 def error_line(error: BaseException) -> str:
-    """``file:line`` of the innermost frame of the user, and not of a library, that an exception passed."""
+    """Return ``file:line`` of the innermost frame of the user, and not of a library, that an exception passed."""
     frames = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__)]
     own = [f"{name}:{line}" for name, line in frames if not name.startswith(_NOT_USERS) and not _is_hidden(name)]
     return own[-1] if own else caller_line()
 
 
 def is_raised_by_jax(error: BaseException) -> bool:
-    """Whether code of JAX raised an error, and not that of the user."""
+    """Return whether code of JAX raised an error, and not that of the user."""
     frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and frames[-1].startswith(_JAX_FILES)
 
 
 def invalid_value(error: Exception) -> str | None:
-    """ "nan" or "inf", as ``jax_debug_nans`` or ``jax_debug_infs`` found it in a result; None for other errors."""
+    """Return "nan" or "inf" if `jax_debug_nans` or `jax_debug_infs` raised the error; None for other errors."""
     return getattr(error, "ty", None) if type(error).__name__ == "InternalFloatingPointError" else None
 
 
@@ -122,8 +122,8 @@ _CONCRETE = (
 
 
 @contextlib.contextmanager
-def traced_as(what: Callable[[], str]) -> Iterator[None]:
-    """If JAX can't trace the user's function, raise an error that names that function and its line.
+def explain_trace(what: Callable[[], str]) -> Iterator[None]:
+    """Raise an error that names the user's function and line if JAX can't trace that function.
 
     That is so if a result is no array, if Python code asks for the value of a traced array, or if it changes an object
     of Flax NNX that was made outside.
@@ -166,7 +166,7 @@ def _not_concrete(what: str, error: Exception) -> UsageError:
     )
 
 
-def named(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+def set_name(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Give ``fn`` this name, which ``jax.jit`` records in jaxprs, HLO modules and profiles."""
     fn.__name__ = fn.__qualname__ = name
     return fn

@@ -1,4 +1,4 @@
-"""Processes: what launched them, where they meet, and their addresses."""
+"""Processes: their launcher, where they meet, and their addresses."""
 
 from __future__ import annotations
 
@@ -24,18 +24,21 @@ _device_put_flag = private("xla_bridge.CROSS_HOST_TRANSFER_SOCKET_ADDRESS", irre
 
 
 def launcher(method: str | None) -> Any:
-    """JAX's description of what launched this process; None if JAX knows no such, or it is not used."""
+    """Return JAX's description of this process's launcher; None if JAX knows no such, or it is not used."""
     asked = (env for env in _launchers if (not env.opt_in_only_method if method is None else env.name == method))
     return next((env for env in asked if env.is_env_present()), None)
 
 
 def backends_started() -> bool:
-    """Whether JAX knows its devices already; False if JAX does not tell."""
+    """Return whether JAX knows its devices already; False if JAX does not tell."""
     return _started is not None and _started()
 
 
 def key_value_store() -> Any:
-    """The store in which the processes of ``jax.distributed`` leave each other messages; an error if JAX has none."""
+    """Return the store in which the processes of ``jax.distributed`` leave each other messages.
+
+    Raises an error if JAX has none.
+    """
     client = getattr(_state, "client", None)
     if client is None:
         raise MultiMeshError(
@@ -83,7 +86,7 @@ def quiet_service() -> Iterator[None]:
 
 
 def own_address() -> str:
-    """The address at which the coordinator of ``jax.distributed``, and so every process, reaches this machine."""
+    """Return the address at which the coordinator of ``jax.distributed``, and so every process, reaches us."""
     host, _, port = _state.coordinator_address.rpartition(":")
     family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
@@ -93,13 +96,13 @@ def own_address() -> str:
 
 
 def offerer(server: Any) -> Callable[[int, list[Any]], None]:
-    """``server.await_pull`` for a list of arrays, without the search for a tree."""
+    """Return ``server.await_pull`` for a list of arrays, without the search for a tree."""
     found: Callable[[int, list[Any]], None] = server.await_pull if _offer is None else server._await_pull_flat
     return found
 
 
 def puller(connection: Any, client: Any) -> Callable[[int, list[Any]], list[Any]]:
-    """``connection.pull`` for a list of types, all on devices of one client, without the search for either."""
+    """Return ``connection.pull`` for a list of types, all on devices of one client, without the search for either."""
     if _pull is None:
         found: Callable[[int, list[Any]], list[Any]] = connection.pull
         return found
@@ -113,5 +116,5 @@ def is_compile_only(device: jax.Device) -> bool:
 
 
 def device_put_address() -> str:
-    """The address at which this process receives ``jax.device_put`` from others; empty if it does not."""
+    """Return the address at which this process receives ``jax.device_put`` from others; empty if it does not."""
     return "" if _device_put_flag is None else _device_put_flag.value

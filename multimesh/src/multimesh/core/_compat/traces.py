@@ -20,7 +20,7 @@ AnyMesh = TypeVar("AnyMesh", Mesh, AbstractMesh)
 
 
 def auto(mesh: AnyMesh) -> AnyMesh:
-    """The mesh with Auto axes only. Everything is traced and lowered under such meshes.
+    """Return the mesh with Auto axes only. Everything is traced and lowered under such meshes.
 
     Types with Explicit axes can't be mixed with those of another submesh, and passes that move operations break them.
     """
@@ -31,7 +31,7 @@ def auto(mesh: AnyMesh) -> AnyMesh:
 
 
 def _without_trace(look: Callable[[Any], Any]) -> Any:
-    """``look(trace)`` of the current trace, which JAX takes away meanwhile. No interrupt keeps it from coming back."""
+    """Return ``look(trace)`` of the current trace, which is removed meanwhile, and restored after any interrupt."""
     taken = core.take_current_trace()
     try:
         return look(taken.__enter__())
@@ -108,7 +108,7 @@ mlir.register_lowering(_leave_p, lambda ctx, x: [x])
 
 
 def leave_mesh(x: Any) -> Any:
-    """The identity, which removes the mesh from the type of an array.
+    """Return ``x`` itself, without the mesh in its type.
 
     The type names the mesh that the array was traced under, and JAX refuses to mix meshes of different sizes in one
     backward pass.
@@ -118,7 +118,7 @@ def leave_mesh(x: Any) -> Any:
     return _leave_p.bind(x)
 
 
-def fitted_to_mesh(x: Any) -> Any:
+def fit_to_mesh(x: Any) -> Any:
     """Return an array without its mesh in its type if the mesh in force is another, under which JAX refuses that type.
 
     ``jax.grad`` makes a cotangent in the mesh in force, of the type of the result that it is for.
@@ -129,7 +129,7 @@ def fitted_to_mesh(x: Any) -> Any:
     return _leave_p.bind(x)
 
 
-def fitted_to_type(x: Any, aval: Any) -> Any:
+def fit_to_type(x: Any, aval: Any) -> Any:
     """Return an array without its mesh in its type if that contradicts the layout of an abstract value."""
     own, wanted = jax.typeof(x).sharding, aval.sharding
     fits = own == wanted or own.mesh.empty or wanted.mesh.empty
@@ -144,7 +144,7 @@ def explicit_spec(aval: Any) -> PartitionSpec | None:
 
 
 def is_explicit(given: Any) -> bool:
-    """Whether a parameter is a layout on Explicit axes. Such a layout has no meaning where axes are Auto."""
+    """Return whether a parameter is a layout on Explicit axes. It has no meaning where axes are Auto."""
     return isinstance(given, NamedSharding) and given.mesh != auto(given.mesh)
 
 
@@ -168,12 +168,12 @@ def _type_of_rows() -> type:
 
 
 def has_rows(x: Any) -> bool:
-    """Whether a value inside of ``jax.vmap`` depends on what that cuts into rows."""
+    """Return whether a value inside of ``jax.vmap`` depends on a value that is cut into rows."""
     return isinstance(x, _type_of_rows())
 
 
-def staged() -> bool:
-    """Whether operations are recorded (by ``jax.jit``, ``scan`` or ``make_jaxpr``), whatever they read."""
+def in_a_trace() -> bool:
+    """Return whether operations are recorded (by ``jax.jit``, ``scan`` or ``make_jaxpr``), whatever they read."""
     trace = _trace_in_force()
     while not isinstance(trace, _RUNS):
         if isinstance(trace, _RECORDS) or not hasattr(trace, "parent_trace"):
@@ -183,7 +183,7 @@ def staged() -> bool:
 
 
 def eager() -> bool:
-    """Whether no transformation is in force."""
+    """Return whether no transformation is in force."""
     return isinstance(_trace_in_force(), _RUNS)
 
 

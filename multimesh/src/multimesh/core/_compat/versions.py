@@ -29,7 +29,7 @@ _missing: list[str] = []
 
 
 def private(path: str, *, irreplaceable: bool = False) -> Any:
-    """The object at a dotted path under ``jax._src``; None if its public fallback is to be used.
+    """Return the object at a dotted path under ``jax._src``; None if its public fallback is to be used.
 
     That is so under ``MULTIMESH_PUBLIC_JAX=1``, if nothing is at the path, and for a JAX that was never tried. For the
     last it is not if the part is ``irreplaceable``.
@@ -60,7 +60,7 @@ def tell() -> None:
 
 
 @functools.cache
-def moved(error: str) -> None:
+def tell_change(error: str) -> None:
     """Warn, once, that JAX has moved something inside of an object."""
     warnings.warn(
         f"jax {jax.__version__}: {error}: public functions take its place, which takes longer",
@@ -69,8 +69,8 @@ def moved(error: str) -> None:
 
 
 @contextlib.contextmanager
-def tried_version() -> Iterator[None]:
-    """If a JAX that was never tried lacks something, raise an error that names the versions."""
+def check_version() -> Iterator[None]:
+    """Raise an error that names the versions if a JAX that was never tried lacks something."""
     try:
         yield
     except (AttributeError, ImportError, TypeError) as error:
@@ -135,7 +135,7 @@ def without_type(x: Any) -> Any:
 
 
 def trace_context() -> Any:
-    """All of JAX's configuration that a trace depends on (precision, x64, ambient mesh ...), hashable."""
+    """Return all of JAX's configuration that a trace depends on (precision, x64, ambient mesh ...), hashable."""
     if _trace_context is not None:
         return _trace_context()
     return jax.sharding.get_abstract_mesh(), *(getattr(jax.config, k, v) for k, v in jax.config.values.items())

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from multimesh import ir
 from multimesh.core import _compat
-from multimesh.core.grouping import grouped
+from multimesh.core.grouping import group
 from multimesh.errors import UsageError, internal_error
 from multimesh.ir import graph
 from multimesh.passes.cutting.parts import Fragment, Parts, Pipeline, Segment, with_interfaces
@@ -28,7 +28,7 @@ def fragment(ops: Sequence[ir.Op], results: Iterable[ir.Atom], *, phased: bool) 
     """
     results = set(ir.values(results))
     keys = _keys(ops, phased)
-    groups = grouped((key, i) for i, key in enumerate(keys))
+    groups = group((key, i) for i, key in enumerate(keys))
     _coalesce(ops, groups)
     ordered = sorted(groups.items(), key=lambda item: (item[0][1] == "B", item[0][2], item[1][0]))
     made = tuple(Fragment(*key, tuple(ops[i] for i in sorted(indices))) for key, indices in ordered)
@@ -92,7 +92,7 @@ def cut(program: ir.Program) -> Parts:
     epochs = _epochs(program)
     rows = program.linked
     straight = [(i, e) for i, e in zip(program.items, epochs, strict=True) if isinstance(i, ir.Op)]
-    read_at = grouped((v, epoch) for op, epoch in straight for v in op.needs)
+    read_at = group((v, epoch) for op, epoch in straight for v in op.needs)
     outside = {v for loop in program.loops for v in loop.reads} | set(ir.values(program.outputs))
 
     def segment(epoch: int) -> Segment:

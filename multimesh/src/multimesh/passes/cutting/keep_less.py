@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from multimesh import ir
-from multimesh.core.grouping import grouped
+from multimesh.core.grouping import group
 from multimesh.ir import graph
 from multimesh.passes.cutting.parts import Fragment, Pipeline, with_interfaces
 from multimesh.passes.trimming.recompute import Localiser, Maker, firm_values
@@ -18,7 +18,7 @@ def keep_less(pipeline: Pipeline) -> Pipeline:
     """
     fragments = pipeline.fragments
     maker: Maker = {o: ((part.level, i), op) for part in fragments for i, op in enumerate(part.ops) for o in op.outs}
-    inputs = grouped((part.mesh, v) for part in fragments for v in part.ins if v not in maker)  # that it reads anyway
+    inputs = group((part.mesh, v) for part in fragments for v in part.ins if v not in maker)  # that it reads anyway
     parts = [_localised(part, maker, set(inputs[part.mesh])) for part in fragments]
     return replace(pipeline, fragments=with_interfaces(parts, set(pipeline.results)))
 

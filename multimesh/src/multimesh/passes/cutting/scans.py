@@ -78,7 +78,7 @@ def split_scan(op: ir.Op, needed: set[ir.Value], tainted: set[ir.Value], cut: Cu
     later = ir.live(later, last)
     read = dict.fromkeys((*(v for part in later for v in part.reads), *ir.values(last)))  # in order: so are the stacks
     crossing = {
-        v: ir.Value(_compat.stacked(v.aval, op.params["length"]))
+        v: ir.Value(_compat.stack(v.aval, op.params["length"]))
         for v in read
         if v in carries or (v in made_here and v not in made_later)
     }

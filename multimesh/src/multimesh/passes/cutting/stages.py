@@ -16,7 +16,7 @@ from dataclasses import replace
 from jax.sharding import Mesh
 
 from multimesh import ir
-from multimesh.core.grouping import grouped
+from multimesh.core.grouping import group
 from multimesh.core.submesh import Placement
 from multimesh.ir import graph
 from multimesh.passes.cutting.parts import Fragment, Pipeline, with_interfaces
@@ -138,4 +138,4 @@ def _group_by_stage(ops: Sequence[ir.Op], share: dict[Placement, int]) -> dict[i
         chosen.append(at)
         if at is not None:
             number.update(dict.fromkeys(op.outs, at))
-    return grouped(zip(graph.with_first_reader(ops, chosen, 0), ops, strict=True))
+    return group(zip(graph.with_first_reader(ops, chosen, 0), ops, strict=True))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from multimesh import schedules
 from multimesh.core import _compat
-from multimesh.core.grouping import grouped
+from multimesh.core.grouping import group
 from multimesh.core.submesh import describe
 from multimesh.errors import UsageError
 from multimesh.ir.flops import count_flops
@@ -94,7 +94,7 @@ def estimate(pipeline: Pipeline) -> StageCosts:
     number = len(pipeline.submeshes) * pipeline.chunks
     parts = split_weights(pipeline.fragments, range(number), set(pipeline.results))
     made = {v for part in parts for v in part.made}
-    by = grouped(((part.stage or 0, part.phase or ""), part) for part in parts)
+    by = group(((part.stage or 0, part.phase or ""), part) for part in parts)
     times, kept, after = [], [], []
     for stage in range(number):
         of = {phase: by[stage, phase] for phase in PHASES}

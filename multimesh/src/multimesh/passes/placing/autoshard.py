@@ -14,7 +14,7 @@ from dataclasses import replace
 from jax.sharding import Mesh, PartitionSpec
 
 from multimesh import ir
-from multimesh.core.specs import Axes, decided, entry
+from multimesh.core.specs import Axes, decisions, entry
 from multimesh.errors import internal_error
 from multimesh.ir.axes import Array, Dimension, constraint, join, spread
 from multimesh.ir.primitives import links
@@ -48,7 +48,7 @@ def spread_constraints(program: ir.Program, given: Mapping[ir.Value, PartitionSp
     arrays, sources = _join_dimensions(program)
     for value, spec in (given or {}).items():
         for array in arrays[value].values():
-            sources += [((array, d), axes) for d, axes in decided(spec, len(array.shape)) if axes]
+            sources += [((array, d), axes) for d, axes in decisions(spec, len(array.shape)) if axes]
     spread([(array, d) for (array, d), axes in sources if array.take(d, axes)])
     return arrays
 

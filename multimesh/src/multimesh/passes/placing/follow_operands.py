@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from multimesh import ir
 from multimesh.core import _compat
-from multimesh.core.grouping import grouped
+from multimesh.core.grouping import group
 from multimesh.ir import graph
 from multimesh.ir.primitives import is_small, lookup
 from multimesh.passes.placing.owners import Owners, leading_to_tasks
@@ -148,7 +148,7 @@ class Follower:
             for v in map(self._owners.outside, op.reads):
                 if op.mesh is not None:
                     reads[op.mesh] |= self._state.roots_of([v])
-        made = grouped((self._homes[o], o) for o in loop.outs)
+        made = group((self._homes[o], o) for o in loop.outs)
         for mesh in dict.fromkeys((*reads, *made)):
             yield Node(reads[mesh], made[mesh], mesh)
 

@@ -24,7 +24,7 @@ from jax.extend.core import primitives
 
 from multimesh import ir
 from multimesh.core import _compat
-from multimesh.core.grouping import grouped
+from multimesh.core.grouping import group
 from multimesh.ir import graph
 from multimesh.ir.primitives import elementwise, is_small, reorders
 from multimesh.ir.program import all_ops
@@ -61,7 +61,7 @@ def in_pieces(program: ir.Program, mixed: Collection[ir.Value]) -> tuple[ir.Prog
     ops = list(all_ops(program))
     readers = graph.readers(ops)
     consts = (pair for loop in program.loops for pair in loop.consts.items())
-    alias = grouped((outer, inner) for inner, outer in consts if isinstance(outer, ir.Value))
+    alias = group((outer, inner) for inner, outer in consts if isinstance(outer, ir.Value))
     conds = {out for op in ops if op.prim.name == "cond" for out in op.outs[:1]}
     summed = set(ir.values(s.leaf for loop in program.loops for s in loop.sums))
     chosen = {v for v in mixed if v in conds or _gains(v, readers, alias, summed)}

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from multimesh import ir
 from multimesh.core import _compat
-from multimesh.core.grouping import grouped
+from multimesh.core.grouping import group
 from multimesh.core.submesh import Placement
 from multimesh.errors import MultiMeshError
 from multimesh.ir import graph
@@ -123,7 +123,7 @@ def _resolve_constraints(program: ir.Program) -> list[ir.Item]:
         rename: dict[tuple[ir.Value, Placement | None], ir.Value] = {}
         out: list[ir.Item] = []
         marked = ((i, i.task) for i in ops if isinstance(i, ir.Op) and i.task is not None)
-        readers = grouped((v, task) for op, task in marked for v in op.reads)
+        readers = group((v, task) for op, task in marked for v in op.reads)
         for item in ops:
             if not isinstance(item, ir.Op):
                 out.append(item)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from jax.sharding import Mesh
 
 from multimesh import ir
-from multimesh.core.grouping import grouped
+from multimesh.core.grouping import group
 from multimesh.ir.primitives import is_small
 from multimesh.passes.placing.mincut import SINK, SOURCE, Cut
 from multimesh.passes.placing.route import position
@@ -87,7 +87,7 @@ class _Problem:
         self.meshes = (*forward, *reversed(forward), *submeshes)  # of places
         self._late = {mesh: 2 * self._stages + n for n, mesh in enumerate(submeshes)}
         self._early = self._leading(awaited)
-        self._readers = grouped((v, n) for n, node in enumerate(nodes) for v in node.reads)
+        self._readers = group((v, n) for n, node in enumerate(nodes) for v in node.reads)
         self._weight = self._weights()
         self._never = sum(self._weight.values()) * len(submeshes) + len(nodes) + 1
 
@@ -243,7 +243,7 @@ class _Problem:
         there, made = self.meshes[place], self._maker.get(v)
         moves = {n for n in (*self._readers[v], made) if n in places and places[n] != place}
         home = self._home(v, places)
-        for mesh, readers in grouped((self._mesh(n, places), n) for n in self._readers[v]).items():
+        for mesh, readers in group((self._mesh(n, places), n) for n in self._readers[v]).items():
             if mesh == there or (mesh == home and made not in moves):
                 continue
             if any(n not in moves for n in readers):  # read there in any case

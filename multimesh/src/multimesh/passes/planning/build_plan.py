@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from multimesh import ir
 from multimesh.core import _compat
-from multimesh.core.grouping import grouped
+from multimesh.core.grouping import group
 from multimesh.ir import graph
 from multimesh.passes.cutting.parts import Fragment, Parts, Pipeline, Segment
 from multimesh.passes.placing.place import task_meshes
@@ -118,7 +118,7 @@ class _Builder:
 
     def _transfer(self, sent: Iterable[tuple[ir.Value, _Lane]]) -> None:
         """Add one SEND and one RECV for each lane."""
-        for (submesh, other, task, microbatch), values in grouped((lane, v) for v, lane in sent).items():
+        for (submesh, other, task, microbatch), values in group((lane, v) for v, lane in sent).items():
             ins = tuple(self._slot(v, submesh, microbatch) for v in values)
             outs = tuple(self._slot(v, other, microbatch) for v in values)
             number = len(self.transfers)
@@ -135,7 +135,7 @@ class _Builder:
 
     def loop(self, part: Pipeline) -> None:
         """Zero the accumulators, run every cell of the schedule, then stack."""
-        sums = grouped((self._submesh(self.program.homes[s.out]), s) for s in part.loop.sums)
+        sums = group((self._submesh(self.program.homes[s.out]), s) for s in part.loop.sums)
         for submesh, mine in sorted(sums.items()):
             outs = self._run(Kernel("zeros", submesh, outs=tuple(s.out for s in mine), make="zeros"))
             self._accumulators += outs
@@ -305,7 +305,7 @@ class _Builder:
             if len(key) == 3 and key[2] is None and key[0] in label:
                 like[slot] = (label[key[0]],)
         given = ((self.slots[slot], arg) for arg, slot in self.inputs)
-        same = grouped(((of.submesh, of.shape, of.dtype), arg) for of, arg in given)
+        same = group(((of.submesh, of.shape, of.dtype), arg) for of, arg in given)
         for slot in self._accumulators:
             mine = self.slots[slot]
             shape = mine.shape[1:] if slot in self._over else mine.shape
@@ -350,7 +350,7 @@ def _donations(plan: Plan, last: dict[int, int], kept: set[int], donated: frozen
 
 def _find_aliases(plan: Plan) -> set[int]:
     """Return the arguments on submeshes that share devices: their slots may be one buffer."""
-    on = grouped((arg, set(plan.submeshes[plan.slots[slot].submesh].devices.flat)) for arg, slot in plan.inputs)
+    on = group((arg, set(plan.submeshes[plan.slots[slot].submesh].devices.flat)) for arg, slot in plan.inputs)
     return {arg for arg, sets in on.items() if sum(map(len, sets)) > len(set().union(*sets))}
 
 
@@ -370,7 +370,7 @@ def _match_results(plan: Plan, run: Run, free: Sequence[int], arg_of: dict[int, 
 
 
 def _with_frees(plan: Plan, last: dict[int, int], held: set[int]) -> Iterable[Instruction]:
-    ends = grouped((n, slot) for slot, n in last.items() if slot not in held)
+    ends = group((n, slot) for slot, n in last.items() if slot not in held)
     for n, instruction in enumerate(plan.instructions):
         yield instruction
         if ends[n]:

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh import ir
 from multimesh.core import _compat
-from multimesh.core.specs import Axes, decided, entry, size, stripped
+from multimesh.core.specs import Axes, decisions, entry, size, strip
 from multimesh.ir.axes import Array, Dimension, constraint, join, spread
 from multimesh.ir.primitives import Group, is_cheap, links
 from multimesh.plan.instructions import Kernel, Run, Send
@@ -50,7 +50,7 @@ def fix_layouts(
     slots = _Slots(plan, pinned)
     found = []
     for number, slot in enumerate(plan.slots):
-        spec = stripped(PartitionSpec(*map(entry, slots.array[number].divided)))
+        spec = strip(PartitionSpec(*map(entry, slots.array[number].divided)))
         layout = pinned.get(number) or NamedSharding(plan.submeshes[slot.submesh], spec)
         found.append(layout if slot.memory is None else layout.with_memory_kind(slot.memory))
     return tuple(found)
@@ -149,7 +149,7 @@ class Flow:
                 self.same(ins[0], outs[0])
             elif op.prim.name == "shard_map":
                 for out, spec in zip(outs, op.params["out_specs"], strict=True):
-                    out.decide(decided(spec, len(out.shape)))
+                    out.decide(decisions(spec, len(out.shape)))
             elif op.prim.name == "cond":
                 for branch in op.params["branches"]:
                     self._leave(self._body(op, branch, ins[1:], env, mesh), outs)
@@ -295,7 +295,7 @@ class _Slots(Flow):
             key = (plan.slots[slot].shape, layout)
             if key not in given:
                 given[key] = self.new(plan.slots[slot], layout.mesh)
-                given[key].decide(decided(layout.spec, len(plan.slots[slot].shape)))
+                given[key].decide(decisions(layout.spec, len(plan.slots[slot].shape)))
             self.array[slot] = given[key]
         self._follow()
         self.fill()

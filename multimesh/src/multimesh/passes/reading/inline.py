@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh import ir
 from multimesh.core import _compat
-from multimesh.core.specs import carry_over, stripped
+from multimesh.core.specs import carry_over, strip
 from multimesh.core.submesh import Placement, describe
 from multimesh.errors import MultiMeshError, UsageError
 from multimesh.ir import graph
@@ -167,7 +167,7 @@ class _Inliner:
         """Return whether a constraint asks for the layout that the argument has anyway."""
         sharding, (x,) = eqn.params["sharding"], ins
         given = self._given.get(x) if isinstance(x, ir.Value) else None
-        return given is not None and isinstance(sharding, NamedSharding) and stripped(sharding.spec) == stripped(given)
+        return given is not None and isinstance(sharding, NamedSharding) and strip(sharding.spec) == strip(given)
 
     def _at(self, eqn: Any, where: _Where) -> _Where:
         """Enter the scopes of an equation, from the outermost inwards.

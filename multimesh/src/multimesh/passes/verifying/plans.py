@@ -7,7 +7,7 @@ from typing import Any
 
 from multimesh import ir
 from multimesh.core import specs
-from multimesh.core.grouping import grouped
+from multimesh.core.grouping import group
 from multimesh.passes.verifying.faults import Fault, in_order, kind, show, twice
 from multimesh.plan.instructions import Free, Instruction, Kernel, Recv, Run, Send
 from multimesh.plan.plan import Plan
@@ -160,7 +160,7 @@ def transfers_have_equal_ends(plan: Plan) -> Iterator[Fault]:
 
 def transfers_are_sent_then_received(plan: Plan) -> Iterator[Fault]:
     """Check that each transfer is sent once, and received once after that, as it says itself."""
-    ends = grouped((i.transfer, i) for i in plan.instructions if isinstance(i, (Send, Recv)))
+    ends = group((i.transfer, i) for i in plan.instructions if isinstance(i, (Send, Recv)))
     for n, transfer in enumerate(plan.transfers):
         found, source, target = ends.pop(n, []), transfer.source, transfer.target
         about = (found[0].task, found[0].microbatch) if found else ("", None)
@@ -178,7 +178,7 @@ def layouts_fit(plan: Plan) -> Iterator[Fault]:
         mesh, shape = plan.submeshes[plan.slots[slot].submesh], plan.slots[slot].shape
         if layout.mesh != mesh:
             yield Fault(f"the layout of s{slot} is on another submesh")
-        elif any(shape[d] % specs.size(mesh, axes) for d, axes in specs.decided(layout.spec, len(shape))):
+        elif any(shape[d] % specs.size(mesh, axes) for d, axes in specs.decisions(layout.spec, len(shape))):
             yield Fault(f"the layout {layout.spec} of s{slot} does not divide {shape}")
 
 

@@ -1,4 +1,4 @@
-"""The transports: what brings arrays from devices of one process to those of another, while kernels run.
+"""The transports between devices of different processes, which move pieces of arrays while kernels run.
 
 Every process makes the same calls in the same order, each as far as it takes part. The key of a call is the same in all
 of them.
@@ -37,19 +37,22 @@ class Carrier(Protocol):
     tried: set[tuple[jax.Device, jax.Device]]  # ways, by source and target, that something has gone
 
     def link(self, way: Sequence[Lane], types: Sequence[jax.ShapeDtypeStruct]) -> Carry:
-        """A function of a key and the pieces that this process sends; it returns the pieces that arrive here.
+        """Return a function from a key and the pieces that this process sends to the pieces that arrive here.
 
         ``way`` has lanes between two processes each, ``types`` the type of a piece of each array.
         """
         ...
 
     def advice(self, source: int) -> str:
-        """What to do where nothing comes from the process ``source``."""
+        """Return the remedy for a user if nothing arrives from the process ``source``."""
         ...
 
 
 class Pull:
-    """Receivers pull over TCP with ``jax.experimental.transfer``. Only the two parties take part, in any order."""
+    """A transport by ``jax.experimental.transfer``: receivers pull over TCP.
+
+    Only two parties take part, in any order.
+    """
 
     everyone, late = False, True
 
@@ -66,7 +69,7 @@ class Pull:
 
     @functools.cache  # noqa: B019 - lives as long as the process
     def _puller(self, process: int) -> Callable[[int, list[Any]], list[Any]]:
-        """Pulls arrays of another process, by a number and their types."""
+        """Return a function that pulls arrays of another process, by a number and their types."""
         address = self._addresses[process] = post.get(f"multimesh/transfer/{process}", "transfers", process).decode()
         return _compat.puller(self._server.connect(address), self._client)
 
@@ -102,13 +105,13 @@ def _struct(parcel: Parcel, types: Sequence[jax.ShapeDtypeStruct]) -> jax.ShapeD
 
 
 def _number(key: Key, target: int) -> int:
-    """64 bits; no two pulls under way from one process have the same."""
+    """Return a 64-bit number; no two pulls under way from one process have the same."""
     plan, run, call = key
     return (((plan % 2**12) << 20 | run % 2**20) << 20 | call % 2**20) << 12 | target % 2**12
 
 
 class Put:
-    """``jax.device_put`` between processes; NCCL on GPUs. Two parties take part in one order; on CPUs all processes."""
+    """A transport by ``jax.device_put``; NCCL on GPUs. Two parties take part in one order; on CPUs all processes."""
 
     def __init__(self) -> None:
         self.tried: set[tuple[jax.Device, jax.Device]] = set()
@@ -156,7 +159,7 @@ CARRIERS: Mapping[str, Callable[[], Carrier]] = dict(zip(contexts.TRANSPORTS, (P
 
 
 def carrier(name: str | None) -> Carrier:
-    """The transport of a name, that of the environment, or the platform's; each is made once."""
+    """Return the transport of a name, that of the environment, or the platform's. Each is created once."""
     name = name or os.environ.get(TRANSPORT)
     if name and name not in CARRIERS:
         raise UsageError(f"{TRANSPORT}: give one of {', '.join(CARRIERS)} or unset it, not {name!r}")
@@ -170,12 +173,12 @@ _made = functools.cache(lambda name: CARRIERS[name]())
 
 @functools.cache
 def on_device(device: jax.Device) -> NamedSharding:
-    """The layout of an array that lies on one device alone."""
+    """Return the layout of an array that lies on one device alone."""
     return NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec())
 
 
 def _with(x: Any, layout: NamedSharding) -> Any:
-    """The same array on one device with another name of its layout; copied if it lies in memory of the host."""
+    """Return the same array on one device with another layout, copied if it lies in memory of the host."""
     if x.sharding == layout:
         return x
     if x.sharding.memory_kind != layout.memory_kind:

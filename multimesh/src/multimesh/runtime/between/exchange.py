@@ -1,4 +1,4 @@
-"""Moves arrays of a plan between processes, piece by piece, by one of the transports of `carriers`.
+"""Moves of a plan's arrays between processes, piece by piece, by one of the transports of `carriers`.
 
 Every process makes the same calls in the same order, each as far as it takes part. The key of a call is the same in all
 of them: the plan, the number of the run, and the place of the call in the plan.
@@ -30,7 +30,7 @@ turn = threading.RLock()
 
 
 class Exchange:
-    """Makes functions that move arrays of one plan between processes."""
+    """The movers of one plan's arrays between processes."""
 
     def __init__(self, plan: int, transport: str | None):
         self.plan, self._run = plan, 0
@@ -66,13 +66,15 @@ class Exchange:
         lent: Sequence[bool],
         shown: Sequence[bool],
     ) -> Callable[..., list[Any]]:
-        """A function that moves arrays of known ``sources`` to layouts ``targets``.
+        """Return a function that moves arrays of known ``sources`` to layouts ``targets``.
 
-        An argument without a shard in this process may be None, and such a result is None. A later kernel may reuse
-        the buffers of arrays that are ``lent``. What is ``shown`` to the caller has its mesh in its type; kernels don't
-        look at that, and an array that lies on one device arrives 10 us sooner without it.
+        An argument without a shard in this process may be None, and such a result is None. A later kernel may reuse the
+        buffers of arrays that are ``lent``. Arrays marked ``shown`` are returned to the caller and keep their mesh in
+        the type. Others drop it if they lie on one device, which saves 10 us.
         """
-        both = [ends(_named(s), t, tuple(a.shape), a.dtype) for s, t, a in zip(sources, targets, avals, strict=True)]
+        both = [
+            ends(_mesh_layout(s), t, tuple(a.shape), a.dtype) for s, t, a in zip(sources, targets, avals, strict=True)
+        ]
         whole = lanes([end.way for end in both])
         full = [math.prod(end.piece.shape) > 0 for end in both]  # nothing is sent of an array without elements
         crossing = [
@@ -82,7 +84,7 @@ class Exchange:
         ]
         crossing = [lane for lane in crossing if lane.parcels]
         self._untried += crossing
-        types = [_unplaced(end.piece) if at else end.piece for end, at in zip(both, shown, strict=True)]
+        types = [_drop_layout(end.piece) if at else end.piece for end, at in zip(both, shown, strict=True)]
         carry = self.carrier.link(crossing, types)
         me = jax.process_index()
         sent = [parcel for lane in crossing if lane.source == me for parcel in lane.parcels]
@@ -117,8 +119,8 @@ class Exchange:
         return move
 
 
-def _named(layout: Any) -> NamedSharding:
-    """The layout of an array of the caller, which may be on one device without a mesh."""
+def _mesh_layout(layout: Any) -> NamedSharding:
+    """Return the layout of a caller's array as a ``NamedSharding``; it may be on one device without a mesh."""
     if isinstance(layout, NamedSharding):
         return layout
     if len(layout.device_set) == 1:
@@ -126,5 +128,5 @@ def _named(layout: Any) -> NamedSharding:
     raise UsageError(f"an argument has the layout {layout}, which can't be moved: give it a NamedSharding")
 
 
-def _unplaced(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+def _drop_layout(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(struct.shape, struct.dtype)

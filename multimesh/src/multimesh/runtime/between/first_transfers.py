@@ -56,7 +56,10 @@ def try_ways(carrier: Carrier, wanted: Iterable[Lane], key: Key) -> None:
 
 
 def _turn(lane: Lane) -> tuple[int, int, int]:
-    """Order in which all processes connect. In a chain every second pair comes first, so that nobody waits for long."""
+    """Return the order in which all processes connect.
+
+    Along a chain every second pair comes first, to shorten waits.
+    """
     low, apart = min(lane.source, lane.target), abs(lane.source - lane.target)
     return low // apart % 2, lane.source, lane.target
 
