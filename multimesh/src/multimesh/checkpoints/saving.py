@@ -87,7 +87,7 @@ def _save(
         if jax.process_index() == 0:
             _refuse(path)
             for left in _halves(path):
-                if _has_ended(left):
+                if _is_over(left):
                     shutil.rmtree(left, ignore_errors=True)
         half.mkdir(parents=True, exist_ok=True)
         if not parts:
@@ -152,7 +152,7 @@ def _halves(path: Path) -> list[Path]:
     return [p for p in beside if p.name.endswith(HALF) and p.name.rpartition("@")[0] == path.name]
 
 
-def _has_ended(half: Path) -> bool:
+def _is_over(half: Path) -> bool:
     """Return whether the process that made this folder was one of this machine, and has ended."""
     host, pid = half.name.rpartition("@")[2].rsplit("-", 2)[:2]
     if host != socket.gethostname() or not pid.isdigit():

@@ -33,7 +33,7 @@ def add(command: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     _model(command.add_argument_group("model"))
     _cluster(command.add_argument_group("cluster and batch"))
-    _fixed(command.add_argument_group("what stays as you say; all else is searched"))
+    _add_constraints(command.add_argument_group("what stays as you say; all else is searched"))
     _bill(command.add_argument_group("the bill"))
     out = command.add_argument_group("output")
     out.add_argument(
@@ -120,7 +120,7 @@ def _cluster(cluster: argparse._ArgumentGroup) -> None:
     )
 
 
-def _fixed(fixed: argparse._ArgumentGroup) -> None:
+def _add_constraints(fixed: argparse._ArgumentGroup) -> None:
     for name in ("dp", "fsdp", "tp", "pp", "cp", "ep", "etp", "interleave", "microbatch"):
         fixed.add_argument(f"--{name}", type=values.positive, metavar="N")
     fixed.add_argument(

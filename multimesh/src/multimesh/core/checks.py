@@ -30,7 +30,7 @@ def whole(what: str, value: Any, least: int | None = None) -> int:
     return number
 
 
-def text(what: str, value: Any) -> str:
+def string(what: str, value: Any) -> str:
     """Return a str."""
     if not isinstance(value, str):
         raise refuse(what, "a str", value)
@@ -82,7 +82,7 @@ def placement(what: str, value: Any, count: int) -> tuple[int, ...]:
 
 def names(what: str, value: Any) -> tuple[str, ...]:
     """Return a sequence of str as a tuple."""
-    return tuple(text(f"{what}: a name", name) for name in many(what, value, "a sequence of names"))
+    return tuple(string(f"{what}: a name", name) for name in many(what, value, "a sequence of names"))
 
 
 def pairs(what: str, value: Any, wanted: str = "a mapping or a sequence of pairs") -> tuple[tuple[Any, Any], ...]:

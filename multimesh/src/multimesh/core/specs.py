@@ -190,7 +190,7 @@ def translate(spec: P, task: Placement) -> P:
     table = dict(task.logical_axes)
 
     def physical(name: str) -> Axes:
-        checks.text(f"task {task.name!r}: {spec}: an axis", name)
+        checks.string(f"task {task.name!r}: {spec}: an axis", name)
         if name in table:
             return table[name]
         if name in task.mesh.axis_names:

@@ -61,7 +61,7 @@ def make_task(
     logical_axes: AxisMap | None = None,
 ) -> Placement:
     """Check the arguments of ``task`` or ``register_task``, and return the task that they describe."""
-    checks.text(f"task {name!r}: name=", name)
+    checks.string(f"task {name!r}: name=", name)
     if (mesh is None) == (devices is None):
         raise UsageError(f"task {name!r}: give either mesh= or devices= (with device_axes=), not both or neither")
     if mesh is None:
@@ -113,7 +113,7 @@ def _axis_items(
         raise UsageError(f"task {name!r}: logical_axes= needs mesh= or device_axes=, so that there are axes to map to")
     items = []
     here = f"task {name!r}: logical_axes=: a logical axis"
-    given = {checks.text(here, logical): axes for logical, axes in pairs}
+    given = {checks.string(here, logical): axes for logical, axes in pairs}
     if len(given) < len(pairs):
         raise UsageError(f"task {name!r}: logical_axes= names an axis twice; map it to a tuple of axes instead")
     for logical, axes in given.items():

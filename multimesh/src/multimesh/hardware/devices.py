@@ -176,7 +176,7 @@ def device(name: str | Device, file: str | Path | None = None) -> Device:
         return name
     tables = _table() if file is None else {**_table(), **_read(Path(file))}
     known = [each for each in tables if each != "fitted"]
-    wanted = checks.text("device", name).lower()
+    wanted = checks.string("device", name).lower()
     if wanted == "cpu" and wanted not in known:
         return _cpu()
     if wanted not in known:

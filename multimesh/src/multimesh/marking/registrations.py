@@ -59,7 +59,7 @@ class Registration:
         except (TypeError, ValueError):
             raise checks.refuse(here, wanted, answer) from None
         start, stop = (checks.whole(f"{here}: a device's number", number) for number in (start, stop))
-        checks.text(f"{here}: the task's name", name)
+        checks.string(f"{here}: the task's name", name)
         if not 0 <= start < stop <= len(devices):
             raise UsageError(
                 f"register_task({self.pattern.pattern!r}): the callback placed {label!r} on devices {start}..{stop}, "

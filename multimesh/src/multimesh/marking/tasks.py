@@ -60,7 +60,7 @@ def task(
     if fn is not None and (isinstance(fn, Mesh) or not callable(fn)):
         raise UsageError(f"task: the first argument must be callable, got {type(fn).__name__}; pass a mesh as mesh=")
     if name is not None:
-        checks.text("task: name=", name)
+        checks.string("task: name=", name)
     label = name or getattr(fn, "__name__", None) or (type(fn).__name__ if fn is not None else "task")
     placed = make_task(label, mesh=mesh, devices=devices, device_axes=device_axes, logical_axes=logical_axes)
     if fn is None:

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from multimesh import ir
 from multimesh.core import _compat
-from multimesh.core.grouping import grouped
+from multimesh.core.grouping import group
 from multimesh.core.text import amount
 from multimesh.ir.primitives import lookup as facts
 from multimesh.observe.exchanged import exchanged
@@ -145,7 +145,7 @@ def _peak(
     ending: dict[int, int] = collections.defaultdict(int)  # bytes that the operation of this number reads last
     beginning: dict[int, int] = collections.defaultdict(int)  # bytes of operands that it gathers first
     exchanges = [exchanged(op, known, mesh) for op in ops]
-    uses = grouped((copy, n) for n, each in enumerate(exchanges) for copy in each.gathered)
+    uses = group((copy, n) for n, each in enumerate(exchanges) for copy in each.gathered)
     for (_, size), numbers in uses.items():
         beginning[numbers[0]] += size
         ending[numbers[-1]] += size

@@ -25,7 +25,7 @@ from multimesh.passes.cutting.schedules import replace_schedules
 from multimesh.passes.cutting.stages import number_stages
 from multimesh.passes.cutting.states import check_states
 from multimesh.passes.cutting.tables import with_table
-from multimesh.passes.cutting.turns import with_turns_joined
+from multimesh.passes.cutting.turns import join_turns
 from multimesh.passes.cutting.unfuse import unfuse
 from multimesh.passes.cutting.weights import with_weights_apart
 from multimesh.passes.placing.autoshard import autoshard
@@ -106,7 +106,7 @@ PASSES: Mapping[str, Callable[[Any, Traced], Any]] = {
     "tables": _each(with_table),
     "weights": _each(with_weights_apart),
     "keep_less": lambda parts, traced: parts.each_pipeline(keep_less) if traced.options.enable_recomputation else parts,
-    "turns": _each(with_turns_joined),
+    "turns": _each(join_turns),
     "order": _each(with_order),
     "unfuse": lambda parts, traced: unfuse(
         parts,

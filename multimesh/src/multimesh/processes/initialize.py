@@ -202,7 +202,7 @@ def _initialize(
             "processes are initialized already; call mm.distributed.initialize() once, and in place of "
             "jax.distributed.initialize(): it sets jax_enable_recoverability, so that a lost process is named"
         )
-    if _compat.backends_started():
+    if _compat.has_backends():
         raise UsageError(
             "mm.distributed.initialize() must come before anything that uses a device of JAX: jax.devices(), an array"
         )

@@ -240,7 +240,7 @@ def _choose(auto: Auto, submeshes: int, chunks: int, microbatches: int, backward
     both = {
         s: Problem(place, microbatches, costs, backward=backward, splits=s) for s in ((True, False)[: 1 + backward])
     }
-    published = _simulate_published(auto, route, (submeshes, chunks, microbatches, backward), both)
+    published = _simulate_all(auto, route, (submeshes, chunks, microbatches, backward), both)
     everything = microbatches * sum(costs.activations or (1.0,) * stages)
     limits = _limits(auto, submeshes, [found for found, _ in published.values()], published.get("1f1b"), everything)
     fits = [f for name, (f, _) in published.items() if name not in auto.without and _fits(f, limits)]
@@ -297,7 +297,7 @@ def _restore(kept: Any, problems: Sequence[Problem], limits: Sequence[float]) ->
     return found if found and _fits(found, limits) else None
 
 
-def _simulate_published(
+def _simulate_all(
     auto: Auto, route: tuple[int, ...], shape: tuple[int, int, int, bool], both: dict[bool, Problem]
 ) -> dict[str, tuple[Found, Table]]:
     """Simulate every published table of this shape; of equal tables the first is kept."""

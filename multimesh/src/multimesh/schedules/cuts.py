@@ -50,7 +50,7 @@ class Chain:
     size
         Bytes of each value.
     needs
-        What each operation adds to the memory of its stage, beside its ``costs``; empty: nothing.
+        Needs of memory that each operation adds to its stage, beside its ``costs``; empty: nothing.
     """
 
     costs: tuple[LayerCosts, ...]
@@ -134,7 +134,7 @@ def cut_chain(chain: Chain, stages: int, fits: Fits | None = None) -> ChainCut |
     stages
         How many.
     fits
-        What a stage can hold; None: everything.
+        Whether a stage can hold its costs; None: it always can.
 
     Returns
     -------

@@ -19,7 +19,7 @@ class StageCut:
     line
         The user's line of its first operation: ``file:line``, the modules around it, and the row of a scan.
     text
-        What stands there; empty if nobody knows.
+        The text of that line; empty if nobody knows.
     costs
         Operations, bytes that it holds all the time, and bytes that it keeps of a microbatch. See `pipeline`.
     received

@@ -22,7 +22,7 @@ class Excerpt:
     windows
         Start and end of each, in order.
     note
-        What is shown and what is left out; empty where all is shown.
+        A sentence on the parts shown and left out; empty if all is shown.
     """
 
     windows: tuple[Window, ...]

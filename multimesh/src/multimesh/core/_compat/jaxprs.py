@@ -216,7 +216,7 @@ def nbytes(aval: Any) -> int:
 
 
 def is_ref(aval: Any) -> bool:
-    """Whether an abstract value is that of a mutable array, as `jax.new_ref` makes."""
+    """Return whether an abstract value is that of a mutable array, as `jax.new_ref` makes."""
     return hasattr(aval, "inner_aval")
 
 

@@ -29,7 +29,7 @@ def launcher(method: str | None) -> Any:
     return next((env for env in asked if env.is_env_present()), None)
 
 
-def backends_started() -> bool:
+def has_backends() -> bool:
     """Return whether JAX knows its devices already; False if JAX does not tell."""
     return _started is not None and _started()
 

@@ -38,8 +38,8 @@ def fragment(ops: Sequence[ir.Op], results: Iterable[ir.Atom], *, phased: bool) 
 def _keys(ops: Sequence[ir.Op], phased: bool) -> list[_Key]:
     """Return the submesh, phase and level of each operation.
 
-    What depends on inputs only (a cast of a weight) joins the first fragment of its submesh that reads it, a forward
-    one if there is any: so no forward fragment ever waits for a backward one.
+    An operation on inputs only (a cast of a weight) joins the first fragment of its submesh that uses it, a
+    forward one if there is any: so no forward fragment ever waits for a backward one.
     """
     maker = {o: i for i, op in enumerate(ops) for o in op.outs}
     readers: dict[int, list[int]] = collections.defaultdict(list)
@@ -124,7 +124,7 @@ def _check_refs(fragments: Iterable[Fragment]) -> None:
 
 
 def _epochs(program: ir.Program) -> list[int]:
-    """For each operation the number of loops it must come after; what needs none waits for its first reader."""
+    """Return for each operation the number of loops before it. One that needs no loop waits for its first user."""
     epoch_of: dict[ir.Value, int] = {}
     chosen: list[int | None] = []
     loops = 0

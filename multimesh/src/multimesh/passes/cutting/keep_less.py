@@ -12,18 +12,18 @@ from multimesh.passes.trimming.recompute import Localiser, Maker, firm_values
 
 
 def keep_less(pipeline: Pipeline) -> Pipeline:
-    """Repeat operations in the fragments that read their results, where that takes fewer bytes across.
+    """Repeat operations in the fragments that use their results, where that keeps fewer bytes between fragments.
 
     Only those of the same submesh: forward, a task runs where it was placed.
     """
     fragments = pipeline.fragments
     maker: Maker = {o: ((part.level, i), op) for part in fragments for i, op in enumerate(part.ops) for o in op.outs}
     inputs = group((part.mesh, v) for part in fragments for v in part.ins if v not in maker)  # that it reads anyway
-    parts = [_localised(part, maker, set(inputs[part.mesh])) for part in fragments]
+    parts = [_localize(part, maker, set(inputs[part.mesh])) for part in fragments]
     return replace(pipeline, fragments=with_interfaces(parts, set(pipeline.results)))
 
 
-def _localised(part: Fragment, maker: Maker, own_inputs: set[ir.Value]) -> Fragment:
+def _localize(part: Fragment, maker: Maker, own_inputs: set[ir.Value]) -> Fragment:
     firm = firm_values(part.ops, maker)
     local = Localiser(maker, own_inputs, set(part.ins), firm, lambda op: op.mesh == part.mesh)
     rename = local.run(v for v in part.ins if v in maker)

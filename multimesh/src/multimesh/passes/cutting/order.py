@@ -14,7 +14,7 @@ from multimesh.schedules.scheduler import run
 def with_order(pipeline: Pipeline) -> Pipeline:
     """Return the loop with one global order: by fronts where the schedule has them, else by each cell's start time.
 
-    What is late in a microbatch runs when what it reads is there.
+    Late cells of a microbatch run when their operands are there.
     """
     schedule, fragments = pipeline.loop.mark.schedule, pipeline.fragments
     index = {(f.phase, f.stage): i for i, f in enumerate(fragments)}

@@ -33,17 +33,17 @@ class Fragment:
 
     @functools.cached_property
     def made(self) -> set[ir.Value]:
-        """Values that its operations make."""
+        """The values that its operations produce."""
         return {o for op in self.ops for o in op.outs}
 
     @property
     def after(self) -> set[ir.Value]:
-        """Values that must exist before it runs although it does not read them."""
+        """The values that must exist before it runs although it does not read them."""
         return {v for op in self.ops for v in op.after}
 
     @property
     def needs(self) -> Iterator[ir.Value]:
-        """Values that must exist before it runs."""
+        """The values that must exist before it runs."""
         return itertools.chain(self.ins, self.after)
 
     def __str__(self) -> str:
@@ -133,7 +133,7 @@ class Parts:
 
 
 def with_interfaces(fragments: Sequence[Fragment], results: set[ir.Value]) -> tuple[Fragment, ...]:
-    """Drop operations that nobody needs and fill in what each fragment reads and gives."""
+    """Drop dead operations, and fill in the inputs and outputs of each fragment."""
     wanted = set(results)
     kept: list[Fragment] = []
     for part in reversed(fragments):

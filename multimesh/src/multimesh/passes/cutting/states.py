@@ -7,7 +7,7 @@ from multimesh.passes.cutting.parts import Pipeline
 
 
 def check_states(pipeline: Pipeline) -> Pipeline:
-    """Refuse an order in which a cell reads a state before the microbatch before it has left one; name both cells."""
+    """Refuse an order in which a cell reads a state before the previous microbatch has left it. Name both cells."""
     loop, fragments = pipeline.loop, pipeline.fragments
     at = {cell: n for n, cell in enumerate(pipeline.cells)}
     for state, carry in loop.carries.items():

@@ -8,8 +8,8 @@ from multimesh.passes.cutting.parts import Pipeline, with_interfaces
 from multimesh.passes.cutting.weights import back_to_back
 
 
-def with_turns_joined(pipeline: Pipeline) -> Pipeline:
-    """Make one fragment of forward and backward of a stage where the table always runs them back to back.
+def join_turns(pipeline: Pipeline) -> Pipeline:
+    """Merge the forward and the backward fragment of a stage where the table always runs them back to back.
 
     In 1f1b that is the last stage; its activations then never leave the program. The joined fragment counts as phase B.
     """

@@ -30,7 +30,7 @@ def with_weights_apart(pipeline: Pipeline) -> Pipeline:
 
 
 def back_to_back(table: Sequence[Sequence[Cell]], first: str, second: str) -> set[int]:
-    """Stages whose ``second`` phase always follows ``first`` at once."""
+    """Return the stages whose ``second`` phase always follows ``first`` at once."""
     pairs = {pair for row in table for pair in itertools.pairwise(row)}
     cells = [c for c in itertools.chain(*table) if c.phase == first]
     apart = {c.stage for c in cells if (c, Cell(second, c.stage, c.microbatch)) not in pairs}

@@ -1,6 +1,6 @@
 """The owner of an argument: the submesh whose tasks read most of it.
 
-What depends on arguments only floats: any submesh can compute it. A floating value belongs to the submesh whose forward
+A value of arguments alone floats: any submesh can compute it. A floating value belongs to the submesh whose forward
 tasks read most of it, else to that of its backward tasks. An argument that no task reads (the moments of a weight)
 belongs to its other readers. Data belongs nowhere: integers, what loops cut into microbatches, and what follows.
 """

@@ -188,7 +188,7 @@ def _clone_floating(
 ) -> tuple[list[ir.Item], tuple[ir.Atom, ...]]:
     """Clone operations that may run anywhere to every submesh that uses them, or where they are ``wanted``.
 
-    What only outputs read goes where what it is computed from belongs, or to ``default``. The first copy of one of the
+    A value that only outputs use goes where its sources belong, or to ``default``. The first copy of one of the
     ``states`` that is read becomes the output, so that no iteration waits for it.
     """
     items, anchored = walked.items, walked.anchored

@@ -129,7 +129,7 @@ class _Builder:
     def segment(self, part: Segment) -> None:
         """Run each fragment once."""
         for f in part.fragments:
-            kernel = Kernel(f.task or "unmarked", self._submesh(f.mesh), _ordered(f.ops), ins=f.ins, outs=f.outs)
+            kernel = Kernel(f.task or "unmarked", self._submesh(f.mesh), _sort(f.ops), ins=f.ins, outs=f.outs)
             self._run(kernel)
             self._send(f.outs, kernel.submesh, kernel.name)
 
@@ -169,7 +169,7 @@ class _Builder:
         kernel = Kernel(
             f"{f.phase}{f.stage}.{f.task or 'unmarked'}",
             self._submesh(f.mesh),
-            _ordered(f.ops),
+            _sort(f.ops),
             sums=tuple(s.leaf for s in mine),
             rows=rows,
             ins=tuple(v for v in f.ins if v not in loop.slices),
@@ -377,6 +377,6 @@ def _with_frees(plan: Plan, last: dict[int, int], held: set[int]) -> Iterable[In
             yield Free(instruction.submesh, tuple(ends[n]))
 
 
-def _ordered(ops: Sequence[ir.Op]) -> tuple[ir.Op, ...]:
+def _sort(ops: Sequence[ir.Op]) -> tuple[ir.Op, ...]:
     """Return operations without the values of other submeshes that they wait for, which the order has seen to."""
     return tuple(replace(op, after=()) if op.after else op for op in ops)

@@ -33,7 +33,7 @@ _PARTS = frozenset(("slice", "split", "dynamic_slice", "pad", "concatenate"))
 
 
 def ways(axes: Iterable[Axes], mesh: Mesh) -> int:
-    """Into how many parts an array is divided."""
+    """Return the number of shards into which the axes divide an array."""
     return size(mesh, tuple(itertools.chain(*axes)))
 
 
@@ -42,11 +42,11 @@ def fix_layouts(
     specs: Sequence[PartitionSpec | None],
     out_specs: Mapping[int, PartitionSpec],
 ) -> tuple[NamedSharding, ...]:
-    """Layout of every slot, from the specs of argument leaves and those that result leaves must have.
+    """Return the layout of every slot, from the specs of argument leaves and those that result leaves must have.
 
     An argument has its spec on each submesh that reads it; None is what was derived for it there, or else replicated.
     """
-    pinned = _pinned(plan, specs, out_specs)
+    pinned = _pin_layouts(plan, specs, out_specs)
     slots = _Slots(plan, pinned)
     found = []
     for number, slot in enumerate(plan.slots):
@@ -57,17 +57,17 @@ def fix_layouts(
 
 
 def kernel_axes(plan: Plan) -> tuple[dict[int, Known], Mapping[ir.Op, Inner]]:
-    """Axes of the values of every kernel, and the jaxprs that their operations run."""
+    """Return the axes of the values of every kernel, and the jaxprs that their operations run."""
     slots = _Slots(plan, dict(enumerate(plan.layouts)))
     return {k: {v: array.divided for v, array in env.items()} for k, env in slots.values.items()}, slots.bodies
 
 
-def _pinned(
+def _pin_layouts(
     plan: Plan,
     specs: Sequence[PartitionSpec | None],
     out_specs: Mapping[int, PartitionSpec],
 ) -> dict[int, NamedSharding]:
-    """Slots whose layout does not follow from the data."""
+    """Map slots whose layout does not follow from operands to their layout."""
 
     def given(arg: int, slot: int) -> PartitionSpec:
         spec = plan.derived.get((arg, plan.slots[slot].submesh), specs[arg])
@@ -101,7 +101,7 @@ class Inner:
 
 
 class Flow:
-    """Carries axes forward through operations, then to what is open still."""
+    """A propagation of axes: forward through operations, then from users to operands that are still open."""
 
     def __init__(self) -> None:
         self._all: list[Array] = []
@@ -109,17 +109,20 @@ class Flow:
         self.bodies: dict[ir.Op, Inner] = {}
 
     def new(self, value: Any, mesh: Mesh) -> Array:
-        """An array of which nothing is known; ``value`` has a shape, or an aval that has one."""
+        """Return an array of which nothing is known. ``value`` has a shape, or an aval that has one."""
         self._all.append(Array(getattr(getattr(value, "aval", value), "shape", ()), mesh, 2))
         return self._all[-1]
 
     def same(self, source: Array, target: Array, shift: int = 0) -> None:
-        """One array under two names; with a ``shift`` of 1 the target has the source as rows, of -1 the reverse."""
+        """Join one array under two names.
+
+        With a ``shift`` of 1 the target has the source as rows, with -1 the reverse.
+        """
         for d in range(max(0, -shift), len(source.shape)):
             self._flow([(source, d)], [(target, d + shift)])
 
     def _flow(self, sources: Sequence[Dimension], targets: Sequence[Dimension]) -> None:
-        """Let dimensions of results take those of operands; the operand that is divided most decides."""
+        """Let dimensions of results take the axes of operands. The operand that is divided most decides."""
         given = [(axes, size(array.mesh, axes)) for array, d in sources if (axes := array.axes[d])]
         given.sort(key=lambda each: -each[1])
         for array, d in targets:
@@ -128,12 +131,12 @@ class Flow:
             join([(array, d), *sources])
 
     def fill(self) -> None:
-        """Carry axes to what is open still, from results to operands too."""
+        """Propagate axes to open dimensions, from results to operands too."""
         spread([(array, d) for array in self._all for d, axes in enumerate(array.axes) if axes])
 
     def operations(self, ops: Sequence[ir.Op], env: dict[ir.Value, Array], mesh: Mesh) -> None:
-        """Carry axes forward through operations; ``env`` holds what they read and receives what they make."""
-        constrained = _constrained_later(ops)
+        """Propagate axes forward through operations. ``env`` has their operands and receives their results."""
+        constrained = _find_constraints(ops)
         for op in ops:
             ins = [env[atom] if isinstance(atom, ir.Value) else None for atom in op.ins]
             outs = [self.new(out, mesh) for out in op.outs]
@@ -155,7 +158,7 @@ class Flow:
                     self._leave(self._body(op, branch, ins[1:], env, mesh), outs)
             elif op.prim.name in ("scan", "while"):
                 self._loop(op, ins, outs, env, mesh)
-            elif (called := _called(op)) is not None:
+            elif (called := _find_body(op)) is not None:
                 self._leave(self._body(op, called, ins, env, mesh), outs)
             else:
                 results = set(op.outs)
@@ -183,7 +186,7 @@ class Flow:
     def _loop(
         self, op: ir.Op, ins: Sequence[Array | None], outs: Sequence[Array], env: dict[ir.Value, Array], mesh: Mesh
     ) -> None:
-        """The next iteration reads the carries of this one; a scan also reads and makes rows."""
+        """Propagate axes through a loop: the next iteration reads the carries of this one; a scan also has rows."""
         params = op.params
         if op.prim.name == "scan":
             body, (fixed, carried) = params["jaxpr"], _compat.scan_counts(params)
@@ -212,7 +215,7 @@ class Flow:
         mesh: Mesh,
         rows: int = 0,
     ) -> list[Array | None]:
-        """Results of a jaxpr that an operation runs; of its last ``rows`` operands it reads a row."""
+        """Return the results of a jaxpr that an operation runs. It reads a row of its last ``rows`` operands each."""
         inner = self.bodies[op] = _inner(op, called)
         for number, (value, given) in enumerate(zip(inner.inputs, ins, strict=True)):
             env[value] = self.new(value, mesh)
@@ -224,8 +227,8 @@ class Flow:
         return [env[v] if isinstance(v, ir.Value) else None for v in inner.outputs]
 
 
-def _constrained_later(ops: Sequence[ir.Op]) -> dict[ir.Value, list[tuple[int, Axes]]]:
-    """Dimensions of values with the axes of the nearest constraint that cheap operations lead to."""
+def _find_constraints(ops: Sequence[ir.Op]) -> dict[ir.Value, list[tuple[int, Axes]]]:
+    """Map values to the dimensions and axes of the nearest constraint that cheap operations lead to."""
     found: dict[ir.Value, list[tuple[int, Axes]]] = {}
     distance: dict[ir.Value, int] = {}
 
@@ -249,8 +252,8 @@ def _axes_in(group: Group, dimensions: Mapping[tuple[ir.Value, int], Axes]) -> A
     return next((dimensions[each] for each in group if each in dimensions), ())
 
 
-def _called(op: ir.Op) -> Any:
-    """The jaxpr that an operation stands for; None for one that computes by itself."""
+def _find_body(op: ir.Op) -> Any:
+    """Return the jaxpr that an operation stands for; None for one that computes by itself."""
     called = op.params.get("jaxpr") or op.params.get("call_jaxpr")
     if called is None:
         return None
@@ -274,14 +277,14 @@ def _inner(op: ir.Op, called: Any) -> Inner:
 
 
 def _alike(op: ir.Op) -> Iterable[Group]:
-    """Where no rule says which dimensions go together: those of one size at one place."""
+    """Yield groups of equal dimensions at equal places, for an operation without a rule."""
     for out in op.outs:
         operands = [v for v in op.reads if len(ir.shape(v)) == len(ir.shape(out))]
         yield from (((out, d), *((v, d) for v in operands if ir.shape(v)[d] == n)) for d, n in enumerate(ir.shape(out)))
 
 
 class _Slots(Flow):
-    """The slots of a plan. All that a kernel writes at one place is one array, whatever the microbatch."""
+    """The arrays behind the slots of a plan. A kernel's result is one array, whatever the microbatch."""
 
     def __init__(self, plan: Plan, pinned: Mapping[int, NamedSharding]):
         super().__init__()
@@ -301,7 +304,7 @@ class _Slots(Flow):
         self.fill()
 
     def _follow(self) -> None:
-        """Carry axes through the plan in its order: from operands to results, from sender to receiver."""
+        """Propagate axes through the plan in its order: from operands to results, from sender to receiver."""
         made: dict[int, tuple[Array, ...]] = {}
         for instruction in self._plan.instructions:
             if isinstance(instruction, Send):
@@ -317,7 +320,7 @@ class _Slots(Flow):
                     self._settle(slot, array)
 
     def _settle(self, slot: int, array: Array) -> None:
-        """Let a slot hold an array; one with a layout of its own only hands it on."""
+        """Let a slot hold an array. A slot with a layout of its own only hands that on."""
         known = self.array.setdefault(slot, array)
         if known is not array and (array, known) not in self._settled:
             self._settled.add((array, known))
@@ -330,7 +333,7 @@ class _Slots(Flow):
         return self._sent[source, submesh]
 
     def _kernel(self, number: int, kernel: Kernel, run: Run) -> tuple[Array, ...]:
-        """Arrays of the results of a kernel."""
+        """Return the arrays of the results of a kernel."""
         mesh = self._plan.submeshes[kernel.submesh]
         given = [self.array[slot] for slot in run.ins]
         env = self.values[number] = {}

@@ -18,11 +18,11 @@ def widen_sums(program: ir.Program) -> ir.Program:
     """Sum in the dtype that each loop asks for, and cast the sums back behind the loop."""
     items: list[ir.Item] = []
     for item in program.items:
-        items += _widened(item) if isinstance(item, ir.Loop) else [item]
+        items += _widen(item) if isinstance(item, ir.Loop) else [item]
     return replace(program, items=tuple(items))
 
 
-def _widened(loop: ir.Loop) -> list[ir.Item]:
+def _widen(loop: ir.Loop) -> list[ir.Item]:
     before: list[ir.Op] = []
     sums: list[ir.Sum] = []
     after: list[ir.Op] = []

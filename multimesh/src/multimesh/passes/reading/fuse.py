@@ -12,21 +12,21 @@ from multimesh.passes.reading.loops import topological
 
 def fuse(program: ir.Program) -> ir.Program:
     """Join the forward loop of each ``microbatch`` with its transpose, where the backward needs no forward sum."""
-    program = _without_passed(program)
+    program = _drop_invariant_carries(program)
     items = list(program.items)
     for second in [i for i in items if isinstance(i, ir.Loop)]:
         before = items[: items.index(second)] if second in items else []
         firsts = [i for i in before if isinstance(i, ir.Loop) and i.uid == second.uid and _can_fuse(i, second, items)]
         if firsts:
             first = next((i for i in firsts if _reads_rows(second, i)), firsts[0])
-            items[items.index(second)] = _fused(first, second)
+            items[items.index(second)] = _fuse_pair(first, second)
             items.remove(first)
             items = topological(items)
     return replace(program, items=tuple(ir.live(items, program.outputs)))
 
 
-def _without_passed(program: ir.Program) -> ir.Program:
-    """Read the initial value of a carry that every iteration passes through, and drop the carry."""
+def _drop_invariant_carries(program: ir.Program) -> ir.Program:
+    """Replace a carry that every iteration passes through by its initial value."""
     loops = program.loops
     rename: dict[ir.Value, ir.Atom] = {s.out: s.init for loop in loops for s in loop.sums if s.leaf is None}
     items = [
@@ -38,7 +38,7 @@ def _without_passed(program: ir.Program) -> ir.Program:
 
 
 def _can_fuse(first: ir.Loop, second: ir.Loop, items: Sequence[ir.Item]) -> bool:
-    """Whether ``second`` depends on ``first`` only row by row; ``items`` are in topological order.
+    """Return whether ``second`` depends on ``first`` only row by row; ``items`` are in topological order.
 
     Under `jax.checkpoint` it may read no row that ``first`` made, but those that both are given.
     """
@@ -57,7 +57,7 @@ def _reads_rows(second: ir.Loop, first: ir.Loop) -> bool:
     return any(outer in first.stacks for outer in second.slices.values())
 
 
-def _fused(first: ir.Loop, second: ir.Loop) -> ir.Loop:
+def _fuse_pair(first: ir.Loop, second: ir.Loop) -> ir.Loop:
     rename: dict[ir.Value, ir.Atom] = {
         inner: first.stacks[outer] for inner, outer in second.slices.items() if outer in first.stacks
     }

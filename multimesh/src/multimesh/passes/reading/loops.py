@@ -120,7 +120,7 @@ def _addends(
 
 
 def topological(items: Iterable[ir.Item]) -> list[ir.Item]:
-    """Items after what they read; the given order otherwise."""
+    """Sort items after those whose values they use, in the given order otherwise."""
     items = list(items)
     producer = {o: i for i, item in enumerate(items) for o in item.outs}
     ordered: list[ir.Item] = []

@@ -18,12 +18,12 @@ from multimesh.passes.reading.twins import live_with_originals
 
 
 def separate(program: ir.Program) -> ir.Program:
-    """Give every sum one leaf: drop what nobody reads, link loops row by row, split sums of several submeshes.
+    """Give every sum one leaf: drop dead code, link loops row by row, split sums of several submeshes.
 
     A gradient of a tied weight is a sum of leaves that different submeshes make; each submesh accumulates its own, and
     additions after the loop join them. Initial values other than zero are added after the loop too.
     """
-    program = replace(program, items=tuple(_pruned(program)))
+    program = replace(program, items=tuple(_prune(program)))
     bodies: dict[ir.Value, ir.Atom] = {}
     producer = graph.makers(i for i in program.items if isinstance(i, ir.Op))
     items: list[ir.Item] = []
@@ -38,11 +38,11 @@ def separate(program: ir.Program) -> ir.Program:
         loop, joins = _one_leaf_each(replace(item, linked=linked, slices=slices), producer)
         bodies.update({o: i for o, i in loop.stacks.items() if isinstance(i, ir.Value)})
         items += [*inits, loop, *joins]
-    return replace(program, items=tuple(_pruned(replace(program, items=tuple(items)))))
+    return replace(program, items=tuple(_prune(replace(program, items=tuple(items)))))
 
 
 def _with_inits(loop: ir.Loop) -> tuple[list[ir.Op], ir.Loop]:
-    """Copies of initial states that are literals, and the loop that reads them."""
+    """Return copies of initial states that are literals, and the loop that reads them."""
     literals = {k for k, c in loop.carries.items() if c.init is not None and not isinstance(c.init, ir.Value)}
     made = {k: ir.Value(c.out.aval) for k, c in loop.carries.items() if k in literals}
     ops = [ir.Op(_compat.copy_p, {}, (loop.carries[k].init,), (v,), source=loop.source) for k, v in made.items()]
@@ -72,13 +72,13 @@ def _one_leaf_each(loop: ir.Loop, producer: dict[ir.Value, ir.Op]) -> tuple[ir.L
     ops = [op for op in loop.ops if id(op) not in dropped]
     loop = replace(loop, sums=tuple(sums))
     leaves = [
-        _made(leaf, out, out in loop.stacks, inner, ops) for leaf, out in zip(loop.leaves, loop.outs, strict=True)
+        _ensure_op(leaf, out, out in loop.stacks, inner, ops) for leaf, out in zip(loop.leaves, loop.outs, strict=True)
     ]
     return replace(graph.with_leaves(loop, leaves), ops=tuple(ops)), joins
 
 
-def _made(atom: ir.Atom, out: ir.Value, stacked: bool, inner: dict[ir.Value, ir.Op], ops: list[ir.Op]) -> ir.Value:
-    """A body value that an operation makes: results that are literals or inputs of the body get a copy."""
+def _ensure_op(atom: ir.Atom, out: ir.Value, stacked: bool, inner: dict[ir.Value, ir.Op], ops: list[ir.Op]) -> ir.Value:
+    """Return a body value that an operation computes: results that are literals or inputs of the body get a copy."""
     if isinstance(atom, ir.Value) and atom in inner:
         return atom
     row = out.aval.update(shape=out.aval.shape[1:]) if stacked else out.aval
@@ -88,7 +88,7 @@ def _made(atom: ir.Atom, out: ir.Value, stacked: bool, inner: dict[ir.Value, ir.
 
 
 def _without_literals(loop: ir.Loop) -> ir.Loop:
-    """Constants that are literals go into the operations that read them."""
+    """Move constants that are literals into the operations that use them."""
     rename = {k: v for k, v in loop.consts.items() if not isinstance(v, ir.Value)}
     return replace(graph.rename_body(loop, rename), consts={k: v for k, v in loop.consts.items() if k not in rename})
 
@@ -96,7 +96,7 @@ def _without_literals(loop: ir.Loop) -> ir.Loop:
 def _split_leaf(
     leaf: ir.Atom, inner: dict[ir.Value, ir.Op], uses: collections.Counter[ir.Value], dropped: set[int]
 ) -> list[ir.Atom]:
-    """Addends of a leaf that is itself a sum (of cotangents) which nothing else reads.
+    """Return the addends of a leaf that is itself a sum (of cotangents) without other users.
 
     ``uses`` counts reads by operations, sums and stacks.
     """
@@ -116,7 +116,7 @@ def _split_leaf(
 
 
 def _addends_of_cotangent(op: ir.Op, inner: dict[ir.Value, ir.Op]) -> Sequence[ir.Atom]:
-    """What an operation adds for autodiff, or to zeros outside of tasks; nothing where it adds otherwise."""
+    """Return an operation's addends if it adds for autodiff, or to zeros outside of tasks; else nothing."""
     if op.prim is _compat.PRIMITIVES["add_any"]:
         return op.ins
     if op.prim is _compat.add_p and op.task is None:
@@ -124,8 +124,8 @@ def _addends_of_cotangent(op: ir.Op, inner: dict[ir.Value, ir.Op]) -> Sequence[i
     return ()
 
 
-def _pruned(program: ir.Program) -> list[ir.Item]:
-    """Live items; loops lose the sums, stacks, operations and inputs that nobody needs."""
+def _prune(program: ir.Program) -> list[ir.Item]:
+    """Return the live items. Loops lose the sums, stacks, operations and inputs that nobody needs."""
     needed = set(ir.values(program.outputs))
     kept: list[ir.Item] = []
     for item in reversed(program.items):

@@ -27,7 +27,7 @@ Maker = dict[ir.Value, tuple[Position, ir.Op]]
 
 
 def firm_values(ops: Sequence[ir.Op], maker: Maker) -> set[ir.Value]:
-    """Values that operations compare with others, or what they compare is made of: a last bit of them decides."""
+    """Return values that feed a comparison. A rounding difference could flip its result, so they are not recomputed."""
     firm: set[ir.Value] = set()
     for op in reversed(ops):
         if _decides(op, maker) or any(o in firm for o in op.outs):
@@ -43,7 +43,7 @@ def firm_values(ops: Sequence[ir.Op], maker: Maker) -> set[ir.Value]:
 
 
 def _decides(op: ir.Op, maker: Maker) -> bool:
-    """Whether an operation compares two floats of which neither is a constant."""
+    """Return whether an operation compares two floats of which neither is a constant."""
     return lookup(op).compares and not any(_is_constant(i, maker) for i in op.ins) and _inexact(op.ins[0])
 
 
@@ -65,7 +65,7 @@ def _is_constant(atom: ir.Atom, maker: Maker) -> bool:
 
 @dataclass
 class Localiser:
-    """Decides which operations to repeat, the latest first: those that they read are still undecided then."""
+    """The choice of operations to repeat, the latest first: those that they read are still undecided then."""
 
     maker: Maker
     own_inputs: set[ir.Value]
@@ -77,7 +77,7 @@ class Localiser:
     made: set[ir.Value] = field(default_factory=set)
 
     def run(self, crossing: Iterable[ir.Value]) -> dict[ir.Value, ir.Atom]:
-        """New names of the values that are made here again; ``copies`` then holds what makes them, in order."""
+        """Return new names of the values that are recomputed here, and fill ``copies`` with their operations."""
         for value in sorted(crossing, key=lambda v: self.maker[v][0], reverse=True):
             op = self._op(value)
             siblings = [o for o in op.outs if o in self.at_hand]
@@ -102,11 +102,11 @@ class Localiser:
         return self.firm.isdisjoint(op.outs) or not _rounds(op)
 
     def _here(self, value: ir.Value) -> bool:
-        """Whether a value costs nothing: already read, or an input of the loop that this submesh has anyway."""
+        """Return whether a value is free: already used here, or an input of the loop that this submesh has anyway."""
         return value in self.at_hand or (value not in self.maker and value in self.own_inputs)
 
     def _cost(self, value: ir.Value, costs: dict[ir.Value, int], depth: int) -> int:
-        """Fewest bytes that must cross so that ``value`` can be had here."""
+        """Return the fewest bytes that must cross to this fragment so that it can have ``value``."""
         if value not in costs:
             if self._here(value):
                 costs[value] = 0

@@ -12,7 +12,7 @@ from multimesh.passes.trimming.recompute import Localiser, Maker, firm_values
 
 
 def send_less(program: ir.Program) -> ir.Program:
-    """Repeat forward operations of loops on a submesh that reads their results, where that sends fewer bytes.
+    """Repeat forward operations of loops on a submesh that uses their results, where that sends fewer bytes.
 
     For the backward pass, all that the forward pass does not send anyway; for the forward pass only operations outside
     of tasks, as a task runs where it was placed. Forward values that the forward pass sends are at hand on both sides.

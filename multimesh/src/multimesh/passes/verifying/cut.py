@@ -95,7 +95,7 @@ def stages_read_earlier_ones(parts: Sequence[Part]) -> Iterator[Fault]:
 def tasks_decide_the_stages(parts: Sequence[Part]) -> Iterator[Fault]:
     """Check that operations outside tasks add no turn of a microbatch along the pipeline.
 
-    What no task waits for may come back: gradients that are clipped by their norm over all stages go home again.
+    One that no task waits for may come back: gradients that are clipped by their norm over all stages go home again.
     """
     for part in parts:
         if not _numbered(part):

@@ -1,0 +1,103 @@
+"""The words of the library: functions are verbs with a name of their own, and docstrings say what is done."""
+
+from __future__ import annotations
+
+import ast
+import collections
+import re
+from pathlib import Path
+
+import multimesh
+
+ROOT = Path(multimesh.__file__).parent
+ROOMS = (
+    *("marking", "ir", "passes", "plan", "runtime", "schedules", "timelines", "observe", "core", "checkpoints"),
+    "commands",
+)
+"""Rooms whose words were read. A room that is added here must hold all of this."""
+
+PARTICIPLES = frozenset(
+    (
+        *("begun", "chosen", "drawn", "found", "given", "held", "kept", "known", "made", "seen", "sent", "shown"),
+        *("taken", "told", "written"),
+    )
+)
+ENDS_AS_ONE = frozenset(("embed", "feed", "need", "seed", "shed", "speed"))
+PREDICATES = ("is_", "_is_", "has_", "_has_")  # English has no other word: ``is_placed``
+NO_VERBS = frozenset(
+    (
+        *("a", "all", "an", "any", "both", "each", "every", "how", "if", "it", "most", "no", "one", "some", "that"),
+        *("the", "their", "those", "twice", "what", "when", "where", "whether", "which", "who", "why", "submesh"),
+    )
+)
+"""Words with which a sentence begins that does not say what is returned or done."""
+
+NAMED_BY_FORMULA = frozenset(("published", "idle"))  # the docstring is the formula, which ``--help`` shows
+
+
+def functions(tree: ast.AST) -> list[ast.FunctionDef]:
+    return [node for node in getattr(tree, "body", ()) if isinstance(node, ast.FunctionDef)]
+
+
+def modules(room: str) -> dict[str, ast.Module]:
+    files = sorted((ROOT / room).rglob("*.py"))
+    return {str(file.relative_to(ROOT)): ast.parse(file.read_text()) for file in files}
+
+
+EVERY = {room: modules(room) for room in ROOMS}
+
+
+def is_participle(name: str) -> bool:
+    words = name.strip("_").split("_")
+    return any(w in PARTICIPLES or (w.endswith("ed") and w not in ENDS_AS_ONE) for w in (words[0], words[-1]))
+
+
+def is_property(node: ast.FunctionDef) -> bool:
+    return any("property" in ast.unparse(each) for each in node.decorator_list)
+
+
+def test_functions_are_verbs():
+    rules = "passes/verifying/"  # these are named by the sentence that must hold
+    found = [
+        f"{file}: {f.name}"
+        for every in EVERY.values()
+        for file, tree in every.items()
+        if not file.startswith(rules)
+        for f in functions(tree)
+        if is_participle(f.name) and not f.name.startswith(PREDICATES)
+    ]
+    assert found == []
+
+
+def test_public_functions_of_a_room_have_names_of_their_own():
+    for room, every in EVERY.items():
+        names = [f.name for tree in every.values() for f in functions(tree) if not f.name.startswith("_")]
+        twice = {name for name, times in collections.Counter(names).items() if times > 1}
+        assert twice == set(), room
+
+
+def test_docstrings_say_what_is_done():
+    found = []
+    for every in EVERY.values():
+        for file, tree in every.items():
+            members = [f for node in tree.body if isinstance(node, ast.ClassDef) for f in functions(node)]
+            for f in (*functions(tree), *members):
+                text = ast.get_docstring(f)
+                if text and not is_property(f) and f.name[0] != "_" and f.name not in NAMED_BY_FORMULA:
+                    first = text.split(maxsplit=1)[0].rstrip(".,:;").lower()
+                    if first in NO_VERBS or (first.endswith("s") and not first.endswith("ss")) or not first.isalpha():
+                        found.append(f"{file}: {f.name}: {text.splitlines()[0]}")
+    assert found == []
+
+
+def test_what_is_no_noun():
+    lines = [
+        f"{file}: {line.strip()}"
+        for every in EVERY.values()
+        for file, tree in every.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module)
+        for line in (ast.get_docstring(node) or "").splitlines()
+        if re.match(r"\s*What ", line)
+    ]
+    assert lines == []
