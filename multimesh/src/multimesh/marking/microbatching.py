@@ -260,7 +260,7 @@ def _scan(
         reduced = [part for part in parts if part.how not in APART]
         states = [part.how.init(part.of(types)) for part in reduced]
         for leaves in results:
-            states = [_updated(part, c, leaves) for part, c in zip(reduced, states, strict=True)]
+            states = [_update(part, c, leaves) for part, c in zip(reduced, states, strict=True)]
         stacks = [jnp.stack([leaves[part.start] for leaves in results]) for part in parts if part.how in APART]
     else:
         piece = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), slices)
@@ -272,7 +272,7 @@ def _scan(
             states, state = carried
             state, result = call(piece, state)
             leaves = jax.tree.leaves(result)
-            states = [_updated(part, c, leaves) for part, c in zip(reduced, states, strict=True)]
+            states = [_update(part, c, leaves) for part, c in zip(reduced, states, strict=True)]
             return (states, jax.tree.map(_strong, state)), [leaves[part.start] for part in parts if part.how in APART]
 
         states = [jax.tree.map(_strong, part.how.init(part.of(types))) for part in reduced]
@@ -289,7 +289,7 @@ def _scan(
     return state, jax.tree.unflatten(tree, made)
 
 
-def _updated(part: Part, state: Any, leaves: Sequence[Any]) -> Any:
+def _update(part: Part, state: Any, leaves: Sequence[Any]) -> Any:
     """Return the state of a reduction with one more result.
 
     Raises

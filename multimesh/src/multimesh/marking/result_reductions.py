@@ -27,7 +27,7 @@ from multimesh.errors import UsageError
 
 @runtime_checkable
 class Reduction(Protocol):
-    """What `multimesh.microbatch` takes as ``reduce=`` for a subtree of its results."""
+    """The type of ``reduce=`` of `multimesh.microbatch` for a subtree of its results."""
 
     def init(self, like: Any) -> Any:
         """Return the state before the first microbatch, for results with the shapes and dtypes of ``like``."""
@@ -40,7 +40,7 @@ class Reduction(Protocol):
 
 
 def is_reduction(x: Any) -> bool:
-    """Whether ``x`` is a leaf of a prefix of reductions: a name or an object. A class is none."""
+    """Return whether ``x`` is a leaf of a prefix of reductions: a name or an object. A class is none."""
     return isinstance(x, str) or (isinstance(x, Reduction) and not isinstance(x, type))
 
 
@@ -193,10 +193,10 @@ def parts_of(result: Any, stack: Any, reduce: Any, dim: int, size: int | None, d
             parts.append(Part(start, tree, entry))
             trees.append(one)
         start += tree.num_leaves
-    return _joined(above, trees), parts
+    return _merge_addends(above, trees), parts
 
 
-def _joined(above: Any, trees: Sequence[Any]) -> Any:
+def _merge_addends(above: Any, trees: Sequence[Any]) -> Any:
     """Return the tree with the leaves of ``above`` replaced by trees."""
     parts = [jax.tree.unflatten(tree, [object()] * tree.num_leaves) for tree in trees]
     return jax.tree.structure(jax.tree.unflatten(above, parts))

@@ -27,7 +27,7 @@ class Exchanged:
     part: int = 0
 
 
-def exchanged(op: ir.Op, known: Known, mesh: Mesh) -> Exchanged:
+def find_exchanges(op: ir.Op, known: Known, mesh: Mesh) -> Exchanged:
     """Return the copies that a product makes; other operations make none.
 
     An operand is gathered along axes that divide neither the result nor, in both operands, the dimension that the

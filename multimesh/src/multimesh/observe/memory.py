@@ -14,7 +14,7 @@ from multimesh.core import _compat
 from multimesh.core.grouping import group
 from multimesh.core.text import amount
 from multimesh.ir.primitives import lookup as facts
-from multimesh.observe.exchanged import exchanged
+from multimesh.observe.exchanged import find_exchanges
 from multimesh.passes.planning.layouts import Inner, Known, kernel_axes, ways
 from multimesh.plan.instructions import Run
 from multimesh.plan.plan import Plan
@@ -144,7 +144,7 @@ def _peak(
     last |= dict.fromkeys(arrays(wanted), len(ops))
     ending: dict[int, int] = collections.defaultdict(int)  # bytes that the operation of this number reads last
     beginning: dict[int, int] = collections.defaultdict(int)  # bytes of operands that it gathers first
-    exchanges = [exchanged(op, known, mesh) for op in ops]
+    exchanges = [find_exchanges(op, known, mesh) for op in ops]
     uses = group((copy, n) for n, each in enumerate(exchanges) for copy in each.gathered)
     for (_, size), numbers in uses.items():
         beginning[numbers[0]] += size
