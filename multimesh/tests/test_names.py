@@ -26,7 +26,7 @@ ENDS_AS_ONE = frozenset(("embed", "feed", "need", "seed", "shed", "speed"))
 PREDICATES = ("is_", "_is_", "has_", "_has_")  # English has no other word: ``is_placed``
 NO_VERBS = frozenset(
     (
-        *("a", "all", "an", "any", "both", "each", "every", "how", "if", "it", "most", "no", "one", "some", "that"),
+        *("a", "all", "an", "any", "both", "each", "every", "how", "it", "most", "no", "one", "some", "that"),
         *("the", "their", "those", "twice", "what", "when", "where", "whether", "which", "who", "why", "submesh"),
     )
 )

@@ -80,7 +80,7 @@ def topology(device: str, *, nodes: int = 1, gpus: int = 8, process_per: str = "
     nodes, gpus = checks.whole("topology: nodes", nodes, 1), checks.whole("topology: gpus", gpus, 1)
     if process_per not in ("gpu", "node"):
         raise UsageError(f'topology: process_per must be "gpu" or "node", got {process_per!r}')
-    config = target_config(checks.text("topology: device", device))
+    config = target_config(checks.string("topology: device", device))
     if not any(map(importlib.util.find_spec, _PLUGINS)):
         raise UsageError(
             "topology: compiling for GPUs needs JAX's CUDA plugin, which is not installed; install it with "

@@ -168,7 +168,7 @@ def _peak(
 
 
 def _moves(op: ir.Op, known: Known) -> bool:
-    """Whether a sharding constraint gives its operand another layout, and so a buffer of its own."""
+    """Return whether a sharding constraint gives its operand another layout, and so a buffer of its own."""
     if op.prim is not _compat.sharding_constraint_p or not isinstance(op.ins[0], ir.Value):
         return False
     return known.get(op.ins[0]) != known.get(op.outs[0])

@@ -111,7 +111,7 @@ def _lower(plan: Plan, run: Run) -> _Lowered:
 
 
 def exists(plan: Plan) -> bool:
-    """Whether the devices of a plan are there, and not only those of a topology to compile for."""
+    """Return whether the devices of a plan are there, and not only those of a topology to compile for."""
     return not any(_compat.is_compile_only(device) for mesh in plan.submeshes for device in mesh.devices.flat)
 
 

@@ -67,8 +67,8 @@ with check_version():
         without_transpositions,
     )
     from multimesh.core._compat.processes import (
-        backends_started,
         device_put_address,
+        has_backends,
         is_compile_only,
         key_value_store,
         launcher,

@@ -49,12 +49,12 @@ def key_value_store() -> Any:
 
 
 def process_count() -> int:
-    """The number of processes; it does not start JAX's backends where ``jax.distributed`` knows it."""
+    """Return the number of processes. It does not start JAX's backends where ``jax.distributed`` knows it."""
     return jax.process_count() if getattr(_state, "client", None) is None else int(_state.num_processes)
 
 
 def process_index() -> int:
-    """The number of this process; it does not start JAX's backends where ``jax.distributed`` knows it."""
+    """Return the number of this process. It does not start JAX's backends where ``jax.distributed`` knows it."""
     return jax.process_index() if getattr(_state, "client", None) is None else int(_state.process_id)
 
 
@@ -111,7 +111,7 @@ def puller(connection: Any, client: Any) -> Callable[[int, list[Any]], list[Any]
 
 
 def is_compile_only(device: jax.Device) -> bool:
-    """Whether a device is one of a topology, for which programs can be compiled and not run."""
+    """Return whether a device is one of a topology, for which programs can be compiled and not run."""
     return type(device.client).__name__ == "CompileOnlyPyClient"
 
 
