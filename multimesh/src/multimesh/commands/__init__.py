@@ -1,1 +1,1 @@
-"""The commands of ``python -m multimesh``: demonstration, forecasts, suggestions, processes."""
+"""The commands: demonstration, forecasts, suggestions, processes."""

@@ -181,7 +181,7 @@ def training(options: argparse.Namespace, on: Device, software: Stack) -> Traini
     )
 
 
-def _narrowed(job: Training, option: Option, run: MeasuredStep) -> Option:
+def _narrow(job: Training, option: Option, run: MeasuredStep) -> Option:
     """Return an option with the band after a run of the user's own."""
     step = forecast(job.model, option.how, job.device, job.software)
     return dataclasses.replace(option, band=bands.after_run(step, run))

@@ -1,1 +1,1 @@
-"""The plan as data: kernels, slots, instructions; its listing, fingerprint and forecast."""
+"""The plan as data: kernels, slots, instructions; its forecast."""
