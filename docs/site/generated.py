@@ -120,8 +120,8 @@ def draw_timelines(app: Sphinx, error: Exception | None) -> None:
 def _forecasts() -> dict[str, Any]:
     forecast = importlib.import_module("multimesh.commands.forecast")
     return {
-        name: forecast.simulated(name, shape, transfer=0.25).timeline
-        for name, shape in forecast.compared(None, submeshes=4, chunks=None, microbatches=8)
+        name: forecast.simulate_schedule(name, shape, transfer=0.25).timeline
+        for name, shape in forecast.choose_schedules(None, submeshes=4, chunks=None, microbatches=8)
     }
 
 

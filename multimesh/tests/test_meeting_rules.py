@@ -149,7 +149,7 @@ def test_command_lines_may_differ_in_the_number_and_host_of_a_process_only(words
     ],
 )
 def test_arguments_that_do_not_do_are_refused(monkeypatch, given, told):
-    monkeypatch.setattr("multimesh.core._compat.backends_started", lambda: False)
+    monkeypatch.setattr("multimesh.core._compat.has_backends", lambda: False)
     with pytest.raises(mm.UsageError, match=re.escape(told)):
         mm.distributed.initialize(**given)
 

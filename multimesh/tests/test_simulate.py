@@ -23,7 +23,7 @@ GRID = [(p, m) for p in (2, 4, 8) for m in (p, 2 * p, 4 * p)]
 
 
 def idle(name, submeshes, chunks, microbatches, costs, transfer=0.0):
-    return forecast.simulate(name, Shape(submeshes, chunks, microbatches), costs, transfer).timeline.idle
+    return forecast.simulate_schedule(name, Shape(submeshes, chunks, microbatches), costs, transfer).timeline.idle
 
 
 @pytest.mark.parametrize("costs", COSTS, ids=str)
@@ -52,7 +52,7 @@ def test_zb_h1(p, m, costs):
 def test_idle_time_is_the_published(name):
     """Over p in {2, 4, 8}, m in {p, 2p, 4p} and costs that a formula is for."""
     shapes = [Shape(p, schedules.get(name).usual, m) for p, m in GRID]
-    found = [forecast.simulate(name, shape, costs).agrees for shape in shapes for costs in COSTS]
+    found = [forecast.simulate_schedule(name, shape, costs).agrees for shape in shapes for costs in COSTS]
     assert False not in found
     assert True in found or "wavefront" in name
 
@@ -62,7 +62,7 @@ def test_what_the_v_shapes_and_zb_h2_wait_for():
     for p, m in GRID:
         if m >= 2 * p:
             chunks = {"zb-h2": 1, "zb-v": 2, "dualpipe-v": 2}
-            h2, v, dual = (forecast.simulate(name, Shape(p, chunks[name], m)) for name in chunks)
+            h2, v, dual = (forecast.simulate_schedule(name, Shape(p, chunks[name], m)) for name in chunks)
             assert (h2.in_a_row, v.in_a_row, dual.idle) == (0, 0, (p - 1) / 2)
             assert dual.published.idle == p - 1
             assert h2.peaks == (2 * p - 1,) * p
@@ -89,11 +89,11 @@ def test_zb_h1_closes_no_more_than_the_gap_of_a_forward(costs):
 )
 def test_where_formulas_hold(name, shape, unless):
     assert schedules.get(name).idle(shape.submeshes, shape.chunks, shape.microbatches).unless == unless
-    assert forecast.simulate(name, shape).agrees is (None if unless else True)
+    assert forecast.simulate_schedule(name, shape).agrees is (None if unless else True)
 
 
 def test_the_bubble_is_the_share_of_idle_time():
-    line = forecast.simulate("1f1b", Shape(4, 1, 8)).timeline
+    line = forecast.simulate_schedule("1f1b", Shape(4, 1, 8)).timeline
     assert line.makespan == 33
     assert line.busy == (24,) * 4
     assert line.bubbles == pytest.approx([9 / 33] * 4)
@@ -103,7 +103,7 @@ def test_the_bubble_is_the_share_of_idle_time():
 @pytest.mark.parametrize(("p", "m"), [(2, 8), (4, 8), (4, 3)])
 def test_peak_activations(p, m):
     one = [name for name in NAMED if schedules.get(name).chunks != 2]
-    peaks = {name: forecast.simulate(name, Shape(p, 1, m)).timeline.peaks for name in one}
+    peaks = {name: forecast.simulate_schedule(name, Shape(p, 1, m)).timeline.peaks for name in one}
     assert peaks["gpipe"] == (m,) * p
     assert peaks["1f1b"] == tuple(min(p - r, m) for r in range(p))
     assert peaks["zb-h1"] == (min(p, m),) * p
@@ -139,10 +139,10 @@ def test_a_simulation_breaks_no_rule(name, transfer):
 
 
 def test_transfers_lengthen_the_way_but_keep_nobody_from_computing():
-    free, slow = (forecast.simulate("gpipe", Shape(2, 1, 4), transfer=t).timeline for t in (0.0, 0.5))
+    free, slow = (forecast.simulate_schedule("gpipe", Shape(2, 1, 4), transfer=t).timeline for t in (0.0, 0.5))
     assert slow.makespan == free.makespan + 2 * 0.5
     assert slow.busy == free.busy
-    assert forecast.simulate("gpipe", Shape(2, 1, 4), transfer=0.5).agrees is None
+    assert forecast.simulate_schedule("gpipe", Shape(2, 1, 4), transfer=0.5).agrees is None
 
 
 def test_forward_only():

@@ -85,7 +85,7 @@ def like(parameters: float) -> Transformer:
 
 @dataclass(frozen=True)
 class Answer:
-    """What was found for a device: its suggestions, what they stand on, and the bill."""
+    """The result for a device: its suggestions, their terms, and the bill."""
 
     device: Device
     software: Stack
