@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from multimesh import ir
 from multimesh.core import _compat
-from multimesh.core.specs import axis_names, carry_over, translate
+from multimesh.core.specs import axis_names, carry_over, decisions, translate
 from multimesh.core.submesh import describe
 
 
@@ -49,7 +49,8 @@ def _constrain(op: ir.Op, args: Sequence[Any]) -> Sequence[Any] | None:
             "or a logical axis with multimesh.with_sharding_constraint",
         )
     layout = carry_over(sharding.spec, x.shape, mesh)
-    uneven = [axis for axis in axis_names(sharding.spec) if axis not in (*lost, *axis_names(layout.spec))]
+    whole = [axes for _, axes in decisions(sharding.spec, x.ndim) if set(lost).isdisjoint(axes)]
+    uneven = [axis for axes in whole for axis in axes if axis not in axis_names(layout.spec)]
     if uneven:
         _compat.warn_at(
             _compat.user_line(op.source),

@@ -23,7 +23,7 @@ from multimesh.core.specs import carry_over
 from multimesh.core.weak_cache import keep_with, weak
 from multimesh.errors import UsageError
 from multimesh.marking import contexts, marks
-from multimesh.marking.result_reductions import APART, Part, Sum, is_reduction, parts_of
+from multimesh.marking.result_reductions import APART, ReducedPart, Total, is_reduction, parts_of
 from multimesh.marking.rows import explain_cut, rows_of
 from multimesh.marking.tasks import call_under_mark
 from multimesh.marking.tracing import is_partitioning, is_recording, of_loop
@@ -243,7 +243,7 @@ def _join_rows(x: jax.Array, dim: int) -> jax.Array:
 
 
 def _scan(
-    call: Callable[..., Any], slices: Any, state: Any, cut: Callable[[Any], tuple[Any, list[Part]]], dim: int
+    call: Callable[..., Any], slices: Any, state: Any, cut: Callable[[Any], tuple[Any, list[ReducedPart]]], dim: int
 ) -> tuple[Any, Any]:
     """Run ``call(piece, state) -> (state, result)`` over slices.
 
@@ -285,11 +285,11 @@ def _scan(
             made.append(rows if part.how == "stack" else _join_rows(rows, dim))
         else:
             whole = part.how.finalize(next(states_left), count)
-            made.append(_cast(whole, types[part.start]) if isinstance(part.how, Sum) else whole)
+            made.append(_cast(whole, types[part.start]) if isinstance(part.how, Total) else whole)
     return state, jax.tree.unflatten(tree, made)
 
 
-def _update(part: Part, state: Any, leaves: Sequence[Any]) -> Any:
+def _update(part: ReducedPart, state: Any, leaves: Sequence[Any]) -> Any:
     """Return the state of a reduction with one more result.
 
     Raises

@@ -45,7 +45,7 @@ def is_reduction(x: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Sum:
+class Total:
     """The sum, or the mean. Few bits are summed in ``dtype`` (see `accumulator`), and cast back."""
 
     dtype: Any = None
@@ -117,11 +117,11 @@ class Ratio:
 
     def init(self, like: Any) -> Any:
         """Return zeros."""
-        return Sum(self.dtype).init(like)
+        return Total(self.dtype).init(like)
 
     def update(self, state: Any, result: Any) -> Any:
         """Add numerators and denominator."""
-        return Sum(self.dtype).update(state, result)
+        return Total(self.dtype).update(state, result)
 
     def finalize(self, state: Any, count: int) -> Any:
         """Divide."""
@@ -153,7 +153,7 @@ APART = ("stack", "rows")  # results that are kept microbatch by microbatch
 
 
 @dataclass(frozen=True)
-class Part:
+class ReducedPart:
     """Some leaves of a result, of one tree, and how they are reduced: ``"stack"``, ``"rows"`` or a reduction."""
 
     start: int
@@ -165,7 +165,9 @@ class Part:
         return jax.tree.unflatten(self.tree, leaves[self.start : self.start + self.tree.num_leaves])
 
 
-def parts_of(result: Any, stack: Any, reduce: Any, dim: int, size: int | None, dtype: Any) -> tuple[Any, list[Part]]:
+def parts_of(
+    result: Any, stack: Any, reduce: Any, dim: int, size: int | None, dtype: Any
+) -> tuple[Any, list[ReducedPart]]:
     """Return the tree of reduced results, with a leaf for each part, and the parts of a result."""
     leaves = jax.tree.leaves(result)
     names = [f"result{jax.tree_util.keystr(path)}" for path, _ in jax.tree.flatten_with_path(result)[0]]
@@ -175,7 +177,7 @@ def parts_of(result: Any, stack: Any, reduce: Any, dim: int, size: int | None, d
         subtrees = above.flatten_up_to(result)
     except ValueError as error:
         raise UsageError(f"microbatch: reduce= must be a pytree prefix of the result: {error}") from None
-    one, parts, trees = jax.tree.structure(0), list[Part](), list[Any]()
+    one, parts, trees = jax.tree.structure(0), list[ReducedPart](), list[Any]()
     start = 0
     for entry, subtree in zip(entries, subtrees, strict=True):
         tree = jax.tree.structure(subtree)
@@ -183,14 +185,14 @@ def parts_of(result: Any, stack: Any, reduce: Any, dim: int, size: int | None, d
         if isinstance(entry, str) or not is_reduction(entry) or all(marks_here):
             numbers = range(start, start + tree.num_leaves)
             parts += [
-                Part(n, one, _way(names[n], leaves[n], "stack" if stacked[n] else entry, dim, size, dtype))
+                ReducedPart(n, one, _way(names[n], leaves[n], "stack" if stacked[n] else entry, dim, size, dtype))
                 for n in numbers
             ]
             trees.append(tree)
         elif any(marks_here):
             raise UsageError(f"microbatch: stack= marks some of the results that {entry} reduces; mark all or none")
         else:
-            parts.append(Part(start, tree, entry))
+            parts.append(ReducedPart(start, tree, entry))
             trees.append(one)
         start += tree.num_leaves
     return _merge_addends(above, trees), parts
@@ -230,7 +232,7 @@ def _way(name: str, leaf: Any, way: Any, dim: int, size: int | None, dtype: Any)
         count = way == "mean" and jnp.issubdtype(leaf.dtype, jnp.number)
         remedy = 'sum it, as reduce=("mean", "sum") does with the second of two, or ' if count else ""
         raise UsageError(f"microbatch: a result of {kind} can't be {known}: {name}; {remedy}mark it True in stack=")
-    return Sum(dtype, way == "mean")
+    return Total(dtype, way == "mean")
 
 
 def _prefix(given: Any, shapes: Any, what: str) -> list[Any]:
