@@ -91,15 +91,15 @@ USED_BEFORE = {
 
 @pytest.mark.parametrize("before", USED_BEFORE)
 def test_a_task_in_one_program_is_told_once(before, tmp_path):
-    """Also where JAX has kept the trace of the task: then the line is that of the first call."""
+    """Also where JAX has kept the trace of the task: then the line is that of the first call, or of the next (0.10)."""
     script = tmp_path / "script.py"
     script.write_text(PROGRAM.replace("# known", USED_BEFORE[before]))
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=CLEAN, check=True)
     told_before, message = done.stdout.split("\n")[:2]
     assert told_before == "0"
     assert message.count("|") == 0
-    line = 11 if "keeps" in before else 17
-    assert f"script.py:{line}: task 'front' is a part of one program here" in message
+    lines = (11, 12) if "keeps" in before else (17,)
+    assert any(f"script.py:{line}: task 'front' is a part of one program here" in message for line in lines)
 
 
 def constrained(x):
