@@ -143,22 +143,6 @@ def first_says(name: str, value: T, timeout: float | None = None) -> T:
     return said
 
 
-def first_does(name: str, what: Callable[[], T], timeout: float | None = None) -> T:
-    """Let process 0 do something; all return its result, which JSON holds, or raise its error. Use a ``name`` once."""
-    verdict: list[str] = []
-    result: Any = None
-    if _compat.process_index() == 0:
-        try:
-            result = what()
-        except MultiMeshError as wrong:
-            if not several():
-                raise
-            verdict = _told(wrong)
-    verdict, result = first_says(name, [verdict, result], timeout)
-    _raise(verdict)
-    return result
-
-
 def settle(
     name: str,
     error: MultiMeshError | None,
