@@ -170,10 +170,9 @@ from multimesh_maxtext.trainer.data import Text
 file, rows, first = sys.argv[1], 4, 2
 config = SimpleNamespace(
     olmo_index_path=file, olmo_path_remap_from="", olmo_apply_ngram_filter=False, max_target_length=8,
-    global_batch_size_to_load=rows,
 )
 layout = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("data",)), P("data"))
-ours = Text(config, layout, 3, first=first)
+ours = Text(config, layout, 3, rows, first=first)
 theirs = iter(olmo_data_grain.make_olmo_grain_data_loader(
     olmo_data.load_index(file), seed=3, batch_size=rows, shard_index=0, shard_count=1, apply_ngram_filter=False,
     initial_step=first * rows,
