@@ -30,8 +30,8 @@ from multimesh.runtime.part_runner import PartRunner
 from multimesh.runtime.runner import Runner
 
 
-def not_exported(name: str) -> UsageError:
-    """The error of an export: it would have to be one program."""
+def export_error(name: str) -> UsageError:
+    """Return the error of an export: a plan is no single program."""
     return UsageError(
         f"{name}: jax.export writes one program, and this function runs as several kernels, which send each other "
         "arrays; export its parts under jax.jit, or let jax.config.jax_compilation_cache_dir keep what is compiled"
@@ -92,7 +92,7 @@ class Lowered:
         return tuple(pipeline.run(self.traced))
 
     def memory_forecast(self, platform: str | None = None) -> tuple[MemoryForecast, ...]:
-        """Bytes that a device of each submesh will need at the peak of a call; nothing is compiled or allocated.
+        """Forecast the bytes that a device of each submesh needs at the peak of a call. Compile and allocate nothing.
 
         They follow from the plan and its layouts: ``arguments``, ``sums`` and ``values`` exactly, the workspace as an
         estimate of what XLA decides. See `MemoryForecast`; there is one per submesh, in the order of
@@ -121,10 +121,10 @@ class Lowered:
 
     def export(self, *_: Any, **__: Any) -> Any:
         """Raise `UsageError`: a plan can't be exported."""
-        raise not_exported(self.name)
+        raise export_error(self.name)
 
     def as_text(self) -> str:
-        """The plan, then the operations of each kernel."""
+        """Return the plan, then the operations of each kernel."""
         kernels = self.plan.kernels
         parts = [str(self.plan), *("\n".join([f"kernel {k.name}:", *(f"  {op}" for op in k.ops)]) for k in kernels)]
         return "\n\n".join(parts)
@@ -132,7 +132,7 @@ class Lowered:
 
 @dataclass(frozen=True, eq=False)
 class Absent:
-    """What can't run a plan, because its devices are only those of a topology."""
+    """A runner that refuses to run: the devices of its plan are only those of a topology."""
 
     compiled: CompiledPlan
 
@@ -211,7 +211,7 @@ class Compiled:
         return moved
 
     def as_text(self) -> str:
-        """The plan, then the optimized HLO of each kernel."""
+        """Return the plan, then the optimized HLO of each kernel."""
         programs = zip(self.plan.kernels, self.compiled_plan.executables, strict=True)
         texts = (f"kernel {k.name}:\n{p.as_text() if p else 'of other processes'}" for k, p in programs)
         return "\n\n".join([str(self.plan), *texts])
@@ -256,7 +256,7 @@ class Compiled:
             return self.runner() if isinstance(self.runner, Absent) else profile(self.runner, leaves, repeats)
 
     def memory_analysis(self) -> tuple[dict[str, int], ...]:
-        """Bytes per submesh, of whole arrays. What waits in the memory of the host does not count.
+        """Return bytes per submesh, of whole arrays. Arrays in the memory of the host do not count.
 
         Each entry has ``arguments``, ``results``, ``intermediates`` (alive at the peak), and ``scratch`` of the largest
         kernel that this process compiled.
@@ -303,7 +303,7 @@ class Compiled:
         return tuple(collectives.collectives(p.as_text() or "") if p else () for p in self.compiled_plan.executables)
 
     def cost_analysis(self) -> tuple[dict[str, float], ...]:
-        """Floating-point operations and bytes accessed per submesh and device in one call, as XLA counts them.
+        """Return operations and accessed bytes of a call, per submesh and device, as XLA counts them.
 
         ``"all-gather"``, ``"all-reduce"``, ``"reduce-scatter"``, ``"all-to-all"`` and ``"collective-permute"`` are the
         bytes that these collectives make on a device.

@@ -21,7 +21,7 @@ from multimesh.errors import UsageError
 
 @dataclass(frozen=True)
 class Signature:
-    """What a trace depends on: tree, types, layouts, static arguments and context."""
+    """The key of a trace: tree, types, layouts, static arguments and context."""
 
     tree: Any
     avals: tuple[Any, ...]
@@ -79,7 +79,7 @@ class Given(NamedTuple):
         return positional, {name: value for i, (name, value) in named if i not in self.static}
 
     def donated_leaves(self, tree: Any) -> frozenset[int]:
-        """The numbers of the donated leaves; ``tree`` is the tree of the dynamic values."""
+        """Return the numbers of the donated leaves; ``tree`` is the tree of the dynamic values."""
         numbers = (i for i in range(len(self.values)) if i not in self.static)
         donated: list[int] = []
         start = 0
@@ -138,7 +138,7 @@ class Parameters:
         return Given(args, names, self._among(self._static, args, names), self._among(self._donate, args, names))
 
     def names(self, given: Given) -> list[str]:
-        """Names of the arguments of a call that are not static, as far as the signature has them."""
+        """Return the names of the arguments of a call that are not static, as far as the signature has them."""
         kinds = self._signature.parameters.values() if self._signature is not None else ()
         places = [p.name for p in kinds if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         first = len(given.values) - len(given.names)
@@ -167,7 +167,7 @@ def _argnums(given: int | Sequence[int], count: int | None, what: str) -> tuple[
 
 
 def leaf_names(tree: Any, parameters: Sequence[str]) -> tuple[str, ...]:
-    """Names of the leaves of the arguments, written as in source code: ``params['w'][0]``."""
+    """Return the names of the leaves of the arguments, written as in source code: ``params['w'][0]``."""
     names = []
     for argument, *path in _paths(tree):
         known = argument.idx < len(parameters)
@@ -213,7 +213,7 @@ def abstract(leaf: Any, name: str = "an argument") -> tuple[tuple[int, ...], Any
 
 
 def spec_of(x: Any, *, or_none: bool = False) -> PartitionSpec | None:
-    """The spec of an array or of anything with a ``sharding``. Without one: replicated, or None with ``or_none``."""
+    """Return the spec of an array or of anything with a ``sharding``. Else: replicated, or None (``or_none``)."""
     sharding = getattr(x, "sharding", None)
     if isinstance(sharding, NamedSharding):
         return strip(sharding.spec)
@@ -231,12 +231,12 @@ def host_kind(kind: str | None) -> str | None:
 
 
 def per_leaf(shardings: Any, tree: Any, what: str) -> list[PartitionSpec | None]:
-    """A spec per leaf, from a pytree prefix of ``NamedSharding``, ``PartitionSpec`` and None (= not given)."""
+    """Return a spec per leaf, from a pytree prefix of ``NamedSharding``, ``PartitionSpec`` and None (= not given)."""
     return [s.spec if isinstance(s, NamedSharding) else s for s in _spread(shardings, tree, what)]
 
 
 def memory_kinds(shardings: Any, tree: Any, what: str) -> dict[int, str]:
-    """Leaf number to kind of memory, for the leaves for which such a prefix names one."""
+    """Map the number of each leaf for which such a prefix names a kind of memory to that kind."""
     given = enumerate(_spread(shardings, tree, what))
     return {i: s.memory_kind for i, s in given if isinstance(s, NamedSharding) and s.memory_kind is not None}
 
@@ -249,7 +249,7 @@ def homes_of(leaves: Sequence[Any]) -> tuple[Mesh | None, ...]:
 
 
 def is_sharding(x: Any) -> bool:
-    """Whether ``x`` is a leaf of a prefix of layouts."""
+    """Return whether ``x`` is a leaf of a prefix of layouts."""
     return x is None or isinstance(x, jax.sharding.Sharding | PartitionSpec)
 
 
@@ -270,7 +270,7 @@ def _spread(shardings: Any, tree: Any, what: str) -> list[NamedSharding | Partit
     return leaves
 
 
-def replaced(
+def match_results(
     signature: Signature, out_tree: Any, outs: Sequence[Any], donated: frozenset[int], parameters: Sequence[str]
 ) -> dict[int, int]:
     """Map each result leaf to the argument leaf that it replaces.

@@ -49,7 +49,7 @@ class Made:
             return forecast(self.plan)
 
     def over(self, limit: float) -> float:
-        """How many bytes the submesh with the largest need is above a limit; at most 0 if all fits."""
+        """Return the bytes by which the submesh with the largest need exceeds a limit; at most 0 if all fits."""
         return max(need.total for need in self.needs) - limit
 
     def room(self, limit: float) -> tuple[float, ...]:
@@ -68,7 +68,7 @@ class Made:
         )
 
 
-def fitted(made: Made) -> Made:
+def fit_memory(made: Made) -> Made:
     """Choose the table of a loop with ``schedule="auto"`` so that its plan fits into a device, by forecast.
 
     If the memory of a device is unknown, the limit is the largest need of 1F1B. If the table does not fit, the search

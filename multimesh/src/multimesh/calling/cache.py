@@ -32,7 +32,7 @@ class Recent:
     compiled: Any
 
     def fits(self, leaves: Sequence[Any], tree: Any, static: tuple[Any, ...], context: Any) -> bool:
-        """Whether a call has the same types, layouts and static arguments. Layouts are compared by identity."""
+        """Return whether a call has the same types, layouts and static arguments. Layouts are compared by identity."""
         if tree != self.tree or static != self.static or context != self.context:
             return False
         for leaf, (kind, sharding, shape, dtype, weak) in zip(leaves, self.traits, strict=True):
@@ -44,7 +44,7 @@ class Recent:
 
 
 def traits(leaf: Any) -> tuple[Any, ...]:
-    """The properties that `Recent` compares. A leaf that is no JAX or NumPy array never fits."""
+    """Return the properties that `Recent` compares. A leaf that is no JAX or NumPy array never fits."""
     if isinstance(leaf, jax.Array):
         return type(leaf), leaf.sharding, leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)
     return (np.ndarray if type(leaf) is np.ndarray else None, None, np.shape(leaf), getattr(leaf, "dtype", None), False)

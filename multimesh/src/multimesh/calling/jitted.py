@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from multimesh.calling.aot import Compiled, Lowered, Plain, TracedFunction, not_exported
+from multimesh.calling.aot import Compiled, Lowered, Plain, TracedFunction, export_error
 from multimesh.calling.arguments import (
     Given,
     Parameters,
@@ -23,12 +23,12 @@ from multimesh.calling.arguments import (
     is_sharding,
     kind_of,
     leaf_names,
+    match_results,
     memory_kinds,
     per_leaf,
-    replaced,
     spec_of,
 )
-from multimesh.calling.auto_schedule import Made, fitted
+from multimesh.calling.auto_schedule import Made, fit_memory
 from multimesh.calling.cache import Cache, Recent, Trace, matching, traits
 from multimesh.calling.remarks import Remarks, check_devices
 from multimesh.calling.transforms import Call
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class _Context(NamedTuple):
-    """What a trace depends on besides the arguments."""
+    """The part of a trace's key that is no argument: options, registrations, JAX's own context."""
 
     options: Options
     registrations: tuple[registrations.Registration, ...]
@@ -175,7 +175,7 @@ class Jitted:
 
         def lower(**options: Any) -> Lowered:
             if options:  # of jax.export
-                raise not_exported(self._name)
+                raise export_error(self._name)
             return self.lower(*args, **kwargs)
 
         return TracedFunction(self._name, trace.call.closed, jax.tree.structure(given.trees()), trace.out_tree, lower)
@@ -199,11 +199,11 @@ class Jitted:
         return tuple(self._cache.compiled.values())
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
-        """The plan for these arguments; nothing is compiled or run."""
+        """Return the plan for these arguments. Compile and run nothing."""
         return self.lower(*args, **kwargs).plan
 
     def profile(self, *args: Any, repeats: int = 3, **kwargs: Any) -> Profile:
-        """`Compiled.profile` for these arguments; compiles unless a call already did."""
+        """Return `Compiled.profile` for these arguments. Compile unless a call already did."""
         positional, named = self._parameters.given(args, kwargs).trees()
         return self._planned(*args, **kwargs).profile(*positional, repeats=repeats, **named)
 
@@ -213,11 +213,11 @@ class Jitted:
         return self._compiled(given, self._signature_of(given))
 
     def memory_analysis(self, *args: Any, **kwargs: Any) -> tuple[dict[str, int], ...]:
-        """`Compiled.memory_analysis` for these arguments; compiles unless a call already did."""
+        """Return `Compiled.memory_analysis` for these arguments. Compile unless a call already did."""
         return self._planned(*args, **kwargs).memory_analysis()
 
     def cost_analysis(self, *args: Any, **kwargs: Any) -> tuple[dict[str, float], ...]:
-        """`Compiled.cost_analysis` for these arguments; compiles unless a call already did."""
+        """Return `Compiled.cost_analysis` for these arguments. Compile unless a call already did."""
         return self._planned(*args, **kwargs).cost_analysis()
 
     def _planned(self, *args: Any, **kwargs: Any) -> Compiled:
@@ -280,7 +280,7 @@ class Jitted:
             raise MultiMeshError(f"{self._name}: captures a value of an enclosing transformation")
         closed, out_tree = trace.call.closed, trace.out_tree
         parameters = self._parameters.names(given)
-        alike = replaced(signature, out_tree, list(map(_compat.shape_of, closed.out_avals)), donated, parameters)
+        alike = match_results(signature, out_tree, list(map(_compat.shape_of, closed.out_avals)), donated, parameters)
         home = signature.home or Mesh(np.array(devices[:1]), ("devices",))
         results = per_leaf(self._out_shardings, out_tree, "out_shardings")
         out_specs = {i: spec for i, spec in enumerate(results) if spec is not None}
@@ -296,7 +296,7 @@ class Jitted:
             return Plain(
                 jax.jit(_compat.set_name(lambda *leaves: trace.run(*leaves), self._name), donate_argnums=tuple(donated))
             )
-        fit = fitted(Made(traced, {stage.name: stage for stage in stages}))
+        fit = fit_memory(Made(traced, {stage.name: stage for stage in stages}))
         if self._devices is not None:
             check_devices(fit.passes["reductions"].made, self._devices)
         if not signature.homes:

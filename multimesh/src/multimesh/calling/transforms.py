@@ -57,20 +57,22 @@ class Call:
     def _shapes(self) -> list[jax.ShapeDtypeStruct]:
         return [_compat.shape_of(aval) for aval in self.closed.in_avals]
 
-    def linearized(self, moving: tuple[bool, ...]) -> tuple[Call, Call, list[bool]]:
-        """The function with its residuals, its tangent function, and a flag per result that has a tangent.
+    def linearize(self, moving: tuple[bool, ...]) -> tuple[Call, Call, list[bool]]:
+        """Return the function with its residuals, its tangent function, and a flag per result that has a tangent.
 
         ``moving`` flags the arguments that have tangents. The first function returns results, then residuals. The
         second takes residuals, then tangents.
         """
-        return self._once(("linearized", moving), lambda: self._linearized(moving))
+        return self._once(("linearize", moving), lambda: self._linearize(moving))
 
-    def _linearized(self, moving: tuple[bool, ...]) -> tuple[Call, Call, list[bool]]:
+    def _linearize(self, moving: tuple[bool, ...]) -> tuple[Call, Call, list[bool]]:
         pushes: list[Callable[..., Sequence[Any]]] = []
 
         def forward(*primals: Any) -> list[Any]:
             def of(*given: Any) -> Sequence[Any]:
-                return self.function(*_merged(moving, given, itertools.compress(primals, map(operator.not_, moving))))
+                return self.function(
+                    *_interleave(moving, given, itertools.compress(primals, map(operator.not_, moving)))
+                )
 
             results, push = jax.linearize(of, *itertools.compress(primals, moving))
             pushed = jax.make_jaxpr(lambda *given: list(itertools.compress(push(*given), moved)))(*tangents)
@@ -93,7 +95,7 @@ class Call:
 
         def pull(given: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
             def of(*moving: Any) -> Sequence[Any]:
-                return self.function(*_merged(linear, moving, given))
+                return self.function(*_interleave(linear, moving, given))
 
             return jax.linear_transpose(of, *wanted)(list(cotangents))
 
@@ -123,7 +125,7 @@ class Call:
                 return [*itertools.compress(results, flags)]
 
             rows = jax.vmap(of, in_axes=dims, axis_size=size)(*args)
-            return _merged(flags, rows, alone)
+            return _interleave(flags, rows, alone)
 
         shapes = [
             one if d is None else one.update(shape=(*one.shape[:d], size, *one.shape[d:]))
@@ -137,7 +139,7 @@ class Call:
         return Call(made.closed, self._jit, layouts), flags
 
 
-def _merged(flags: Sequence[bool], chosen: Any, others: Any) -> list[Any]:
+def _interleave(flags: Sequence[bool], chosen: Any, others: Any) -> list[Any]:
     """Take from ``chosen`` where the flag is set, and else from ``others``."""
     left, right = iter(chosen), iter(others)
     return [next(left) if flag else next(right) for flag in flags]
@@ -146,7 +148,7 @@ def _merged(flags: Sequence[bool], chosen: Any, others: Any) -> list[Any]:
 def _jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, call: Call
 ) -> tuple[Sequence[Any], Sequence[Any]]:
-    forward, push, moved = call.linearized(tuple(t is not None for t in tangents))
+    forward, push, moved = call.linearize(tuple(t is not None for t in tangents))
     made = forward(*primals)
     results, residuals = [*map(_compat.fit_to_mesh, made[: len(moved)])], made[len(moved) :]
     pushed = iter(push(*residuals, *(t for t in tangents if t is not None)) if any(moved) else ())

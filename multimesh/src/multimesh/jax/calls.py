@@ -31,7 +31,7 @@ def task(
     logical_axes: Any = None,
     **fields: Any,
 ) -> Any:
-    """`multimesh.task`, where ``mesh`` may also be a `TaskMesh`. Without a place it takes all devices.
+    """Mark a task as `multimesh.task` does. ``mesh`` may also be a `TaskMesh`; without a place it takes all devices.
 
     ``task`` is a `Task`, instead of the submesh; ``fields`` are further fields of one: ``mesh_slice``, ``extra_axes``.
     """
@@ -65,7 +65,7 @@ def microbatch(
     *,
     stack: Any = None,
 ) -> Callable[..., Any]:
-    """`multimesh.microbatch` with the original's order of arguments; None stands for a default.
+    """Call `multimesh.microbatch` with the original's order of arguments; None stands for a default.
 
     Parameters
     ----------
@@ -89,7 +89,7 @@ def microbatch(
     if schedule == "zero-bubble-h2":
         schedule = "zb-h2"
     return microbatching.microbatch(
-        fun if arg_shardings is None else _constrained(fun, argnum, arg_shardings),
+        fun if arg_shardings is None else _constrain_argument(fun, argnum, arg_shardings),
         dim=dim,
         size=size,
         argnum=argnum,
@@ -101,7 +101,7 @@ def microbatch(
     )
 
 
-def _constrained(fun: Callable[..., Any], argnum: int, shardings: Any) -> Callable[..., Any]:
+def _constrain_argument(fun: Callable[..., Any], argnum: int, shardings: Any) -> Callable[..., Any]:
     @functools.wraps(fun)
     def constrained(*args: Any, **kwargs: Any) -> Any:
         full = list(args)
@@ -123,7 +123,7 @@ def register_task(
     logical_axes: Any = None,
     task: Task | None = None,
 ) -> registrations.Registration:
-    """`multimesh.register_task` with the original's arguments; a pattern without a group counts as one group.
+    """Call `multimesh.register_task` with the original's arguments. A pattern without a group counts as one group.
 
     It is in force until its ``remove()``, `clear_tasks`, or the end of a ``with`` over it or the `MultiMesh` around.
 
@@ -162,7 +162,7 @@ def register_task(
             regex, callback=answer, task=task, dims=dims, device_axes=device_axes, logical_axes=logical_axes
         )
     else:
-        grid = _shaped(regex, devices, dims) if devices is not None else None
+        grid = _device_grid(regex, devices, dims) if devices is not None else None
         fixed = make_task(name or regex, mesh=mesh, devices=grid, device_axes=device_axes, logical_axes=logical_axes)
         made = registration(regex, fixed=fixed)
     owner = innermost()
@@ -171,7 +171,7 @@ def register_task(
     return registrations.add(made)
 
 
-def _shaped(regex: str, devices: Any, dims: Sequence[int] | None) -> Any:
+def _device_grid(regex: str, devices: Any, dims: Sequence[int] | None) -> Any:
     """Return devices, given as such or by their ids, as an array of this shape."""
     grid = np.asarray(devices, dtype=object)
     known: dict[Any, Any] = {device.id: device for device in jax.devices()}
@@ -222,7 +222,7 @@ def mjit(
     static_argnums: int | Sequence[int] = (),
     donate_argnums: int | Sequence[int] = (),
 ) -> Jitted:
-    """`multimesh.jit` with logical layouts.
+    """Call `multimesh.jit`, with logical layouts.
 
     Parameters
     ----------
@@ -237,7 +237,7 @@ def mjit(
 
     @functools.wraps(f)
     def annotated(*args: Any, **kwargs: Any) -> Any:
-        return _annotated(f(*_annotated(args, in_shardings), **kwargs), out_shardings)
+        return _constrain_leaves(f(*_constrain_leaves(args, in_shardings), **kwargs), out_shardings)
 
     among = mesh.devices if mesh is not None else devices
     flat = None if among is None else list(np.asarray(among, dtype=object).flat)
@@ -245,14 +245,14 @@ def mjit(
     return jit(f if plain else annotated, static_argnums=static_argnums, donate_argnums=donate_argnums, devices=flat)
 
 
-def _annotated(values: Any, shardings: Any) -> Any:
+def _constrain_leaves(values: Any, shardings: Any) -> Any:
     def annotate(sharding: Any, part: Any) -> Any:
         return here.with_sharding_constraint(part, sharding.spec) if isinstance(sharding, NamedSharding) else part
 
-    return _mapped("mjit", annotate, shardings, values)
+    return _map_prefix("mjit", annotate, shardings, values)
 
 
-def _mapped(what: str, fn: Callable[[Any, Any], Any], prefix: Any, values: Any) -> Any:
+def _map_prefix(what: str, fn: Callable[[Any, Any], Any], prefix: Any, values: Any) -> Any:
     """Call ``fn(leaf, part)`` for a pytree prefix. All but tuples, lists and dicts are leaves of the prefix."""
 
     def is_leaf(x: Any) -> bool:
@@ -270,10 +270,13 @@ def _is_names(x: Any) -> bool:
 
 
 def with_sharding_constraint(x: Any, axis_resources: Any) -> Any:
-    """`multimesh.with_sharding_constraint`; also takes a ``NamedSharding`` (for its spec) or a tuple of names."""
+    """Constrain a layout as `multimesh.with_sharding_constraint` does, also by a ``NamedSharding`` or a tuple of names.
+
+    Of a ``NamedSharding`` only the spec counts.
+    """
 
     def constrain(given: Any, part: Any) -> Any:
         spec = given.spec if isinstance(given, NamedSharding) else PartitionSpec(*given) if _is_names(given) else given
         return here.with_sharding_constraint(part, spec)
 
-    return _mapped("with_sharding_constraint", constrain, axis_resources, x)
+    return _map_prefix("with_sharding_constraint", constrain, axis_resources, x)

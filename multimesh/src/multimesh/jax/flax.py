@@ -22,7 +22,7 @@ __all__ = ["parallelize_step", "shard_axes", "task", "with_sharding_constraint"]
 
 
 def task(model: type[nn.Module], name: str | None = None, **where: Any) -> type[nn.Module]:
-    """A class of modules whose ``__call__`` is a task; fields, name and parameters stay those of ``model``.
+    """Return a class of modules whose ``__call__`` is a task. Fields, name and parameters stay those of ``model``.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ def task(model: type[nn.Module], name: str | None = None, **where: Any) -> type[
 
 
 def shard_axes(*args: str | None) -> Callable[..., Any]:
-    """A Xavier-normal initializer of a parameter with these logical names of its dimensions."""
+    """Return a Xavier-normal initializer of a parameter with these logical names of its dimensions."""
     return nn.with_partitioning(nn.initializers.xavier_normal(), args)
 
 
@@ -65,7 +65,7 @@ def parallelize_step(
     local_batch: Any = None,
     replicate_inputs: bool = True,
 ) -> tuple[Any, ...]:
-    """A training step of a model, and its first state.
+    """Return a training step of a model, and its first state.
 
     Parameters
     ----------
@@ -100,7 +100,7 @@ def parallelize_step(
         return TrainState.create(apply_fn=model.apply, params=model.init(jax.random.key(42), example), tx=optimizer)
 
     def step(state: Any, batch: Any) -> Any:
-        params = jax.tree.map(_named_axes, state.params, is_leaf=_is_boxed)
+        params = jax.tree.map(_constrain_by_names, state.params, is_leaf=_is_boxed)
         if replicate_inputs:
             batch = with_sharding_constraint(batch, PartitionSpec())
         loss, grads = jax.value_and_grad(model.apply)(params, batch)
@@ -116,5 +116,5 @@ def _is_boxed(x: Any) -> bool:
     return isinstance(x, nn.Partitioned)
 
 
-def _named_axes(x: Any) -> Any:
+def _constrain_by_names(x: Any) -> Any:
     return x.replace_boxed(with_sharding_constraint(x.value, PartitionSpec(*x.names))) if _is_boxed(x) else x

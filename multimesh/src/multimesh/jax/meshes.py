@@ -59,7 +59,7 @@ class TaskMesh:
         self.devices = numbers.reshape(abstract.axis_sizes)
 
     def place(self, devices: Any) -> TaskMesh:
-        """The same axes on other devices, given by their numbers."""
+        """Return the same axes on other devices, given by their numbers."""
         return TaskMesh(devices=devices, abstract=self.mesh)
 
     @property
@@ -126,7 +126,7 @@ class Entered(registrations.Registration):
 
 
 def innermost() -> MultiMesh | None:
-    """The `MultiMesh` in force."""
+    """Return the `MultiMesh` in force, or None."""
     return next((r.owner for r in registrations.in_force() if isinstance(r, Entered)), None)
 
 
@@ -170,7 +170,7 @@ class MultiMesh(contextlib.ContextDecorator):
         return getattr(self.global_mesh, name)
 
     def slice(self, **at: int) -> Mesh:
-        """The submesh at these positions. An axis that is sliced stays, with size 1.
+        """Return the submesh at these positions. An axis that is sliced stays, with size 1.
 
         Raises
         ------
@@ -185,7 +185,7 @@ class MultiMesh(contextlib.ContextDecorator):
         return Mesh(self.global_mesh.devices[index], self.global_mesh.axis_names)
 
     def register_task(self, matcher: str, *, callback: Any = None, task: Task | None = None) -> None:
-        """As `register_task`; in force while the mesh is entered."""
+        """Register a task, as `register_task` does, for as long as the mesh is entered."""
         made = registration(matcher, callback=callback, task=task)
         self.registered.append(made)
         if self._open:

@@ -14,7 +14,7 @@ from multimesh.marking import contexts
 
 
 def autoshard(autoshard: bool | None = True) -> contexts.Manager:
-    """`multimesh.autoshard` under the original's name of the argument."""
+    """Call `multimesh.autoshard`, with the original's name of its argument."""
     return contexts.autoshard(autoshard)
 
 

@@ -21,17 +21,17 @@ _PIECES = 64  # of a scan, at most
 
 
 def orders(units: Units) -> Iterator[tuple[Unit, ...]]:
-    """Orders to cut: as written, and depth first, which keeps independent towers apart.
+    """Yield orders to cut: as written, and depth first, which keeps independent towers apart.
 
-    Scans are in pieces. What makes no less than it reads comes right before its reader. A small result of a parameter,
-    such as the decay of its weights, comes right after the layer that has this parameter.
+    Scans are in pieces. A unit whose results are no smaller than its operands comes right before its user. A small
+    result of a parameter, such as the decay of its weights, comes right after the layer that has this parameter.
     """
     for order in (_late(units), _depth_first(units)):
         yield in_pieces(_beside(units, order))
 
 
 def chain_of(units: Units, order: Sequence[Unit]) -> Chain:
-    """Costs of units in an order, what they read and make, and what they need to keep.
+    """Return the costs of units in an order, with the values that each reads, makes and needs to keep.
 
     A stage holds each argument that it reads; a trained one with its gradient, and where it is first read with its
     moments. Of each microbatch it keeps what backward passes read: nothing if no trained argument is behind it, and of
@@ -97,7 +97,7 @@ def _differentiable(value: Any) -> bool:
 
 
 def _for_backward(unit: Unit, origin: Mapping[Any, frozenset[Any]], active: set[Any]) -> set[Any]:
-    """Values that the backward pass of a unit reads, at most."""
+    """Return the residuals of a unit: values that its backward pass may read."""
     ins = [v for v in unit.reads if not isinstance(v, _compat.Literal)]
     with_gradient = [v for v in ins if _base(v) in active]
     if unit.eqn.primitive.name in _PRODUCTS and len(ins) == 2:
@@ -106,7 +106,7 @@ def _for_backward(unit: Unit, origin: Mapping[Any, frozenset[Any]], active: set[
 
 
 def _read_by(unit: Unit, origin: Mapping[Any, frozenset[Any]]) -> list[Any]:
-    """Values that a unit reads, each once; of a cheap value of arguments alone, those arguments."""
+    """Return the operands of a unit, each once. A value that is cheap to recompute stands as the arguments it needs."""
     read: dict[Any, None] = {}
     for v in unit.reads:
         if not isinstance(v, _compat.Literal):
@@ -115,7 +115,7 @@ def _read_by(unit: Unit, origin: Mapping[Any, frozenset[Any]]) -> list[Any]:
 
 
 def _origins(units: Units) -> dict[Any, frozenset[Any]]:
-    """Cheap values of arguments alone to the values that must be there for them: arguments, or parts of these."""
+    """Map each value that is cheap to recompute from arguments to the arguments (or slices) that it needs."""
     found: dict[Any, frozenset[Any]] = {}
     for eqn in units.free:
         ins = [a for a in eqn.invars if not isinstance(a, _compat.Literal)]
@@ -136,7 +136,7 @@ def _readers(units: Units) -> dict[Any, list[int]]:
 
 
 def _late(units: Units) -> list[Unit]:
-    """Units in order, but those that grow what they read right before their first reader."""
+    """Return units in order, but each whose results are larger than its operands right before its first user."""
     readers = _readers(units)
     given = set(units.given) | {o for eqn in units.free for o in eqn.outvars}
     number = len(units.units)
@@ -201,7 +201,7 @@ def _depth_first(units: Units) -> list[Unit]:
 
 
 def in_pieces(order: Sequence[Unit]) -> tuple[Unit, ...]:
-    """Scans in pieces of some rows; what joins their results follows."""
+    """Split each scan into pieces of several rows, and add a unit that joins their results."""
     made: list[Unit] = []
     for unit in order:
         if unit.rows is None:

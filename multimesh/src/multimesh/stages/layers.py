@@ -54,7 +54,7 @@ class Sequential:
             )
         if self.sizes is not None:
             return cut(self.costs or (0.0,) * len(self.layers), self.sizes)
-        costs = self.costs or estimated(self.layers, params, x)
+        costs = self.costs or estimate_layers(self.layers, params, x)
         shape: dict[str, Any] = {"microbatches": self.microbatches, "chunks": self.chunks}
         return partition(costs, len(self.meshes), memory=self.memory, **shape)
 
@@ -138,7 +138,7 @@ def sequential(
     return Sequential(given, grids, sizes, microbatches, chunks, known, memory, route)
 
 
-def estimated(layers: Sequence[Layer], params: Sequence[Any], x: Any) -> tuple[LayerCosts, ...]:
+def estimate_layers(layers: Sequence[Layer], params: Sequence[Any], x: Any) -> tuple[LayerCosts, ...]:
     """Estimate the costs of layers, from the types of their parameters and of the input of the first."""
     costs = []
     x = jax.tree.map(_compat.abstractify, x)

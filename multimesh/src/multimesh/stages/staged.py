@@ -35,10 +35,10 @@ def run(
     for eqn in found.free:
         env.update(zip(eqn.outvars, _compat.evaluate(eqn, eqn.params, env.many(eqn.invars)), strict=True))
     back = list(_backward_stages(found.after, stages))
-    whole = list(_merged([*stages, *(units for _, units in back)]))
-    ins = [_read(units) for units in whole]
+    whole = list(_merge_rows([*stages, *(units for _, units in back)]))
+    ins = [_inputs(units) for units in whole]
     for number, (units, placed) in enumerate(zip(whole, places, strict=False)):
-        outs = _needed(units, [*found.outs, *itertools.chain(*ins[number + 1 :])])
+        outs = _outputs(units, [*found.outs, *itertools.chain(*ins[number + 1 :])])
         call = mark_function(_evaluation(units, ins[number], outs, placed.mesh), placed)
         env.update(zip(outs, call(*env.many(ins[number])), strict=True))
     for (behind, _), units in zip(back, whole[len(stages) :], strict=True):
@@ -99,7 +99,7 @@ class _Values(dict[Any, Any]):
     """Values of variables; rows of a stack are cut where they are read."""
 
     def many(self, atoms: Sequence[Any]) -> list[Any]:
-        """The values of several atoms."""
+        """Return the values of several atoms."""
         return [a.val if isinstance(a, _compat.Literal) else self._of(a) for a in atoms]
 
     def _of(self, atom: Any) -> Any:
@@ -108,8 +108,8 @@ class _Values(dict[Any, Any]):
         return self[atom]
 
 
-def _merged(stages: Sequence[Sequence[Unit]]) -> Iterator[tuple[Unit, ...]]:
-    """The stages with neighboring rows of a scan as one unit; a join gets the rows that were made."""
+def _merge_rows(stages: Sequence[Sequence[Unit]]) -> Iterator[tuple[Unit, ...]]:
+    """Merge neighboring rows of a scan within each stage. A join gets the rows that stages produce."""
     rows: dict[Any, list[Rows]] = {}
     for stage in stages:
         units: list[Unit] = []
@@ -129,8 +129,8 @@ def _merged(stages: Sequence[Sequence[Unit]]) -> Iterator[tuple[Unit, ...]]:
         yield tuple(units)
 
 
-def _read(units: Sequence[Unit]) -> list[Any]:
-    """What units read and do not make."""
+def _inputs(units: Sequence[Unit]) -> list[Any]:
+    """Return values that units read from outside."""
     made: set[Any] = set()
     found: dict[Any, None] = {}
     for unit in units:
@@ -141,15 +141,15 @@ def _read(units: Sequence[Unit]) -> list[Any]:
     return list(found)
 
 
-def _needed(units: Sequence[Unit], later: Sequence[Any]) -> list[Any]:
-    """What units make and others read."""
+def _outputs(units: Sequence[Unit], later: Sequence[Any]) -> list[Any]:
+    """Return results of units that others read."""
     read = {v for v in later if not isinstance(v, _compat.Literal)}
     read |= {v.of for v in read if isinstance(v, Rows)}
     return [v for unit in units for v in unit.makes if v in read]
 
 
 def _evaluation(units: Sequence[Unit], ins: Sequence[Any], outs: Sequence[Any], mesh: Mesh) -> Callable[..., list[Any]]:
-    """A function of the values of ``ins``, with the values of ``outs``."""
+    """Return a function that computes ``outs`` from ``ins``."""
 
     def evaluate(*args: Any) -> list[Any]:
         env = _Values(zip(ins, args, strict=True))
@@ -158,8 +158,8 @@ def _evaluation(units: Sequence[Unit], ins: Sequence[Any], outs: Sequence[Any], 
             if within is None:
                 _evaluate(group, env, mesh)
                 continue
-            read, rest = _read(group), [unit for _, found in groups[number + 1 :] for unit in found]
-            made = _needed(group, [*outs, *(v for unit in rest for v in unit.reads)])
+            read, rest = _inputs(group), [unit for _, found in groups[number + 1 :] for unit in found]
+            made = _outputs(group, [*outs, *(v for unit in rest for v in unit.reads)])
             inner = [replace(unit, within=None) for unit in group]
             call = jax.checkpoint(
                 _evaluation(inner, read, made, mesh), policy=within.policy, prevent_cse=within.prevent_cse
@@ -178,12 +178,12 @@ def _evaluate(units: Sequence[Unit], env: _Values, mesh: Mesh | None) -> None:
             parts = [list(itertools.islice(left, len(rows))) for rows in unit.parts]
             results: Sequence[Any] = [p[0] if len(p) == 1 else jax.lax.concatenate(p, 0) for p in parts]
         else:
-            results = _constrained(unit, args) or _compat.evaluate(unit.eqn, unit.params, args, mesh)
+            results = _constrain(unit, args) or _compat.evaluate(unit.eqn, unit.params, args, mesh)
         env.update(zip(unit.makes, results, strict=True))
 
 
-def _constrained(unit: Unit, args: Sequence[Any]) -> list[Any] | None:
-    """A constraint, on the submesh of the stage instead of that for which it was traced."""
+def _constrain(unit: Unit, args: Sequence[Any]) -> list[Any] | None:
+    """Apply a layout constraint on the submesh of the stage, not on that of the trace; None for other operations."""
     sharding = unit.eqn.params.get("sharding")
     if unit.eqn.primitive is not _compat.sharding_constraint_p or not isinstance(sharding, NamedSharding):
         return None

@@ -84,7 +84,7 @@ class Unit:
 
     @property
     def joins(self) -> bool:
-        """Whether it joins the rows that the parts of a scan have made."""
+        """Whether it joins the rows that the pieces of a scan produce."""
         return self.rows is not None and not self.rows
 
     def _stacks(self, variables: Sequence[Any], rows: range) -> Iterator[Rows]:
@@ -96,7 +96,7 @@ class Unit:
 
     @property
     def reads(self) -> list[Any]:
-        """What it reads: variables, rows and carries, and literals."""
+        """Its operands: variables, rows and carries, and literals."""
         if self.rows is None:
             return list(self.eqn.invars)
         consts, carries = _compat.scan_counts(self.eqn.params)
@@ -108,7 +108,7 @@ class Unit:
 
     @property
     def makes(self) -> list[Any]:
-        """What it makes."""
+        """Its results."""
         if self.rows is None:
             return list(self.eqn.outvars)
         _, carries = _compat.scan_counts(self.eqn.params)
@@ -163,7 +163,7 @@ class Units:
     after: tuple[Unit, ...] = ()
 
     def live(self) -> Units:
-        """Those that a result or an effect needs."""
+        """Drop units that neither a result nor an effect needs."""
         needed = {v for v in self.outs if not isinstance(v, _compat.Literal)}
         units: list[Unit] = []
         for unit in reversed((*self.units, *self.after)):
@@ -201,10 +201,10 @@ def read(closed: Any, stages: int, trained: Iterable[int]) -> Units:
     reader.consts.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     outs = reader.walk(closed.jaxpr, names, (), None)
     given = (*closed.jaxpr.invars, *reader.consts)
-    free, units = _parted(reader.found, given)
-    before, after = _turned(units, lambda unit: _compat.scopes(unit.eqn)[1])
+    free, units = _split_cheap(reader.found, given)
+    before, after = _split_backward(units, lambda unit: _compat.scopes(unit.eqn)[1])
     if _leads_to_scalar(after, outs):  # a gradient inside is a part of this loss; its own backward comes after that
-        before, after = _turned(units, lambda unit: _compat.is_transposed_last(unit.eqn))
+        before, after = _split_backward(units, lambda unit: _compat.is_transposed_last(unit.eqn))
         if _leads_to_scalar(after, outs):
             before, after = units, ()
         free = tuple(map(_compat.without_transpositions, free))
@@ -227,7 +227,7 @@ class _Reader:
         """Add the equations of a jaxpr and return its results; ``names`` has its arguments, and receives its values."""
         for eqn in jaxpr.eqns:
             names.update(zip(eqn.outvars, self._results(eqn, names, calls, within), strict=True))
-        return tuple(_named(a, names) for a in jaxpr.outvars)
+        return tuple(_substitute(a, names) for a in jaxpr.outvars)
 
     def _results(
         self, eqn: Any, names: dict[Any, Any], calls: tuple[Any, ...], within: Checkpoint | None
@@ -243,7 +243,7 @@ class _Reader:
             inner = None
         if inner is not None:
             called, consts = inner
-            inside = dict(zip(called.invars, (_named(a, names) for a in eqn.invars), strict=True))
+            inside = dict(zip(called.invars, (_substitute(a, names) for a in eqn.invars), strict=True))
             self.consts.update(zip(called.constvars, consts, strict=True))
             inside.update((v, v) for v in called.constvars)
             return self.walk(called, inside, (*calls, eqn), within)
@@ -270,7 +270,7 @@ class _Reader:
         """The rows of a scan, one after the other."""
         consts, carries = _compat.scan_counts(eqn.params)
         body, length = eqn.params["jaxpr"], eqn.params["length"]
-        ins = [_named(a, names) for a in eqn.invars]
+        ins = [_substitute(a, names) for a in eqn.invars]
         carried, stacks = ins[consts : consts + carries], ins[consts + carries :]
         made: list[Any] = []
         for row in reversed(range(length)) if eqn.params["reverse"] else range(length):
@@ -332,7 +332,7 @@ def _stack(*rows: Any) -> Any:
     return jax.lax.concatenate([jax.lax.expand_dims(row, (0,)) for row in rows], 0)
 
 
-def _named(atom: Any, names: Mapping[Any, Any]) -> Any:
+def _substitute(atom: Any, names: Mapping[Any, Any]) -> Any:
     return atom if isinstance(atom, _compat.Literal) else names[atom]
 
 
@@ -354,7 +354,7 @@ def _is_mark(eqn: Any, calls: Sequence[Any]) -> bool:
 
 
 def _forward_operations(jaxpr: Any) -> float:
-    """Operations that no transposition made."""
+    """Return the operations of the forward pass: those that no transposition added."""
     eqns = (eqn for eqn in jaxpr.eqns if not _compat.scopes(eqn)[1])
     return sum(operations(eqn.primitive.name, eqn.params, eqn.invars, eqn.outvars) for eqn in eqns)
 
@@ -363,8 +363,10 @@ def _is_of(atom: Any, values: set[Any]) -> bool:
     return not isinstance(atom, _compat.Literal) and atom in values
 
 
-def _turned(units: Sequence[Unit], is_backward: Callable[[Unit], bool]) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
-    """Return the units before the first backward pass, and its own with all that need them."""
+def _split_backward(
+    units: Sequence[Unit], is_backward: Callable[[Unit], bool]
+) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
+    """Return the units before the first backward pass, and the units of backward passes with all their users."""
     before, after, made = list[Unit](), list[Unit](), set[Any]()
     for unit in units:
         if is_backward(unit) or any(_is_of(a, made) for a in unit.eqn.invars):
@@ -376,13 +378,13 @@ def _turned(units: Sequence[Unit], is_backward: Callable[[Unit], bool]) -> tuple
 
 
 def _leads_to_scalar(after: Sequence[Unit], outs: Sequence[Any]) -> bool:
-    """Whether units make the first result, and that is a scalar, as a loss of forces is."""
+    """Whether the first result is a scalar that these units compute, as a loss of forces is."""
     made = {v for unit in after for v in unit.eqn.outvars if getattr(v.aval, "shape", None) == ()}
     return any(_is_of(v, made) for v in outs[:1])
 
 
-def _parted(found: Sequence[Unit], given: Iterable[Any]) -> tuple[tuple[Any, ...], tuple[Unit, ...]]:
-    """Cheap equations of arguments alone, and all other units."""
+def _split_cheap(found: Sequence[Unit], given: Iterable[Any]) -> tuple[tuple[Any, ...], tuple[Unit, ...]]:
+    """Return the cheap equations that need only arguments, and all other units."""
     known = set(given)
     free, units = [], []
     for unit in found:
