@@ -26,8 +26,18 @@ from typing import Any
 
 from multimesh.errors import MissingPartError, UsageError
 from multimesh.processes.forwarding import Forwarder
+from multimesh.processes.launchers import ADDRESS, LAUNCHERS, Launcher
 
-__all__ = ["end_with_parent", "free_port", "job_variables", "process_variables", "run_together"]
+__all__ = [
+    "ADDRESS",
+    "LAUNCHERS",
+    "Launcher",
+    "end_with_parent",
+    "free_port",
+    "job_variables",
+    "process_variables",
+    "run_together",
+]
 
 _POLL = 0.1  # seconds between looks at the processes
 _PATIENCE = 10.0  # seconds that the others get to end when one has failed, and that all get when told to end
@@ -40,7 +50,7 @@ def job_variables() -> dict[str, str]:
 
     ``JAX_COORDINATOR_ADDRESS`` has a free port of this machine.
     """
-    return {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}"}
+    return {ADDRESS: f"127.0.0.1:{free_port()}"}
 
 
 def process_variables(rank: int, processes: int) -> dict[str, str]:

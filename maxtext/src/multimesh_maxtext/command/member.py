@@ -6,56 +6,13 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from multimesh.launch import ADDRESS, LAUNCHERS, Launcher
 from multimesh_maxtext.command.options import Options, Parsed
 from multimesh_maxtext.command.translate import Paths
 from multimesh_maxtext.errors import UnsupportedError, UsageError
 
-ADDRESS = "JAX_COORDINATOR_ADDRESS"
-
-_NAMES = ("RANK", "SIZE", "LOCAL_RANK")
-
-
-@dataclass(frozen=True)
-class _Launcher:
-    """A program that starts processes, and tells each its rank by variables.
-
-    Attributes
-    ----------
-    mark
-        A variable that only its processes have.
-    variables
-        Those with rank, number and rank on this machine; of several names for one, the first that is set counts.
-    address
-        A variable by which JAX finds process 0. Where it is not set, the user tells. Empty: JAX finds it anyway.
-    """
-
-    name: str
-    mark: str
-    variables: tuple[tuple[str, ...], ...]
-    address: str = ""
-
-
-_LAUNCHERS = (
-    _Launcher(
-        "--spawn or Kubernetes",
-        "MULTIMESH_MAXTEXT_RANK",
-        tuple((f"MULTIMESH_MAXTEXT_{name}",) for name in _NAMES),
-    ),
-    _Launcher(
-        "Open MPI",
-        "OMPI_COMM_WORLD_RANK",
-        tuple((f"OMPI_COMM_WORLD_{name}",) for name in _NAMES),
-        address="OMPI_MCA_orte_hnp_uri",
-    ),
-    _Launcher("MPICH", "MPI_LOCALRANKID", (("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID",)), address=ADDRESS),
-    # In a shell on the nodes of an allocation, SLURM_NTASKS may be the number of its tasks.
-    _Launcher(
-        "Slurm",
-        "SLURM_STEP_NODELIST",
-        (("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",)),
-    ),
-)
-"""The launcher of this process comes before the launchers of its launcher."""
+_RANK, _SIZE, _LOCAL = (f"MULTIMESH_MAXTEXT_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK"))
+_OWN = Launcher("--spawn or Kubernetes", mark=_RANK, rank=(_RANK,), size=(_SIZE,), local=(_LOCAL,))
 
 
 @dataclass(frozen=True)
@@ -75,8 +32,7 @@ class Member:
 
     def variables(self) -> dict[str, str]:
         """Return variables that tell the trainer its rank, also under a launcher that JAX would ask."""
-        values = (self.rank, self.count, self.local)
-        return {f"MULTIMESH_MAXTEXT_{name}": str(value) for name, value in zip(_NAMES, values, strict=True)}
+        return {_RANK: str(self.rank), _SIZE: str(self.count), _LOCAL: str(self.local)}
 
 
 ALONE = Member()
@@ -139,7 +95,7 @@ def any_member(parsed: Parsed, environment: Mapping[str, str]) -> Member:
     return launched(environment)[1] if several and not parsed.options.spawn else ALONE
 
 
-def launched(environment: Mapping[str, str]) -> tuple[_Launcher | None, Member]:
+def launched(environment: Mapping[str, str]) -> tuple[Launcher | None, Member]:
     """Return the launcher of this process, if it is one of several, and its place among them.
 
     Raises
@@ -147,10 +103,12 @@ def launched(environment: Mapping[str, str]) -> tuple[_Launcher | None, Member]:
     UsageError
         For variables that no launcher sets so.
     """
-    for launcher in _LAUNCHERS:
+    for launcher in (_OWN, *LAUNCHERS):
         if launcher.mark not in environment:
             continue
-        this = Member(*(_number(environment, launcher, names) for names in launcher.variables))
+        this = Member(
+            *(_number(environment, launcher, names) for names in (launcher.rank, launcher.size, launcher.local))
+        )
         if max(this.rank, this.local) >= this.count:
             raise UsageError(
                 f"rank {this.rank} ({this.local} on this machine) of {this.count} processes, by the variables of "
@@ -161,7 +119,7 @@ def launched(environment: Mapping[str, str]) -> tuple[_Launcher | None, Member]:
     return None, ALONE
 
 
-def _number(environment: Mapping[str, str], launcher: _Launcher, names: tuple[str, ...]) -> int:
+def _number(environment: Mapping[str, str], launcher: Launcher, names: tuple[str, ...]) -> int:
     name = next((name for name in names if name in environment), names[-1])
     value = environment.get(name, "")
     if not value.isdecimal():

@@ -17,8 +17,8 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
+from multimesh.launch import ADDRESS
 from multimesh_maxtext.command.fallback import Grid, choose
-from multimesh_maxtext.command.member import ADDRESS
 from multimesh_maxtext.errors import ProcessLostError
 
 OWN_ADDRESS = "MULTIMESH_MAXTEXT_ADDRESS"

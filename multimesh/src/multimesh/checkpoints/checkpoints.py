@@ -21,7 +21,7 @@ from multimesh.checkpoints.saving import FILE, HALF
 from multimesh.checkpoints.shard_files import Shard
 from multimesh.errors import DamagedError, MultiMeshError, NoRecordError, UsageError
 from multimesh.processes import agree
-from multimesh.processes.arrays import absent, is_key
+from multimesh.processes.arrays import Bounds, absent, bounds, is_key
 
 _OF_ORBAX = "_CHECKPOINT_METADATA"  # a file of each checkpoint of Orbax
 _numbers = itertools.count(1)
@@ -142,14 +142,12 @@ def _read(folder: Path, wanted: Mapping[str, Any], kinds: Mapping[str, str]) -> 
 
     stored = {name: _type_on_disk(x, keys.get(name)) for name, x in wanted.items()}
 
-    def parts(name: str) -> dict[shard_files.Bounds, np.ndarray]:
+    def parts(name: str) -> dict[Bounds, np.ndarray]:
         like, (shape, dtype) = wanted[name], stored[name]
         if has_sharding(like):
-            wholes = {
-                shard_files.bounds(i, shape) for i in like.sharding.addressable_devices_indices_map(shape).values()
-            }
+            wholes = {bounds(i, shape) for i in like.sharding.addressable_devices_indices_map(shape).values()}
         else:
-            wholes = {shard_files.bounds((slice(None),) * len(shape), shape)}
+            wholes = {bounds((slice(None),) * len(shape), shape)}
         return {whole: shard_files.read(folder, table[name], dtype, whole) for whole in wholes}
 
     with concurrent.futures.ThreadPoolExecutor(shard_files.THREADS) as pool:
@@ -167,13 +165,13 @@ def _type_on_disk(like: Any, key: str | None) -> tuple[tuple[int, ...], np.dtype
     return (*like.shape, *data.shape), np.dtype(data.dtype)
 
 
-def _array(like: Any, shape: tuple[int, ...], dtype: Any, parts: Mapping[shard_files.Bounds, np.ndarray]) -> Any:
+def _array(like: Any, shape: tuple[int, ...], dtype: Any, parts: Mapping[Bounds, np.ndarray]) -> Any:
     """Return the leaf made of its parts; a NumPy array if it has no place."""
     if not has_sharding(like):
         return next(iter(parts.values()))
     if not parts:
         return absent(like, like.sharding)
-    return jax.make_array_from_callback(shape, like.sharding, lambda i: parts[shard_files.bounds(i, shape)], dtype)
+    return jax.make_array_from_callback(shape, like.sharding, lambda i: parts[bounds(i, shape)], dtype)
 
 
 def _as(like: Any, found: Any, key: str | None) -> Any:

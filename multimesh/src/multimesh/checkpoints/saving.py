@@ -29,7 +29,7 @@ from multimesh.checkpoints.leaves import describe, has_sharding, kind_of, name_l
 from multimesh.checkpoints.shard_files import Part, Shard
 from multimesh.errors import BusyError, DamagedError, MultiMeshError, UsageError
 from multimesh.processes import agree
-from multimesh.processes.arrays import is_key
+from multimesh.processes.arrays import bounds, is_key
 
 HALF = ".half-written"
 """Ending of the name of a checkpoint that is being written."""
@@ -171,8 +171,7 @@ def _parts(name: str, x: Any) -> Iterator[Part]:
         dtype = np.dtype(x.dtype)
         own = [shard for shard in x.addressable_shards if shard.replica_id == 0]
         found = [
-            Part(name, shard_files.bounds(shard.index, x.shape), dtype, functools.partial(np.asarray, shard.data))
-            for shard in own
+            Part(name, bounds(shard.index, x.shape), dtype, functools.partial(np.asarray, shard.data)) for shard in own
         ]
     else:
         host = np.asarray(x)

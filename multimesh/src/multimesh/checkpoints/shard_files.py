@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from multimesh.errors import DamagedError, UsageError
+from multimesh.processes.arrays import Bounds
 
 TABLE = "multimesh.json"
 FORMAT = 2
@@ -41,7 +42,6 @@ _BY_ORBAX = b'{\n "format": 1,'  # what a table of format 1 begins with
 
 _REMEDY = "copy the checkpoint again, or restore another"
 
-Bounds = tuple[tuple[int, int], ...]
 """Where a part of an array begins and ends along each axis."""
 
 
@@ -88,11 +88,6 @@ class Part:
     def size(self) -> int:
         """The size in bytes."""
         return math.prod(end - start for start, end in self.bounds) * self.dtype.itemsize
-
-
-def bounds(index: Iterable[slice], shape: Sequence[int]) -> Bounds:
-    """Return the start and the end of the part ``index`` of an array of this shape, along each axis."""
-    return tuple(each.indices(n)[:2] for each, n in zip(index, shape, strict=True))
 
 
 def show(part: Bounds) -> str:

@@ -77,6 +77,7 @@ class Op:
 class Sum:
     """A result of a loop: ``init`` plus the sum over microbatches of the body's ``leaf``.
 
+    Gradients are such results, and those of ``reduce="sum"`` and ``"mean"`` (`Total`).
     With ``over``, both have a leading dimension more, a term for each device along these axes of the submesh.
     """
 
@@ -204,6 +205,16 @@ def _short(aval: Any) -> str:
 def shape(atom: Atom) -> tuple[int, ...]:
     """Return the shape of a value or literal; () for a token or anything else without a shape."""
     return tuple(getattr(atom.aval, "shape", ()))
+
+
+def nbytes(atom: Atom) -> float:
+    """Return the bytes of a value or literal."""
+    return float(_compat.nbytes(atom.aval))
+
+
+def is_value(atom: Atom) -> bool:
+    """Return whether an atom, of a program or a jaxpr, is computed or an argument, not a literal."""
+    return not hasattr(atom, "val")
 
 
 def values(atoms: Iterable[Atom]) -> Iterator[Value]:

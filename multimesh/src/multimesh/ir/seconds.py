@@ -69,16 +69,16 @@ def _of_program(jaxpr: Any, device: Device, devices: int, start: float) -> float
 def _seconds(lines: Sequence[Costed], outs: Sequence[Any], device: Device, devices: int, start: float) -> float:
     fused = {id(line) for line in lines if not line.inner and primitives.fuses(line.prim)}
     maker: dict[Hashable, Costed] = {out: line for line in lines for out in line.outs}
-    read: set[Hashable] = {atom for line in lines if id(line) not in fused for atom in line.ins if _is_value(atom)}
-    read |= {atom for atom in outs if _is_value(atom)}
+    read: set[Hashable] = {atom for line in lines if id(line) not in fused for atom in line.ins if ir.is_value(atom)}
+    read |= {atom for atom in outs if ir.is_value(atom)}
     total, passed = 0.0, 0.0
     seen: set[Hashable] = set()
     for line in lines:
         if id(line) in fused:
-            passed += sum(_size(out) for out in line.outs if out in read)
-            sources = {a for a in line.ins if _is_value(a) and a not in seen}
+            passed += sum(ir.nbytes(out) for out in line.outs if out in read)
+            sources = {a for a in line.ins if ir.is_value(a) and a not in seen}
             sources = {a for a in sources if a not in maker or id(maker[a]) not in fused}
-            passed += sum(_size(a) for a in sources)
+            passed += sum(ir.nbytes(a) for a in sources)
             seen |= sources
             continue
         total += _alone(line, device, devices, start)
@@ -101,19 +101,10 @@ def _alone(line: Costed, device: Device, devices: int, start: float) -> float:
     inner = [_of_program(jaxpr, device, devices, start) for jaxpr in line.inner]
     if inner:
         return max(inner) if line.prim.name == "cond" else sum(inner) * (line.params.get("length", 1))
-    size = sum(map(_size, line.outs)) + sum(_size(atom) for atom in line.ins if _is_value(atom))
+    size = sum(map(ir.nbytes, line.outs)) + sum(ir.nbytes(atom) for atom in line.ins if ir.is_value(atom))
     return kernels.moved(device, size / devices) + start
 
 
 def _scale(atom: Any) -> float:
-    width = _compat.nbytes(atom.aval) / max(1, math.prod(ir.shape(atom)))
+    width = ir.nbytes(atom) / max(1, math.prod(ir.shape(atom)))
     return 1.0 if width <= 2 else _WIDE if width <= 4 else _WIDEST
-
-
-def _is_value(atom: Any) -> bool:
-    """Return whether an atom is computed or an argument, not a literal."""
-    return not hasattr(atom, "val")
-
-
-def _size(atom: Any) -> float:
-    return float(_compat.nbytes(atom.aval))

@@ -56,7 +56,8 @@ def ignoring() -> bool:
     return _options.get().ignore_transforms
 
 
-TRANSPORTS = ("pull", "device_put")
+TRANSPORTS: list[str] = []
+"""Names of transports. The classes of `runtime.between.carriers` add theirs."""
 
 
 def context(**options: bool | str | None) -> Manager:

@@ -46,7 +46,10 @@ def is_reduction(x: Any) -> bool:
 
 @dataclass(frozen=True)
 class Total:
-    """The sum, or the mean. Few bits are summed in ``dtype`` (see `accumulator`), and cast back."""
+    """The sum, or the mean. Few bits are summed in ``dtype`` (see `accumulator`), and cast back.
+
+    Its state only has terms added to it, so passes see an `ir.Sum`: a gradient may go through it.
+    """
 
     dtype: Any = None
     mean: bool = False

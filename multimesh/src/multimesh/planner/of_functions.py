@@ -26,9 +26,8 @@ from multimesh.planner.step import OPTIMIZER
 from multimesh.planner.suggesting import COUNT, SHARE
 from multimesh.planner.suggestions import Suggestions
 from multimesh.planner.transformer import Transformer
-from multimesh.schedules.partitioning import LayerCosts, partition
+from multimesh.schedules.partitioning import STATES, LayerCosts, partition
 
-_STATES = 4  # a parameter, its gradient and two moments
 _NOTES = (
     "no run was compared with forecasts of functions: the band is a guess",
     "it sees pipelines and data parallelism, with parameters sharded (fsdp) or not; no tensor parallelism",
@@ -172,7 +171,7 @@ class Functions:
             kept = max(sum(p.crossing if full else p.kept for p in stage) for stage in stages)
             again = max(p.kept for stage in stages for p in stage) if full else 0.0
             held = sum(p.parameters for stage in stages for p in stage)
-            needs.append(_STATES * held / how.fsdp + in_flight[row] * kept + again)
+            needs.append(STATES * held / how.fsdp + in_flight[row] * kept + again)
         return max(needs)
 
     def option(self, how: Configuration) -> Option:
@@ -213,7 +212,7 @@ class Functions:
         return longest + sum(self._after(how).values())
 
     def _state(self, how: Configuration) -> float:
-        return _STATES * max(sum(p.parameters for s in row for p in s) for row in self._rows(how)) / how.fsdp
+        return STATES * max(sum(p.parameters for s in row for p in s) for row in self._rows(how)) / how.fsdp
 
     def _after(self, how: Configuration) -> dict[str, float]:
         """Seconds after the loop: gradients between replicas, and the optimizer."""

@@ -86,7 +86,7 @@ def pieces(
     lines: list[Costed] = []
     outs = _flatten(jaxpr, given, lines)
     weights = dict.fromkeys(given[:count])
-    residuals = {value for value in outs[results:] if _is_value(value)} - weights.keys()
+    residuals = {value for value in outs[results:] if ir.is_value(value)} - weights.keys()
     return _joined(tuple(_items(lines)), weights, residuals, device, start)
 
 
@@ -102,7 +102,7 @@ def _flatten(jaxpr: Any, given: Sequence[Any], lines: list[Costed]) -> list[Any]
     names: dict[Any, Any] = dict(zip(jaxpr.invars, given, strict=True))
 
     def named(atom: Any) -> Any:
-        return names.setdefault(atom, _Value(atom.aval)) if _is_value(atom) else atom
+        return names.setdefault(atom, _Value(atom.aval)) if ir.is_value(atom) else atom
 
     for eqn in jaxpr.eqns:
         ins = [named(v) for v in eqn.invars]
@@ -115,21 +115,13 @@ def _flatten(jaxpr: Any, given: Sequence[Any], lines: list[Costed]) -> list[Any]
     return [named(v) for v in jaxpr.outvars]
 
 
-def _is_value(atom: Any) -> bool:
-    return not hasattr(atom, "val")
-
-
-def _size(atom: Any) -> float:
-    return float(_compat.nbytes(atom.aval))
-
-
 def _items(lines: Sequence[Costed]) -> Iterator[_Item]:
     for line in lines:
         rounds = int(line.params.get("length", 1)) if line.prim.name == "scan" else 1
         carried = 0.0
         if rounds > 1:
             _, carries = _compat.scan_counts(line.params)
-            carried = sum(map(_size, line.outs[:carries]))
+            carried = sum(map(ir.nbytes, line.outs[:carries]))
         for number in range(rounds):
             yield _Item(line, 1 / rounds, carried if number < rounds - 1 else 0.0)
 
@@ -142,12 +134,12 @@ def _joined(
     last: dict[Any, int] = {}
     for number, item in enumerate(items):
         made |= dict.fromkeys(item.line.outs, number)
-        last |= dict.fromkeys(filter(_is_value, item.line.ins), number)
+        last |= dict.fromkeys(filter(ir.is_value, item.line.ins), number)
     ends: dict[int, float] = defaultdict(float)
     for value, at in made.items():
         if last.get(value, -1) > at:
-            ends[at] += _size(value)
-            ends[last[value]] -= _size(value)
+            ends[at] += ir.nbytes(value)
+            ends[last[value]] -= ir.nbytes(value)
     crossing, alive = [], 0.0
     for number, item in enumerate(items):
         alive += ends[number]
@@ -156,7 +148,7 @@ def _joined(
     places, least = _places(crossing, seconds), sum(seconds) / _MOST
     owner: dict[Any, Costed] = {}
     for item in items:
-        for atom in filter(_is_value, item.line.ins):
+        for atom in filter(ir.is_value, item.line.ins):
             if atom in weights:
                 owner.setdefault(atom, item.line)
     found: list[Portion] = []
@@ -199,11 +191,11 @@ def _piece(
 ) -> Portion:
     seconds = work = held = numbers = kept = 0.0
     for item in (items[n] for n in group):
-        own = [a for a in dict.fromkeys(filter(_is_value, item.line.ins)) if owner.get(a) is item.line]
+        own = [a for a in dict.fromkeys(filter(ir.is_value, item.line.ins)) if owner.get(a) is item.line]
         work += item.share * operations(item.line.prim.name, item.line.params, item.line.ins, item.line.outs)
-        held += item.share * sum(map(_size, own))
+        held += item.share * sum(map(ir.nbytes, own))
         numbers += item.share * sum(math.prod(ir.shape(a)) for a in own)
-        kept += item.share * sum(_size(out) for out in item.line.outs if out in residuals)
+        kept += item.share * sum(ir.nbytes(out) for out in item.line.outs if out in residuals)
         if item.share < 1:
             seconds += _seconds(item, last, group[-1], device, start)
     together = [items[n].line for n in group if items[n].share == 1]

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
+
+Bounds = tuple[tuple[int, int], ...]
+
+
+def bounds(index: Iterable[slice], shape: Sequence[int]) -> Bounds:
+    """Return the start and the end of the part ``index`` of an array of this shape, along each axis."""
+    return tuple(each.indices(n)[:2] for each, n in zip(index, shape, strict=True))
 
 
 def here(devices: Iterable[jax.Device]) -> bool:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,6 +10,7 @@ import numpy as np
 
 from multimesh.errors import UsageError
 from multimesh.processes import agree
+from multimesh.processes.arrays import bounds
 
 SMALL = 64 * 2**20
 """The most bytes that `gather` copies."""
@@ -64,11 +63,11 @@ def _gathered(leaves: list[Any], timeout: float | None) -> list[Any]:
     places: list[tuple[int, int, Any]] = []  # of every part, in an order that all know: its owner, its array, where
     mine: list[bytes] = []
     for i, x in far.items():
-        bounds = functools.partial(_bounds, shape=x.shape)
         owners: dict[Any, int] = {}
         for device, index in x.sharding.devices_indices_map(x.shape).items():
-            owners[bounds(index)] = min(owners.get(bounds(index), device.process_index), device.process_index)
-        held = {bounds(shard.index): shard.data for shard in x.addressable_shards}
+            corner = bounds(index, x.shape)
+            owners[corner] = min(owners.get(corner, device.process_index), device.process_index)
+        held = {bounds(shard.index, x.shape): shard.data for shard in x.addressable_shards}
         whole[i] = np.empty(x.shape, x.dtype)
         for corner, owner in sorted(owners.items()):
             places.append((owner, i, tuple(slice(*ends) for ends in corner)))
@@ -83,8 +82,3 @@ def _gathered(leaves: list[Any], timeout: float | None) -> list[Any]:
         whole[i][index] = np.frombuffer(every[start : start + part.nbytes], part.dtype).reshape(part.shape)
         start += part.nbytes
     return whole
-
-
-def _bounds(index: Sequence[slice], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Where a shard starts and ends along each axis."""
-    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))

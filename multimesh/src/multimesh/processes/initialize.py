@@ -20,6 +20,7 @@ import jax
 from multimesh.core import _compat
 from multimesh.errors import UsageError
 from multimesh.processes import timeouts
+from multimesh.processes.launchers import ADDRESS, LAUNCHERS
 from multimesh.processes.watching.leaving import Leaving, leave
 from multimesh.processes.watching.meeting import meet
 from multimesh.processes.watching.members import machine
@@ -28,13 +29,6 @@ from multimesh.processes.watching.watch import Watch
 TRANSPORT = "MULTIMESH_TRANSPORT"
 """Environment variable with the transport of arrays between processes, where no context says one."""
 
-_LAUNCHERS = {"slurm": "Slurm", "ompi": "Open MPI", "k8s": "Kubernetes"}  # by JAX's names
-_TOLD = {
-    "spawn": ("MULTIMESH_PROCESSES", "MULTIMESH_PROCESS", "MULTIMESH_PROCESS"),  # of `multimesh.launch`
-    _LAUNCHERS["ompi"]: tuple(f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_RANK")),
-    "MPICH": ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),  # and other MPIs with Hydra, such as Intel's
-}
-"""Variables that say the number of processes, this one's, and its number on its host."""
 _watch: Watch | None = None
 _hosts: Sequence[str] = ()
 _OURS = {"coordinator_address", "num_processes", "process_id", "local_device_ids", "cluster_detection_method"}
@@ -259,7 +253,7 @@ def _complete(given: Sequence[Any], method: str | None, timeout: int) -> tuple[s
         devices = [int(number) for number in listed.split(",")]
     if isinstance(devices, int):
         devices = [devices]
-    given = (address or os.environ.get("JAX_COORDINATOR_ADDRESS"), *rest, devices)
+    given = (address or os.environ.get(ADDRESS), *rest, devices)
     if method is None and (told := _by_variables(given)):
         return told if None in given[:3] else ("arguments", told[1])
     found, copies = _compat.launcher(method) if None in given and method != "deactivate" else None, 0
@@ -289,23 +283,26 @@ def _complete(given: Sequence[Any], method: str | None, timeout: int) -> tuple[s
             f"{copies} copies of this program were started, and mpi4py finds {complete[1]}: it uses another MPI than "
             "mpirun; choose its own (MPI4PY_MPIABI=mpich or openmpi), or the mpirun of its MPI"
         )
-    return _LAUNCHERS.get(found.name, found.name) if None in given[:3] else "arguments", complete
+    name = next((each.name for each in LAUNCHERS if each.jax == found.name), found.name)
+    return name if None in given[:3] else "arguments", complete
 
 
 def _by_variables(given: Sequence[Any]) -> tuple[str, Sequence[Any]] | None:
     """The launcher and what its variables add, if the address is known; JAX asks mpi4py under most of them."""
-    for launcher, names in _TOLD.items():
+    for launcher in (each for each in LAUNCHERS if each.address):
+        names = (*launcher.size, *launcher.rank, *launcher.local)
         values = [int(value) for value in map(os.environ.get, names) if value is not None and value.isdigit()]
         if given[0] is not None and len(values) == len(names):
             count, rank, local = values
             told = (None, count, rank, [local])
-            return launcher, tuple(own if each is None else each for each, own in zip(given, told, strict=True))
+            return launcher.name, tuple(own if each is None else each for each, own in zip(given, told, strict=True))
     return None
 
 
 def _copies() -> int:
     """How many processes a launcher of MPI has started here, as its variables say; 0 if it is one or none."""
-    sizes = (os.environ.get(name, "") for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS"))
+    names = (name for each in LAUNCHERS if each.mpi for name in (*each.size, *each.here))
+    sizes = (os.environ.get(name, "") for name in names)
     return next((int(size) for size in sizes if size.isdigit() and int(size) > 1), 0)
 
 

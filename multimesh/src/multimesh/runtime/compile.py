@@ -24,6 +24,7 @@ from multimesh.marking.tracing import compiling
 from multimesh.plan.instructions import Kernel, Run
 from multimesh.plan.plan import Plan
 from multimesh.processes.arrays import here
+from multimesh.processes.launchers import LAUNCHERS
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,12 +122,8 @@ def cores() -> int:
     mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
     if mine < every:
         return mine
-    given = (os.environ.get(name, "") for name in _ON_THIS_NODE)
+    given = (os.environ.get(name, "") for launcher in LAUNCHERS for name in launcher.here)
     return max(1, mine // next((int(n) for n in given if n.isdecimal() and int(n)), 1))
-
-
-# Processes of this job on this node, by Open MPI, MPICH and Slurm (for one node, or with --ntasks-per-node).
-_ON_THIS_NODE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE")
 
 
 def with_defaults(plan: Plan, options: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -12,6 +12,9 @@ from multimesh.core.text import amount, columns
 from multimesh.errors import UsageError
 from multimesh.schedules.costs import CLOSE, cost
 
+STATES = 4
+"""Arrays of a trained parameter's size that a stage holds: the parameter, its gradient and two moments."""
+
 
 @dataclass(frozen=True)
 class LayerCosts:

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from multimesh import ir
 from multimesh.core import _compat
 from multimesh.ir import primitives
 from multimesh.schedules.cuts import Chain, Need
-from multimesh.schedules.partitioning import LayerCosts
+from multimesh.schedules.partitioning import STATES, LayerCosts
 from multimesh.stages.units import Carried, Rows, Unit, Units
 
-_STATES = 4  # a trained parameter, its gradient and two moments
 _COPY = 2  # a copy of it, with its part of the gradient
 _PRODUCTS = frozenset(("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"))
 _PIECES = 64  # of a scan, at most
@@ -56,26 +56,22 @@ def chain_of(units: Units, order: Sequence[Unit]) -> Chain:
         needs.append(tuple(_need(v, kept, active, given=_base(v) in given) for v in read))
         reads.append(tuple(read))
         makes.append(tuple(made))
-    sizes = {v: _size(v) for group in (*reads, *makes) for v in group}
+    sizes = {v: ir.nbytes(v) for group in (*reads, *makes) for v in group}
     return Chain(tuple(costs), tuple(reads), tuple(makes), sizes, tuple(needs))
 
 
 def _need(value: Any, kept: set[Any], active: set[Any], *, given: bool) -> Need:
-    size = _size(value)
+    size = ir.nbytes(value)
     if not given:
         return Need(value, 0.0, 0.0, size if value in kept else 0.0)
     trained = _base(value) in active
-    return Need(value, _STATES * size if trained else size, _COPY * size if trained else size, 0.0)
+    return Need(value, STATES * size if trained else size, _COPY * size if trained else size, 0.0)
 
 
 def _share(unit: Unit) -> float:
     if unit.rows is None:
         return unit.cost
     return unit.cost * len(unit.rows) / unit.eqn.params["length"]
-
-
-def _size(value: Any) -> float:
-    return float(_compat.nbytes(value.aval))
 
 
 def _base(value: Any) -> Any:
@@ -120,9 +116,9 @@ def _origins(units: Units) -> dict[Any, frozenset[Any]]:
     for eqn in units.free:
         ins = [a for a in eqn.invars if not isinstance(a, _compat.Literal)]
         sources = frozenset().union(*(found.get(v, {v}) for v in ins))
-        whole = sum(map(_size, sources))
+        whole = sum(map(ir.nbytes, sources))
         for out in eqn.outvars:
-            found[out] = frozenset([out]) if 2 * _size(out) <= whole else sources
+            found[out] = frozenset([out]) if 2 * ir.nbytes(out) <= whole else sources
     return found
 
 
@@ -145,7 +141,7 @@ def _late(units: Units) -> list[Unit]:
         unit = units.units[i]
         used = [anchor[r] for v in unit.eqn.outvars for r in readers.get(v, ())]
         read = {v for v in unit.eqn.invars if not isinstance(v, _compat.Literal) and v not in given}
-        if used and not unit.eqn.effects and sum(map(_size, unit.eqn.outvars)) >= sum(map(_size, read)):
+        if used and not unit.eqn.effects and sum(map(ir.nbytes, unit.eqn.outvars)) >= sum(map(ir.nbytes, read)):
             anchor[i] = min(used)
     return [units.units[i] for i in sorted(range(number), key=lambda i: (anchor[i], i))]
 
@@ -162,9 +158,9 @@ def _beside(units: Units, order: Sequence[Unit]) -> list[Unit]:
         for v in values:
             first.setdefault(v, i)
         sources = {source for v in values for source in origin.get(v, (v,))}
-        largest = max(sources & arguments, key=_size, default=None)
-        made = sum(map(_size, unit.eqn.outvars))
-        if largest is not None and sources <= arguments and 2 * made <= _size(largest) and not unit.eqn.effects:
+        largest = max(sources & arguments, key=ir.nbytes, default=None)
+        made = sum(map(ir.nbytes, unit.eqn.outvars))
+        if largest is not None and sources <= arguments and 2 * made <= ir.nbytes(largest) and not unit.eqn.effects:
             small[unit] = largest
         else:
             for source in sources:

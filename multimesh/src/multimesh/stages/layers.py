@@ -15,11 +15,9 @@ from multimesh.errors import UsageError
 from multimesh.ir.flops import count_program
 from multimesh.marking.tasks import task
 from multimesh.schedules import LayerCosts, Partition, partition
-from multimesh.schedules.partitioning import cut
+from multimesh.schedules.partitioning import STATES, cut
 
 Layer = Callable[[Any, Any], Any]
-
-_STATES = 4  # a parameter, its gradient and two moments
 
 
 @dataclass(frozen=True)
@@ -152,7 +150,7 @@ def estimate_layers(layers: Sequence[Layer], params: Sequence[Any], x: Any) -> t
         held = sum(map(_compat.nbytes, jax.tree.leaves(own)))
         activation = sum(_compat.nbytes(v.aval) for v in residuals)
         costs.append(
-            LayerCosts((3 if count else 2) * count_program(forward.jaxpr), float(_STATES * held), float(activation))
+            LayerCosts((3 if count else 2) * count_program(forward.jaxpr), float(STATES * held), float(activation))
         )
         x = shapes
     return tuple(costs)

@@ -155,7 +155,8 @@ class Put:
         return carry
 
 
-CARRIERS: Mapping[str, Callable[[], Carrier]] = dict(zip(contexts.TRANSPORTS, (Pull, Put), strict=True))
+CARRIERS: Mapping[str, Callable[[], Carrier]] = {"pull": Pull, "device_put": Put}
+contexts.TRANSPORTS += CARRIERS
 
 
 def carrier(name: str | None) -> Carrier:
