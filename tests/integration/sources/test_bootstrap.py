@@ -43,7 +43,7 @@ def furnish(root: Path) -> Clone:
         shutil.copytree(ROOT / project / "src", root / project / "src")
         for name in ("pyproject.toml", "README.md"):
             shutil.copy2(ROOT / project / name, root / project / name)
-    for name in ("bootstrap.sh", "pyproject.toml", "multimesh/addresses.py"):
+    for name in ("bootstrap.sh", "pyproject.toml", "multimesh/hatch_build.py"):
         shutil.copy2(ROOT / name, root / name)
     clone.components["multimesh"] = {"link": "multimesh", "groups": ["run", "dev"]}
     clone.write()
