@@ -11,4 +11,4 @@ for python in python3 python3.14 python3.13 python3.12 python3.11 "${PYTHON:-pyt
   fi
 done
 echo "error: no Python found; install 3.13 (Debian, Ubuntu: apt-get install python3-venv) or name it with PYTHON=/path/to/python3" >&2
-exit 11
+exit 31

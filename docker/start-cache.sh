@@ -10,4 +10,4 @@ for python in "$root/.venv/bin/python" python3 python3.14 python3.13 python3.12 
   fi
 done
 echo "error: no Python from 3.11 on; run $root/bootstrap.sh --group image" >&2
-exit 11
+exit 31

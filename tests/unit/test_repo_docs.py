@@ -13,10 +13,12 @@ import sys
 from pathlib import Path
 
 import multimesh.__main__ as multimesh
+import multimesh_maxtext.errors as launcher
 import pytest
 from multimesh.errors import MultiMeshError
 from multimesh_maxtext.command import options
 
+from multimesh import errors as library
 from multimesh import schedules
 from tests import pages
 from tests.pages import ROOT
@@ -222,3 +224,11 @@ def test_the_exit_codes_are_listed() -> None:
     codes = [vars(kind)["exit_code"] for kind in kinds]
     assert len(set(codes)) == len(codes)
     assert sorted(map(int, listed)) == sorted([0, *codes, cli.INTERRUPTED])
+
+
+def test_no_exit_code_has_two_meanings() -> None:
+    """Library, launcher and tooling: errors of one code have names of the same words."""
+    kinds = [kind for each in (errors, library, launcher) for kind in vars(each).values() if isinstance(kind, type)]
+    own = [(kind.exit_code, kind.__name__) for kind in kinds if vars(kind).get("exit_code", 1) > 1]
+    words = {(code, *sorted(re.findall("[A-Z][a-z]+", name))) for code, name in own}
+    assert len(words) == len({code for code, *_ in words}), words

@@ -35,7 +35,7 @@ LIMIT = 300  # seconds for fetching
 LOCKED, LOCK = os.path.join(ROOT, "requirements", "dev.txt"), os.path.join(ROOT, "third_party", ".venv.lock")
 # uv gives up at once where nothing answers; the user's own settings stand.
 HURRIED = {"UV_HTTP_CONNECT_TIMEOUT": "5", "UV_HTTP_TIMEOUT": "30", "UV_HTTP_RETRIES": "1"}
-ENVIRONMENT_FAILED, DISK_FAILED, INTERRUPTED = 11, 10, 130
+ENVIRONMENT_FAILED, DISK_FAILED, INTERRUPTED = 31, 30, 130
 
 
 class Failure(Exception):

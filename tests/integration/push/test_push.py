@@ -208,7 +208,7 @@ def test_tags_stay_with_the_highest_version(make_tiny, send, engine: Engine, tar
 
 def test_promoting_what_is_not_there(target: Reference) -> None:
     done = tooling("promote", target.at("sha256:" + "ab" * 32), "--tag", "v1")
-    assert (done.returncode, done.stdout) == (16, "")
+    assert (done.returncode, done.stdout) == (36, "")
     assert done.stderr.startswith("error: ")
     assert "push it first" in done.stderr
 
@@ -223,7 +223,7 @@ def test_failed_check_moves_nothing(make_tiny, send, engine: Engine, target: Ref
 
     done = tooling("image", *options, "--release-file", str(tmp_path / "release.json"))
 
-    assert done.returncode == 15, done.stderr
+    assert done.returncode == 35, done.stderr
     assert "loss is NaN" in done.stderr
     assert (digest_of(target, "v1"), digest_of(target, "latest")) == (before.digest, before.digest)
     assert not (tmp_path / "release.json").exists()

@@ -78,7 +78,7 @@ def test_nobody_and_somebody_else_are_refused(docker_engine, target: Reference, 
     ):
         config(document)
         done = tooling("ci", "preflight", target.repository, "--tag", "v1")
-        assert (done.returncode, done.stdout) == (16, ""), done.stderr
+        assert (done.returncode, done.stdout) == (36, ""), done.stderr
         assert said in done.stderr
         assert "a-wrong-password" not in done.stderr
 
@@ -118,7 +118,7 @@ def test_push_with_a_login(
 def test_a_broken_configuration_ends_in_one_line(docker_engine, target: Reference, config, document: dict) -> None:
     config(json.loads(json.dumps(document).replace("HOST", host(target))))
     done = tooling("ci", "preflight", target.repository, "--tag", "v1")
-    assert (done.returncode, done.stdout) == (16, ""), done.stderr
+    assert (done.returncode, done.stdout) == (36, ""), done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: ")
 
 

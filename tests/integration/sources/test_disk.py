@@ -12,7 +12,7 @@ from tests.integration.parts import disks
 
 from .conftest import Clone, Upstream, make_clone
 
-DISK = 10
+DISK = 30
 MEGABYTES = 6
 
 

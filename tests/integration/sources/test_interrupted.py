@@ -165,7 +165,7 @@ def test_broken_connection_is_tried_again(large: Clone, server: Any) -> None:
 def test_connection_that_always_breaks_is_a_network_error(large: Clone, server: Any) -> None:
     server.cut_after, server.cuts = 100_000, 1_000
 
-    assert "cannot fetch" in large.refused(6, "sync")
+    assert "cannot fetch" in large.refused(26, "sync")
     assert large.leftovers == []
 
 

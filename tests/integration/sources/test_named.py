@@ -12,7 +12,7 @@ import pytest
 
 from .conftest import Clone, Upstream, git, new_file, patch_text
 
-PIN_ERROR, NETWORK, MISSING, INTEGRITY = 4, 6, 7, 8
+PIN_ERROR, NETWORK, MISSING, INTEGRITY = 24, 26, 27, 28
 FILE = "third_party/xla/revision.bzl"
 
 
@@ -146,7 +146,7 @@ def test_patches_of_jax_and_xla_are_applied_and_made_anew(clone: Clone, jax: Ups
 
     clone.patch("xla", mine=patch_text("BUILD", "two", "ours"))
     assert clone.state("xla") == "outdated"
-    assert "mine.patch: does not apply" in clone.refused(9, "sync", "--group", "source")
+    assert "mine.patch: does not apply" in clone.refused(29, "sync", "--group", "source")
 
 
 def test_another_jax_brings_another_xla(clone: Clone, jax: Upstream, xla: Upstream, server: Any) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from .conftest import Clone, Upstream, git, new_file, patch_text
 
-PATCH_ERROR, MANIFEST_ERROR, PIN_ERROR = 9, 3, 4
+PATCH_ERROR, MANIFEST_ERROR, PIN_ERROR = 29, 23, 24
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_lock_that_expects_another_result_is_an_integrity_error(synced: Clone) -
     synced.patch("alpha", only=new_file("added", "line"))
     lock_by_hand(synced)
 
-    assert "patched commit is" in synced.refused(8, "sync")
+    assert "patched commit is" in synced.refused(28, "sync")
     assert synced.state("alpha") == "outdated"
 
 

@@ -306,7 +306,7 @@ def test_output_that_cannot_be_written_is_an_error_in_one_line(clone: Clone, alp
         ends.append((done.returncode, [line for line in done.stderr.splitlines() if "alpha: " not in line]))
 
     assert ends == [
-        (10, ["error: a file: No space left on device; free some space and run the same command again"]),
+        (30, ["error: a file: No space left on device; free some space and run the same command again"]),
         (0, []),
     ]
 

@@ -11,7 +11,7 @@ import pytest
 
 from .conftest import Clone, Upstream, git
 
-DIRTY = 5
+DIRTY = 25
 
 
 def edit(clone: Clone) -> None:

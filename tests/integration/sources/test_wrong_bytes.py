@@ -18,7 +18,7 @@ from tooling.sources import wheel
 
 from .conftest import Clone, Upstream, git
 
-PIN_ERROR, NETWORK, MISSING, INTEGRITY = 4, 6, 7, 8
+PIN_ERROR, NETWORK, MISSING, INTEGRITY = 24, 26, 27, 28
 
 
 def test_commit_that_the_server_lacks(clone: Clone, alpha: Upstream) -> None:
