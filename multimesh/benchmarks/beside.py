@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import report
 import rows
-from multimesh.planner.lost import shown
+from multimesh.planner.lost import describe_how
 from multimesh.planner.step import forecast
 from multimesh.planner.suggesting import Training, suggest
 
@@ -51,7 +51,7 @@ def beside(run: rows.Run, runs: tuple[rows.Run, ...]) -> report.Row:
         "suggested s": found.best.seconds,
         "band %": 100 * (found.best.band or 0.0),
         "published": how.shown(),
-        "suggested": shown(found.best.how),
+        "suggested": describe_how(found.best.how),
     }
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import rows
 from multimesh.hardware.devices import Device, Rates
-from multimesh.hardware.stacks import Stack, made
+from multimesh.hardware.stacks import Stack, make_stack
 from multimesh.planner import layer, stage_layers, step
 
 Values = dict[str, float]
@@ -123,7 +123,7 @@ class Model:
     def _of(self, run: rows.Run, known: Mapping[str, Values]) -> tuple[Device, Stack]:
         rates = Rates(**known[f"fitted.{self.generation[run.id]}"])
         on = dataclasses.replace(run.device, rates=rates)
-        return on, dataclasses.replace(made(run.stack.name, known), year=run.stack.year)
+        return on, dataclasses.replace(make_stack(run.stack.name, known), year=run.stack.year)
 
     def settle(self, values: Values) -> None:
         """Simulate every loop, for the scale of the closed form."""

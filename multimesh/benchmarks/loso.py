@@ -37,7 +37,7 @@ def left_out(runs: Sequence[rows.Run], constants: fit.Values) -> list[MeasuredSt
         for run, error in zip(own, model.errors(values), strict=True):
             step = forecast(run.model, run.how, run.device, run.stack)
             memory = math.log(step.bytes / run.memory) if run.memory else math.nan
-            found.append(bands.described(step, run.id, error, memory, run.seconds))
+            found.append(bands.describe(step, run.id, error, memory, run.seconds))
     return found
 
 
@@ -87,7 +87,7 @@ def main() -> None:
         csv.writer(text, lineterminator="\n").writerows(bands.write(run) for run in found)
         path.write_text(text.getvalue(), encoding="utf-8")
     else:
-        found = bands.measured()
+        found = bands.load_runs()
     widths = inside(found)
     sources = dict.fromkeys(run.source for run in found)
     tables = {

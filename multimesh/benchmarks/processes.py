@@ -205,7 +205,7 @@ def compared(work: Work, rounds: int, svg: str | None) -> list[report.Row]:
             jax.block_until_ready(call())
             if n:
                 seen[name].append((time.perf_counter() - start, time.process_time() - cpu))
-    told = agree.decided(f"{m}", json.dumps(seen).encode(), lambda every: b"\n".join(every))
+    told = agree.decide_together(f"{m}", json.dumps(seen).encode(), lambda every: b"\n".join(every))
     every = [json.loads(text) for text in told.splitlines()]
     rounds_of = {name: list(zip(*(each[name] for each in every), strict=True)) for name in seen}
     wall = {name: [max(w for w, _ in pair) for pair in pairs] for name, pairs in rounds_of.items()}

@@ -114,7 +114,7 @@ def first(count: int, address: str, go: SimpleQueue[Any], said: SimpleQueue[Any]
     for number in range(3):
         go.get()
         start, cpu = time.monotonic(), time.process_time()
-        agree.decided(f"{number}", bytes(32), lambda every: every[-1])
+        agree.decide_together(f"{number}", bytes(32), lambda every: every[-1])
         said.put((time.monotonic() - start, time.process_time() - cpu))
     said.put(os.read(reader, 1 << 16).decode().partition(" ends because ")[2].strip())
 

@@ -160,7 +160,7 @@ def _run(name: str, row: Mapping[str, str]) -> Run:
     if model.experts and how.pp > 1:  # their stages are laid out by hand
         parts = layer.parts(model, how, on.with_software(software.year), software)
         route = schedules.get(how.schedule).placement(how.pp)
-        how = how.changed(layers=stage_layers.balanced(model, how, parts, route))
+        how = how.changed(layers=stage_layers.balance(model, how, parts, route))
     memory = float(row["memory_gb"] or 0) * 1e9
     return Run(name, row["source"], model, how, on, software, float(row["step_s"]), memory)
 
@@ -256,7 +256,7 @@ def _recomputed(text: str, model: Transformer, how: Configuration, on: Device, s
         return how.changed(recompute=stated)
     for name, share in (*((name, 1.0) for name in RECOMPUTE[:-1]), *(("full", n / 4) for n in range(1, 5))):
         tried = how.changed(recompute=name, recomputed=share)
-        if max(held.total for held in footprint.held(model, tried, software)) <= on.memory:
+        if max(held.total for held in footprint.peak_bytes(model, tried, software)) <= on.memory:
             return tried
     return how
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from multimesh.hardware.devices import device
-from multimesh.hardware.kernels import moved
+from multimesh.hardware.kernels import move
 from multimesh.planner.step import OPTIMIZER
 from multimesh.schedules import Auto, StageCosts
 from multimesh.schedules.simulate import simulate
@@ -136,7 +136,7 @@ class Found:
         row, profile = self.row, self.profile
         stages = CHUNKS[row.model] if row.schedule == "1F1B-I" else 1
         blocked = 4 * profile.transfer * stages * row.microbatches
-        updated = 1000 * moved(A100, OPTIMIZER * 1e9 * float(row.model.removesuffix("B")) / row.stages)
+        updated = 1000 * move(A100, OPTIMIZER * 1e9 * float(row.model.removesuffix("B")) / row.stages)
         step = self.timeline.period + blocked + updated
         return 1000 * row.microbatches * profile.samples / step / row.stages
 

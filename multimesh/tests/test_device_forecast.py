@@ -30,7 +30,7 @@ def plan_of(dtype: str = "bfloat16", size: int = 1):
 
 def test_a_product_takes_what_the_device_takes():
     product = kernels.matmul(H100, ROWS, WIDTH, WIDTH)
-    written = kernels.moved(H100, 2 * 2 * ROWS * WIDTH)  # tanh reads the product, and its result is written once
+    written = kernels.move(H100, 2 * 2 * ROWS * WIDTH)  # tanh reads the product, and its result is written once
     timeline = plan_of().forecast("h100")
     start = stack("modern").kernel
     assert timeline.unit == "s"
@@ -39,7 +39,7 @@ def test_a_product_takes_what_the_device_takes():
 
 def test_a_transfer_takes_what_the_link_takes():
     (hop,) = plan_of().forecast("h100").transfers
-    assert hop.end - hop.start == pytest.approx(kernels.sent(H100, 2 * ROWS * WIDTH, far=False))
+    assert hop.end - hop.start == pytest.approx(kernels.send(H100, 2 * ROWS * WIDTH, far=False))
 
 
 def test_more_devices_share_the_work():

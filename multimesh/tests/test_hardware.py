@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from multimesh.errors import UsageError
 from multimesh.hardware import kernels, stacks
-from multimesh.hardware.devices import PRECISIONS, device, names
+from multimesh.hardware.devices import PRECISIONS, device, device_names
 
 
 def test_every_device_says_where_its_numbers_are_from():
-    for name in names():
+    for name in device_names():
         found = device(name)
         assert found.sources
         assert 0 < found.matmul_rate("bf16") < found.bf16 < 1e17
@@ -40,7 +40,7 @@ def test_every_precision_of_a_device_has_a_rate(tmp_path: Path):
         'network = 0.8\n[old]\nlike = "a100"\nfp8 = 624e12\n',
         encoding="utf-8",
     )
-    found = [device(name) for name in names()] + [device("mine", file), device("old", file)]
+    found = [device(name) for name in device_names()] + [device("mine", file), device("old", file)]
     for each in found:
         for precision in PRECISIONS:
             if getattr(each, precision):

@@ -84,13 +84,13 @@ def test_timeouts_are_numbers(monkeypatch, given, environ, told):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(mm.UsageError, match=re.escape(told)):
-        timeouts.chosen(given)
+        timeouts.choose(given)
 
 
 def test_timeouts_are_given_or_of_the_environment_or_usual(monkeypatch):
     for name in ("start", "silence"):
         monkeypatch.setenv(timeouts.variable(name), "7")
-    found = timeouts.chosen({"start": 5, "silence": None, "stall": 0})
+    found = timeouts.choose({"start": 5, "silence": None, "stall": 0})
     assert found == timeouts.Timeouts(start=5.0, silence=7.0)
     assert (found.transfer, found.compile) == (300.0, 3600.0)
 
@@ -101,8 +101,8 @@ def test_each_timeout_has_an_argument_and_a_variable(monkeypatch, name):
     argument = "initialization_timeout" if name == "start" else f"{name}_timeout"
     assert argument in inspect.signature(mm.distributed.initialize).parameters
     monkeypatch.setenv(f"MULTIMESH_{name.upper()}_TIMEOUT", "8")
-    assert getattr(timeouts.chosen({name: None}), name) == 8
-    assert getattr(timeouts.chosen({name: 7}), name) == 7
+    assert getattr(timeouts.choose({name: None}), name) == 8
+    assert getattr(timeouts.choose({name: 7}), name) == 7
 
 
 def member(rank, *words):

@@ -109,7 +109,7 @@ def test_a_band_is_what_nearest_runs_of_unseen_sources_were_off():
 
 
 def test_bands_hold_for_sources_that_no_constant_was_fitted_to():
-    runs, widths = bands.measured(), loso.inside(bands.measured())
+    runs, widths = bands.load_runs(), loso.inside(bands.load_runs())
     inside = [abs(math.expm1(run.error)) <= widths[run.id] for run in runs]
     assert statistics.mean(inside) >= 0.85
     error = statistics.median(abs(math.expm1(run.error)) for run in runs)

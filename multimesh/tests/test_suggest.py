@@ -55,7 +55,7 @@ def every(devices: int, batch: int) -> list[Configuration]:
 def test_the_search_finds_what_simulating_all_finds(limit: float):
     steps = []
     for how in every(8, 16):
-        if max(held.total for held in footprint.held(SMALL, how, FREE)) <= limit:
+        if max(held.total for held in footprint.peak_bytes(SMALL, how, FREE)) <= limit:
             try:
                 steps.append(forecast(SMALL, how, "h100", FREE))
             except UsageError:

@@ -1,1 +1,1 @@
-"""What every command leans on: errors, programs, files, the terminal."""
+"""Modules that every command leans on: errors, programs, files, the terminal."""

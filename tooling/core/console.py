@@ -1,4 +1,4 @@
-"""What a terminal gets: commands and their help, tables, and how far work is: bars, elsewhere a line a phase."""
+"""Output for a terminal: commands and their help, tables, and progress: bars, elsewhere a line a phase."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class Workspace:
         self.links = self.third_party / ".links.json"
 
     def place(self, name: str) -> Path:
-        """Where a component lies."""
+        """Return where a component lies."""
         return self.third_party / name
 
     @contextlib.contextmanager

@@ -58,11 +58,11 @@ class Checkpoints:
         return self.steps[-1] + 1 if self.steps else 0
 
     def layers(self) -> frozenset[str]:
-        """Names of the decoder's layers in the newest checkpoint: ``layers_0``, ...; ``layers`` for a stack of all."""
+        """Return the names of the decoder layers in a checkpoint: ``layers_0``, ...; ``layers`` for a stack of all."""
         return layers_of(self.paths())
 
     def paths(self) -> frozenset[tuple[str, ...]]:
-        """Paths of the leaves of the newest checkpoint.
+        """Return the paths of the leaves of the newest checkpoint.
 
         Raises
         ------

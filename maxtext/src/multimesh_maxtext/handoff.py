@@ -1,4 +1,4 @@
-"""What the command and the trainer tell each other: variables of the environment, and files.
+"""Messages between the command and the trainer: variables of the environment, and files.
 
 The command writes a `Handoff` into the environment of the trainer. A trainer that only forecasts answers with a file
 of `Need`.

@@ -63,7 +63,7 @@ def save(
     background
         Whether to return before the checkpoint is written.
     while_saving
-        What to do if a save goes on in the background: wait for its end, or refuse this one.
+        Whether, if a save goes on in the background, to wait for its end, or refuse this one.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What a run begins with: the one run that may write to ``--checkpoint``, and the link by which MaxText finds it."""
+"""The checkpoint that a run begins with: one run may write to ``--checkpoint``, and MaxText finds it by a link."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def link(checkpoints: Path, folder: Path) -> None:
 
 
 def written_to(checkpoints: Path, folder: Path) -> bool:
-    """Whether a run that keeps its checkpoints here wrote them to a folder; also if that was moved since."""
+    """Return whether a run that keeps its checkpoints here wrote to a folder, even if that was moved since."""
     if not checkpoints.is_symlink():
         return False
     return checkpoints.resolve() == folder.resolve() or (not checkpoints.exists() and bool(look(folder).steps))

@@ -41,7 +41,7 @@ def variables(inherited: Mapping[str, str], *, cpu: bool) -> dict[str, str]:
 
 
 def first_use(added: Mapping[str, str]) -> str:
-    """A line for who has not used the cache yet; empty for others."""
+    """Return a hint for users who have not used the cache yet; empty for others."""
     folder = added.get(FOLDER)
     if folder is None or Path(folder).exists():
         return ""
@@ -51,7 +51,7 @@ def first_use(added: Mapping[str, str]) -> str:
 
 
 def default_folder(inherited: Mapping[str, str], *, cpu: bool) -> Path | None:
-    """The user's cache folder for compiled programs; None for a user without a home."""
+    """Return the user's cache folder for compiled programs; None for a user without a home."""
     given = Path(inherited.get("XDG_CACHE_HOME", ""))
     if not given.is_absolute() and not inherited.get("HOME"):
         return None

@@ -143,7 +143,7 @@ def _accepts(asked: Asked, how: planner.Configuration) -> bool:
 
 
 def without_axes(argv: Sequence[str]) -> Iterator[str]:
-    """Words of a command line without its grid, its processes and what starts them again."""
+    """Return the words of a command line without its grid, its processes and what starts them again."""
     values = {f"--{name}" for name in (*GRID_AXES, "nodes", "fallback", "max-restarts")}
     skip = False
     for word in argv:

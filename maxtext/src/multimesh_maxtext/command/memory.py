@@ -24,7 +24,7 @@ def limit(job: Job, gpu_memory: int | None) -> int | None:
 
 
 def usable(o: Options, gpu_memory: int | None = None) -> int | None:
-    """Bytes of a GPU that JAX may use: the user's number, or the part that JAX takes of the named or the smallest."""
+    """Return the bytes of a GPU that JAX may use: the user's, or JAX's part of the named or the smallest GPU."""
     if o.device_memory is not None:
         return o.device_memory
     if o.device:

@@ -296,7 +296,7 @@ def read(argv: Sequence[str]) -> Parsed:
 
 
 def _nearest_choice(message: str) -> str:
-    """What to add to argparse's message of a value that is no choice: the nearest one, if any is near."""
+    """Return an addition to argparse's message of a value that is no choice: the nearest one, if any is near."""
     if not (found := re.match(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)):
         return ""
     near = difflib.get_close_matches(found[1], re.findall(r"[\w.-]+", found[2]), n=1)

@@ -80,12 +80,12 @@ def mark_run(folder: Path) -> None:
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a run did steps in an output folder."""
+    """Return whether a run did steps in an output folder."""
     return any(has_content(folder / name) for name in (RUNNING, "metrics.jsonl"))
 
 
 def has_content(file: Path) -> bool:
-    """Whether a file is there, and not empty."""
+    """Return whether a file is there, and not empty."""
     return file.is_file() and file.stat().st_size > 0
 
 

@@ -51,7 +51,7 @@ def precision(model: Model) -> str:
 
 
 def configuration(job: Job) -> Configuration:
-    """How the job is spread over devices; a schedule that is made for it counts as a published one of its shape.
+    """Return the planner's configuration of a job. A searched schedule counts as a published one of its shape.
 
     Raises
     ------
@@ -87,7 +87,7 @@ def configuration(job: Job) -> Configuration:
 
 
 def expected(job: Job) -> Step | None:
-    """The forecast of a step on ``--device``; None where the planner has no forecast of such a job."""
+    """Return the forecast of a step on ``--device``; None where the planner has no forecast of such a job."""
     if not job.options.device:
         return None
     try:
@@ -97,7 +97,7 @@ def expected(job: Job) -> Step | None:
 
 
 def step_json(step: Step) -> dict[str, Any]:
-    """The forecast of a step, as data. ``band`` is the half of its width, as a share."""
+    """Return the forecast of a step, as data. ``band`` is the half of its width, as a share."""
     return {
         "seconds": step.seconds,
         "band": band(step),
@@ -109,7 +109,7 @@ def step_json(step: Step) -> dict[str, Any]:
 
 
 def step_text(step: Step) -> str:
-    """The forecast of a step, in words."""
+    """Return the forecast of a step, in words."""
     tokens = step.tokens_per_second * step.how.devices
     return (
         f"forecast, not a measurement: a step of {step.seconds:.2f} s on {step.how.devices} {step.device.name}, within "

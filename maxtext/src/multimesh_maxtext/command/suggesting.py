@@ -85,7 +85,7 @@ class Asked:
         return self.options.batch_size or 2 * self.options.nodes * self.options.gpus
 
     def fixed(self) -> dict[str, Any]:
-        """Fields of `Configuration` that flags fix."""
+        """Return the fields of `Configuration` that flags fix."""
         o = self.options
         found = {name: getattr(o, name) for name in _AXES if f"--{name}" in self.given}
         if "dp" in found and self.model.experts > 1:
@@ -104,7 +104,7 @@ class Asked:
         return found
 
     def words(self, how: Configuration, nodes: int | None = None) -> list[str]:
-        """The flags of a configuration, after what was given."""
+        """Return the flags of a configuration, after what was given."""
         o = self.options
         flags: list[tuple[str, object, object]] = [
             ("--dp", how.dp // how.ep, 1),
@@ -128,11 +128,11 @@ class Asked:
         return [*words[:at], *more, *words[at:]]
 
     def settled(self, how: Configuration, nodes: int | None = None) -> Job:
-        """The job of a configuration, after all checks of a command line."""
+        """Return the job of a configuration, after all checks of a command line."""
         return settle(read(self.words(how, nodes)), self.maxtext / "maxtext").job
 
     def accepts(self, how: Configuration, nodes: int | None = None) -> bool:
-        """Whether the launcher accepts a configuration."""
+        """Return whether the launcher accepts a configuration."""
         if "--dp" in self.given and how.dp // how.ep != self.options.dp:
             return False
         try:

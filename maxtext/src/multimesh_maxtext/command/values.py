@@ -65,7 +65,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", re.IGNORECASE)
 
 
 def count(minimum: int) -> Callable[[str], int]:
-    """The type of whole numbers of at least ``minimum``."""
+    """Return the type of whole numbers of at least ``minimum``."""
 
     def whole_number(text: str) -> int:
         try:

@@ -1,1 +1,1 @@
-"""What the patched MaxText calls in its trainer: the step as a pipeline, placement, data, checkpoints."""
+"""Functions that the patched MaxText calls in its trainer: the step as a pipeline, placement, data, checkpoints."""

@@ -70,13 +70,13 @@ class Stages:
         return [range(start, end) for start, end in itertools.pairwise(ends)]
 
     def of_layer(self, number: int) -> Mesh:
-        """Submesh of a layer, or of the piece that begins with it."""
+        """Return the submesh of a layer, or of the piece that begins with it."""
         on = self.placement or range(len(self.meshes))
         piece = next(i for i, layers in enumerate(self.pieces) if number in layers)
         return self.meshes[on[piece % len(on)]]
 
     def of_path(self, path: Any) -> Mesh:
-        """Submesh of a leaf of the train state: a parameter, its moments, the state of a random number generator.
+        """Return the submesh of a leaf of the train state: a parameter, its moments, a random number generator's state.
 
         The final norm and the logits lie with the last layer; all else outside of layers (the embedding, counters)
         lies with the first.

@@ -15,7 +15,7 @@ import multimesh
 
 
 def has_device(layout: Sharding) -> bool:
-    """Whether this process has a device of a layout."""
+    """Return whether this process has a device of a layout."""
     return bool(layout.addressable_devices)
 
 

@@ -81,7 +81,7 @@ def read_gauges(scalars: dict[str, Any], config: Any, seconds: float) -> dict[st
     Parameters
     ----------
     scalars
-        What MaxText has recorded of the step. It divides a step's operations by the devices of its own mesh.
+        MaxText's record of the step. It divides a step's operations by the devices of its own mesh.
     config
         MaxText's, which has the number of those.
     seconds

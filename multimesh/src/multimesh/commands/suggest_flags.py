@@ -78,7 +78,7 @@ def _cluster(cluster: argparse._ArgumentGroup) -> None:
         "--device",
         default="h100",
         metavar="NAME[,NAME]",
-        help=f"{', '.join(devices.names())}; several are compared; default h100",
+        help=f"{', '.join(devices.device_names())}; several are compared; default h100",
     )
     cluster.add_argument("--devices-file", type=Path, metavar="FILE", help="TOML file of further devices")
     cluster.add_argument(
@@ -86,9 +86,9 @@ def _cluster(cluster: argparse._ArgumentGroup) -> None:
     )
     cluster.add_argument(
         "--software",
-        choices=stacks.names(),
+        choices=stacks.stack_names(),
         default="modern",
-        help="what runs it: " + "; ".join(f"{name}: {stacks.stack(name).about}" for name in stacks.names()),
+        help="what runs it: " + "; ".join(f"{name}: {stacks.stack(name).about}" for name in stacks.stack_names()),
     )
     cluster.add_argument(
         "--calibrate",

@@ -36,7 +36,7 @@ def fftn(
     transposed: bool = False,
     chunks: int = 1,
 ) -> Array:
-    """``jnp.fft.fftn`` over two or three dimensions of a sharded array.
+    """Compute ``jnp.fft.fftn`` over two or three dimensions of a sharded array.
 
     Among the transformed dimensions the first must be sharded (a slab), or of three the first two (pencils), each over
     one mesh axis or several. The last one is whole on every device. The other dimensions may be sharded too. ``axes``
@@ -97,7 +97,7 @@ def _like(of: Callable[Arguments, Array]) -> Callable[[Callable[..., Array]], Ca
 
 @_like(fftn)
 def rfftn(*args: Any, **kwargs: Any) -> Array:
-    """``jnp.fft.rfftn`` of a real sharded array; otherwise as `fftn`.
+    """Compute ``jnp.fft.rfftn`` of a real sharded array; otherwise as `fftn`.
 
     The transformed Z has Z // 2 + 1 entries. If it is sharded, it is padded as in `fftn`.
     """
@@ -106,7 +106,7 @@ def rfftn(*args: Any, **kwargs: Any) -> Array:
 
 @_like(fftn)
 def ifftn(*args: Any, **kwargs: Any) -> Array:
-    """``jnp.fft.ifftn`` of an array in the layout of `fftn`'s result, with the same ``axes`` and ``transposed``.
+    """Compute ``jnp.fft.ifftn`` in the layout of `fftn`'s result, with the same ``axes`` and ``transposed``.
 
     ``mesh`` and ``spec`` are those of the transformed array. ``s`` has the sizes of the result, in the order of
     ``axes``; it is needed if `fftn` padded one. The result is sharded as the argument of `fftn`. A sharded dimension
@@ -117,7 +117,7 @@ def ifftn(*args: Any, **kwargs: Any) -> Array:
 
 @_like(fftn)
 def irfftn(*args: Any, **kwargs: Any) -> Array:
-    """``jnp.fft.irfftn`` of an array in the layout of `rfftn`'s result; otherwise as `ifftn`.
+    """Compute ``jnp.fft.irfftn`` of an array in the layout of `rfftn`'s result; otherwise as `ifftn`.
 
     ``s`` is needed if the last of ``axes`` is sharded (pencils, two dimensions), since its size may be padded.
     """
@@ -160,11 +160,11 @@ def _transform(
     if 0 in (*shape, *sizes):
         raise UsageError(f"{what}: a transformed dimension of the array of shape {x.shape} is empty; pass s=, or axes=")
     layout = dataclasses.replace(layout, sizes=sizes)
-    return _compiled(layout, inverse)(x)
+    return _compile(layout, inverse)(x)
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled(layout: Decomposition, inverse: bool) -> Callable[[Array], Array]:
+def _compile(layout: Decomposition, inverse: bool) -> Callable[[Array], Array]:
     given, made = (layout.after, layout.before) if inverse else (layout.before, layout.after)
     in_spec, out_spec = (P(*map(entry, axes)) for axes in (given, made))
     if layout.devices == 1:
@@ -257,19 +257,19 @@ def _sizes(
 
 
 def fftfreq(n: int, d: float = 1.0, *, mesh: AnyMesh, spec: P, dtype: jnp.dtype | None = None) -> Array:
-    """``jnp.fft.fftfreq(n, d)``, sharded by the one entry of ``spec``, and padded with zeros to a multiple of devices.
+    """Return ``jnp.fft.fftfreq(n, d)``, sharded by ``spec``'s entry, and padded with zeros to a multiple of devices.
 
     With the entry of a dimension of a transform's result, it has the length and placement of that dimension.
     """
-    return _sharded("fftfreq", n, d, mesh, spec, dtype)
+    return _frequencies("fftfreq", n, d, mesh, spec, dtype)
 
 
 def rfftfreq(n: int, d: float = 1.0, *, mesh: AnyMesh, spec: P, dtype: jnp.dtype | None = None) -> Array:
-    """``jnp.fft.rfftfreq(n, d)``, sharded and padded as in `fftfreq`."""
-    return _sharded("rfftfreq", n, d, mesh, spec, dtype)
+    """Return ``jnp.fft.rfftfreq(n, d)``, sharded and padded as in `fftfreq`."""
+    return _frequencies("rfftfreq", n, d, mesh, spec, dtype)
 
 
-def _sharded(what: str, n: int, d: float, mesh: AnyMesh, spec: P, dtype: jnp.dtype | None) -> Array:
+def _frequencies(what: str, n: int, d: float, mesh: AnyMesh, spec: P, dtype: jnp.dtype | None) -> Array:
     size = jax.ShapeDtypeStruct((n,), float)
     if not specs.axis_names(spec):
         axes: Axes = ()

@@ -75,7 +75,7 @@ def _exchange(x: Array, axes: Axes, split: int, concat: int, layout: Decompositi
     return lax.all_to_all(x, axes, split % x.ndim, concat % x.ndim, tiled=True)
 
 
-def _chunked(f: Callable[[Array], Array], x: Array, dim: int, to: int, chunks: int) -> Array:
+def _map_chunks(f: Callable[[Array], Array], x: Array, dim: int, to: int, chunks: int) -> Array:
     """Apply ``f``, which makes ``to`` of ``dim``, to parts of ``x``: one can travel while another is transformed."""
     chunks = min(chunks, x.shape[dim])
     return f(x) if chunks <= 1 else jnp.concatenate([f(part) for part in jnp.array_split(x, chunks, dim)], to)
@@ -100,12 +100,12 @@ def forward(x: Array, layout: Decomposition) -> Array:
 
     x = jnp.moveaxis(x, layout.dims, range(-len(layout.dims), 0))
     if len(layout.dims) == 2:
-        x = _chunked(lines, x, 0, 0, chunks) if x.ndim > 2 else lines(x)
+        x = _map_chunks(lines, x, 0, 0, chunks) if x.ndim > 2 else lines(x)
     elif layout.second:
         pencils = functools.partial(lines, axes=layout.second)  # X/p, Y/q, Z -> X/p, Z/q, Y
-        x = _chunked(planes, _chunked(pencils, x, -3, -3, chunks), -2, -3, chunks)
+        x = _map_chunks(planes, _map_chunks(pencils, x, -3, -3, chunks), -2, -3, chunks)
     elif chunks > 1:
-        x = _chunked(lambda x: slabs(fft(x, n=layout.sizes[1], axis=-2)), last(x), -1, -2, chunks)
+        x = _map_chunks(lambda x: slabs(fft(x, n=layout.sizes[1], axis=-2)), last(x), -1, -2, chunks)
     else:  # one call for two dimensions is faster
         both = jnp.fft.rfftn if layout.real else jnp.fft.fftn
         x = slabs(both(x, layout.sizes[1:], axes=(-2, -1), norm=norm))
@@ -133,13 +133,13 @@ def inverse(x: Array, layout: Decomposition) -> Array:
     x = ifft(x, n=layout.sizes[0])
     if len(layout.dims) == 2:
         x = x.swapaxes(-1, -2)
-        x = _chunked(lines, x, 0, 0, chunks) if x.ndim > 2 else lines(x)
+        x = _map_chunks(lines, x, 0, 0, chunks) if x.ndim > 2 else lines(x)
     elif layout.second:
-        x = _chunked(planes, jnp.moveaxis(x, -1, -3), -2, -2, chunks)
+        x = _map_chunks(planes, jnp.moveaxis(x, -1, -3), -2, -2, chunks)
         pencils = functools.partial(lines, axes=layout.second)  # X/p, Y, Z/q -> X/p, Y/q, Z
-        x = _chunked(pencils, x.swapaxes(-1, -2), -3, -3, chunks)
+        x = _map_chunks(pencils, x.swapaxes(-1, -2), -3, -3, chunks)
     elif chunks > 1:
-        x = last(_chunked(slabs, jnp.moveaxis(x, -1, -3), -1, -1, chunks))
+        x = last(_map_chunks(slabs, jnp.moveaxis(x, -1, -3), -1, -1, chunks))
     else:
         both = jnp.fft.irfftn if layout.real else jnp.fft.ifftn
         x = _exchange(jnp.moveaxis(x, -1, -3), layout.first, -3, -2, layout)
@@ -148,7 +148,7 @@ def inverse(x: Array, layout: Decomposition) -> Array:
 
 
 def alone(x: Array, layout: Decomposition, inverse: bool) -> Array:
-    """The transform where one device has all of the transformed dimensions: JAX's own, in the same layouts."""
+    """Transform by JAX alone, where one device has all of the transformed dimensions, in the same layouts."""
     if inverse and layout.transposed:
         x = jnp.moveaxis(x, layout.turned, layout.dims)
     x = getattr(jnp.fft, f"{'i' * inverse}{'r' * layout.real}fftn")(x, layout.sizes, layout.dims, layout.norm)

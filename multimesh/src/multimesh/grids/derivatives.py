@@ -48,7 +48,7 @@ def _lengths(what: str, box: Any, shape: Sequence[int]) -> tuple[float, ...]:
 def wavenumbers(
     shape: Sequence[int], *, mesh: AnyMesh, spec: P, box: float | Sequence[float] | None = None, dtype: Any = None
 ) -> tuple[Array, ...]:
-    """Wavenumbers kx, ky (and kz) for the result of ``mm.fft.rfftn(x, transposed=True)``.
+    """Return the wavenumbers kx, ky (and kz) for the result of ``mm.fft.rfftn(x, transposed=True)``.
 
     Parameters
     ----------
@@ -80,10 +80,10 @@ def wavenumbers(
     return tuple(result)
 
 
-def _filtered(
+def _filter(
     what: str, x: Array, mesh: AnyMesh | None, spec: P | None, box: Any, filters: Callable[..., Sequence[Array]]
 ) -> list[Array]:
-    """``x`` after each of the filters in Fourier space, which are functions of the wavenumbers."""
+    """Apply each of the filters to ``x`` in Fourier space. They are functions of the wavenumbers."""
     x = specs.as_array(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise UsageError(f"{what}: the grid is {x.dtype}; it must be real")
@@ -101,19 +101,19 @@ def _slopes(shape: Sequence[int], k: Sequence[Array]) -> list[Array]:
     return [1j * jnp.where(jnp.abs(each) < top, each, 0) for each, top in zip(k, highest, strict=True)]
 
 
-def _squared(k: Sequence[Array]) -> Array:
+def _square_norm(k: Sequence[Array]) -> Array:
     return functools.reduce(jnp.add, [each**2 for each in k])
 
 
 def _inverse_laplacian(shape: Sequence[int], k: Sequence[Array]) -> list[Array]:
-    square = _squared(k)
+    square = _square_norm(k)
     return [-jnp.where(square > 0, 1 / jnp.where(square > 0, square, 1), 0)]
 
 
 def gradient(
     x: Array, *, mesh: AnyMesh | None = None, spec: P | None = None, box: float | Sequence[float] | None = None
 ) -> tuple[Array, ...]:
-    """The derivatives of a real periodic grid along each of its dimensions, exact for what the grid can hold.
+    """Differentiate a real periodic grid along each of its dimensions, exactly for what the grid can hold.
 
     Parameters
     ----------
@@ -133,17 +133,17 @@ def gradient(
     UsageError
         If dtype, specs or ``box`` do not fit, as `multimesh.fft.rfftn`.
     """
-    return tuple(_filtered("gradient", x, mesh, spec, box, _slopes))
+    return tuple(_filter("gradient", x, mesh, spec, box, _slopes))
 
 
 def poisson(
     source: Array, *, mesh: AnyMesh | None = None, spec: P | None = None, box: float | Sequence[float] | None = None
 ) -> Array:
-    """The periodic solution of ``laplacian(f) = source`` with mean zero. The mean of ``source`` does not count.
+    """Solve ``laplacian(f) = source`` for the periodic ``f`` with mean zero. The mean of ``source`` does not count.
 
     Arguments and errors are those of `gradient`. The result has the shape and sharding of ``source``.
     """
-    return _filtered("poisson", source, mesh, spec, box, _inverse_laplacian)[0]
+    return _filter("poisson", source, mesh, spec, box, _inverse_laplacian)[0]
 
 
 def power_spectrum(
@@ -154,7 +154,7 @@ def power_spectrum(
     spec: P | None = None,
     box: float | Sequence[float] | None = None,
 ) -> PowerSpectrum:
-    """The power of a real periodic grid by wavenumber: the mean of ``|rfftn(x)|^2 * volume / cells^2`` in each bin.
+    """Return the power of a real periodic grid: the mean of ``|rfftn(x)|^2 * volume / cells^2`` in bins of wavenumbers.
 
     Parameters
     ----------
@@ -187,7 +187,7 @@ def power_spectrum(
     weights = [
         _modes(x.shape[d], d == x.ndim - 1, length) for d, length in zip(_order(axes), spectrum.shape, strict=True)
     ]
-    return _binned(spectrum, k, weights, mesh=mesh, axes=spread, bins=bins, top=top, volume=volume)
+    return _bin(spectrum, k, weights, mesh=mesh, axes=spread, bins=bins, top=top, volume=volume)
 
 
 def _modes(n: int, last: bool, length: int) -> Array:
@@ -200,7 +200,7 @@ def _modes(n: int, last: bool, length: int) -> Array:
 
 
 @functools.partial(jax.jit, static_argnames=("mesh", "axes", "bins", "top", "volume"))
-def _binned(
+def _bin(
     spectrum: Array,
     k: tuple[Array, ...],
     weights: list[Array],
@@ -221,7 +221,7 @@ def _binned(
         sums = jnp.zeros((3, bins), power.dtype).at[:, number.reshape(-1)].add(rows.reshape(3, -1), mode="drop")
         return lax.psum(sums, specs.axis_names(spec))
 
-    size = jnp.sqrt(_squared(k))
+    size = jnp.sqrt(_square_norm(k))
     weight = functools.reduce(jnp.multiply, jnp.ix_(*weights)).astype(size.dtype)
     f = jax.shard_map(run, mesh=mesh, in_specs=(spec, spec, spec), out_specs=P())
     size = jnp.broadcast_to(size, spectrum.shape)

@@ -30,8 +30,8 @@ def _sides(
     return [(d, w, axes_of(a)) for d, (w, a) in enumerate(zip(widths, axes, strict=True)) if w]
 
 
-def _shifted(x: Array, axes: tuple[str, ...], by: int, periodic: bool) -> Array:
-    """What the device ``by`` places before me has; zeros at the border of a grid that is not periodic."""
+def _shift(x: Array, axes: tuple[str, ...], by: int, periodic: bool) -> Array:
+    """Fetch the block of the device ``by`` places before me; zeros at the border of a grid that is not periodic."""
     p = lax.axis_size(axes) if axes else 1
     pairs = [(k, (k + by) % p) for k in range(p) if periodic or 0 <= k + by < p]
     if p == 1:
@@ -40,7 +40,7 @@ def _shifted(x: Array, axes: tuple[str, ...], by: int, periodic: bool) -> Array:
 
 
 def halo_exchange(x: Array, widths: int | Sequence[int], axes: Sequence[Any], periodic: bool = True) -> Array:
-    """A device's block of a grid, with cells of its neighbours around it. Call it inside `jax.shard_map`.
+    """Return a device's block of a grid, with cells of its neighbours around it. Call it inside `jax.shard_map`.
 
     Parameters
     ----------
@@ -70,8 +70,8 @@ def halo_exchange(x: Array, widths: int | Sequence[int], axes: Sequence[Any], pe
     """
     for d, w, over in _sides("halo_exchange", x, widths, axes, 0):
         n = x.shape[d]
-        before = _shifted(lax.slice_in_dim(x, n - w, n, axis=d), over, 1, periodic)
-        after = _shifted(lax.slice_in_dim(x, 0, w, axis=d), over, -1, periodic)
+        before = _shift(lax.slice_in_dim(x, n - w, n, axis=d), over, 1, periodic)
+        after = _shift(lax.slice_in_dim(x, 0, w, axis=d), over, -1, periodic)
         x = jnp.concatenate([before, x, after], d)
     return x
 
@@ -84,8 +84,8 @@ def halo_add(x: Array, widths: int | Sequence[int], axes: Sequence[Any], periodi
     """
     for d, w, over in reversed(_sides("halo_add", x, widths, axes, 1)):
         n = x.shape[d]
-        from_before = _shifted(lax.slice_in_dim(x, n - w, n, axis=d), over, 1, periodic)
-        from_after = _shifted(lax.slice_in_dim(x, 0, w, axis=d), over, -1, periodic)
+        from_before = _shift(lax.slice_in_dim(x, n - w, n, axis=d), over, 1, periodic)
+        from_after = _shift(lax.slice_in_dim(x, 0, w, axis=d), over, -1, periodic)
         x = lax.slice_in_dim(x, w, n - w, axis=d)
         at = (slice(None),) * d
         x = x.at[(*at, slice(w))].add(from_before).at[(*at, slice(n - 3 * w, None))].add(from_after)

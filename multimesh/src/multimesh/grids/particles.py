@@ -45,7 +45,7 @@ class _Grid:
         return tuple(n // size(self.mesh, axes) for n, axes in zip(self.shape, self.axes, strict=True))
 
     def clouds(self, positions: Array) -> tuple[Array, Iterator[tuple[tuple[Array, ...], Array]]]:
-        """Which particles (k, d) are outside; of each corner of their clouds the cells of the block, and the weights.
+        """Flag particles (k, d) outside of the block; for each corner of their clouds yield cells and weights.
 
         Cells are those of the block with its halo. Weights outside are zero.
         """
@@ -79,8 +79,8 @@ def _grid(what: str, shape: Sequence[int], mesh: AnyMesh, spec: P, halo: Any) ->
     return _Grid(mesh, grid.shape, axes, tuple(halo if each else 0 for each in axes))
 
 
-def _listed(what: str, positions: Any, grid: _Grid) -> tuple[Array, P]:
-    """The positions, checked, and their spec."""
+def _check_positions(what: str, positions: Any, grid: _Grid) -> tuple[Array, P]:
+    """Check positions, and return them with their spec."""
     positions = specs.as_array(positions)
     if positions.shape[-1:] != (len(grid.shape),) or not jnp.issubdtype(positions.dtype, jnp.floating):
         raise UsageError(
@@ -151,7 +151,7 @@ def paint(
         If shapes, dtypes, specs or the halo do not fit.
     """
     grid = _grid("paint", shape, mesh, spec, halo)
-    positions, spec = _listed("paint", positions, grid)
+    positions, spec = _check_positions("paint", positions, grid)
     mass = jnp.asarray(mass, positions.dtype)
     if mass.shape not in ((), positions.shape[:-1]):
         raise UsageError(f"paint: mass is one number or has shape {positions.shape[:-1]}; got {mass.shape}")
@@ -174,7 +174,7 @@ def _read(values: Array, positions: Array, *, grid: _Grid, spec: P) -> Array:
 def read(
     values: Array, positions: Array, *, mesh: AnyMesh | None = None, spec: P | None = None, halo: int = 4
 ) -> Array:
-    """Values of a periodic grid at particles, from the cells around them (cloud in cell); the transpose of `paint`.
+    """Interpolate a periodic grid at particles, from the cells around them (cloud in cell); the transpose of `paint`.
 
     ``values`` is the grid, sharded by ``mesh`` and ``spec``, or as the array carries them. Positions, ``halo`` and
     errors are those of `paint`. The result has a value for each particle; NaN for those that are too far away.
@@ -182,5 +182,5 @@ def read(
     values = specs.as_array(values)
     mesh, axes = specs.find("read", values, mesh, spec)
     grid = _grid("read", values.shape, mesh, P(*map(entry, axes)), halo)
-    positions, of_positions = _listed("read", positions, grid)
+    positions, of_positions = _check_positions("read", positions, grid)
     return _read(values, positions, grid=grid, spec=of_positions)

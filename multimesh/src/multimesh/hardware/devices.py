@@ -103,25 +103,25 @@ class Device:
                 _positive(self.name, f"rates.{name}", share)
 
     def peak(self, precision: str) -> float:
-        """Operations a second of the data sheet in ``bf16``, ``fp8`` or ``fp4``.
+        """Return the operations per second of the data sheet in ``bf16``, ``fp8`` or ``fp4``.
 
         Raises
         ------
         UsageError
             If the device has no such unit.
         """
-        found: float = getattr(self, _known(precision))
+        found: float = getattr(self, _check_precision(precision))
         if not found:
             raise UsageError(f"device {self.name} computes no {precision}; choose another precision")
         return found
 
     def matmul_rate(self, precision: str) -> float:
-        """Operations a second of a large matrix product.
+        """Return the operations per second of a large matrix product.
 
         A precision without a share of its own has that of the next wider one.
         """
         shares = self.rates.matmul_bf16, self.rates.matmul_fp8, self.rates.matmul_fp4
-        wider = shares[: PRECISIONS.index(_known(precision)) + 1]
+        wider = shares[: PRECISIONS.index(_check_precision(precision)) + 1]
         return self.peak(precision) * next(share for share in reversed(wider) if share)
 
     def with_software(self, year: float) -> Device:
@@ -144,14 +144,14 @@ def _positive(name: str, field: str, value: object) -> None:
         raise UsageError(f"device {name}: {field} must be a number above 0, got {value!r}")
 
 
-def _known(precision: str) -> str:
+def _check_precision(precision: str) -> str:
     if precision not in PRECISIONS:
         raise checks.refuse("precision", " or ".join(PRECISIONS), precision)
     return precision
 
 
-def names() -> tuple[str, ...]:
-    """Devices of the table that comes with MultiMesh."""
+def device_names() -> tuple[str, ...]:
+    """Return the names of the devices in the table that comes with MultiMesh."""
     return tuple(name for name in _table() if name != "fitted")
 
 
@@ -182,7 +182,7 @@ def device(name: str | Device, file: str | Path | None = None) -> Device:
     if wanted not in known:
         listed = ", ".join(("cpu", *known))
         raise UsageError(f"device: there is no {name!r}; known are {listed}, or describe it in a TOML file")
-    return _made(wanted, tables)
+    return _make(wanted, tables)
 
 
 @functools.cache
@@ -202,7 +202,7 @@ def _cpu() -> Device:
     )
 
 
-def _made(name: str, tables: Mapping[str, Any]) -> Device:
+def _make(name: str, tables: Mapping[str, Any]) -> Device:
     fields = dict(tables[name])
     like = fields.pop("like", None)
     if like is not None:

@@ -29,7 +29,7 @@ def matmul(
     if precision != "bf16" and cast:
         passed += m * k * (2.0 + 2 * size)
     rows = m if count == 1 else m + _TILE / 2
-    return count * (2.0 * rows * n * k / device.matmul_rate(precision) + moved(device, passed))
+    return count * (2.0 * rows * n * k / device.matmul_rate(precision) + move(device, passed))
 
 
 def attention(device: Device, operations: float, head: float = _HEAD, length: float = float("inf")) -> float:
@@ -53,7 +53,7 @@ def attention(device: Device, operations: float, head: float = _HEAD, length: fl
     return operations / (rate * min(1.0, head / _HEAD) ** _HALF) * (1 + _LENGTH / length)
 
 
-def moved(device: Device, size: float) -> float:
+def move(device: Device, size: float) -> float:
     """Return the seconds in which kernels read and write this many bytes."""
     return size / device.memory_rate
 
@@ -84,14 +84,14 @@ def latency(device: Device, ranks: float, within: float = 1) -> float:
     return inside * _LATENCY + (min(ranks, domains) * _NETWORK_LATENCY if domains > 1 else 0.0)
 
 
-def gathered(device: Device, size: float, ranks: float, within: float = 1) -> float:
+def gather(device: Device, size: float, ranks: float, within: float = 1) -> float:
     """Return the seconds of an all-gather, or a reduce-scatter, of ``size`` bytes. An all-reduce takes both."""
     if ranks <= 1:
         return 0.0
     return (ranks - 1) / ranks * size / ring(device, ranks, within) + latency(device, ranks, within)
 
 
-def exchanged(device: Device, size: float, ranks: float, within: float = 1, copies: float = 1.0) -> float:
+def exchange(device: Device, size: float, ranks: float, within: float = 1, copies: float = 1.0) -> float:
     """Return the seconds of an all-to-all.
 
     Parameters
@@ -115,7 +115,7 @@ def exchanged(device: Device, size: float, ranks: float, within: float = 1, copi
     return max(inside, across) + 0.5 * min(inside, across) + latency(device, ranks, within)
 
 
-def sent(device: Device, size: float, *, far: bool) -> float:
+def send(device: Device, size: float, *, far: bool) -> float:
     """Return the seconds of a message of ``size`` bytes to a device of the same domain, or of another one."""
     if far:
         return size / (device.network * device.rates.network) + _NETWORK_LATENCY

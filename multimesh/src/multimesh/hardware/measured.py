@@ -14,7 +14,7 @@ _SIZE, _BYTES, _TURNS = 768, 2**26, 3
 
 
 class Machine(NamedTuple):
-    """What one CPU device of this machine does: operations a second of float32 products, bytes a second, and bytes."""
+    """Measure a CPU device of this machine: operations per second of float32 products, bytes per second, and bytes."""
 
     product: float
     bandwidth: float

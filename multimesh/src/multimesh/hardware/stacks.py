@@ -14,12 +14,12 @@ from multimesh.errors import UsageError
 
 @dataclass(frozen=True)
 class Stack:
-    """What a training framework's kernels and collectives cost beside the sheet's rates; all numbers are fitted.
+    """The cost of a training framework's kernels and collectives beside the sheet's rates. All numbers are fitted.
 
     Attributes
     ----------
     name, about
-        What it is.
+        A name and a version.
     fused_attention
         Whether scores of attention stay on the chip.
     passes
@@ -115,7 +115,7 @@ def stack(name: str | Stack) -> Stack:
     return tables[name]
 
 
-def names() -> tuple[str, ...]:
+def stack_names() -> tuple[str, ...]:
     """Return the stacks of the table that comes with MultiMesh."""
     return tuple(_table())
 
@@ -124,11 +124,11 @@ def names() -> tuple[str, ...]:
 def _table() -> Mapping[str, Stack]:
     text = resources.files("multimesh.hardware").joinpath("stacks.toml").read_text(encoding="utf-8")
     tables = tomllib.loads(text)
-    return {name: made(name, tables) for name in tables}
+    return {name: make_stack(name, tables) for name in tables}
 
 
-def made(name: str, tables: Mapping[str, Mapping[str, Any]]) -> Stack:
-    """The stack that a table describes, with the fields of the one that it is like."""
+def make_stack(name: str, tables: Mapping[str, Mapping[str, Any]]) -> Stack:
+    """Return the stack that a table describes, with the fields of the one that it is like."""
     fields, base = dict(tables[name]), str(tables[name].get("like", ""))
     while base:
         fields = {**tables[base], **fields}

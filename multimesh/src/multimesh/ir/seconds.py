@@ -82,7 +82,7 @@ def _seconds(lines: Sequence[Costed], outs: Sequence[Any], device: Device, devic
             seen |= sources
             continue
         total += _alone(line, device, devices, start)
-    return total + kernels.moved(device, passed / devices)
+    return total + kernels.move(device, passed / devices)
 
 
 def _alone(line: Costed, device: Device, devices: int, start: float) -> float:
@@ -102,7 +102,7 @@ def _alone(line: Costed, device: Device, devices: int, start: float) -> float:
     if inner:
         return max(inner) if line.prim.name == "cond" else sum(inner) * (line.params.get("length", 1))
     size = sum(map(ir.nbytes, line.outs)) + sum(ir.nbytes(atom) for atom in line.ins if ir.is_value(atom))
-    return kernels.moved(device, size / devices) + start
+    return kernels.move(device, size / devices) + start
 
 
 def _scale(atom: Any) -> float:

@@ -1,4 +1,4 @@
-"""What a device does that has all of a matrix: JAX's own functions, in place of those for many devices.
+"""Functions for a device that has all of a matrix: JAX's own, in place of those for many devices.
 
 They run inside `jax.shard_map` and give what those give, but communicate nothing.
 """
@@ -14,59 +14,59 @@ from multimesh.linalg.elimination import Factors
 from multimesh.linalg.rings import adjoint, matmul
 
 
-def cholesky(a: Array, wrong: Array) -> Panels:
-    """One panel, the factor of ``a`` itself; all is NaN if it is ``wrong``."""
+def whole_cholesky(a: Array, wrong: Array) -> Panels:
+    """Return one panel, the factor of ``a`` itself; all is NaN if ``a`` is ``wrong``."""
     l = lax.linalg.cholesky(jnp.where(wrong, jnp.nan, a), symmetrize_input=False)
     logdet = 2 * jnp.log(jnp.real(jnp.diagonal(l))).sum()
     return Panels(l[None], logdet, jnp.where(wrong, -1, jnp.isnan(logdet)).astype(jnp.int32))
 
 
-def cho_solve(panels: Panels, b: Array) -> Array:
-    """``inv(a) @ b``."""
+def whole_cho_solve(panels: Panels, b: Array) -> Array:
+    """Return ``inv(a) @ b``."""
     return jax.scipy.linalg.cho_solve((panels.l[0], True), b)
 
 
-def inverse(panels: Panels) -> Array:
-    """``inv(a)``."""
-    return cho_solve(panels, jnp.eye(panels.l.shape[1], dtype=panels.l.dtype))
+def whole_inverse(panels: Panels) -> Array:
+    """Return ``inv(a)``."""
+    return whole_cho_solve(panels, jnp.eye(panels.l.shape[1], dtype=panels.l.dtype))
 
 
-def lu(a: Array) -> Factors:
-    """L and U in one array, and the pivots of `jax.scipy.linalg.lu_factor`."""
+def whole_lu(a: Array) -> Factors:
+    """Return L and U in one array, and the pivots of `jax.scipy.linalg.lu_factor`."""
     factors, pivots = jax.scipy.linalg.lu_factor(a)
     return Factors(factors[None], pivots)
 
 
-def lu_solve(factors: Factors, b: Array, transposed: bool) -> Array:
-    """``inv(a) @ b``, or ``inv(a^T) @ b``."""
+def whole_lu_solve(factors: Factors, b: Array, transposed: bool) -> Array:
+    """Return ``inv(a) @ b``, or ``inv(a^T) @ b``."""
     return jax.scipy.linalg.lu_solve((factors.lu[0], factors.rows), b, int(transposed))
 
 
-def solve_triangular(t: Array, b: Array, lower: bool, transposed: bool) -> Array:
-    """``inv(t) @ b``, or ``inv(t^T) @ b``."""
+def whole_solve_triangular(t: Array, b: Array, lower: bool, transposed: bool) -> Array:
+    """Return ``inv(t) @ b``, or ``inv(t^T) @ b``."""
     return jax.scipy.linalg.solve_triangular(t, b, int(transposed), lower)
 
 
-def qr(a: Array) -> tuple[Array, Array]:
-    """Q and R."""
+def whole_qr(a: Array) -> tuple[Array, Array]:
+    """Return Q and R."""
     q, r = jnp.linalg.qr(a)
     return q, r
 
 
-def eigh(a: Array) -> tuple[Array, Array]:
-    """Eigenvalues and eigenvectors."""
+def whole_eigh(a: Array) -> tuple[Array, Array]:
+    """Return eigenvalues and eigenvectors."""
     w, v = jnp.linalg.eigh(a)
     return w, v
 
 
-def svd(a: Array) -> tuple[Array, Array, Array]:
-    """U, S and Vh. LAPACK would never end with an infinite entry, but does with NaN."""
+def whole_svd(a: Array) -> tuple[Array, Array, Array]:
+    """Return U, S and Vh. LAPACK would never end with an infinite entry, but does with NaN."""
     u, s, vh = jnp.linalg.svd(jnp.where(jnp.isfinite(a).all(), a, jnp.nan), full_matrices=False)
     return u, s, vh
 
 
-def polar(a: Array) -> tuple[Array, Array]:
-    """The method "svd" of `jax.scipy.linalg.polar`, in full precision. Its default, QDWH, needs full rank."""
-    u, s, vh = svd(a)
+def whole_polar(a: Array) -> tuple[Array, Array]:
+    """Return the polar factors, as `jax.scipy.linalg.polar` with method "svd": its default, QDWH, needs full rank."""
+    u, s, vh = whole_svd(a)
     h = matmul(adjoint(vh) * s, vh)
     return matmul(u, vh), (h + adjoint(h)) / 2

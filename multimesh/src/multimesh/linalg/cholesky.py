@@ -50,38 +50,38 @@ _forward = functools.partial(lax.linalg.triangular_solve, left_side=True, lower=
 _back = functools.partial(_forward, transpose_a=True, conjugate_a=True)  # of l and b: inv(l)^H @ b
 
 
-def _divided(l: Array, c: Array) -> Array:
-    """``c @ inv(l)^H``. LAPACK reads the rows of ``c`` as columns, so they are not moved on CPUs."""
+def _divide(l: Array, c: Array) -> Array:
+    """Return ``c @ inv(l)^H``. LAPACK reads the rows of ``c`` as columns, so they are not moved on CPUs."""
     return adjoint(_forward(l, adjoint(c)))
 
 
 def part(l: Array, row: Array | int, rows: int, s: Array | int) -> Array:
-    """So many of my rows, from ``row`` on, of the columns of superpanel ``s``."""
+    """Slice ``rows`` of my rows, from ``row`` on, out of the columns of superpanel ``s``."""
     return lax.dynamic_slice(l, (s, row, 0), (1, rows, l.shape[2]))[0]
 
 
 def block(l: Array, i: Array | int, j: Array | int, layout: Layout) -> Array:
-    """Rows of superpanel ``i`` of the columns of superpanel ``j``, gathered: (W, W)."""
+    """Gather the rows of superpanel ``i`` of the columns of superpanel ``j``: (W, W)."""
     return lax.all_gather(part(l, i * layout.height, layout.height, j), layout.axes, tiled=True)
 
 
 def columns(l: Array, s: Array | int) -> Array:
-    """My rows of the columns of superpanel ``s``: (padded, W)."""
+    """Return my rows of the columns of superpanel ``s``: (padded, W)."""
     return part(l, 0, l.shape[1], s)
 
 
-def with_columns(l: Array, s: Array | int, c: Array) -> Array:
-    """``l`` with ``c`` in place of the columns of superpanel ``s``."""
+def put_columns(l: Array, s: Array | int, c: Array) -> Array:
+    """Return ``l`` with ``c`` in place of the columns of superpanel ``s``."""
     return lax.dynamic_update_slice_in_dim(l, c[None], s, 0)
 
 
-def taken(l: Array, i: Array, layout: Layout, s: Array) -> Array:
-    """Some rows, from ``i`` on, of the columns of superpanel ``s``."""
+def slice_rows(l: Array, i: Array, layout: Layout, s: Array) -> Array:
+    """Slice ``layout.rows_at_a_time`` rows, from ``i`` on, out of the columns of superpanel ``s``."""
     return part(l, i, layout.rows_at_a_time, s)
 
 
-def unfinished(layout: Layout, s: Array, f: Callable[[Array, T], T], c: T) -> T:
-    """``c`` after ``f(i, c)`` for my rows of superpanels from ``s`` on, and maybe a few before, some rows at a time.
+def fold_rows(layout: Layout, s: Array, f: Callable[[Array, T], T], c: T) -> T:
+    """Fold ``c = f(i, c)`` over my rows of superpanels from ``s`` on, and maybe a few before, some rows at a time.
 
     ``i`` is the first of ``layout.rows_at_a_time`` rows.
     """
@@ -89,16 +89,16 @@ def unfinished(layout: Layout, s: Array, f: Callable[[Array, T], T], c: T) -> T:
     return lax.fori_loop(s * layout.height // step, layout.padded // step, lambda k, c: f(k * step, c), c)
 
 
-def changed(layout: Layout, s: Array, f: Callable[[Array, Array], Array], c: Array) -> Array:
-    """``c`` with ``f(i, these rows)`` in place of its rows, as `unfinished` takes them."""
+def map_rows(layout: Layout, s: Array, f: Callable[[Array, Array], Array], c: Array) -> Array:
+    """Return ``c`` with ``f(i, rows)`` in place of its rows, for the rows that `fold_rows` visits."""
 
     def change(i: Array, c: Array) -> Array:
         return lax.dynamic_update_slice_in_dim(c, f(i, lax.dynamic_slice_in_dim(c, i, layout.rows_at_a_time)), i, 0)
 
-    return unfinished(layout, s, change, c)
+    return fold_rows(layout, s, change, c)
 
 
-def factorize(a: Array, layout: Layout, wrong: Array | bool = False, *, in_order: bool = False) -> Panels:
+def cholesky_of_shards(a: Array, layout: Layout, wrong: Array | bool = False, *, in_order: bool = False) -> Panels:
     """Factor my shard of ``A``; all is NaN if it is ``wrong``.
 
     With ``in_order`` it is the factor of ``A`` itself, and not of a permutation of it.
@@ -118,28 +118,28 @@ def factorize(a: Array, layout: Layout, wrong: Array | bool = False, *, in_order
             rows = block(l, s, j, layout)
 
             def product(i: Array, some: Array) -> Array:
-                return some - matmul(taken(l, i, layout, j), adjoint(rows))
+                return some - matmul(slice_rows(l, i, layout, j), adjoint(rows))
 
-            return changed(layout, s, product, c)
+            return map_rows(layout, s, product, c)
 
         c = lax.fori_loop(0, s, subtract, columns(l, s))
         mine = lax.dynamic_slice_in_dim(c, s * height, height)
         diagonal = _cholesky(lax.all_gather(mine, layout.axes, tiled=True), layout)
         diagonal = jnp.where(wrong, jnp.nan, diagonal)
-        c = changed(layout, s + 1, lambda _, some: _divided(diagonal, some), c)
+        c = map_rows(layout, s + 1, lambda _, some: _divide(diagonal, some), c)
         # My rows of the diagonal block are taken as they are. A solve for them would multiply errors by its condition.
         mine = lax.dynamic_slice_in_dim(diagonal, start, height)
         c = lax.dynamic_update_slice_in_dim(c, mine, s * height, 0)
         log = 2 * jnp.log(jnp.real(jnp.diagonal(diagonal))).sum()
-        return with_columns(l, s, c), logs.at[s].set(log)
+        return put_columns(l, s, c), logs.at[s].set(log)
 
     l, logs = lax.fori_loop(0, count, superpanel, (a, jnp.zeros(count, jnp.finfo(a.dtype).dtype)))
     bad = ~jnp.isfinite(logs)
     return Panels(l, logs.sum(), jnp.where(bad.any(), jnp.argmax(bad) + 1, 0).astype(jnp.int32))
 
 
-def solve(panels: Panels, b: Array, layout: Layout) -> Array:
-    """``inv(A) @ b``, for ``b`` of shape (N, r), whole on every device."""
+def solve_cholesky(panels: Panels, b: Array, layout: Layout) -> Array:
+    """Return ``inv(A) @ b``, for ``b`` of shape (N, r), whole on every device."""
     height, l = layout.height, panels.l
     start = lax.axis_index(layout.axes) * height
 
@@ -147,7 +147,7 @@ def solve(panels: Panels, b: Array, layout: Layout) -> Array:
         x, done = carry  # done: the known part of L @ y, on my rows
         known = lax.all_gather(lax.dynamic_slice_in_dim(done, s * height, height), layout.axes, tiled=True)
         y = _forward(block(l, s, s, layout), x[s] - known)
-        return x.at[s].set(y), changed(layout, s, lambda i, some: some + matmul(taken(l, i, layout, s), y), done)
+        return x.at[s].set(y), map_rows(layout, s, lambda i, some: some + matmul(slice_rows(l, i, layout, s), y), done)
 
     def back(k: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         x, mine = carry  # mine: my rows of x, zero where they are not known yet
@@ -155,9 +155,9 @@ def solve(panels: Panels, b: Array, layout: Layout) -> Array:
 
         def add(i: Array, known: Array) -> Array:
             some = lax.dynamic_slice_in_dim(mine, i, layout.rows_at_a_time)
-            return known + matmul(adjoint(taken(l, i, layout, s)), some)
+            return known + matmul(adjoint(slice_rows(l, i, layout, s)), some)
 
-        known = lax.psum(unfinished(layout, s, add, jnp.zeros_like(x[0])), layout.axes)
+        known = lax.psum(fold_rows(layout, s, add, jnp.zeros_like(x[0])), layout.axes)
         y = _back(block(l, s, s, layout), x[s] - known)
         rows = lax.dynamic_slice_in_dim(y, start, height)
         return x.at[s].set(y), lax.dynamic_update_slice_in_dim(mine, rows, s * height, 0)
@@ -169,7 +169,7 @@ def solve(panels: Panels, b: Array, layout: Layout) -> Array:
 
 
 def forward_own(l: Array, x: Array, layout: Layout) -> Array:
-    """``inv(L) @ x``, for my own columns of ``x``, (count, width, k) in order of elimination."""
+    """Return ``inv(L) @ x``, for my own columns of ``x``, (count, width, k) in order of elimination."""
 
     def superpanel(s: Array, x: Array) -> Array:
         c = lax.fori_loop(0, s, lambda j, c: c - matmul(block(l, s, j, layout), x[j]), x[s])
@@ -179,7 +179,7 @@ def forward_own(l: Array, x: Array, layout: Layout) -> Array:
 
 
 def back_own(l: Array, x: Array, layout: Layout) -> Array:
-    """``inv(L)^H @ x``, for my own columns of ``x``, (count, width, k) in order of elimination."""
+    """Return ``inv(L)^H @ x``, for my own columns of ``x``, (count, width, k) in order of elimination."""
 
     def superpanel(k: Array, x: Array) -> Array:
         s = layout.count - 1 - k
@@ -190,16 +190,16 @@ def back_own(l: Array, x: Array, layout: Layout) -> Array:
 
 
 def solve_own(panels: Panels, x: Array, layout: Layout) -> Array:
-    """``inv(A) @ x``, for my own columns of ``x``, (count, width, k) in order of elimination."""
+    """Return ``inv(A) @ x``, for my own columns of ``x``, (count, width, k) in order of elimination."""
     return back_own(panels.l, forward_own(panels.l, x, layout), layout)
 
 
 def solve_columns(panels: Panels, b: Array, layout: Layout) -> Array:
-    """``inv(A) @ b``, for my own columns of ``b``, (N, r / devices)."""
+    """Return ``inv(A) @ b``, for my own columns of ``b``, (N, r / devices)."""
     return layout.from_panels(solve_own(panels, layout.to_panels(b), layout))
 
 
-def inverse(panels: Panels, layout: Layout) -> Array:
+def invert_cholesky(panels: Panels, layout: Layout) -> Array:
     """My shard of ``inv(A)``."""
     mine = (jnp.arange(layout.devices) == lax.axis_index(layout.axes))[:, None, None]
     eye = jnp.where(mine, jnp.eye(layout.padded, layout.held, dtype=panels.l.dtype), 0)

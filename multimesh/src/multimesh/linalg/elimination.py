@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from multimesh.linalg import trees
-from multimesh.linalg.cholesky import block, changed, columns, part, with_columns
+from multimesh.linalg.cholesky import block, columns, map_rows, part, put_columns
 from multimesh.linalg.layout import Layout
 from multimesh.linalg.rings import matmul
 
@@ -64,7 +64,7 @@ def _here(numbers: Array, layout: Layout) -> Array:
     return jnp.where(device == lax.axis_index(layout.axes), row, layout.padded)
 
 
-def factorize(a: Array, layout: Layout) -> Factors:
+def lu_of_shards(a: Array, layout: Layout) -> Factors:
     """Factor my shard of ``A``. If ``A`` is singular, the factors have zeros on the diagonal of U, or NaN."""
     padded, height, width, count = layout.padded, layout.height, layout.width, layout.count
     p, me = layout.devices, lax.axis_index(layout.axes)
@@ -100,11 +100,11 @@ def factorize(a: Array, layout: Layout) -> Factors:
 
         def put(lu: Array, j: Array, x: Array, of_slots: Array) -> Array:
             mine = lax.dynamic_slice_in_dim(of_slots, me * height, height)
-            return with_columns(lu, j, lax.dynamic_update_slice_in_dim(x, mine, s * height, 0))
+            return put_columns(lu, j, lax.dynamic_update_slice_in_dim(x, mine, s * height, 0))
 
         lu = lax.fori_loop(0, count // many, swapped, lu)
         x = columns(lu, s)
-        below = changed(layout, s + 1, lambda _, some: lax.linalg.triangular_solve(diagonal, some), x)  # x @ inv(U)
+        below = map_rows(layout, s + 1, lambda _, some: lax.linalg.triangular_solve(diagonal, some), x)  # x @ inv(U)
         behind = (jnp.arange(padded) >= (s + 1) * height)[:, None]
         lu = put(lu, s, jnp.where(behind, below, x), diagonal)
         left = jnp.where(behind, below, 0)
@@ -118,7 +118,7 @@ def factorize(a: Array, layout: Layout) -> Factors:
             def eliminated(i: Array, some: Array) -> Array:
                 return some - matmul(lax.dynamic_slice_in_dim(left, i, layout.rows_at_a_time), u)
 
-            return put(lu, j, changed(layout, s, eliminated, columns(lu, j)), u)
+            return put(lu, j, map_rows(layout, s, eliminated, columns(lu, j)), u)
 
         return lax.fori_loop(s + 1, count, later, lu), rows
 
@@ -126,8 +126,8 @@ def factorize(a: Array, layout: Layout) -> Factors:
     return Factors(lu, rows.reshape(p, count, height).swapaxes(0, 1).reshape(-1))
 
 
-def solve(factors: Factors, b: Array, layout: Layout, transposed: bool) -> Array:
-    """``inv(A) @ b`` or ``inv(A^T) @ b``, for ``b`` of shape (N, r), whole on every device."""
+def solve_lu(factors: Factors, b: Array, layout: Layout, transposed: bool) -> Array:
+    """Return ``inv(A) @ b`` or ``inv(A^T) @ b``, for ``b`` of shape (N, r), whole on every device."""
     lu, height, count = factors.lu, layout.height, layout.count
     start = lax.axis_index(layout.axes) * height
     none = jnp.zeros((layout.padded, b.shape[1]), b.dtype)

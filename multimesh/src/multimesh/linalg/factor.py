@@ -46,21 +46,21 @@ def _panel_specs(layout: Layout) -> Panels:
 
 
 def factorize(a: Array, layout: Layout) -> Panels:
-    """Panels of a matrix, without derivatives."""
+    """Return the panels of a matrix, without derivatives."""
 
     def run(a: Array) -> Panels:
         wrong = not_hermitian(a, layout)
-        panels = shards.factorize(a, layout, wrong)
+        panels = shards.cholesky_of_shards(a, layout, wrong)
         return panels._replace(status=jnp.where(wrong, -1, panels.status))
 
     def one(a: Array) -> Panels:
-        return alone.cholesky(a, not_hermitian(a, layout))
+        return alone.whole_cholesky(a, not_hermitian(a, layout))
 
     return layout.on_shards(run, layout.spec, _panel_specs(layout), one)(layout.placed(lax.stop_gradient(a)))
 
 
 def not_hermitian(a: Array, layout: Layout) -> Array:
-    """Whether the matrix of my shard is clearly not Hermitian, such as one triangle of such a matrix, or not finite.
+    """Return whether the matrix is clearly not Hermitian, such as one triangle of such a matrix, or not finite.
 
     For two arbitrary vectors v and w it asks whether v^H A w is (w^H A v)*.
     """
@@ -78,7 +78,7 @@ def not_hermitian(a: Array, layout: Layout) -> Array:
 
 
 def multiply(a: Array, x: Array, layout: Layout) -> Array:
-    """``a @ x``, for ``a`` sharded by ``layout``. Every device gathers the whole of ``x``, and of the result."""
+    """Return ``a @ x``, for ``a`` sharded by ``layout``. Every device gathers the whole of ``x``, and of the result."""
 
     def run(a: Array, x: Array) -> Array:
         return lax.psum(matmul(a, x), layout.cols) if layout.cols else matmul(a, x)
@@ -109,15 +109,15 @@ def _multiply_columns(a: Array, x: Array, layout: Layout) -> Array:
 
 
 def backsolve(a: Array, panels: Panels, b: Array, layout: Layout, columns: bool) -> Array:
-    """``inv(a) @ b``, for ``b`` of shape (N, r). Every device has all of it or, with ``columns``, its own columns."""
+    """Return ``inv(a) @ b``, for ``b`` of shape (N, r). Each device has all of it or, with ``columns``, its own."""
     if b.ndim == 1:
         return backsolve(a, panels, b[:, None], layout, columns)[:, 0]
     if not b.shape[1]:
         return b
     axes = ((), layout.axes) if columns else ()
     spec = P(None, entry(layout.axes)) if columns else P()
-    f = functools.partial(shards.solve_columns if columns else shards.solve, layout=layout)
-    run = layout.on_shards(f, (_panel_specs(layout), spec), spec, alone.cho_solve)
+    f = functools.partial(shards.solve_columns if columns else shards.solve_cholesky, layout=layout)
+    run = layout.on_shards(f, (_panel_specs(layout), spec), spec, alone.whole_cho_solve)
 
     product = _multiply_columns if columns else multiply
 
@@ -134,8 +134,8 @@ def backsolve(a: Array, panels: Panels, b: Array, layout: Layout, columns: bool)
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _inverse(a: Array, panels: Panels, layout: Layout) -> Array:
-    f = functools.partial(shards.inverse, layout=layout)
-    return layout.on_shards(f, (_panel_specs(layout),), layout.spec, alone.inverse)(panels)
+    f = functools.partial(shards.invert_cholesky, layout=layout)
+    return layout.on_shards(f, (_panel_specs(layout),), layout.spec, alone.whole_inverse)(panels)
 
 
 @_inverse.defjvp
@@ -147,7 +147,7 @@ def _inverse_jvp(layout: Layout, primals: Any, tangents: Any) -> tuple[Array, Ar
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def log_determinant(a: Array, panels: Panels, layout: Layout) -> Array:
-    """``log(det(a))``."""
+    """Return ``log(det(a))``."""
     return panels.logdet
 
 
@@ -163,11 +163,11 @@ def _lower_factor(a: Array, layout: Layout) -> Array:
     ordered = layout.in_order()
 
     def run(a: Array) -> tuple[Array, Array]:
-        panels = shards.factorize(a, ordered, not_hermitian(a, layout), in_order=True)
+        panels = shards.cholesky_of_shards(a, ordered, not_hermitian(a, layout), in_order=True)
         return shards.lower_factor(panels, ordered), panels.status
 
     def one(a: Array) -> tuple[Array, Array]:
-        panels = alone.cholesky(a, not_hermitian(a, layout))
+        panels = alone.whole_cholesky(a, not_hermitian(a, layout))
         return panels.l[0], panels.status
 
     l, status = layout.on_shards(run, layout.spec, (layout.spec, P()), one)(layout.placed(a))
@@ -212,7 +212,7 @@ def _inv(a: Array, *, layout: Layout) -> Array:
 
 
 def layout_of(what: str, a: Any, mesh: AnyMesh | None, spec: Any, tile: int | None = None) -> Layout:
-    """The sharding of ``a``, cut into superpanels of about ``tile`` rows of each device, by default into 16."""
+    """Return the sharding of ``a``, cut into superpanels of about ``tile`` rows of each device, by default into 16."""
     if a.ndim != 2 or a.shape[0] != a.shape[1]:
         raise UsageError(
             f"{what}: the matrix must be square, got shape {a.shape}; use jax.vmap for a stack of matrices"
@@ -243,7 +243,7 @@ def check_right_hand_side(what: str, a: Any, b: Any) -> None:
 
 
 def columns_of(what: str, a: Any, b: Any, layout: Layout, spec: P | None) -> bool:
-    """Whether each device solves for its own columns: ``b`` is sharded by columns, and they divide evenly."""
+    """Return whether each device solves for its own columns: ``b`` is sharded by columns, and they divide evenly."""
     check_right_hand_side(what, a, b)
     if spec is None and (known := specs.sharding_of(b)) is not None:
         spec = known.spec
@@ -251,8 +251,8 @@ def columns_of(what: str, a: Any, b: Any, layout: Layout, spec: P | None) -> boo
     return layout.devices > 1 and sharded and b.shape[1] > 0 and b.shape[1] % layout.devices == 0
 
 
-def kept(x: Array, b: Any, layout: Layout) -> Array:
-    """``x`` with the sharding of ``b``, if that is known and on the mesh of the layout."""
+def lay_out_like(x: Array, b: Any, layout: Layout) -> Array:
+    """Lay ``x`` out as ``b``, if that has a known sharding on the mesh of the layout."""
     known = specs.sharding_of(b)
     if known is None or known.mesh != layout.mesh or not specs.axis_names(known.spec):
         return x
@@ -260,7 +260,7 @@ def kept(x: Array, b: Any, layout: Layout) -> Array:
 
 
 def pair(spec: Any) -> tuple[Any, Any]:
-    """The specs of ``a`` and ``b``, from one spec or a pair."""
+    """Return the specs of ``a`` and ``b``, from one spec or a pair."""
     if isinstance(spec, (tuple, list)) and not isinstance(spec, P) and len(spec) == 2:
         return spec[0], spec[1]
     return spec, None
@@ -325,7 +325,7 @@ def cho_solve(factor: CholeskyFactor, b: Array) -> Array:
     b = specs.as_array(b)
     columns = columns_of("cho_solve", factor.a, b, factor.layout, None)
     x = _backsolve(factor.a, factor.panels, b, layout=factor.layout, columns=columns)
-    return kept(x, b, factor.layout)
+    return lay_out_like(x, b, factor.layout)
 
 
 def solve(a: Array, b: Array, *, mesh: AnyMesh | None = None, spec: Any = None) -> Array:
@@ -336,7 +336,7 @@ def solve(a: Array, b: Array, *, mesh: AnyMesh | None = None, spec: Any = None) 
     a, b = specs.as_array(a), specs.as_array(b)
     of_a, of_b = pair(spec)
     layout = layout_of("solve", a, mesh, of_a)
-    return kept(_solve(a, b, layout=layout, columns=columns_of("solve", a, b, layout, of_b)), b, layout)
+    return lay_out_like(_solve(a, b, layout=layout, columns=columns_of("solve", a, b, layout, of_b)), b, layout)
 
 
 def slogdet(a: Array | CholeskyFactor, *, mesh: AnyMesh | None = None, spec: P | None = None) -> SlogdetResult:
@@ -352,7 +352,7 @@ def slogdet(a: Array | CholeskyFactor, *, mesh: AnyMesh | None = None, spec: P |
 
 
 def inv(a: Array, *, mesh: AnyMesh | None = None, spec: P | None = None) -> Array:
-    """The inverse of a Hermitian positive definite matrix, sharded as ``a`` (LAPACK's ``potri``).
+    """Return the inverse of a Hermitian positive definite matrix, sharded as ``a`` (LAPACK's ``potri``).
 
     NaN if ``a`` is not positive definite. Derivatives gather a matrix on every device. Errors are those of
     `cho_factor`. To solve equations, `solve` is faster and more accurate.
@@ -362,7 +362,7 @@ def inv(a: Array, *, mesh: AnyMesh | None = None, spec: P | None = None) -> Arra
 
 
 def cholesky(a: Array, *, mesh: AnyMesh | None = None, spec: P | None = None) -> Array:
-    """The lower factor ``L`` of ``a = L @ L^H``, sharded as ``a``; NaN if ``a`` is not positive definite.
+    """Return the lower factor ``L`` of ``a = L @ L^H``, sharded as ``a``; NaN if ``a`` is not positive definite.
 
     `cho_factor` needs less: it factors a permutation of ``a``, for which no row moves. Derivatives gather a matrix on
     every device. The compiled code has at least as many superpanels as there are devices. Errors are those of

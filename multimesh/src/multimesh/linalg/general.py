@@ -16,7 +16,7 @@ from multimesh.core.specs import AnyMesh, entry, lay_out
 from multimesh.errors import UsageError
 from multimesh.linalg import alone, elimination, triangular
 from multimesh.linalg.elimination import Factors
-from multimesh.linalg.factor import check_right_hand_side, kept, layout_of, multiply
+from multimesh.linalg.factor import check_right_hand_side, lay_out_like, layout_of, multiply
 from multimesh.linalg.layout import Layout
 
 TRANS = {0: 0, 1: 1, 2: 2, "N": 0, "T": 1, "C": 2}
@@ -66,16 +66,16 @@ def _factors_spec(layout: Layout) -> Factors:
 
 @functools.partial(jax.jit, static_argnames="layout")
 def _lu_factor(a: Array, *, layout: Layout) -> Factors:
-    f = functools.partial(elimination.factorize, layout=layout)
+    f = functools.partial(elimination.lu_of_shards, layout=layout)
     a = jnp.where(jnp.isfinite(a).all(), a, jnp.nan)  # an infinite pivot would hide its row
-    return layout.on_shards(f, layout.spec, _factors_spec(layout), alone.lu)(layout.placed(lax.stop_gradient(a)))
+    return layout.on_shards(f, layout.spec, _factors_spec(layout), alone.whole_lu)(layout.placed(lax.stop_gradient(a)))
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "trans"))
 def _lu_solve(a: Array, factors: Factors, b: Array, *, layout: Layout, trans: int) -> Array:
     def solve(b: Array, transposed: bool) -> Array:
-        f = functools.partial(elimination.solve, layout=layout, transposed=transposed)
-        one = functools.partial(alone.lu_solve, transposed=transposed)
+        f = functools.partial(elimination.solve_lu, layout=layout, transposed=transposed)
+        one = functools.partial(alone.whole_lu_solve, transposed=transposed)
         return layout.on_shards(f, (_factors_spec(layout), P()), P(), one)(factors, b)
 
     return _linear_solve(a, b, layout, trans, solve)
@@ -84,8 +84,8 @@ def _lu_solve(a: Array, factors: Factors, b: Array, *, layout: Layout, trans: in
 @functools.partial(jax.jit, static_argnames=("layout", "lower", "trans"))
 def _solve_triangular(t: Array, b: Array, *, layout: Layout, lower: bool, trans: int) -> Array:
     def solve(b: Array, transposed: bool) -> Array:
-        f = functools.partial(triangular.solve, layout=layout, lower=lower, transposed=transposed)
-        one = functools.partial(alone.solve_triangular, lower=lower, transposed=transposed)
+        f = functools.partial(triangular.solve_triangle, layout=layout, lower=lower, transposed=transposed)
+        one = functools.partial(alone.whole_solve_triangular, lower=lower, transposed=transposed)
         return layout.on_shards(f, (layout.spec, P()), P(), one)(layout.placed(lax.stop_gradient(t)), b)
 
     return _linear_solve(t, b, layout, trans, solve)
@@ -142,7 +142,7 @@ def lu_solve(factor: LUFactor, b: Array, trans: int | str = 0) -> Array:
     b = specs.as_array(b)
     check_right_hand_side("lu_solve", factor.a, b)
     x = _lu_solve(factor.a, factor.factors, b, layout=factor.layout, trans=_trans("lu_solve", trans))
-    return kept(x, b, factor.layout)
+    return lay_out_like(x, b, factor.layout)
 
 
 def solve_triangular(
@@ -165,7 +165,7 @@ def solve_triangular(
     check_right_hand_side("solve_triangular", a, b)
     t = _triangle(a, bool(lower), bool(unit_diagonal))
     x = _solve_triangular(t, b, layout=layout, lower=bool(lower), trans=_trans("solve_triangular", trans))
-    return kept(x, b, layout)
+    return lay_out_like(x, b, layout)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

@@ -40,8 +40,8 @@ class _State(NamedTuple):
     sweeps: Array
 
 
-def _rotated(blocks: np.ndarray) -> np.ndarray:
-    """The next round: of (devices, 2) blocks the first stays, and the others move on by one place."""
+def _rotate(blocks: np.ndarray) -> np.ndarray:
+    """Return the next round: of (devices, 2) blocks the first stays, and the others move on by one place."""
     new = blocks.copy()
     if len(blocks) > 1:
         new[1, 0] = blocks[0, 1]
@@ -55,12 +55,12 @@ def _numbers(devices: int) -> np.ndarray:
     """The numbers of the two blocks of each device in each round: (rounds, devices, 2)."""
     rounds = [np.arange(2 * devices).reshape(devices, 2)]
     while len(rounds) < 2 * devices - 1:
-        rounds.append(_rotated(rounds[-1]))
+        rounds.append(_rotate(rounds[-1]))
     return np.stack(rounds)
 
 
-def _sent_on(x: Array, layout: Layout) -> Array:
-    """My two blocks of the next round; they lie beside each other in the last dimension."""
+def _send_on(x: Array, layout: Layout) -> Array:
+    """Exchange blocks for the next round; my two lie beside each other in the last dimension."""
     p, me = layout.devices, lax.axis_index(layout.axes)
     if p == 1:
         return x
@@ -75,7 +75,7 @@ def _diagonal(a: Array, layout: Layout) -> Array:
     return jnp.real(jnp.diagonal(lax.dynamic_index_in_dim(a, lax.axis_index(layout.axes), keepdims=False)))
 
 
-def _judged(state: _State, layout: Layout) -> _State:
+def _judge(state: _State, layout: Layout) -> _State:
     diagonal = _diagonal(state.a, layout)
     mine = jnp.arange(len(diagonal)) + lax.axis_index(layout.axes) * len(diagonal)
     rows = state.a.reshape(-1, len(diagonal))
@@ -87,8 +87,8 @@ def _judged(state: _State, layout: Layout) -> _State:
     return _State(state.a, state.v, scale, left, state.left, in_order, state.sweeps + 1)
 
 
-def eigh(a: Array, layout: Layout) -> tuple[Array, Array]:
-    """All eigenvalues, ascending, and my rows of the eigenvectors, (held, order), from my shard of a Hermitian matrix.
+def eigh_of_shards(a: Array, layout: Layout) -> tuple[Array, Array]:
+    """Return the eigenvalues, ascending, and my rows of the eigenvectors, (held, order), from my shard of the matrix.
 
     ``layout`` has two superpanels. If the sweeps do not converge, which we have never seen, all is NaN.
     """
@@ -101,7 +101,7 @@ def eigh(a: Array, layout: Layout) -> tuple[Array, Array]:
     v = jnp.eye(p * size, dtype=x.dtype).reshape(p * size, p, size)
     v = lax.dynamic_index_in_dim(v, me, 1, keepdims=False)
     numbers = jnp.asarray(_numbers(p))
-    move = np.asarray(_rotated(np.arange(2 * p).reshape(p, 2))).reshape(-1)
+    move = np.asarray(_rotate(np.arange(2 * p).reshape(p, 2))).reshape(-1)
 
     def play(round: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         a, v = carry
@@ -112,11 +112,11 @@ def eigh(a: Array, layout: Layout) -> tuple[Array, Array]:
         turns = lax.all_gather(turn, layout.axes)
         a = jnp.einsum("kji,kjl->kil", turns.conj(), matmul(a, turn), precision=lax.Precision.HIGHEST)
         a = a.reshape(2 * p, layout.height, size)[move].reshape(p, size, size)
-        return _sent_on(a, layout), _sent_on(matmul(v, turn), layout)
+        return _send_on(a, layout), _send_on(matmul(v, turn), layout)
 
     def sweep(state: _State) -> _State:
         a, v = lax.fori_loop(0, 2 * p - 1, play, (state.a, state.v))
-        return _judged(state._replace(a=a, v=v), layout)
+        return _judge(state._replace(a=a, v=v), layout)
 
     eps = float(jnp.finfo(real).eps)
     tolerance = 2 * math.sqrt(layout.order) * eps

@@ -61,13 +61,13 @@ class Sharded:
         return P(entry(self.rows), entry(self.cols))
 
     def placed(self, a: Array) -> Array:
-        """``a``, and its gradient, with the sharding of the matrix."""
+        """Lay out ``a``, and its gradient, as the matrix."""
         return lay_out(a, self.mesh, self.rows, self.cols)
 
     def on_shards(
         self, f: Callable[..., Any], in_specs: Any, out_specs: Any, alone: Callable[..., Any] | None = None
     ) -> Callable[..., Any]:
-        """``f`` on the shards of each device. Where one device has all of the matrix, ``alone``, a function of JAX."""
+        """Run ``f`` on the shards of each device; if one device has the whole matrix, ``alone``, a function of JAX."""
         run = alone if alone is not None and self.devices == 1 else f
         # Unchecked: JAX can't infer that what an `all_gather` returns is the same on all devices.
         return jax.shard_map(run, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -131,23 +131,23 @@ class Layout(Sharded):
         return to_rows(a, self.mesh, self.cols)
 
     def from_rows(self, a: Array) -> Array:
-        """My rows of any matrix, (held, order) -> my shard."""
+        """Move my rows of any matrix, (held, order), to my shard."""
         return from_rows(a, self.cols)[: self.order // size(self.mesh, self.rows)]
 
     def pad(self, b: Array) -> Array:
-        """Rows in natural order, (order, r) -> (devices, padded, r) with zeros."""
+        """Pad rows in natural order, (order, r), with zeros to (devices, padded, r)."""
         b = b.reshape(self.groups, self.order // self.groups, -1)
         split = self.devices // self.groups
         b = jnp.pad(b, ((0, 0), (0, split * self.held - b.shape[1]), (0, 0))).reshape(self.devices, self.held, -1)
         return jnp.pad(b, ((0, 0), (0, self.padded - self.held), (0, 0)))
 
     def unpad(self, b: Array) -> Array:
-        """The inverse of `pad`."""
+        """Undo `pad`."""
         b = b[:, : self.held].reshape(self.groups, -1, b.shape[-1])
         return b[:, : self.order // self.groups].reshape(self.order, -1)
 
     def pad_matrix(self, a: Array) -> Array:
-        """My rows, (held, order) -> (padded, devices, padded), with rows and columns of the identity."""
+        """Pad my rows, (held, order), with rows and columns of the identity to (padded, devices, padded)."""
         if self.devices * self.padded == self.order:
             return a.reshape(self.padded, self.devices, self.padded)
         a = jnp.pad(a, ((0, self.padded - self.held), (0, 0)))
@@ -159,26 +159,26 @@ class Layout(Sharded):
         return jnp.where(mine, jnp.ones((), a.dtype), jnp.where(missing[:, None, None], 0, a))
 
     def superpanels(self, a: Array) -> Array:
-        """Columns in natural order, (padded, devices, padded) -> in order of elimination, (count, padded, width)."""
+        """Move columns from natural order, (padded, devices, padded), to elimination's, (count, padded, width)."""
         a = a.reshape(self.padded, self.devices, self.count, self.height)
         return a.transpose(2, 0, 1, 3).reshape(self.count, self.padded, self.width)
 
     def to_panels(self, b: Array) -> Array:
-        """Rows in natural order, (order, r) -> in order of elimination, (count, width, r)."""
+        """Move rows from natural order, (order, r), to order of elimination, (count, width, r)."""
         b = self.pad(b).reshape(self.devices, self.count, self.height, -1)
         return b.swapaxes(0, 1).reshape(self.count, self.width, -1)
 
     def from_panels(self, b: Array) -> Array:
-        """The inverse of `to_panels`."""
+        """Undo `to_panels`."""
         b = b.reshape(self.count, self.devices, self.height, -1).swapaxes(0, 1)
         return self.unpad(b.reshape(self.devices, self.padded, -1))
 
     def to_cyclic(self, a: Array) -> Array:
-        """My padded rows, (padded, k) -> every ``devices``-th block of ``height`` rows of the whole matrix."""
+        """Swap my padded rows, (padded, k), for every ``devices``-th block of ``height`` rows of the whole matrix."""
         a = a.reshape(self.count // self.devices, self.devices, self.height, -1)
         return lax.all_to_all(a, self.axes, 1, 0, tiled=True).reshape(self.padded, -1)
 
     def from_cyclic(self, a: Array) -> Array:
-        """The inverse of `to_cyclic`."""
+        """Undo `to_cyclic`."""
         a = a.reshape(self.devices, self.count // self.devices, 1, self.height, -1)
         return lax.all_to_all(a, self.axes, 0, 2, tiled=True).reshape(self.padded, -1)

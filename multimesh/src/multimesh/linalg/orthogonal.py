@@ -29,10 +29,10 @@ class QRResult(NamedTuple):
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _qr(a: Array, layout: Tall) -> QRResult:
     def run(a: Array) -> tuple[Array, Array]:
-        q, r = tsqr.qr(layout.to_rows(a), layout.axes)
+        q, r = tsqr.qr_of_shards(layout.to_rows(a), layout.axes)
         return layout.from_rows(q), r
 
-    return QRResult(*layout.on_shards(run, layout.spec, (layout.spec, P()), alone.qr)(layout.placed(a)))
+    return QRResult(*layout.on_shards(run, layout.spec, (layout.spec, P()), alone.whole_qr)(layout.placed(a)))
 
 
 @_qr.defjvp
@@ -64,7 +64,7 @@ def _qr_layout(what: str, a: Array, mesh: AnyMesh | None, spec: P | None) -> Tal
 
 
 def qr(a: Array, *, mesh: AnyMesh | None = None, spec: P | None = None) -> QRResult:
-    """The reduced QR decomposition of a tall matrix, by Householder reflections in a tree (TSQR).
+    """Return the reduced QR decomposition of a tall matrix, by Householder reflections in a tree (TSQR).
 
     Parameters
     ----------
@@ -107,7 +107,7 @@ def _least_squares(a: Array, b: Array, layout: Tall) -> Array:
 
 
 def least_squares(a: Array, b: Array, *, mesh: AnyMesh | None = None, spec: P | None = None) -> Array:
-    """The ``x`` that makes the norm of ``a @ x - b`` least, for a tall ``a`` of full rank, by `qr`.
+    """Return the ``x`` that minimizes the norm of ``a @ x - b``, for a tall ``a`` of full rank, by `qr`.
 
     Parameters
     ----------

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from multimesh.core import specs
 from multimesh.errors import UsageError
-from multimesh.linalg.factor import backsolve, columns_of, factorize, kept, layout_of, log_determinant, pair
+from multimesh.linalg.factor import backsolve, columns_of, factorize, lay_out_like, layout_of, log_determinant, pair
 from multimesh.linalg.layout import Layout
 
 
@@ -70,19 +70,19 @@ def potrs(
         raise UsageError("potrs: in_specs is the older name of matrix_specs; give one of them")
     a, b = specs.as_array(a), specs.as_array(b)
     of_a, of_b = pair(in_specs if matrix_specs is None else matrix_specs)
-    of_a = _known_axes(a, mesh, of_a)
+    of_a = _check_axes(a, mesh, of_a)
     layout = layout_of("potrs", a, mesh, of_a, T_A)
     if not pad and layout.held % T_A:
         raise UsageError(
             f"potrs: T_A={T_A} does not divide the {layout.held} rows of a device; give another, or pad=True"
         )
     x, logdet, status = _potrs(a, b, layout=layout, columns=columns_of("potrs", a, b, layout, of_b))
-    x = kept(x, b, layout)
+    x = lay_out_like(x, b, layout)
     more = (logdet,) * return_logdet + (status,) * return_status
     return (x, *more) if more else x
 
 
-def _known_axes(a: Any, mesh: Any, spec: Any) -> Any:
+def _check_axes(a: Any, mesh: Any, spec: Any) -> Any:
     known = specs.sharding_of(a)
     if known is None or not isinstance(spec, P):
         return spec

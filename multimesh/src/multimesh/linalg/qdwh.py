@@ -22,7 +22,7 @@ from jax import Array, lax
 
 from multimesh.core.specs import AnyMesh, Axes, size
 from multimesh.linalg import rings
-from multimesh.linalg.cholesky import factorize, forward_own, solve_columns
+from multimesh.linalg.cholesky import cholesky_of_shards, forward_own, solve_columns
 from multimesh.linalg.layout import Layout
 from multimesh.linalg.rings import adjoint
 
@@ -74,7 +74,7 @@ def _noise(x: Array, axes: Axes) -> Array:
     return lax.complex(each[0], each[1]) if jnp.iscomplexobj(x) else each[0]
 
 
-def polar(a: Array, present: Array, mesh: AnyMesh, axes: Axes) -> tuple[Array, Array]:
+def polar_of_shards(a: Array, present: Array, mesh: AnyMesh, axes: Axes) -> tuple[Array, Array]:
     """My rows of U and of H, from my rows of A, which has at least as many rows as columns.
 
     ``present``, (rows, 1), says which of my rows are no padding. H has rows and columns of zeros at the end, so that
@@ -90,7 +90,7 @@ def polar(a: Array, present: Array, mesh: AnyMesh, axes: Axes) -> tuple[Array, A
     real = jnp.finfo(a.dtype).dtype
 
     def divided(x: Array, z: Array) -> Array:  # x @ inv(R), for a Z = R^H R; R is triangular in order of elimination
-        l = factorize(z, layout).l
+        l = cholesky_of_shards(z, layout).l
         return adjoint(layout.from_panels(forward_own(l, layout.to_panels(adjoint(x)), layout)))
 
     def by_two(x: Array, weights: Array) -> Array:
@@ -108,7 +108,7 @@ def polar(a: Array, present: Array, mesh: AnyMesh, axes: Axes) -> tuple[Array, A
 
     def by_one(state: _State) -> _State:
         a, b, c = few[jnp.minimum(state.done, len(few) - 1)]
-        panels = factorize(one + c * state.gram, layout)
+        panels = cholesky_of_shards(one + c * state.gram, layout)
         x = b / c * state.x + (a - b / c) * adjoint(solve_columns(panels, adjoint(state.x), layout))
         g = rings.gram(x, axes)
         return _State(x, g, state.done + 1, orthonormal(g))

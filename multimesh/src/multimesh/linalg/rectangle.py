@@ -28,29 +28,29 @@ class Tall(Sharded):
         return () if self.n % self.devices else self.axes
 
     def to_rows(self, a: Array) -> Array:
-        """My shard -> my rows, with rows of zeros at the end where the devices do not divide them."""
+        """Move my shard to my rows, with rows of zeros at the end where the devices do not divide them."""
         return to_rows(a, self.mesh, self.cols)
 
     def present(self) -> Array:
-        """Which of my rows are rows of the matrix, (rows, 1)."""
+        """Flag those of my rows that are rows of the matrix, not padding: (rows, 1)."""
         shard, ways = self.m // size(self.mesh, self.rows), size(self.mesh, self.cols)
         each = -(-shard // ways)
         first = lax.axis_index(self.cols) * each if self.cols else 0
         return (first + jnp.arange(each) < shard)[:, None]
 
     def from_rows(self, a: Array) -> Array:
-        """The inverse of `to_rows`, for a matrix with as many columns."""
+        """Undo `to_rows`, for a matrix with as many columns."""
         return from_rows(a, self.cols)[: self.m // size(self.mesh, self.rows)]
 
     def cut(self, a: Array) -> Array:
-        """An (n, n) result without the rows and columns that were added for the devices."""
+        """Cut the rows and columns that were added for the devices off an (n, n) result."""
         if len(a) > self.n:
             a = lay_out(a, self.mesh)[: self.n, : self.n]
         return lay_out(a, self.mesh, self.square)
 
 
 def tall_of(what: str, a: Any, mesh: AnyMesh | None, spec: P | None) -> Tall:
-    """The shape and sharding of a matrix, checked."""
+    """Return the shape and sharding of a matrix, checked."""
     if a.ndim != 2:
         raise UsageError(f"{what}: needs a matrix, got shape {a.shape}; use jax.vmap for a stack of matrices")
     specs.check_dtype(what, a)

@@ -22,7 +22,7 @@ def adjoint(x: Array) -> Array:
 
 
 def norm(x: Array, axes: Axes) -> Array:
-    """The Frobenius norm of X, which neither overflows nor underflows; 1 for zeros."""
+    """Return the Frobenius norm of X, which neither overflows nor underflows; 1 for zeros."""
     largest = lax.pmax(jnp.max(jnp.abs(x), initial=0), axes)
     largest = jnp.where(largest == 0, 1, largest)
     found = largest * jnp.sqrt(lax.psum(jnp.sum(jnp.abs(x / largest) ** 2), axes))
@@ -30,7 +30,7 @@ def norm(x: Array, axes: Axes) -> Array:
 
 
 def around(x: Array, f: Callable[[Array, Array, Array], Array], start: Array, axes: Axes) -> Array:
-    """``f(k, x of device k, result)`` for all devices, one after the other; the first result is ``start``."""
+    """Fold ``result = f(k, x of device k, result)`` over all devices, one after the other, from ``start`` on."""
     p, me = lax.axis_size(axes), lax.axis_index(axes)
 
     def step(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:

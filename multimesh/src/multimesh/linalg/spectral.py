@@ -52,10 +52,10 @@ def _eigh(a: Array, layout: Layout) -> EighResult:
         return jnp.where(not_hermitian(a, layout), jnp.nan, a)
 
     def run(a: Array) -> tuple[Array, Array]:
-        w, rows = jacobi.eigh(checked(a), layout)
+        w, rows = jacobi.eigh_of_shards(checked(a), layout)
         return w, layout.from_rows(rows)
 
-    f = layout.on_shards(run, layout.spec, (P(), layout.spec), lambda a: alone.eigh(checked(a)))
+    f = layout.on_shards(run, layout.spec, (P(), layout.spec), lambda a: alone.whole_eigh(checked(a)))
     return EighResult(*f(layout.placed(a)))
 
 
@@ -77,7 +77,7 @@ _jitted_eigh = jax.jit(_eigh, static_argnums=1)
 
 
 def eigh(a: Array, *, mesh: AnyMesh | None = None, spec: P | None = None) -> EighResult:
-    """All eigenvalues and eigenvectors of a Hermitian matrix, by block Jacobi rotations.
+    """Return all eigenvalues and eigenvectors of a Hermitian matrix, by block Jacobi rotations.
 
     Parameters
     ----------
@@ -115,10 +115,10 @@ def eigh(a: Array, *, mesh: AnyMesh | None = None, spec: P | None = None) -> Eig
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _polar(a: Array, layout: Tall) -> PolarResult:
     def run(a: Array) -> tuple[Array, Array]:
-        u, h = qdwh.polar(layout.to_rows(a), layout.present(), layout.mesh, layout.axes)
+        u, h = qdwh.polar_of_shards(layout.to_rows(a), layout.present(), layout.mesh, layout.axes)
         return layout.from_rows(u), h
 
-    u, h = layout.on_shards(run, layout.spec, (layout.spec, P(entry(layout.axes))), alone.polar)(layout.placed(a))
+    u, h = layout.on_shards(run, layout.spec, (layout.spec, P(entry(layout.axes))), alone.whole_polar)(layout.placed(a))
     return PolarResult(u, layout.cut(h))
 
 
@@ -139,7 +139,7 @@ _jitted_polar = jax.jit(_polar, static_argnums=1)
 
 
 def polar(a: Array, *, mesh: AnyMesh | None = None, spec: P | None = None) -> PolarResult:
-    """The polar decomposition ``a = u @ h``, by the QDWH iteration.
+    """Return the polar decomposition ``a = u @ h``, by the QDWH iteration.
 
     Parameters
     ----------
@@ -174,18 +174,18 @@ def _svd(a: Array, layout: Tall) -> SVDResult:
     added = order - layout.n
 
     def run(a: Array) -> tuple[Array, Array, Array]:
-        u, h = qdwh.polar(layout.to_rows(a), layout.present(), layout.mesh, axes)
+        u, h = qdwh.polar_of_shards(layout.to_rows(a), layout.present(), layout.mesh, axes)
         # Rows that were added for the devices get the largest eigenvalue, and so come last.
         row = jnp.arange(order // p)[:, None] + lax.axis_index(axes) * (order // p)
         bound = 2 * jnp.sqrt(lax.psum(jnp.sum(jnp.abs(h) ** 2), axes)) + 1
         h = jnp.where((row == jnp.arange(order)) & (row >= layout.n), bound, h)
-        w, v = jacobi.eigh(h, of_h)
+        w, v = jacobi.eigh_of_shards(h, of_h)
         v = jnp.flip(v[:, : layout.n], 1)
         u = rings.times(jnp.pad(u, ((0, 0), (0, added))), v, axes)
         vh = rings.adjoint_of(jnp.pad(v, ((0, 0), (0, added))), axes)
         return layout.from_rows(u), jnp.maximum(jnp.flip(w[: layout.n]), 0), vh
 
-    u, s, vh = layout.on_shards(run, layout.spec, (layout.spec, P(), P(entry(axes))), alone.svd)(layout.placed(a))
+    u, s, vh = layout.on_shards(run, layout.spec, (layout.spec, P(), P(entry(axes))), alone.whole_svd)(layout.placed(a))
     return SVDResult(u, s, layout.cut(vh))
 
 
@@ -210,7 +210,7 @@ _jitted_svd = jax.jit(_svd, static_argnums=1)
 
 
 def svd(a: Array, *, mesh: AnyMesh | None = None, spec: P | None = None) -> SVDResult:
-    """The reduced singular value decomposition ``a = (U * S) @ Vh``: a polar decomposition, and `eigh` of its factor.
+    """Return the reduced singular value decomposition ``a = (U * S) @ Vh``, by `polar` and `eigh` of its factor.
 
     Parameters
     ----------

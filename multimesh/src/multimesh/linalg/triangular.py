@@ -13,8 +13,8 @@ from multimesh.linalg.layout import Layout
 from multimesh.linalg.rings import matmul
 
 
-def solve(t: Array, b: Array, layout: Layout, *, lower: bool, transposed: bool) -> Array:
-    """``inv(T) @ b`` or ``inv(T^T) @ b``, from my shard of T and all of ``b``, (N, r).
+def solve_triangle(t: Array, b: Array, layout: Layout, *, lower: bool, transposed: bool) -> Array:
+    """Return ``inv(T) @ b`` or ``inv(T^T) @ b``, from my shard of T and all of ``b``, (N, r).
 
     The other triangle of T is zero.
     """

@@ -17,7 +17,7 @@ from multimesh.linalg import trees
 from multimesh.linalg.rings import matmul
 
 
-def qr(a: Array, axes: Axes) -> tuple[Array, Array]:
+def qr_of_shards(a: Array, axes: Axes) -> tuple[Array, Array]:
     """My rows of Q, (m, n), and all of R, (n, n), from my rows of A; ``m`` is at least ``n``."""
 
     def combine(blocks: tuple[Array, Array], place: Array) -> tuple[Array, Array]:

@@ -49,13 +49,13 @@ def offset(name: str) -> tuple[float, float]:
         asking.extend(rank for rank, each in enumerate(every) if each)
         return str(rounds(len(asking))).encode()
 
-    each = int(agree.decided(f"{name}/clocks", b"asks" if asks else b"", noted))
+    each = int(agree.decide_together(f"{name}/clocks", b"asks" if asks else b"", noted))
     for rank in asking:
         answer(f"{key}/questions/{rank}", each, rank)
     if asks:
         post.put(f"{key}/{clock}/offset", json.dumps(ask(f"{key}/questions/{me}", each)).encode())
     found = json.loads(post.get(f"{key}/{clock}/offset", "the clocks", 0)) if another else [0.0, 0.0]
-    agree.decided(f"{name}/clocks/read", b"")
+    agree.decide_together(f"{name}/clocks/read", b"")
     post.forget(f"{key}/")
     return found[0], found[1]
 

@@ -156,12 +156,12 @@ class Together:
         own = [error, *([*found.items()] for found in vars(watch.seen).values())]
 
         def merge(every: Sequence[bytes]) -> bytes:
-            told = [agree.unpacked(each) for each in every]
+            told = [agree.unpack(each) for each in every]
             errors = sorted((each for each, *_ in told), reverse=True)
             found = merge_runs(self._plan, [Seen(*map(dict, each)) for _, *each in told], sum(errors[:2]))
-            return agree.packed([[*found.times.items()], [*found.lasts.items()], found.error])
+            return agree.pack([[*found.times.items()], [*found.lasts.items()], found.error])
 
-        times, lasts, most = agree.unpacked(agree.decided(name, agree.packed(own), merge))
+        times, lasts, most = agree.unpack(agree.decide_together(name, agree.pack(own), merge))
         return Measured({number: tuple(span) for number, span in times}, dict(lasts), most)
 
     def call(self, args: Sequence[Any]) -> float:
@@ -175,7 +175,7 @@ class Together:
             spans = [json.loads(each) for each in every]
             return json.dumps(max(end for _, end in spans) - min(start for start, _ in spans)).encode()
 
-        return float(json.loads(agree.decided(name, json.dumps(own).encode(), last)))
+        return float(json.loads(agree.decide_together(name, json.dumps(own).encode(), last)))
 
 
 def merge_runs(plan: Plan, every: Sequence[Seen], error: float = 0.0) -> Measured:

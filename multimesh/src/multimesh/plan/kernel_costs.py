@@ -9,7 +9,7 @@ from typing import Any
 from multimesh.core import checks
 from multimesh.errors import UsageError
 from multimesh.hardware.devices import Device, device
-from multimesh.hardware.kernels import sent
+from multimesh.hardware.kernels import send
 from multimesh.hardware.stacks import stack
 from multimesh.ir.flops import count_flops
 from multimesh.ir.seconds import estimate_kernel as of_device
@@ -69,7 +69,7 @@ def on_device(plan: PlanData, name: str | Device) -> Costs:
     for each in plan.transfers:
         size = plan.bytes_of(each)
         ends = min(plan.submeshes[each.source].size, plan.submeshes[each.target].size)
-        transfers[each.source, each.target, size] = sent(known, size / ends, far=far)
+        transfers[each.source, each.target, size] = send(known, size / ends, far=far)
     note = f"on {known.name}: from shapes, without the collectives of a kernel"
     return Costs(times, transfers, unit="s", note=note)
 

@@ -7,7 +7,7 @@ of them takes. Nothing here imports JAX.
 from __future__ import annotations
 
 from multimesh.hardware.devices import Device, device
-from multimesh.hardware.devices import names as devices
+from multimesh.hardware.devices import device_names as devices
 from multimesh.hardware.stacks import Stack, stack
 from multimesh.planner.bands import UNKNOWN, band
 from multimesh.planner.best_first import Option

@@ -12,13 +12,13 @@ _SCORES = 5.0  # bytes that unfused attention keeps for a score: of softmax, of 
 _HELD = 2.0  # layers whose gathered parameters, or offloaded activations, are on the device at a time
 
 
-def kept(model: Transformer, how: Configuration, software: Stack) -> float:
+def residual_bytes(model: Transformer, how: Configuration, software: Stack) -> float:
     """Return the bytes that a layer keeps of a microbatch for its backward pass."""
     if how.offload:
         return 0.0
     if how.recompute != "none" and how.recomputed < 1:
-        whole = kept(model, how.changed(recompute="none"), software)
-        less = kept(model, how.changed(recomputed=1.0), software)
+        whole = residual_bytes(model, how.changed(recompute="none"), software)
+        less = residual_bytes(model, how.changed(recomputed=1.0), software)
         return how.recomputed * less + (1 - how.recomputed) * whole
     spread = how.tp if how.sequence_parallel else 1
     if how.recompute == "full":
@@ -43,13 +43,13 @@ def kept(model: Transformer, how: Configuration, software: Stack) -> float:
 def running(model: Transformer, how: Configuration, software: Stack) -> float:
     """Return the bytes of a layer that runs: what it computes again, and the parameters that it gathered."""
     plain = how.changed(recompute="none", offload=False)
-    whole = kept(model, plain, software) if how.recompute in ("minimal", "full") else 0.0
+    whole = residual_bytes(model, plain, software) if how.recompute in ("minimal", "full") else 0.0
     if how.offload:
-        whole = max(whole, _HELD * kept(model, how.changed(offload=False), software))
-    return whole + gathered(model, how)
+        whole = max(whole, _HELD * residual_bytes(model, how.changed(offload=False), software))
+    return whole + weights_bytes(model, how)
 
 
-def gathered(model: Transformer, how: Configuration) -> float:
+def weights_bytes(model: Transformer, how: Configuration) -> float:
     """Return the bytes of the parameters that sharding brings to a device while a layer runs: two layers, bfloat16."""
     if traffic.shards(how) == 1 or how.gather_once:
         return 0.0

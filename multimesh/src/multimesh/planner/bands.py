@@ -42,7 +42,7 @@ _KINDS = (("experts", 3.0), ("generation", 2.0), ("software", 1.2), ("precision"
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """What a run is to others: sizes, kinds, and what its step consists of.
+    """The features by which runs are compared: sizes, kinds, and shares of the step.
 
     Attributes
     ----------
@@ -89,13 +89,13 @@ class Nearest:
 
 
 @functools.cache
-def measured() -> tuple[MeasuredStep, ...]:
+def load_runs() -> tuple[MeasuredStep, ...]:
     """Return the published runs with their errors."""
     text = resources.files("multimesh.planner").joinpath("measured.csv").read_text(encoding="utf-8")
-    return tuple(read(row) for row in csv.reader(text.splitlines()))
+    return tuple(read_row(row) for row in csv.reader(text.splitlines()))
 
 
-def read(row: Sequence[str]) -> MeasuredStep:
+def read_row(row: Sequence[str]) -> MeasuredStep:
     """Return a row of ``measured.csv``."""
     last = 4 + len(_KINDS)
     numbers = [float(value) for value in row[last:]]
@@ -110,7 +110,7 @@ def write(run: MeasuredStep) -> list[str]:
     return [run.id, f"{run.error:.3f}", memory, f"{run.utilization:.3f}", *run.kinds, *numbers]
 
 
-def described(
+def describe(
     step: Step, name: str = "", error: float = 0.0, memory_error: float = math.nan, seconds: float = 0.0
 ) -> MeasuredStep:
     """Return what a forecast is to measured runs; ``seconds`` are those measured, where it is one."""
@@ -138,22 +138,22 @@ def distance(one: MeasuredStep, other: MeasuredStep) -> float:
 
 def band(step: Step) -> float:
     """Return half of the width of a forecast's band, as a share of it."""
-    return width(described(step), measured())
+    return width(describe(step), load_runs())
 
 
 def nearest(step: Step) -> Nearest:
     """Return the measured run that resembles a forecast most."""
-    own = described(step)
-    far, run = min(((distance(own, run), run) for run in measured()), key=lambda found: found[0])
+    own = describe(step)
+    far, run = min(((distance(own, run), run) for run in load_runs()), key=lambda found: found[0])
     return Nearest(run.id, run.error, far)
 
 
 def warnings(step: Step) -> Iterator[str]:
     """Return why a forecast may be too good: no run is like it, or none of its kind was as fast."""
-    own, near = described(step), nearest(step)
+    own, near = describe(step), nearest(step)
     if near.distance > _STRANGE:
         yield f"no published run is like this one; the nearest, {near.id}, differs much, so the band is wide"
-    kind = [run for run in measured() if run.kinds[:2] == own.kinds[:2] and run.kinds[3] == own.kinds[3]]
+    kind = [run for run in load_runs() if run.kinds[:2] == own.kinds[:2] and run.kinds[3] == own.kinds[3]]
     best = max(kind, key=lambda run: run.utilization, default=None)
     if best is not None and step.utilization > _ABOVE * best.utilization:
         more = [
@@ -171,8 +171,8 @@ def warnings(step: Step) -> Iterator[str]:
 
 def memory_band(step: Step) -> float:
     """Return half of the width of the band of a forecast's bytes, as a share of them."""
-    known = tuple(run for run in measured() if not math.isnan(run.memory_error))
-    return width(described(step), known, memory=True)
+    known = tuple(run for run in load_runs() if not math.isnan(run.memory_error))
+    return width(describe(step), known, memory=True)
 
 
 def after_run(step: Step, run: MeasuredStep) -> float:
@@ -181,7 +181,7 @@ def after_run(step: Step, run: MeasuredStep) -> float:
     Of two measured runs of one source and device that are as far from each other as the forecast from the run, it is
     the error of one that remains if that of the other is taken off. It is never wider than the band before.
     """
-    far = distance(described(step), run)
+    far = distance(describe(step), run)
     errors = sorted(error for apart, error in _pairs() if abs(apart - far) <= _REACH)
     plain = band(step)
     if len(errors) < _ENOUGH:
@@ -193,7 +193,7 @@ def after_run(step: Step, run: MeasuredStep) -> float:
 def _pairs() -> tuple[tuple[float, float], ...]:
     """Return distances of runs of one source and device, and the difference of their errors."""
     groups: dict[tuple[str, ...], list[MeasuredStep]] = {}
-    for run in measured():
+    for run in load_runs():
         groups.setdefault((run.source, *run.kinds), []).append(run)
     return tuple(
         (distance(one, other), abs(math.expm1(one.error - other.error)))

@@ -50,15 +50,15 @@ class Option:
     bytes
         Of the fullest device.
     shares
-        What the seconds consist of, by name.
+        Parts of the seconds, by name.
     nearest
         The measured run that is most like it, and how far its forecast was off.
     memory_band
         Half width of the band around ``bytes``, relative; None: not known.
     memory_parts
-        What ``bytes`` consist of, by name.
+        Parts of ``bytes``, by name.
     checked
-        What else was found out about it, such as that the plan of the whole step needs as many bytes.
+        Further remarks, such as that the plan of the whole step needs as many bytes.
     """
 
     how: Configuration
@@ -98,13 +98,13 @@ class Option:
 
 
 class CostModel(Protocol):
-    """What a search asks for."""
+    """The problem of a search: its configurations, and bounds of each."""
 
     def candidates(self) -> Iterable[Bounded]:
-        """All configurations, with their bounds."""
+        """Return all configurations, with their bounds."""
 
     def bytes(self, how: Configuration) -> float:
-        """Bytes of the fullest device."""
+        """Return the bytes of the fullest device."""
 
     def option(self, how: Configuration) -> Option:
         """Simulate a step."""
@@ -157,12 +157,12 @@ class Search:
         memory
             Bytes of a device; None: the limit.
         what
-            What is looked for, for the progress.
+            The words for the progress bar.
         """
         limit = self.limit if memory is None else memory
         found: dict[tuple[object, ...], Option] = {}
         for candidate in self.candidates:
-            worst = within if len(found) < count else min(within, _ranked(found)[count - 1].seconds)
+            worst = within if len(found) < count else min(within, _rank(found)[count - 1].seconds)
             if candidate.seconds > worst:
                 break
             key = _alike(candidate.how)
@@ -175,10 +175,10 @@ class Search:
                 continue
             if key not in found or option.seconds < found[key].seconds:
                 found[key] = option
-        return _ranked(found)[:count]
+        return _rank(found)[:count]
 
     def front(self, accepts: Where = lambda how: True) -> Iterator[Option]:
-        """The fastest option, the fastest in less memory than that, and so on, up to `_SLOWEST` times its seconds."""
+        """Yield the fastest option, then the fastest in less memory, and so on, up to `_SLOWEST` times as slow."""
         memory, within = self.limit, float("inf")
         while found := self.best(1, accepts=accepts, within=within, memory=memory, what="less memory"):
             yield found[0]
@@ -200,13 +200,13 @@ class Search:
         return self._options[how]
 
     def needed(self, how: Configuration) -> float:
-        """Bytes of the fullest device."""
+        """Return the bytes of the fullest device."""
         if how not in self._bytes:
             self._bytes[how] = self.costs.bytes(how)
         return self._bytes[how]
 
     def nearest(self, where: Where = lambda how: True) -> tuple[Configuration, float] | None:
-        """The configuration that needs the fewest bytes, and how many; None: there is none."""
+        """Return the configuration that needs the fewest bytes, with these; None if there is none."""
         best: tuple[Configuration, float] | None = None
         for candidate in sorted((c for c in self.candidates if where(c.how)), key=lambda c: c.bytes):
             if best is not None and candidate.bytes >= best[1]:
@@ -224,5 +224,5 @@ def _alike(how: Configuration) -> tuple[object, ...]:
     return how.dp, how.fsdp, how.tp, how.pp, how.cp, how.ep, how.interleave, how.microbatch, how.sequence_parallel
 
 
-def _ranked(found: dict[tuple[object, ...], Option]) -> list[Option]:
+def _rank(found: dict[tuple[object, ...], Option]) -> list[Option]:
     return sorted(found.values(), key=lambda option: option.seconds)

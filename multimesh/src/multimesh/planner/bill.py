@@ -1,4 +1,4 @@
-"""What a training run takes: days, device hours, money and energy."""
+"""The bill of a training run: days, device hours, money and energy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DAY = 86400.0
 
 @dataclass(frozen=True)
 class Terms:
-    """What a bill is asked for.
+    """The terms of a bill: tokens, prices, power.
 
     Attributes
     ----------
@@ -79,7 +79,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class Bill:
-    """What a configuration takes for all tokens.
+    """The days, device hours, money and energy of a configuration, for all tokens.
 
     Attributes
     ----------

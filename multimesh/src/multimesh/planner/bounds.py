@@ -1,4 +1,4 @@
-"""What no table of a schedule can beat: bounds of a step's seconds and bytes, which need no simulation."""
+"""Lower bounds of a step's seconds and bytes, which no table of a schedule can beat. They need no simulation."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Transformers:
     Parameters
     ----------
     space
-        What is searched.
+        The space of configurations.
     software
-        What runs it.
+        The software that runs it.
     limit
         Bytes of a device. A mesh whose parameters alone need more is left out early.
     least_band
@@ -38,7 +38,7 @@ class Transformers:
         self._balanced: dict[tuple[object, ...], tuple[int, ...]] = {}
 
     def candidates(self) -> Iterator[Bounded]:
-        """Every configuration, with its bounds; one in place of all those of a mesh that certainly do not fit."""
+        """Yield every configuration, with its bounds. One stands for all those of a mesh that certainly do not fit."""
         for grid in self.space.grids():
             hows = tuple(self.space.within(grid))
             if not hows:
@@ -66,14 +66,14 @@ class Transformers:
 
     def bytes(self, how: Configuration) -> float:
         """Of the fullest device."""
-        return max(held.total for held in footprint.held(self.space.model, how, self.software))
+        return max(held.total for held in footprint.peak_bytes(self.space.model, how, self.software))
 
     def option(self, how: Configuration) -> Option:
         """Simulate a step."""
         return Option.of_step(step.forecast(self.space.model, how, self.space.device, self.software), self.least_band)
 
     def seconds(self, how: Configuration) -> float:
-        """A step takes at least this long: a submesh waits for its first microbatch, runs all, and the last goes back.
+        """Return a lower bound of a step: a submesh waits for its first microbatch, runs all, and the last goes back.
 
         Where the schedule splits the backward pass, weight gradients may be all that is left at the end.
         """
@@ -103,7 +103,7 @@ class Transformers:
         return longest * slower + after
 
     def parts(self, how: Configuration) -> LayerParts:
-        """Seconds of a layer and so on; only some fields change them."""
+        """Return seconds of a layer and of the other parts. Only some fields change them."""
         key = (
             *(how.microbatch, how.tp, how.cp, how.ep, how.etp, how.fsdp, how.pp > 1, how.interleave > 1),
             *(how.recompute, how.precision, how.offload, how.microbatches if how.gather_once else 0),
@@ -154,7 +154,7 @@ class Transformers:
         parts = self.parts(how)
         key = id(parts), how.pp, how.interleave, route
         if key not in self._balanced:
-            self._balanced[key] = stage_layers.balanced(self.space.model, how, parts, route)
+            self._balanced[key] = stage_layers.balance(self.space.model, how, parts, route)
         sizes = self._balanced[key]
         if over or set(sizes) != {each}:
             yield how.changed(layers=sizes)

@@ -133,13 +133,13 @@ def fit(
     at = dict.fromkeys(names, 0.0)
     before = error(at)
     for _ in range(_TURNS):
-        at = _improved(error, at, names)
+        at = _improve(error, at, names)
     step = forecast(model, how, on, software)
-    run = bands.described(step, "yours", before)
+    run = bands.describe(step, "yours", before)
     return dataclasses.replace(start.moved(at), before=math.exp(before), after=math.exp(error(at)), run=run)
 
 
-def _improved(
+def _improve(
     error: Callable[[Mapping[str, float]], float], at: Mapping[str, float], names: tuple[str, ...]
 ) -> dict[str, float]:
     """Return the point after a Gauss-Newton step: one measurement, and a prior for each factor."""

@@ -38,12 +38,12 @@ class Configuration:
     sequence_parallel
         Whether what lies between the products of tensor parallelism is sharded over tp as well.
     recompute
-        What the backward pass computes again: ``none``, ``selective`` (attention), ``minimal`` (all but the results of
-        matrix products, as MaxText's policy of that name), or ``full``.
+        Values that the backward pass computes again: ``none``, ``selective`` (attention), ``minimal`` (all but the
+        results of matrix products, as MaxText's policy of that name), or ``full``.
     recomputed
         Share of the layers that do so; the others keep everything.
     sharded
-        What is sharded over data parallelism beside the batch: ``none``, ``optimizer`` (its state, ZeRO-1), or
+        State that data parallelism shards beside the batch: ``none``, ``optimizer`` (its state, ZeRO-1), or
         ``parameters`` (with gradients and state: ZeRO-3, FSDP), also over dp.
     gather_once
         Whether sharded parameters are gathered once a step and stay, in place of once for each microbatch.
@@ -150,7 +150,7 @@ class Configuration:
         return self.microbatch * self.sequence / self.cp
 
     def shown(self) -> str:
-        """The axes longer than 1, and the microbatch: ``dp 8 tp 4 pp 4 x 2, microbatch 1``."""
+        """Return the axes longer than 1, and the microbatch: ``dp 8 tp 4 pp 4 x 2, microbatch 1``."""
         axes = ((name, getattr(self, name)) for name in ("dp", "fsdp", "tp", "cp", "ep", "pp"))
         parts = [f"{name} {size}" for name, size in axes if size > 1]
         if self.interleave > 1:
@@ -158,5 +158,5 @@ class Configuration:
         return f"{' '.join(parts) or '1 device'}, microbatch {self.microbatch}"
 
     def changed(self, **fields: object) -> Configuration:
-        """The same with other fields."""
+        """Return a copy with other fields."""
         return dataclasses.replace(self, **fields)  # type: ignore[arg-type]

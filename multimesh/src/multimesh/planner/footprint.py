@@ -41,7 +41,7 @@ class Footprint:
         return sum(vars(self).values())
 
 
-def held(model: Transformer, how: Configuration, software: Stack) -> tuple[Footprint, ...]:
+def peak_bytes(model: Transformer, how: Configuration, software: Stack) -> tuple[Footprint, ...]:
     """Return the bytes of a device of each submesh at the peak."""
     if how.pp == 1:
         in_flight: tuple[int, ...] = (how.stages,)
@@ -59,7 +59,7 @@ def of_rows(
     own: dict[int, list[int]] = {row: [] for row in range(how.pp)}
     for stage, row in enumerate(stage_layers.placement(how, route)):
         own[row].append(stage)
-    keeps = activations.kept(model, how, software)
+    keeps = activations.residual_bytes(model, how, software)
     runs = activations.running(model, how, software)
     return tuple(_row(model, how, software, sizes, own[row], number * keeps, runs) for row, number in in_flight.items())
 

@@ -31,7 +31,7 @@ class LayerParts:
         Part of the two transfers of a cell, one that it waits for and one that it sends, in which its submesh does not
         compute.
     shares
-        What a layer's seconds consist of, by name.
+        Parts of a layer's seconds, by name.
     """
 
     layer: Times
@@ -58,7 +58,7 @@ def _layer(
 ) -> tuple[Times, tuple[tuple[str, float], ...]]:
     multiplied = products.products(model, how, device, stack)
     attention = products.attention(model, how, device, stack)
-    passed = products.passed(model, how, device, stack)
+    passed = products.elementwise(model, how, device, stack)
     tensor = traffic.tensor(model, how, device, stack)
     context = traffic.context(model, how, device, stack)
     experts = traffic.experts(model, how, device, stack)
@@ -69,10 +69,12 @@ def _layer(
         whole += Times(backward=attention.forward * how.recomputed)
     least = max(stack.layer, stack.expert_layer if model.experts else 0.0)
     started = max(1.0, least / whole.forward, 2 * least / (whole.backward + whole.weights))
-    sharded = traffic.sharded(model, how, device, stack, whole)
+    sharded = traffic.sharding(model, how, device, stack, whole)
     offloaded = Times()
     if how.offload:
-        offloaded = traffic.offloaded(how, device, whole, activations.kept(model, how.changed(offload=False), stack))
+        offloaded = traffic.offloading(
+            how, device, whole, activations.residual_bytes(model, how.changed(offload=False), stack)
+        )
     shares = {
         "matrix products": multiplied.total,
         "attention": attention.total,
@@ -87,12 +89,12 @@ def _layer(
 
 
 def _embedding(model: Transformer, how: Configuration, device: Device) -> Times:
-    one = kernels.moved(device, 2.0 * how.tokens * model.hidden)
+    one = kernels.move(device, 2.0 * how.tokens * model.hidden)
     return Times(_EMBEDDING_PASSES / 2 * one, 0.0, _UPDATE_PASSES / 2 * one)
 
 
 def _head(model: Transformer, how: Configuration, device: Device, stack: Stack) -> Times:
     columns = model.vocabulary / how.tp
     product = kernels.matmul(device, how.tokens, model.hidden, columns)
-    logits = kernels.moved(device, stack.head_passes * how.tokens * columns)
+    logits = kernels.move(device, stack.head_passes * how.tokens * columns)
     return Times(product + logits, product + logits, product)

@@ -20,13 +20,13 @@ Cells = tuple[tuple[int, int, str, tuple[tuple[int, bool], ...]], ...]
 
 @functools.lru_cache(maxsize=4096)
 def in_flight(schedule: str, pp: int, chunks: int, microbatches: int) -> tuple[int, ...]:
-    """The most activations of stages that each submesh holds."""
-    return tuple(_held(row) for row in schedules.get(schedule).table(pp, chunks, microbatches, True))
+    """Return the largest number of activations that each submesh holds at once."""
+    return tuple(_peak(row) for row in schedules.get(schedule).table(pp, chunks, microbatches, True))
 
 
 @functools.lru_cache(maxsize=64)
 def cells(schedule: str, pp: int, chunks: int, microbatches: int) -> Cells:
-    """Cells of a table in an order in which they can run.
+    """Yield the cells of a table in an order in which they can run.
 
     A cell is its submesh, its stage, the phases that it covers, and the cells that it needs, each with whether it is on
     another submesh.
@@ -55,7 +55,7 @@ def cells(schedule: str, pp: int, chunks: int, microbatches: int) -> Cells:
     return tuple(found)
 
 
-def _held(row: Sequence[schedules.Cell]) -> int:
+def _peak(row: Sequence[schedules.Cell]) -> int:
     most = now = 0
     last = "W" if any(cell.phase == "W" for cell in row) else "B"
     forward = {(c.stage, c.microbatch) for c in row if c.phase == "F"}

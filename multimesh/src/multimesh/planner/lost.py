@@ -33,7 +33,7 @@ _CAUSES = {
 
 
 def sentences(search: Search, best: Option) -> Iterator[str]:
-    """A sentence on each family without the best; one on all those that have the same fastest option."""
+    """Return a sentence on each family of configurations that lost; one for all with the same fastest option."""
     same: dict[Configuration, tuple[list[str], str]] = {}
     for name, belongs in FAMILIES:
         if belongs(best.how) or not any(belongs(candidate.how) for candidate in search.candidates):
@@ -44,7 +44,7 @@ def sentences(search: Search, best: Option) -> Iterator[str]:
         elif nearest := search.nearest(belongs):
             how, needed = nearest
             yield (
-                f"{name}: memory; the nearest, {shown(how)}, needs {amount(needed, 'bytes')}, "
+                f"{name}: memory; the nearest, {describe_how(how)}, needs {amount(needed, 'bytes')}, "
                 f"{amount(needed - search.limit, 'bytes')} too many"
             )
     yield from (f"{', '.join(names)}: {sentence}" for names, sentence in same.values())
@@ -61,12 +61,12 @@ def _slower(option: Option, best: Option) -> str:
     verb = "take" if cause == "smaller kernels" else "takes"
     return (
         f"{option.seconds:.4g} s, {100 * (option.seconds / best.seconds - 1):.1f} % more; {cause} {verb} "
-        f"{more[cause]:.3g} s more ({shown(option.how)})"
+        f"{more[cause]:.3g} s more ({describe_how(option.how)})"
     )
 
 
-def shown(how: Configuration) -> str:
-    """A configuration in words."""
+def describe_how(how: Configuration) -> str:
+    """Return a configuration in words."""
     parts = [how.shown()]
     if how.pp > 1:
         parts.append(how.schedule)

@@ -36,7 +36,7 @@ _NOTES = (
 )
 
 
-def suggest(
+def suggest_function(
     fn: Callable[..., Any],
     args: Sequence[Any],
     *,
@@ -106,7 +106,7 @@ def suggest(
         raise UsageError(f"suggest: no configuration of {devices} devices has {costs.rows} rows; use another batch")
     if not options:
         how, needed = search.nearest() or (None, float("nan"))
-        where = f"; the nearest, {lost.shown(how)}, needs {amount(needed, 'bytes')}" if how else ""
+        where = f"; the nearest, {lost.describe_how(how)}, needs {amount(needed, 'bytes')}" if how else ""
         raise DoesNotFitError(
             f"suggest: nothing fits into {amount(limit, 'bytes')} of a device{where}; use more devices, fewer rows, or "
             "devices with more memory"
@@ -149,7 +149,7 @@ class Functions:
         return pieces(self.fn, self.params, batch, self.device, self.software.kernel)
 
     def candidates(self) -> Iterator[Bounded]:
-        """All configurations, with what the longest stage takes."""
+        """Yield all configurations, with the seconds of the longest stage."""
         for grid in self.space.grids():
             number = len(self.pieces(grid.microbatch))
             if grid.stages > number:
@@ -181,7 +181,7 @@ class Functions:
         span = busy
         if how.pp > 1:
             cut = self._stages(how)
-            hop = kernels.sent(
+            hop = kernels.send(
                 self.device, max(s[-1].crossing for s in cut[:-1]), far=self.space.devices > self.device.domain
             )
             span = loop.seconds(how.schedule, how.pp, how.microbatches, times, hop)
@@ -219,10 +219,10 @@ class Functions:
         rows = self._rows(how)
         held = max(sum(p.parameters for s in row for p in s) for row in rows) / how.fsdp
         numbers = max(sum(p.numbers for s in row for p in s) for row in rows) / how.fsdp
-        reduced = 2 * kernels.gathered(self.device, held, how.dp, how.fsdp)
+        reduced = 2 * kernels.gather(self.device, held, how.dp, how.fsdp)
         return {
             "gradients": self.software.exposed_gradients * reduced,
-            "optimizer": kernels.moved(self.device, OPTIMIZER * numbers),
+            "optimizer": kernels.move(self.device, OPTIMIZER * numbers),
         }
 
     def _times(self, how: Configuration, *, sharded: bool = True) -> tuple[Times, ...]:
@@ -233,7 +233,7 @@ class Functions:
             weights = sum(p.seconds for p in stage if p.parameters)
             backward = forward * (2 if how.recompute == "full" else 1)
             if sharded and how.fsdp > 1:
-                moved = kernels.gathered(self.device, sum(p.parameters for p in stage), how.fsdp)
+                moved = kernels.gather(self.device, sum(p.parameters for p in stage), how.fsdp)
                 forward = self._overlapped(forward, moved)
                 backward = self._overlapped(backward + weights, 2 * moved) - weights
             found.append(Times(forward, backward, weights))

@@ -12,7 +12,7 @@ from multimesh.hardware.stacks import Stack
 from multimesh.planner import layer, picture, stage_layers
 from multimesh.planner.best_first import Option
 from multimesh.planner.bill import OVERHEAD, Bill, Terms
-from multimesh.planner.lost import shown
+from multimesh.planner.lost import describe_how
 from multimesh.planner.suggestions import Suggestions
 from multimesh.planner.transformer import Transformer
 from multimesh.schedules.costs import StageCosts
@@ -71,11 +71,11 @@ def page(
 def _body(found: Suggestions, bills: Sequence[Bill], terms: Terms | None, drawn: Timeline | None) -> Iterator[str]:
     best = found.best
     band = "" if best.band is None else f", within {100 * best.band:.0f} %"
-    yield f"<p>The fastest: {escape(shown(best.how))}. A step takes {best.seconds:.4g} s{band}: a forecast.</p>"
+    yield f"<p>The fastest: {escape(describe_how(best.how))}. A step takes {best.seconds:.4g} s{band}: a forecast.</p>"
     if best.nearest:
         yield f"<p>Nearest measured run: {escape(best.nearest)}.</p>"
     options = tuple(dict.fromkeys((*found.options, *found.front)))
-    points = tuple(dict.fromkeys(picture.Point(o.seconds, o.bytes, shown(o.how)) for o in options))
+    points = tuple(dict.fromkeys(picture.Point(o.seconds, o.bytes, describe_how(o.how)) for o in options))
     yield "<section id=front><h2>Memory against the time of a step</h2>"
     yield picture.draw(found.title, points, found.limit) + "</section>"
     yield "<section id=parts><h2>What a step consists of</h2>"
@@ -103,7 +103,7 @@ def _bars(options: Sequence[Option]) -> Iterator[str]:
         yield f'<span><i style="background:{_COLORS.get(name, _OTHER)}"></i>{escape(name)}</span>'
     yield "</div>"
     for option in options:
-        yield f"<div class=bar><span>{escape(shown(option.how))}</span><span class=parts>"
+        yield f"<div class=bar><span>{escape(describe_how(option.how))}</span><span class=parts>"
         for name, seconds in option.shares:
             words = f"{name}: {seconds:.3g} s, {100 * seconds / option.seconds:.0f} %"
             wide = 100 * seconds / longest

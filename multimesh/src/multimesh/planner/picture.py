@@ -26,7 +26,7 @@ class Point:
 
 
 def front(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Points that no other beats in both memory and time, the fastest first."""
+    """Return points that no other beats in both memory and time, the fastest first."""
     found: list[Point] = []
     for point in sorted(points, key=lambda point: (point.seconds, point.bytes)):
         if not found or point.bytes < found[-1].bytes:

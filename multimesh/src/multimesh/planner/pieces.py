@@ -61,7 +61,7 @@ class _Item:
 def pieces(
     fn: Callable[..., Any], params: Any, batch: Sequence[Any], device: Device, start: float
 ) -> tuple[Portion, ...]:
-    """The pieces of ``fn(params, *batch)``.
+    """Return the pieces of ``fn(params, *batch)``.
 
     Parameters
     ----------
@@ -87,7 +87,7 @@ def pieces(
     outs = _flatten(jaxpr, given, lines)
     weights = dict.fromkeys(given[:count])
     residuals = {value for value in outs[results:] if ir.is_value(value)} - weights.keys()
-    return _joined(tuple(_items(lines)), weights, residuals, device, start)
+    return _join(tuple(_items(lines)), weights, residuals, device, start)
 
 
 class _Value:
@@ -126,7 +126,7 @@ def _items(lines: Sequence[Costed]) -> Iterator[_Item]:
             yield _Item(line, 1 / rounds, carried if number < rounds - 1 else 0.0)
 
 
-def _joined(
+def _join(
     items: Sequence[_Item], weights: Mapping[Any, None], residuals: set[Any], device: Device, start: float
 ) -> tuple[Portion, ...]:
     """Join items between places where little crosses, until pieces have about equal times."""

@@ -86,11 +86,11 @@ def attention(model: Transformer, how: Configuration, device: Device, stack: Sta
     head = model.head_size
     padded = math.ceil(head / _PAD) * _PAD / head * (stack.misaligned if head % 8 else 1.0)
     scored = 2.0 * tokens * how.sequence * width * padded / device.matmul_rate("bf16")
-    scores = kernels.moved(device, stack.score_passes * model.heads / how.tp * tokens * how.sequence)
+    scores = kernels.move(device, stack.score_passes * model.heads / how.tp * tokens * how.sequence)
     return Times(scored + scores, 2 * scored + scores)
 
 
-def passed(model: Transformer, how: Configuration, device: Device, stack: Stack) -> Times:
+def elementwise(model: Transformer, how: Configuration, device: Device, stack: Stack) -> Times:
     """Return the seconds of the element-wise kernels."""
     whole = 0.0 if how.sequence_parallel else stack.replicated
     width = stack.passes * model.hidden * (whole + (1 - whole) / how.tp)
@@ -99,7 +99,7 @@ def passed(model: Transformer, how: Configuration, device: Device, stack: Stack)
     if model.experts:
         gathered = 2.0 * model.hidden * (1 + model.active * how.load)
         routed = (stack.expert_passes * gathered + _ROUTED * model.experts) / how.tp
-    forward = kernels.moved(device, how.tokens * (width + inner + routed))
+    forward = kernels.move(device, how.tokens * (width + inner + routed))
     return Times(forward, _BACKWARD_PASSES * forward)
 
 

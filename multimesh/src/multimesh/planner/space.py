@@ -37,7 +37,7 @@ class Space:
     Attributes
     ----------
     model, device
-        What runs, and where. Tensor parallelism stays within ``device.domain``.
+        The model, and where it runs. Tensor parallelism stays within ``device.domain``.
     devices, batch, sequence
         As in `Configuration`.
     fixed
@@ -48,7 +48,7 @@ class Space:
     precisions
         Of products, all of which are tried.
     sharded
-        What data parallelism shards beside the batch. To shard the optimizer costs no time and less memory.
+        The state that data parallelism shards beside the batch. To shard the optimizer costs no time and less memory.
     offloads
         Whether activations in the host's memory are tried, where nothing is computed again.
     """
@@ -75,7 +75,7 @@ class Space:
         Configuration(batch=self.batch, sequence=self.sequence).changed(**_without_batch(alone))
 
     def grids(self) -> Iterator[Configuration]:
-        """Meshes with a microbatch and stages: what bounds can already judge."""
+        """Yield meshes with a microbatch and stages. Bounds can judge them already."""
         for mesh in self._meshes():
             rows = self.batch // (mesh.dp * mesh.fsdp)
             for microbatch in self._sizes("microbatch", divisors(rows)):
@@ -86,7 +86,7 @@ class Space:
                         yield mesh.changed(microbatch=microbatch, interleave=interleave)
 
     def within(self, grid: Configuration) -> Iterator[Configuration]:
-        """A grid with everything else, but for the layers of its stages."""
+        """Yield the configurations of a grid, but for the layers of its stages."""
         names: tuple[str, ...] = ("1f1b",)
         if grid.pp > 1:
             names = {1: ONE_STAGE, 2: TWO_STAGES}.get(grid.interleave, MORE_STAGES)
@@ -137,7 +137,7 @@ class Space:
         return (str(self.fixed[name]),) if name in self.fixed else values
 
     def _size(self, name: str) -> int:
-        """What a size is fixed to; 1 where it is not."""
+        """Return the value to which a size is fixed; 1 where it is free."""
         return checks.whole(f"suggest: {name}", self.fixed.get(name, 1), 1)
 
     def _chunks(self, pp: int) -> tuple[int, ...]:
@@ -149,7 +149,7 @@ class Space:
         return (1, 2, *even)
 
     def undivided(self, axis: str, size: int) -> str:
-        """What an axis of this size must divide, and does not; empty: nothing."""
+        """Name the size that an axis of this length must divide and does not; empty if there is none."""
         model = self.model
         sizes = {
             "tp": {
@@ -164,7 +164,7 @@ class Space:
         return ", ".join(f"{name} ({number})" for name, number in sizes.items() if number % size)
 
     def impossible(self) -> str:
-        """Why there is no configuration at all, with a remedy."""
+        """Say why there is no configuration at all, with a remedy."""
         for axis in ("tp", "fsdp", "ep"):
             size = self._size(axis)
             if found := self.undivided(axis, size):
@@ -191,7 +191,7 @@ def _fits(name: str, grid: Configuration) -> bool:
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """All divisors, in order."""
+    """Return all divisors, in order."""
     small = [n for n in itertools.takewhile(lambda n: n * n <= number, itertools.count(1)) if number % n == 0]
     return tuple(sorted({*small, *(number // n for n in small)}))
 

@@ -12,7 +12,7 @@ from multimesh.planner.transformer import Transformer
 
 
 def layers(model: Transformer, how: Configuration) -> tuple[int, ...]:
-    """Layers of each stage.
+    """Return the number of layers of each stage.
 
     As given, or equal. Where equal ones need it, the embedding and the head count as a layer each: 126 layers on 64
     stages are 1, 2, ..., 2, 1. Otherwise the first stages have a layer more.
@@ -27,8 +27,8 @@ def layers(model: Transformer, how: Configuration) -> tuple[int, ...]:
     return (number + 1,) * rest + (number,) * (how.stages - rest)
 
 
-def balanced(model: Transformer, how: Configuration, parts: LayerParts, route: tuple[int, ...]) -> tuple[int, ...]:
-    """Layers of each stage such that the submesh that takes longest takes least, and after that the longest stage.
+def balance(model: Transformer, how: Configuration, parts: LayerParts, route: tuple[int, ...]) -> tuple[int, ...]:
+    """Distribute layers over stages: minimize the slowest submesh, and after that the slowest stage.
 
     One layer after the other goes to the submesh that has least to do, there to the stage that has; the embedding and
     the head are there before.
@@ -54,7 +54,7 @@ def balanced(model: Transformer, how: Configuration, parts: LayerParts, route: t
 
 
 def placement(how: Configuration, route: tuple[int, ...]) -> tuple[int, ...]:
-    """Submesh of each stage, from the submeshes of a schedule's first stages."""
+    """Return the submesh of each stage, from the submeshes of a schedule's first stages."""
     return tuple(itertools.islice(itertools.cycle(route), how.stages))
 
 

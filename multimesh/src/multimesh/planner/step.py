@@ -24,7 +24,7 @@ class Step:
     Attributes
     ----------
     model, how, device
-        What was forecast.
+        The configuration of the forecast.
     seconds
         Of the step.
     loop
@@ -36,7 +36,7 @@ class Step:
     memory
         Bytes of a device at the peak, for each submesh.
     shares
-        What the seconds of the fullest submesh consist of, by name.
+        Parts of the seconds of the fullest submesh, by name.
     software
         Name of the stack that runs it.
     """
@@ -107,7 +107,7 @@ def forecast(model: Transformer, how: Configuration, on: str | Device, software:
     scale = busy / max(1e-30, sum(s for _, s in parts.shares))
     shares = {name: s * scale for name, s in parts.shares}
     shares |= {"bubble": span - busy, "gradients": gradients, "optimizer": optimizer, "host": rest, "stragglers": waits}
-    held = footprint.held(model, how, software)
+    held = footprint.peak_bytes(model, how, software)
     found = tuple((name, s) for name, s in shares.items() if s > 0)
     return Step(model, how, on, total, span, gradients, optimizer, 1 - busy / span, held, found, software.name)
 
@@ -121,14 +121,14 @@ def after(
     model: Transformer, how: Configuration, on: Device, software: Stack, parts: layer.LayerParts
 ) -> tuple[float, float, float]:
     """Return the seconds of a step beside its loop: gradients that nothing hides, the optimizer, and the host."""
-    always, routed = _owned(model, how)
+    always, routed = _parameters(model, how)
     held = always / how.state_shards
     held += routed / (how.expert_replicas if how.sharded != "none" else max(1.0, how.fsdp / how.ep))
-    optimizer = kernels.moved(on, held * OPTIMIZER)
+    optimizer = kernels.move(on, held * OPTIMIZER)
     return _gradients(model, how, on, software, parts), optimizer, software.step
 
 
-def _owned(model: Transformer, how: Configuration) -> tuple[float, float]:
+def _parameters(model: Transformer, how: Configuration) -> tuple[float, float]:
     """Return the parameters of a device as if FSDP did not shard them: those of routed experts apart."""
     sparse = (model.layers - model.dense_layers + model.predicted) / how.pp if model.experts else 0.0
     dense = model.layers / how.pp - (model.layers - model.dense_layers) / how.pp * bool(model.experts)
@@ -141,7 +141,7 @@ def _gradients(model: Transformer, how: Configuration, on: Device, software: Sta
 
     Computation hides them only while the last microbatches go back and the first go forward.
     """
-    always, routed = _owned(model, how)
+    always, routed = _parameters(model, how)
     inner = how.tp
     if traffic.shards(how) == 1:
         size, ranks = _GRADIENT + _PARAMETER, how.replicas
@@ -152,9 +152,9 @@ def _gradients(model: Transformer, how: Configuration, on: Device, software: Sta
         return 0.0
     buckets = model.layers / how.pp
     waits = 2 * buckets * kernels.latency(on, ranks, inner) if ranks > 1 else 0.0
-    whole = kernels.gathered(on, always * size, ranks, inner) + waits
+    whole = kernels.gather(on, always * size, ranks, inner) + waits
     if routed:
-        whole += kernels.gathered(on, routed * size, min(ranks, how.expert_replicas), inner * how.ep)
+        whole += kernels.gather(on, routed * size, min(ranks, how.expert_replicas), inner * how.ep)
     rounds = min(how.microbatches, how.pp) if how.interleave > 1 else 1  # one stage ends while others go on
     hides = rounds * model.layers / how.pp * parts.layer.total
     return max(software.exposed_gradients * whole, whole - hides)

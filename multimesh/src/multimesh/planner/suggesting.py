@@ -32,7 +32,7 @@ _MOST_TIMES = 64  # so many times the devices are tried at most to find out what
 
 @dataclass(frozen=True)
 class Training:
-    """What is to be trained, and what it may use.
+    """A model to train, with the devices that it may use.
 
     Attributes
     ----------
@@ -45,7 +45,7 @@ class Training:
     fixed
         Fields of `Configuration` that keep their values.
     software
-        What runs it. ``reserved`` is not counted, because it is no part of ``limit``.
+        The software that runs it. ``reserved`` is not counted, because it is no part of ``limit``.
     limit
         Bytes of a device that may be used; 0: what JAX takes by default.
     least_band
@@ -76,7 +76,7 @@ class Training:
         return self.limit or SHARE * self.device.memory
 
     def search(self, devices: int, told: Told | None = None) -> Search:
-        """All configurations of so many devices.
+        """Search all configurations of so many devices.
 
         Raises
         ------
@@ -90,7 +90,7 @@ class Training:
         return found
 
     def fits(self, devices: int) -> bool:
-        """Whether any configuration of so many devices fits."""
+        """Return whether any configuration of so many devices fits."""
         costs, _ = self._costs(devices)
         return any(
             candidate.bytes <= self.bytes and costs.bytes(candidate.how) <= self.bytes
@@ -120,7 +120,7 @@ def suggest(
     Parameters
     ----------
     job
-        What is to be trained.
+        The model to train.
     devices
         Of the cluster.
     count
@@ -184,7 +184,7 @@ def fewest(job: Training, most: int, each: int, tokens: float, told: Told | None
     Parameters
     ----------
     job
-        What is to be trained.
+        The model to train.
     most, each
         Devices at most, and of a node: whole nodes are tried.
     tokens
@@ -222,14 +222,15 @@ def fewest(job: Training, most: int, each: int, tokens: float, told: Told | None
 
 
 def _too_large(job: Training, devices: int, search: Search) -> str:
-    """What is nearest to fit, and what would make it fit."""
+    """Say which configuration is nearest to fit, and by which change it would."""
     nearest = search.nearest()
     if nearest is None or nearest[1] <= search.limit:
         return f"suggest: nothing that fits into {amount(search.limit, 'bytes')} can be run; fix fewer fields"
     how, needed = nearest
     remedies = list(_remedies(job, devices, needed))
     return (
-        f"suggest: nothing fits into {amount(search.limit, 'bytes')} of a device; the nearest, {lost.shown(how)}, "
+        f"suggest: nothing fits into {amount(search.limit, 'bytes')} of a device; "
+        f"the nearest, {lost.describe_how(how)}, "
         f"needs {amount(needed, 'bytes')}, {amount(needed - search.limit, 'bytes')} too many; use "
         f"{' or '.join(remedies) or 'a smaller model, or fix fewer fields'}"
     )
@@ -243,7 +244,7 @@ def _remedies(job: Training, devices: int, needed: float) -> Iterator[str]:
             break
         times *= 2
     share = job.bytes / job.device.memory
-    larger = [name for name in known.names() if share * known.device(name).memory >= needed]
+    larger = [name for name in known.device_names() if share * known.device(name).memory >= needed]
     if larger:
         yield f"devices with more memory ({', '.join(larger)})"
     if needed <= 0.95 * job.device.memory:

@@ -13,7 +13,7 @@ from multimesh.core.text import amount, columns
 from multimesh.planner import picture
 from multimesh.planner.best_first import Option
 from multimesh.planner.configuration import Configuration
-from multimesh.planner.lost import shown
+from multimesh.planner.lost import describe_how
 
 _WIDTH = 100  # of the table
 _DETAILED = 3  # options whose layers are shown
@@ -37,7 +37,7 @@ class Suggestions:
     Attributes
     ----------
     title
-        What was searched.
+        The space of configurations.
     options
         The best.
     lost
@@ -48,9 +48,9 @@ class Suggestions:
         How many configurations were considered, and how many of them simulated. Bounds show that the others are
         slower, or do not fit.
     unit
-        What `Option.tokens_per_second` counts.
+        The items that `Option.tokens_per_second` counts.
     notes
-        What the cost model does not see.
+        Effects that the cost model does not see.
     simplest
         The simplest of those that are about as fast as the fastest; None: it is the fastest.
     front
@@ -79,22 +79,22 @@ class Suggestions:
         return next((option for option in self.options if option.how == self.simplest), self.fastest)
 
     def changed(self, options: Sequence[Option], notes: Sequence[str] = ()) -> Suggestions:
-        """The same with other options, and further notes."""
+        """Return a copy with other options, and further notes."""
         return replace(self, options=tuple(options), notes=(*self.notes, *notes))
 
     def __str__(self) -> str:
         lines = [f"{self.title}; up to {amount(self.limit, 'bytes')} of a device", ""]
         lines += [line.rstrip() for line in columns(_table(self.options, self.unit), left=_left(self.options), gap=" ")]
         consists = f"{self._number(self.best)}, by its {self.best.seconds:.4g} s: {_consists(self.best)}"
-        lines += ["", *(line for text in (*self.legend(), consists) for line in _wrapped(text, ""))]
+        lines += ["", *(line for text in (*self.legend(), consists) for line in _wrap(text, ""))]
         if self.lost:
-            lines += ["", "why others lost", *(line for sentence in self.lost for line in _wrapped(sentence, "  "))]
+            lines += ["", "why others lost", *(line for sentence in self.lost for line in _wrap(sentence, "  "))]
         if self.notes:
-            lines += ["", *(line for note in self.notes for line in _wrapped(f"note: {note}", ""))]
+            lines += ["", *(line for note in self.notes for line in _wrap(f"note: {note}", ""))]
         return "\n".join(lines)
 
     def legend(self) -> list[str]:
-        """Lines that explain the table."""
+        """Return lines that explain the table."""
         what, parts = ("sequences", "layers") if self.unit == "tok" else ("rows", "pieces")
         found = [
             f"mb: {what} of a microbatch; v: stages of a submesh; GB: of the fullest stage's devices",
@@ -117,7 +117,7 @@ class Suggestions:
         return self.options.index(option) + 1
 
     def to_json(self) -> dict[str, Any]:
-        """The same as data."""
+        """Return the suggestions as data for JSON."""
         return {
             "title": self.title,
             "limit": self.limit,
@@ -133,7 +133,9 @@ class Suggestions:
 
     def to_svg(self, file: str | Path) -> None:
         """Draw memory against the time of a step, with the names of those that are best for their memory."""
-        points = dict.fromkeys(picture.Point(o.seconds, o.bytes, shown(o.how)) for o in (*self.options, *self.front))
+        points = dict.fromkeys(
+            picture.Point(o.seconds, o.bytes, describe_how(o.how)) for o in (*self.options, *self.front)
+        )
         Path(file).write_text(picture.draw(self.title, tuple(points), self.limit), encoding="utf-8")
 
 
@@ -186,7 +188,7 @@ def _consists(option: Option) -> str:
     )
 
 
-def _wrapped(text: str, indent: str) -> list[str]:
+def _wrap(text: str, indent: str) -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent + "  ")
 
 

@@ -15,7 +15,7 @@ def tensor(model: Transformer, how: Configuration, device: Device, stack: Stack)
 
     Four gathers or scatters of a layer forward, four backward, and with sequence parallelism two more.
     """
-    one = kernels.gathered(device, 2.0 * how.tokens * model.hidden, how.tp) * stack.exposed_tensor
+    one = kernels.gather(device, 2.0 * how.tokens * model.hidden, how.tp) * stack.exposed_tensor
     return Times(4 * one, (5 if how.sequence_parallel else 4) * one)
 
 
@@ -24,7 +24,7 @@ def context(model: Transformer, how: Configuration, device: Device, stack: Stack
     size = (
         2.0 * how.tokens * model.keys_and_values / how.tp * how.cp * min(1.0, model.seen(how.sequence) / how.sequence)
     )
-    one = kernels.gathered(device, size, how.cp, how.tp) * stack.exposed_context
+    one = kernels.gather(device, size, how.cp, how.tp) * stack.exposed_context
     return Times(one, 2 * one)
 
 
@@ -33,11 +33,11 @@ def experts(model: Transformer, how: Configuration, device: Device, stack: Stack
     if not model.experts or how.ep == 1:
         return Times()
     size = 2.0 * how.tokens * model.hidden / how.tp * model.active * how.load
-    one = 2 * kernels.exchanged(device, size, how.ep, how.expert_tp, model.active) * stack.exposed_experts
+    one = 2 * kernels.exchange(device, size, how.ep, how.expert_tp, model.active) * stack.exposed_experts
     return Times(one, one)
 
 
-def sharded(model: Transformer, how: Configuration, device: Device, stack: Stack, layer: Times) -> Times:
+def sharding(model: Transformer, how: Configuration, device: Device, stack: Stack, layer: Times) -> Times:
     """Return what gathers of sharded parameters and scatters of their gradients add to a layer.
 
     Parameters
@@ -50,7 +50,7 @@ def sharded(model: Transformer, how: Configuration, device: Device, stack: Stack
     ranks = shards(how)
     if ranks == 1:
         return Times()
-    one = _gathered(model, how, device, stack, ranks)
+    one = _gather(model, how, device, stack, ranks)
     if how.gather_once:
         one /= how.microbatches
     back = layer.backward + layer.weights
@@ -61,21 +61,21 @@ def sharded(model: Transformer, how: Configuration, device: Device, stack: Stack
     return Times(added(layer.forward, one), added(back, 2 * one))
 
 
-def _gathered(model: Transformer, how: Configuration, device: Device, stack: Stack, ranks: int) -> float:
+def _gather(model: Transformer, how: Configuration, device: Device, stack: Stack, ranks: int) -> float:
     """Return the seconds of a gather of a layer's parameters; experts are gathered among those that hold the same."""
     always = 2.0 * (model.always_parameters if model.experts else model.dense_layer_parameters) / how.tp
     inner = how.tp * how.cp
     if not stack.rails:
         own = always + 2.0 * model.expert_parameters / (how.ep * how.expert_tp)
         return own / (device.network * device.rates.network)
-    one = kernels.gathered(device, always, ranks, inner)
+    one = kernels.gather(device, always, ranks, inner)
     if model.experts:
         held = 2.0 * model.expert_parameters / (how.ep * how.expert_tp)
-        one += kernels.gathered(device, held, max(1.0, ranks / how.ep), inner * min(how.ep, ranks))
+        one += kernels.gather(device, held, max(1.0, ranks / how.ep), inner * min(how.ep, ranks))
     return one
 
 
-def offloaded(how: Configuration, device: Device, layer: Times, kept: float) -> Times:
+def offloading(how: Configuration, device: Device, layer: Times, kept: float) -> Times:
     """Return what ``kept`` bytes of a layer add on their way to the host and back, where computation hides them not."""
     if not how.offload:
         return Times()
@@ -94,5 +94,5 @@ def hop(model: Transformer, how: Configuration, device: Device, stack: Stack) ->
         return 0.0, 0.0
     size = 2.0 * how.tokens * model.hidden / how.tp  # its devices share the bytes, and gather them where they arrive
     inner = how.tp * how.cp * how.dp * how.fsdp
-    one = kernels.sent(device, size, far=inner * how.pp > device.domain)
+    one = kernels.send(device, size, far=inner * how.pp > device.domain)
     return one, 2 * one * (stack.blocking_interleaved if how.interleave > 1 else stack.blocking)

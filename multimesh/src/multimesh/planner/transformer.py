@@ -199,6 +199,6 @@ class Transformer:
         return dense * self.dense_layer_parameters + (self.layers - dense) * used + self.embedding_parameters
 
     def operations(self, sequence: int) -> float:
-        """Operations of a token in a training step without recomputation: those of causal attention count half."""
+        """Return the operations of a token in a training step without recomputation. Causal attention counts half."""
         scores = 3.0 * self.layers * (self.queries + self.values) * self.seen(sequence)
         return 6.0 * self.active_parameters + scores

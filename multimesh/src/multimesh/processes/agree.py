@@ -23,14 +23,16 @@ _plans = itertools.count(1)
 
 
 def several() -> bool:
-    """Whether this is one of several processes."""
+    """Return whether this is one of several processes."""
     return _compat.process_count() > 1
 
 
-def decided(
+def decide_together(
     name: str, mine: bytes, decide: Callable[[Sequence[bytes]], bytes] = lambda _: b"", timeout: float | None = None
 ) -> bytes:
-    """What process 0 makes of what all give; use each ``name`` once. All wait for all, and Ctrl-C ends the wait.
+    """Let process 0 reduce the bytes of all processes, and return its result everywhere. Use each ``name`` once.
+
+    All wait for all, and Ctrl-C ends the wait.
 
     After a minute process 0 says who has not come.
 
@@ -61,7 +63,7 @@ def barrier(name: str, timeout: float | None = None) -> None:
 
     After a minute process 0 says who has not come.
     """
-    decided(f"{name}/barrier", b"", timeout=timeout)
+    decide_together(f"{name}/barrier", b"", timeout=timeout)
 
 
 def agree_on(name: str, lines: Iterable[str], timeout: float | None = None) -> None:
@@ -75,17 +77,17 @@ def agree_on(name: str, lines: Iterable[str], timeout: float | None = None) -> N
         If a process has not come here in time.
     """
     lines = [*lines] if iter(lines) is lines else lines  # what can be read again is not kept
-    verdict = decided(f"{name}/agree", _digest(lines), _odd, timeout)
+    verdict = decide_together(f"{name}/agree", _digest(lines), _odd, timeout)
     usually, *odd = map(int, verdict.split())
     if not odd:
         return
     me, key = _compat.process_index(), f"multimesh/lines/{name}"
     if me == usually:
-        post.put(key, packed([*lines]))
+        post.put(key, pack([*lines]))
     differs = b""
     if me == odd[0]:
-        differs = _parting([*lines], unpacked(post.get(key, name, usually, timeout))).encode()
-    differs = decided(f"{name}/parting", differs, lambda every: every[odd[0]], timeout)
+        differs = _parting([*lines], unpack(post.get(key, name, usually, timeout))).encode()
+    differs = decide_together(f"{name}/parting", differs, lambda every: every[odd[0]], timeout)
     post.forget(key)
     who = f"process {', '.join(map(str, odd))} of {_compat.process_count()} differs from process {usually}"
     raise UsageError(f"{name}: {who}, {differs.decode()}; start all processes with the same code, data and flags")
@@ -122,18 +124,18 @@ def agree_on_plan(name: str, lines: Iterable[str]) -> int:
     return number
 
 
-def packed(value: Any) -> bytes:
+def pack(value: Any) -> bytes:
     """Something that JSON holds, in few bytes."""
     return zlib.compress(json.dumps(value).encode(), 1)
 
 
-def unpacked(value: bytes) -> Any:
-    """What was `packed`."""
+def unpack(value: bytes) -> Any:
+    """Undo `pack`."""
     return json.loads(zlib.decompress(value))
 
 
 def first_says(name: str, value: T, timeout: float | None = None) -> T:
-    """What process 0 gives as ``value``, something that JSON holds, in every process; use each ``name`` once."""
+    """Broadcast process 0's ``value``, which JSON can hold, to every process. Use each ``name`` once."""
     if not several():
         return value
     if _compat.process_index() == 0:
@@ -155,35 +157,35 @@ def settle(
     Otherwise process 0 does ``then`` with what each gave as ``mine``; all return its result, or raise its error. JSON
     must hold both.
     """
-    own = packed([_told(error, socket.gethostname()), mine])
+    own = pack([_describe(error, socket.gethostname()), mine])
 
     def decide(every: Sequence[bytes]) -> bytes:
-        said = [unpacked(each) for each in every]
+        said = [unpack(each) for each in every]
         verdict, result = _verdict([wrong for wrong, _ in said]), None
         if not verdict:
             try:
                 result = then([given for _, given in said])
             except MultiMeshError as wrong:
-                verdict = _told(wrong)
+                verdict = _describe(wrong)
         return json.dumps([verdict, result]).encode()
 
     if not several():
         if error:
             raise error
         return then([mine])
-    verdict, result = json.loads(decided(f"{name}/errors", own, decide, timeout))
+    verdict, result = json.loads(decide_together(f"{name}/errors", own, decide, timeout))
     _raise(verdict)
     return result
 
 
 def _raise(verdict: Sequence[str]) -> None:
-    """Raise the error that `_told` tells, if there is one."""
+    """Raise the error that `_describe` tells, if there is one."""
     kinds = {kind.__name__: kind for kind in (UsageError, DamagedError, NoRecordError)}
     if verdict:
         raise kinds.get(verdict[0], MultiMeshError)(verdict[1])
 
 
-def _told(error: MultiMeshError | None, *host: str) -> list[str]:
+def _describe(error: MultiMeshError | None, *host: str) -> list[str]:
     """The kind and the text of an error, and where it is; nothing if there is none."""
     return [] if error is None else [type(error).__name__, str(error), *host]
 

@@ -19,17 +19,17 @@ def bounds(index: Iterable[slice], shape: Sequence[int]) -> Bounds:
 
 
 def here(devices: Iterable[jax.Device]) -> bool:
-    """Whether one of these devices belongs to this process."""
+    """Return whether one of these devices belongs to this process."""
     return any(device.process_index == jax.process_index() for device in devices)
 
 
 def is_key(x: Any) -> bool:
-    """Whether this is an array of ``jax.random.key``."""
+    """Return whether this is an array of ``jax.random.key``."""
     return jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key)
 
 
 def absent(aval: Any, layout: Any) -> Any:
-    """An array of which this process holds no shard."""
+    """Return an array of which this process holds no shard."""
     return jax.make_array_from_single_device_arrays(tuple(aval.shape), layout, [], dtype=aval.dtype)
 
 

@@ -43,13 +43,13 @@ def gather(tree: Any, timeout: float | None = None) -> Any:
     leaves, structure = jax.tree.flatten(tree)
     keys = {i: x for i, x in enumerate(leaves) if jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key)}
     plain = [jax.random.key_data(x) if i in keys else x for i, x in enumerate(leaves)]
-    whole = _gathered(plain, timeout)
+    whole = _gather(plain, timeout)
     for i, x in keys.items():
         whole[i] = jax.random.wrap_key_data(whole[i], impl=jax.random.key_impl(x))
     return jax.tree.unflatten(structure, whole)
 
 
-def _gathered(leaves: list[Any], timeout: float | None) -> list[Any]:
+def _gather(leaves: list[Any], timeout: float | None) -> list[Any]:
     far = {i: x for i, x in enumerate(leaves) if agree.several() and isinstance(x, jax.Array) and x.committed}
     size = sum(x.nbytes for x in far.values())
     if size > SMALL:
@@ -75,7 +75,7 @@ def _gathered(leaves: list[Any], timeout: float | None) -> list[Any]:
                 mine.append(np.asarray(held[corner]).tobytes())
     if not far:
         return whole
-    every = agree.decided(f"mm.distributed.gather {next(_gathers)}", b"".join(mine), b"".join, timeout)
+    every = agree.decide_together(f"mm.distributed.gather {next(_gathers)}", b"".join(mine), b"".join, timeout)
     start = 0
     for _, i, index in sorted(places, key=lambda place: place[0]):  # stable: as each owner gave them
         part = whole[i][index]

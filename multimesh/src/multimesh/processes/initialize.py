@@ -44,7 +44,7 @@ class Processes:
     Attributes
     ----------
     launcher
-        What started them: "spawn", "Slurm", "Open MPI", "MPICH", "mpi4py", "Kubernetes", "arguments", or "nobody".
+        The program that started them: a name of `LAUNCHERS`, "mpi4py", "arguments", or "nobody".
     rank
         Number of this process.
     hosts
@@ -147,7 +147,7 @@ def initialize(
         return _initialize(
             (coordinator_address, num_processes, process_id, local_device_ids),
             cluster_detection_method,
-            timeouts.chosen(
+            timeouts.choose(
                 {
                     "start": initialization_timeout,
                     "silence": silence_timeout,
@@ -339,7 +339,7 @@ def _facts() -> dict[str, list[str]]:
     return facts
 
 
-def named(rank: int) -> str:
+def name_process(rank: int) -> str:
     """Name a process, with its host where `initialize` has found it."""
     return f"process {rank} of {jax.process_count()}" + (f" ({_hosts[rank]})" if _hosts else "")
 

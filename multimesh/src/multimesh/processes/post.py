@@ -24,13 +24,13 @@ _here = threading.local()  # at process 0: `read`, the keys that all have read w
 
 
 def patience(timeout: float | None = None) -> float:
-    """Seconds to wait for others: those given, else those set for the job."""
+    """Return the seconds to wait for others: those given, else those set for the job."""
     return timeouts.current().compile if timeout is None else timeout
 
 
 def to_first(name: str, value: bytes) -> None:
     """Leave a value for process 0; use each ``name`` once."""
-    put(f"{_given(name)}{_compat.process_index()}", value)
+    put(f"{_broadcast_key(name)}{_compat.process_index()}", value)
 
 
 def from_all(name: str, mine: bytes, timeout: float | None = None) -> list[bytes]:
@@ -41,7 +41,7 @@ def from_all(name: str, mine: bytes, timeout: float | None = None) -> list[bytes
     LostProcessError
         If one has not come here in time; names all that have not.
     """
-    folder, count, wait, found = _given(name), _compat.process_count(), _Wait(name, timeout), {0: mine}
+    folder, count, wait, found = _broadcast_key(name), _compat.process_count(), _Wait(name, timeout), {0: mine}
     while missing := [rank for rank in range(count) if rank not in found]:
         _within(f"{folder}{missing[len(missing) // 2]}", wait.slice(missing))  # then all are read again
         every = _compat.key_value_store().key_value_dir_get_bytes(folder)
@@ -63,7 +63,7 @@ def from_first(name: str, timeout: float | None = None) -> bytes:
     return get(_said(name), name, 0, timeout)
 
 
-def _given(name: str) -> str:
+def _broadcast_key(name: str) -> str:
     return f"multimesh/given/{name}/"
 
 
@@ -121,7 +121,7 @@ class _Wait:
         self._longest = min(5.0, max(1.0, _compat.process_count() / 1000))  # seconds in which Ctrl-C may have to wait
 
     def slice(self, missing: Sequence[int]) -> float:
-        """Seconds to wait now. After a minute process 0 says who is ``missing``.
+        """Return the seconds to wait now. After a minute process 0 names those who are ``missing``.
 
         Raises
         ------

@@ -36,12 +36,12 @@ class Timeouts:
 
 
 def variable(name: str) -> str:
-    """The variable that sets a timeout."""
+    """Return the environment variable that sets a timeout."""
     return f"MULTIMESH_{name.upper()}_TIMEOUT"
 
 
-def chosen(given: Mapping[str, float | None]) -> Timeouts:
-    """The timeouts that are given, else those in the environment, else the usual ones.
+def choose(given: Mapping[str, float | None]) -> Timeouts:
+    """Return the timeouts that are given, else those in the environment, else the usual ones.
 
     Leave out a name, or give None, for what is not given.
 
@@ -70,10 +70,10 @@ _now: Timeouts | None = None
 
 
 def current() -> Timeouts:
-    """Those of this job; where MultiMesh has not started it, those in the environment."""
+    """Return the timeouts of this job; where MultiMesh has not started it, those of the environment."""
     global _now
     if _now is None:
-        _now = chosen({})
+        _now = choose({})
     return _now
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from multimesh.core import _compat
 from multimesh.errors import LostProcessError
 from multimesh.processes import timeouts
-from multimesh.processes.initialize import named
+from multimesh.processes.initialize import name_process
 from multimesh.runtime.actions import Lane, lanes
 from multimesh.runtime.between.carriers import Carrier, Key
 from multimesh.runtime.transport import Piece, Way
@@ -49,7 +49,7 @@ def try_ways(carrier: Carrier, wanted: Iterable[Lane], key: Key) -> None:
         return
     how = f"failed: {_first_line(failed[0])}" if failed else f"did not arrive within {limit:.0f} s"
     wait = "" if failed else f"; a longer transfer_timeout ({timeouts.variable('transfer')}) waits longer"
-    source, target = named(at[-1].source), named(at[-1].target)
+    source, target = name_process(at[-1].source), name_process(at[-1].target)
     raise LostProcessError(
         f"the first transfer from {source} to {target} {how}; {carrier.advice(at[-1].source)}{wait}"
     ) from (failed[0] if failed else None)
