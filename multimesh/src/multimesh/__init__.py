@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from multimesh.observe.memory import MemoryForecast as MemoryForecast
     from multimesh.plan.instructions import Instruction as Instruction
     from multimesh.plan.plan import Plan as Plan
-    from multimesh.planner.of_functions import suggest_function as suggest_function
+    from multimesh.planner.of_functions import suggest as suggest
     from multimesh.stages.layers import sequential as sequential
     from multimesh.stages.pipelining import pipeline as pipeline
 

@@ -36,7 +36,7 @@ _NOTES = (
 )
 
 
-def suggest_function(
+def suggest(
     fn: Callable[..., Any],
     args: Sequence[Any],
     *,
