@@ -201,8 +201,7 @@ WHERE += [(str(seconds), rank) for seconds in (0.05, 0.1, 0.2, 0.3, 0.5, 0.8) fo
 def test_a_process_killed_while_saving_leaves_whole_checkpoints_only(tmp_path, where, rank, how):
     ended = run(2, 2, CASES, f"killed_saving:{tmp_path}:{rank}:{where}:{how}", timeout=60)
     assert ended[rank].code == -signal.SIGKILL, ended
-    told = ["was killed by SIGKILL", *["is gone: it was killed"] * (rank == 0)]  # of process 0 JAX may hear first
-    assert any(words in ended[1 - rank].err for words in told)
+    assert "was killed by SIGKILL" in ended[1 - rank].err
     goes_on_with_whole_ones(tmp_path)
 
 

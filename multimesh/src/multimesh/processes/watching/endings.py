@@ -54,7 +54,8 @@ class Neighbor:
             return "ended without a word: killed (perhaps for lack of memory), crashed, or left by os._exit", None
         if code & 127:
             names = {number.value: number.name for number in signal.Signals}
-            return f"was killed by {names.get(code & 127, f'signal {code & 127}')}", None
+            before = f", stopped (SIGSTOP) for {time.monotonic() - self._stopped:.0f} s" if self._stopped else ""
+            return f"was killed by {names.get(code & 127, f'signal {code & 127}')}{before}", None
         return f"ended with exit code {code >> 8}", code >> 8
 
     def _code(self) -> int | None:

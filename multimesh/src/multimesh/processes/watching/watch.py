@@ -52,13 +52,18 @@ class Watch:
         self.at = [0, 0]  # calls of plans that have ended, and that have begun
         self.name = named(own)
         self.silence = waits.silence
-        self._rank, self._count, self._known = own["rank"], own["count"], known
+        self.rank, self._count, self._known = own["rank"], own["count"], known
+        self.tell_at_loss: Callable[[str, int], None] = lambda text, code: None
         self._beat, self._heard = beat(self._count, waits.silence), 0
         self._told, self._over, self._all_done = threading.Event(), threading.Event(), threading.Event()
-        beside = neighbors([*known.values()]).get(self._rank)
-        self._neighbor = None if beside is None else Neighbor(beside, known[beside]["pid"])
+        beside = neighbors([*known.values()]).get(self.rank)
+        seen = set() if beside is None else {beside}
+        if seen and self.rank and known[0]["machine"] == own["machine"]:
+            seen.add(0)  # JAX ends those that have not said by then that process 0 is lost
+        self._beside = [Neighbor(rank, known[rank]["pid"]) for rank in seen]
+        self._neighbor = next((each for each in self._beside if each.rank == beside), None)
         self._putting, self._ending, self._done = threading.Lock(), threading.Lock(), False
-        judges = self._rank < 2 <= self._count  # the second one judges process 0, which may hold Python's lock
+        judges = self.rank < 2 <= self._count  # the second one judges process 0, which may hold Python's lock
         self._steps = StepsOfAll(self._count, waits.stall, time.monotonic()) if judges else None
         self._leave: Callable[[int], Any] = os._exit
         self._threads: list[threading.Thread] = []
@@ -66,12 +71,12 @@ class Watch:
     def start(self, leave: Callable[[int], Any]) -> None:
         """Start the threads; ``leave`` ends this process with an exit code."""
         self._leave = leave
-        works = [self._hear, self._tell_progress] + [self._follow] * (self._rank + 1 < self._count)
+        works = [self._hear, self._tell_progress] + [self._follow] * (self.rank + 1 < self._count)
         self._threads = [threading.Thread(target=work, name=f"multimesh{work.__name__}", daemon=True) for work in works]
         for thread in self._threads:
             thread.start()
-        if self._neighbor:
-            threading.Thread(target=self._look_beside, name="multimesh_look_beside", daemon=True).start()
+        for each in self._beside:
+            threading.Thread(target=self._look_beside, args=[each], name="multimesh_look_beside", daemon=True).start()
 
     def fail(self, how: str, code: int, *, echo: bool = False) -> str:
         """Tell all that this process ends, with an exit code; returns the line that they print.
@@ -82,7 +87,7 @@ class Watch:
         if echo:
             self._over.wait(self.silence + 4 * HOLD)
         text = f"{self.name} {_after(how, self.at[0])}"
-        self._tell(cause={"rank": self._rank, "text": text, "code": code, "said": True})
+        self._tell(cause={"rank": self.rank, "text": text, "code": code, "said": True})
         while not self._told.wait(GRACE) and self._over.is_set():
             pass  # another cause came first, and `_end` leaves
         self._let_others_leave()
@@ -94,17 +99,17 @@ class Watch:
             self._done = True
             self._put_progress(DONE)
         begun, noticed = time.monotonic(), False
-        while not self._all_done.wait(0.05 if self._rank else max(0.02, self._count / 4000)):
+        while not self._all_done.wait(0.05 if self.rank else max(0.02, self._count / 4000)):
             if not noticed and time.monotonic() - begun > NOTICE:
                 noticed = True
                 sys.stderr.write(f"multimesh: {self.name} is done and waits for others\n")
-            if not self._rank and [*self._progress().values()].count(DONE) == self._count and self._tell(done=True):
+            if not self.rank and [*self._progress().values()].count(DONE) == self._count and self._tell(done=True):
                 self._all_done.wait()
-        if self._rank:
-            _alive([self._rank - 1, self._rank])  # so that `_follow` of the one before comes back
+        if self.rank:
+            _alive([self.rank - 1, self.rank])  # so that `_follow` of the one before comes back
         for thread in self._threads:  # one that comes back from C++ code when Python is gone would abort this process
             thread.join()
-        if not self._rank and self._count > 1:
+        if not self.rank and self._count > 1:
             _alive(range(self._count))  # with its service JAX in this process ends whoever is still there
 
     def _hear(self) -> None:
@@ -115,7 +120,8 @@ class Watch:
             except MultiMeshError:  # the caller has shut JAX down
                 return
             except jax.errors.JaxRuntimeError as error:
-                if "UNAVAILABLE" in str(error) and self._rank:
+                unseen = all(each.rank for each in self._beside)  # else `_look_beside` says more, an instant later
+                if "UNAVAILABLE" in str(error) and self.rank and (unseen or not self._over.wait(HOLD)):
                     self._end(self._cause(0, "is gone: it was killed, or its machine or the network is down"))
                 time.sleep(0.1)
                 continue
@@ -130,7 +136,7 @@ class Watch:
                 cause = self._cause(news["missing"], f"has been stopped (SIGSTOP) for {seconds:.0f} s")
                 self._tell(cause=cause)
                 self._neighbor.kill(cause["text"])
-        elif news.get("show") == self._rank:
+        elif news.get("show") == self.rank:
             stack = traceback.format_stack(sys._current_frames()[threading.main_thread().ident or 0])
             post.put(news["under"], "".join(stack).encode())
         elif "done" in news:
@@ -160,7 +166,7 @@ class Watch:
     def _lose(self, rank: int, how: str, code: int | None = None) -> None:
         """Tell all that a process is lost. The end of process 0 is known without a word, and there is no store."""
         cause = self._cause(rank, how, code)
-        if rank == 0 and self._rank:
+        if rank == 0 and self.rank:
             self._end(cause)
         self._tell(cause=cause)
 
@@ -170,39 +176,40 @@ class Watch:
             if self._over.is_set():
                 return
             self._over.set()
-        own = cause["rank"] == self._rank
+        own = cause["rank"] == self.rank
         if own and cause["said"]:  # the process says more itself
             self._told.set()
             return
         text = cause["text"] if own else f"{self.name} ends because {cause['text']}"
         os.write(2, f"multimesh: {text}\n".encode())
+        self.tell_at_loss(text, cause["code"])
         self._let_others_leave()
         self._leave(cause["code"])
 
     def _let_others_leave(self) -> None:
         """At process 0, wait until others have heard the news: with its service JAX ends those that have not."""
-        if not self._rank and self._count > 1:
+        if not self.rank and self._count > 1:
             time.sleep(HOLD + self._count / 2000)
 
-    def _look_beside(self) -> None:
-        """See how the next process on this machine does, which its heartbeats do not tell."""
-        neighbor = self._neighbor
-        while neighbor and not self._over.is_set():
+    def _look_beside(self, neighbor: Neighbor) -> None:
+        """See how another process on this machine does, which its heartbeats do not tell."""
+        while not self._over.is_set():
             if neighbor.ended(TICK):
                 if not self._over.is_set():
                     self._lose(neighbor.rank, *neighbor.death())
                 return
-            if neighbor.stopped() > self.silence / 2 and not neighbor.rank:  # who else would say so?
+            stopped = neighbor.stopped() > self.silence / 2
+            if stopped and neighbor is self._neighbor and not neighbor.rank:  # who else would say so?
                 how = f"has been stopped (SIGSTOP) for {neighbor.stopped():.0f} s"
                 neighbor.kill(self._cause(0, how)["text"])
                 self._lose(0, how)
 
     def _follow(self) -> None:
         """Wait for the end of the next process, as JAX's service knows it."""
-        after = self._rank + 1
+        after = self.rank + 1
         while True:
-            alive = _alive([self._rank, after])
-            if self._over.is_set() or (self._rank in alive and after not in alive):
+            alive = _alive([self.rank, after])
+            if self._over.is_set() or (self.rank in alive and after not in alive):
                 break
             time.sleep(TICK)
         if not self._over.is_set():
@@ -220,7 +227,7 @@ class Watch:
 
     def _put_progress(self, value: bytes) -> None:
         try:
-            _compat.key_value_store().key_value_set_bytes(f"{_AT}{self._rank}", value, allow_overwrite=True)
+            _compat.key_value_store().key_value_set_bytes(f"{_AT}{self.rank}", value, allow_overwrite=True)
         except _FAILED:
             return
 
@@ -243,7 +250,7 @@ class Watch:
             else:
                 steps.note(rank, [int(number) for number in at.split()], now)
         odd = steps.held_up_by(now)
-        if odd is None or (odd == 0) != (self._rank == 1):
+        if odd is None or (odd == 0) != (self.rank == 1):
             return
         stack = self._stack(odd)
         how, ends = steps.said(odd, time.monotonic())
