@@ -17,14 +17,14 @@ from rich.console import Console
 
 from multimesh_maxtext.checkpoint_folder import aside, going_back, look
 from multimesh_maxtext.command import cli
-from multimesh_maxtext.command.checkpoint import Beginning, beginning, explained
+from multimesh_maxtext.command.checkpoint import Beginning, beginning, explain
 from multimesh_maxtext.command.checks import Job
 from multimesh_maxtext.command.launch import launch
 from multimesh_maxtext.command.reserve import writing
 from multimesh_maxtext.command.training import Outcome, keep_before
 from multimesh_maxtext.command.translate import Paths
 from multimesh_maxtext.errors import CheckpointError, DamagedCheckpointError, UsageError
-from multimesh_maxtext.trainer.relayout import Relayout, check_same, held, is_stack
+from multimesh_maxtext.trainer.relayout import Relayout, check_same, is_stack, layers_in
 
 Check = Callable[[Sequence[str]], Job]
 STACKS = ["layers_0_3", "layers_4_7"]
@@ -196,7 +196,7 @@ def state(names: Sequence[str]) -> dict[tuple[str, ...], np.ndarray]:
     """Parameters are stacked along their second dimension, counters along the first."""
     found: dict[tuple[str, ...], np.ndarray] = {("params", "embedding"): np.zeros(5)}
     for name in names:
-        mine = list(held(name, 4))
+        mine = list(layers_in(name, 4))
         kernel = np.stack(KERNEL[mine], 1) if is_stack(name) else KERNEL[mine[0]]
         found["params", "decoder", name, "kernel"] = kernel
         found["nnx_aux", "decoder", name, "count"] = COUNT[mine] if is_stack(name) else COUNT[mine[0]]
@@ -283,9 +283,9 @@ def test_a_folder_belongs_to_one_run_until_its_trainer_has_ended(tmp_path: Path)
 
 
 def test_the_trainer_says_what_is_wrong_with_a_checkpoint(tmp_path: Path):
-    assert explained("completed step: 3\nValueError: a checkpoint\n", tmp_path) is None
+    assert explain("completed step: 3\nValueError: a checkpoint\n", tmp_path) is None
     log = "more\nmultimesh_maxtext.errors.CheckpointError: a.\n\nRuntimeError: b: a.\nmore\n"
-    assert str(explained(log, tmp_path)) == f"--checkpoint {tmp_path}: a."
+    assert str(explain(log, tmp_path)) == f"--checkpoint {tmp_path}: a."
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_the_trainer_says_what_is_wrong_with_a_checkpoint(tmp_path: Path):
 )
 def test_a_run_goes_back_from_a_damaged_checkpoint(tmp_path: Path, line: str):
     """Whether its own trainer or that of another one says so."""
-    wrong = explained(f"more\n{line}CheckpointError: {tmp_path}/9/items/_METADATA: gone\nmore\n", tmp_path)
+    wrong = explain(f"more\n{line}CheckpointError: {tmp_path}/9/items/_METADATA: gone\nmore\n", tmp_path)
     assert isinstance(wrong, DamagedCheckpointError)
     for step in (6, 9, 9):
         write(tmp_path, step)
@@ -349,7 +349,7 @@ def test_maxtext_says_what_is_wrong_with_the_parameters_to_begin_with(tmp_path: 
         "ValueError: Checkpoint does not match the model:\n  - 'a/b': shape (1,)\n  - 'c': missing\nVerify it"
     )
     told = "load_parameters_path=/tmp/7 is of another model: 'a/b': shape (1,) and 1 more; use the flags that it was"
-    assert [str(explained(log, folder))[: len(told)] for folder in (tmp_path, None)] == [told, told]
+    assert [str(explain(log, folder))[: len(told)] for folder in (tmp_path, None)] == [told, told]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from multimesh_maxtext.command.cli import main
 from multimesh_maxtext.command.fallback import Grid, choose, without_axes
 from multimesh_maxtext.command.options import read
 from multimesh_maxtext.command.report import Step
-from multimesh_maxtext.command.restarts import Attempt, begin, end, going_on, goodput, table
+from multimesh_maxtext.command.restarts import Attempt, attempt_table, begin, continue_attempts, end, goodput
 from multimesh_maxtext.command.roll_call import Place, answer
 from multimesh_maxtext.command.translate import Paths
 from multimesh_maxtext.errors import ProcessLostError
@@ -124,7 +124,7 @@ def test_goodput_is_the_share_of_the_time_in_steps_that_counted():
     seconds = [9.0, 1.0, 1.0, 12.0, 2.0, 2.0, 2.0]
     steps = [Step(number, 1.0, 1.0, took, 8.0) for number, took in enumerate(seconds)]
     assert goodput(attempts, steps) == "goodput 22.0 %: 7 steps that counted took 11.0 of 50.0 seconds"
-    cells = [[*column.cells] for column in table(attempts).columns]
+    cells = [[*column.cells] for column in attempt_table(attempts).columns]
     assert cells[2:7] == [
         ["dp 2 pp 2", "dp 2 pp 2", "pp 2"],
         ["4", "4", "2"],
@@ -175,7 +175,7 @@ def test_a_job_that_lost_a_process_starts_again_on_a_grid_that_fits(
 
     def start(words: list[str], processes: int, _root: Path | None, number: int, *, saves: bool) -> int:
         """Be a job whose checkpoint has three steps."""
-        options = going_on(read(words), {"MULTIMESH_MAXTEXT_RESTARTS": str(number)}).options
+        options = continue_attempts(read(words), {"MULTIMESH_MAXTEXT_RESTARTS": str(number)}).options
         assert (options.resume, options.overwrite) == (number > 0, number == 0)
         assert (options.nodes, saves) == (processes, True)
         begin(options, paths, number)
@@ -205,7 +205,7 @@ def test_spare_gpus_take_the_place_of_lost_ones_first(tmp_path: Path, monkeypatc
     monkeypatch.setattr(spawning, "_run", lambda _words, processes, *_, **__: started.append(processes) or 17)
     flags = "--spawn --nodes 4 --gpus 2 --pp 8 --max-restarts 2 --checkpoint ck --fallback pp=4"
     options = read([*flags.split(), "--output", str(tmp_path)]).options
-    monkeypatch.setattr(spawning.restarts, "closed", lambda *_: Attempt("", "", 4, 0, 1))
+    monkeypatch.setattr(spawning.restarts, "close_attempt", lambda *_: Attempt("", "", 4, 0, 1))
     assert spawning.spawn([], options, None, [Grid("pp 8", 4), Grid("pp 4", 2)]) == 17
     assert started == [4, 4, 2]
 

@@ -21,7 +21,7 @@ import yaml
 
 from multimesh_maxtext.command.options import read
 from multimesh_maxtext.command.settle import settle
-from multimesh_maxtext.command.sizes import expected
+from multimesh_maxtext.command.sizes import forecast_step
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "maxtext"))
@@ -169,7 +169,7 @@ def test_a_page_has_the_forecasts_of_its_flags_beside_the_limits_of_the_original
     assert job.forecasts[2] == (seconds, size / 1e9)
     for flags, (step_seconds, step_size) in zip((job.flags, job.theirs), job.forecasts[:2], strict=True):
         words = ["--nodes", str(job.processes), "--gpus", "1", "--device", "h100", "--forecast", *flags.split()]
-        step = expected(settle(read(words), maxtext / "maxtext").job)
+        step = forecast_step(settle(read(words), maxtext / "maxtext").job)
         assert step is not None
         assert (step.seconds, step.bytes / 1e9) == pytest.approx((step_seconds, step_size), rel=2e-3)
         assert step.seconds < seconds

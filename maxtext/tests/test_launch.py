@@ -18,12 +18,12 @@ from multimesh_maxtext.command import memory
 from multimesh_maxtext.command.checkpoint import Beginning
 from multimesh_maxtext.command.checks import Job
 from multimesh_maxtext.command.launch import FORESEE, Launch, forecasting, launch
-from multimesh_maxtext.command.member import Member, find_alone, find_repeated, member
+from multimesh_maxtext.command.member import Member, find_alone, find_repeats, member
 from multimesh_maxtext.command.options import parse
-from multimesh_maxtext.command.training import Follower, follow, refused, terminate_as_interrupt, trainer
+from multimesh_maxtext.command.training import Follower, follow, read_refusal, terminate_as_interrupt, trainer
 from multimesh_maxtext.command.translate import Paths
 from multimesh_maxtext.errors import UsageError
-from multimesh_maxtext.handoff import VARIABLE, Handoff, received
+from multimesh_maxtext.handoff import VARIABLE, Handoff, receive
 
 ROOT = Path(__file__).resolve().parents[2]
 SLURM = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_PROCID": "9", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1"}
@@ -44,7 +44,7 @@ def test_a_forecast_needs_neither_dataset_nor_checkpoint(job: Callable[..., Job]
     assert found.command[5].endswith("base.yml")
     assert found.configuration["dataset_type"] == "synthetic"
     assert found.configuration["enable_checkpointing"] is False
-    told = received(found.environment)
+    told = receive(found.environment)
     assert told.forecast
     assert told.dump == told.profile == ""
 
@@ -55,8 +55,8 @@ def test_a_launcher_says_which_process_this_is(launcher: dict[str, str]):
     assert member(parse(["--nodes", "16"]), launcher) == Member(9, 16, 1)
     assert member(parse(["--nodes", "16"]), launcher | SPAWNED) == Member(1, 16, 1)
     assert member(parse([]), launcher) == Member()  # a job of one process may run anywhere
-    assert list(find_repeated(parse(["--nodes", "16"]), launcher)) == []
-    (line,) = find_repeated(parse([]), {**launcher, **SPAWNED, "MULTIMESH_MAXTEXT_RANK": "0"})
+    assert list(find_repeats(parse(["--nodes", "16"]), launcher)) == []
+    (line,) = find_repeats(parse([]), {**launcher, **SPAWNED, "MULTIMESH_MAXTEXT_RANK": "0"})
     assert line.endswith("with --nodes 16 they train together")
 
 
@@ -109,7 +109,7 @@ def test_every_process_knows_what_its_gpus_hold_and_all_choose_by_what_all_know(
     def told(*flags: str) -> tuple[int | None, int]:
         checked = job(["--nodes", nodes, "--gpus", "2", "--dp", nodes, "--pp", "2", *flags])
         found = launch(checked, paths, inherited={}, gpu_memory=80_000, this=Member(0, int(nodes))).environment
-        handed = received(found)
+        handed = receive(found)
         assert handed
         return memory.limit(checked, 80_000), handed.limit
 
@@ -134,7 +134,7 @@ def test_stages_are_handed_over_in_the_environment(job: Callable[[Sequence[str]]
 
     found = variables("--cpus 8 --pp 4 --dp 2 --schedule gpipe", PYTHONPATH="/mine")
     context = {"autoshard": True, "enable_task_fusion": True, "only_fuse_loop_tasks": False}
-    assert received(found) == Handoff(
+    assert receive(found) == Handoff(
         4,
         interleave=1,
         schedule="gpipe",
@@ -143,17 +143,17 @@ def test_stages_are_handed_over_in_the_environment(job: Callable[[Sequence[str]]
         context=context,
         sizes=(2, 2, 2, 2),
     )
-    given = received(variables("--pp 2 --no-autoshard --only-fuse-loop-tasks --replicate-small-params"))
+    given = receive(variables("--pp 2 --no-autoshard --only-fuse-loop-tasks --replicate-small-params"))
     assert given.context == {"autoshard": False, "enable_task_fusion": True, "only_fuse_loop_tasks": True}
-    assert received(variables("--pp 2 --no-fuse-tasks")).context == {**context, "enable_task_fusion": False}
+    assert receive(variables("--pp 2 --no-fuse-tasks")).context == {**context, "enable_task_fusion": False}
     assert given.replicate_below == 4 * 128  # the tokens of a batch
     assert found["PYTHONPATH"].startswith(f"{paths.maxtext}:{ROOT / 'maxtext/src'}:{ROOT / 'multimesh/src'}:")
     assert found["PYTHONPATH"].endswith("/site-packages:/mine")  # what is installed comes before what is inherited
-    assert received(variables("--pp 2")).schedule == "1f1b"
+    assert receive(variables("--pp 2")).schedule == "1f1b"
     down = "--cpus 4 --pp 4 --num-layers 8 --batch-size 8 --microbatch-size 1 --schedule auto"
-    assert received(variables(f"{down} --interleave 2")).route == (0, 1, 2, 3, 3, 2, 1, 0)  # the head is heavy
-    assert received(variables(f"{down} --interleave 2".replace("auto", "interleaved"))).route == ()
-    assert received(variables(down)).route == ()
+    assert receive(variables(f"{down} --interleave 2")).route == (0, 1, 2, 3, 3, 2, 1, 0)  # the head is heavy
+    assert receive(variables(f"{down} --interleave 2".replace("auto", "interleaved"))).route == ()
+    assert receive(variables(down)).route == ()
     for one_program in ("--dp 2", "--pp 2 --backend spmd"):
         assert VARIABLE not in variables(one_program)
 
@@ -161,7 +161,7 @@ def test_stages_are_handed_over_in_the_environment(job: Callable[[Sequence[str]]
 @pytest.mark.parametrize("wrong", [{}, {VARIABLE: "1"}, {VARIABLE: "{"}, {VARIABLE: '{"stages": 2}'}])
 def test_a_handoff_of_another_kind_is_refused(wrong: dict[str, str]):
     with pytest.raises(UsageError, match=r"MULTIMESH_MAXTEXT is not what maxtext/run.py writes"):
-        received(wrong)
+        receive(wrong)
 
 
 def test_every_process_gets_its_own_devices(job: Callable[[Sequence[str]], Job], paths: Paths):
@@ -181,8 +181,8 @@ def test_what_maxtext_refuses_of_its_settings_is_told_in_a_line():
         "routing! [type=value_error, input_value={}]\n    For further information visit https://errors.example.com\n"
     )
     told = "MaxText refuses these settings: steps: Input should be a valid integer; Only top-1 routing!"
-    assert str(refused(f"Traceback\n{log}ended\n")) == told
-    assert refused("ValueError: \n  Value error, x [type=y, ") is None
+    assert str(read_refusal(f"Traceback\n{log}ended\n")) == told
+    assert read_refusal("ValueError: \n  Value error, x [type=y, ") is None
 
 
 @pytest.mark.full

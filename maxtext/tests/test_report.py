@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from multimesh_maxtext.command.report import Evaluation, Step, check_agreement, compare, judge, largest, summary, table
+from multimesh_maxtext.command.report import (
+    Evaluation,
+    Step,
+    check_agreement,
+    compare,
+    judge,
+    largest,
+    step_table,
+    summary,
+)
 from multimesh_maxtext.command.training import Follower
 from multimesh_maxtext.errors import (
     DisagreementError,
@@ -145,7 +154,7 @@ def test_a_metrics_file_that_is_emptied_is_read_anew(tmp_path: Path):
 
 def test_the_table_is_short_and_has_first_and_last():
     console = Console(width=100, record=True, quiet=False, file=io.StringIO())
-    console.print(table(steps(*(100.0 - i for i in range(60)))))
+    console.print(step_table(steps(*(100.0 - i for i in range(60)))))
     rows = console.export_text().splitlines()
     assert len(rows) == 13
     assert rows[0].split() == ["step", "loss", "gradient", "norm", "step", "time", "tokens/s"]

@@ -12,7 +12,7 @@ from killing import records
 from multimesh_maxtext.command.cli import main
 from multimesh_maxtext.command.options import read
 from multimesh_maxtext.command.settle import settle
-from multimesh_maxtext.command.sizes import configuration
+from multimesh_maxtext.command.sizes import planner_configuration
 
 SMALL = (
     *("--num-layers", 2, "--model-dims", 64, "--num-heads", 4, "--sequence-length", 32, "dtype=float32"),
@@ -48,4 +48,4 @@ def test_the_planner_is_told(maxtext: Path):
     flags = "--gpus 1 --nodes 4 --dp 2 --pp 2 --batch-size 8"
     for given, sharded in (("--zero 1", "optimizer"), ("", "none")):
         job = settle(read([*flags.split(), *given.split()]), maxtext / "maxtext").job
-        assert configuration(job).sharded == sharded
+        assert planner_configuration(job).sharded == sharded

@@ -225,8 +225,8 @@ def test_names_of_folders_that_are_no_releases(machine: Path) -> None:
         "3.15.0",
     ):
         fake(machine / "versions" / name / "bin" / "python3", "3.13.0")
-    assert find_python.installed(str(machine / "versions")) == []
-    assert find_python.installed(str(machine / "missing")) == []
+    assert find_python.list_pythons(str(machine / "versions")) == []
+    assert find_python.list_pythons(str(machine / "missing")) == []
 
 
 @pytest.mark.parametrize(("version", "jax"), [("3.11.7", "0.10.2"), ("3.12.0", "0.12.0.1"), ("3.14.1", "0.12.0.1")])

@@ -72,7 +72,9 @@ def test_an_image_for_the_cpu_needs_no_cuda(pinned: digests.ImageLock) -> None:
 def test_each_platform_has_its_python(pinned: digests.ImageLock) -> None:
     base = buildx.bases(spec(), pinned)
     for platform, word in (("linux/amd64", "x86_64"), ("linux/arm64", "aarch64")):
-        asked = buildx.arguments(spec(platform=platform), pinned, base, machine="linux/amd64", multimesh="multimesh")
+        asked = buildx.make_arguments(
+            spec(platform=platform), pinned, base, machine="linux/amd64", multimesh="multimesh"
+        )
         assert word in asked["PYTHON_URL"]
         assert len(asked["PYTHON_SHA256"]) == 64
 
@@ -81,7 +83,9 @@ def test_a_given_python_is_held_against_its_own_checksum(pinned: digests.ImageLo
     archive = tmp_path / "python.tar.gz"
     archive.write_bytes(b"python")
     base = buildx.bases(spec(), pinned)
-    asked = buildx.arguments(spec(python_archive=archive), pinned, base, machine="linux/amd64", multimesh="multimesh")
+    asked = buildx.make_arguments(
+        spec(python_archive=archive), pinned, base, machine="linux/amd64", multimesh="multimesh"
+    )
     assert asked["PYTHON_URL"] == ""
     assert asked["PYTHON_SHA256"].startswith("11a4a60b518b")
 
@@ -126,7 +130,7 @@ def test_a_missing_or_stale_maxtext_is_named_before_the_build(root: Path, tmp_pa
     (tmp_path / "sources.lock").write_text((root / "sources.lock").read_text(encoding="utf-8"), encoding="utf-8")
     with pytest.raises(errors.PinError, match="--group run"):
         build._component(tmp_path, "maxtext", "run")
-    pinned = manifest.locked(root / "sources.lock", "maxtext", "patched_commit")
+    pinned = manifest.read_pin(root / "sources.lock", "maxtext", "patched_commit")
     assert build._component(tmp_path, "maxtext", "run", only_plan=True) == pinned, "what a dry run shows"
     tree = tmp_path / "third_party" / "maxtext"
     (tree / "src" / "maxtext").mkdir(parents=True)
@@ -164,8 +168,8 @@ def test_what_git_does_not_track_is_found_wherever_a_build_reads(root: Path, tmp
     write(tmp_path, dict.fromkeys(harmless, b""))
     build.check_context(tmp_path)
     write(tmp_path, dict.fromkeys(planted, b""))
-    assert build.untracked(tmp_path) == planted
-    assert build.untracked(tmp_path, jaxlib_from_source=True) == (
+    assert build.list_strays(tmp_path) == planted
+    assert build.list_strays(tmp_path, jaxlib_from_source=True) == (
         *planted[:6],
         "third_party/jax/new.py",
         *planted[6:],
@@ -194,10 +198,10 @@ def test_an_image_names_the_repository_that_it_comes_from(tmp_path: Path, remote
 def test_an_ignore_file_is_read_as_builders_read_it(root: Path) -> None:
     patterns = [line for line in (root / build.IGNORE).read_text().splitlines() if line and not line.startswith("#")]
     for name in ("docs/a.md", "third_party/maxtext/src/x.py", "multimesh/src/multimesh/plan.py", "docker/Dockerfile"):
-        assert not build._ignored(name, patterns), name
+        assert not build._is_ignored(name, patterns), name
     for name in ("notes.txt", ".env", "third_party/.synced", "third_party/jax/.git/config", "docs/__pycache__/a.py",
                  "multimesh/a.pyc", "a/b/c.egg-info/x", "third_party/multimesh/tests/x.py"):  # fmt: skip
-        assert build._ignored(name, patterns), name
+        assert build._is_ignored(name, patterns), name
 
 
 def test_modes_are_those_of_git_whatever_the_checkout_has(root: Path, tmp_path: Path) -> None:
@@ -226,17 +230,17 @@ def test_what_git_does_not_look_at_is_not_released(root: Path, tmp_path: Path, f
         (place / ".gitignore").write_text("third_party/\n")
         for words in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "m"]):
             build.proc.run([*git, place, *words])
-    assert build.untracked(tmp_path) == ()
+    assert build.list_strays(tmp_path) == ()
     for place, name in ((tmp_path, "maxtext/run.py"), (tree, "src/maxtext/train.py")):
         build.proc.run([*git, place, "update-index", flag, name])
         (place / name).write_text("a token")
     assert not str(build._revision(tmp_path)).endswith("-dirty")
-    assert build.untracked(tmp_path) == ("maxtext/run.py", "third_party/maxtext/src/maxtext/train.py")
+    assert build.list_strays(tmp_path) == ("maxtext/run.py", "third_party/maxtext/src/maxtext/train.py")
 
     build.proc.run([*git, tree, "update-index", flag.replace("--", "--no-"), "src/maxtext/train.py"])
     build.shutil.rmtree(tree / ".git")
     (tmp_path / "third_party" / "multimesh" / "src").mkdir(parents=True)
-    assert build.untracked(tmp_path)[1:] == ("third_party/maxtext", "third_party/multimesh")
+    assert build.list_strays(tmp_path)[1:] == ("third_party/maxtext", "third_party/multimesh")
     pinned = "ab" * 20
     (tmp_path / "sources.lock").write_text(json.dumps({"components": {"maxtext": {"patched_commit": pinned}}}))
     assert build._component(tmp_path, "maxtext", "run") == f"{pinned}-dirty"

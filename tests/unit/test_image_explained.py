@@ -29,7 +29,7 @@ def test_cache_hits_are_counted_over_the_steps_of_the_dockerfile() -> None:
 #6 [runtime 1/1] COPY b
 #6 DONE 0.1s
 """
-    assert build.counted(result(said)) == (1, 2)
+    assert build.count_steps(result(said)) == (1, 2)
 
 
 def broken(*lines: str) -> str:

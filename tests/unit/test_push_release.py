@@ -76,9 +76,9 @@ def test_everything_that_this_repository_releases_is_pinned(root: Path) -> None:
 
 
 def test_image_tells_whether_its_base_was_pinned() -> None:
-    assert release.unpinned(GOOD) == ()
-    assert release.unpinned({f"{OCI}.base.digest": "unpinned", f"{OCI}.base.name": "debian:12"}) == ("debian:12",)
-    assert release.unpinned({}) == ("base",)
+    assert release.null_base(GOOD) == ()
+    assert release.null_base({f"{OCI}.base.digest": "unpinned", f"{OCI}.base.name": "debian:12"}) == ("debian:12",)
+    assert release.null_base({}) == ("base",)
 
 
 def document(tmp_path: Path) -> dict[str, Any]:

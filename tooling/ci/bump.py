@@ -59,7 +59,7 @@ def images(root: Path) -> list[Move]:
     reads, so nobody is asked for them.
     """
     held = digests.load(root)
-    moves: list[Move] = proc.together(*(partial(_asked, name, pin) for name, pin in held.images.items()))
+    moves: list[Move] = proc.together(*(partial(_ask, name, pin) for name, pin in held.images.items()))
     new = {move.name: move.new for move in moves if not move.fault}
     pulled = {name: pin._replace(digest=new[name], read_in="") for name, pin in held.images.items() if name in new}
     moved = held._replace(images=held.images | pulled)
@@ -68,7 +68,7 @@ def images(root: Path) -> list[Move]:
     return moves
 
 
-def _asked(name: str, pin: digests.ImagePin) -> Move:
+def _ask(name: str, pin: digests.ImagePin) -> Move:
     """Ask for the digest that a registry gives for a reference; for all platforms where it has several."""
     repository, _, tag = pin.reference.rpartition(":")
     old = pin.digest or "null"

@@ -56,7 +56,7 @@ def follow(here: Workspace) -> None:
     for component in manifest.load(here.manifest).components:
         if component.commit is None or component.follows:
             continue
-        version, _ = named.locked(here, component.commit.wheel)
+        version, _ = named.newest_pin(here, component.commit.wheel)
         if version != component.version:
             with here.exclusive(), console.Reporter() as reporter:
                 pin = pins.bump(here, component.name, version, None, reporter)

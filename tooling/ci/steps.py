@@ -65,7 +65,7 @@ def run_preflight(args: argparse.Namespace) -> None:
     names = tags.tags(wanted, latest=args.latest, version=args.release)
     where = engine.detect()
     tags.check_push(where, wanted)
-    tags.check_taken(where, wanted, names)
+    tags.check_free(where, wanted, names)
     print(" ".join(names))
 
 

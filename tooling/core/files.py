@@ -57,7 +57,7 @@ def sha256(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def locked(path: Path, waiting: str = "") -> Iterator[None]:
+def lock(path: Path, waiting: str = "") -> Iterator[None]:
     """Hold the lock of a file, which the system drops when its holder dies; say ``waiting`` where another has it."""
     with path.open("a+") as file:
         try:

@@ -100,7 +100,7 @@ def run(
             stdout, stderr = _watch(process, stdin, on_line)
     except subprocess.TimeoutExpired as error:
         _end(process)
-        raise TimeoutError(f"{quoted(command)}: no answer in {timeout_s} s") from error
+        raise TimeoutError(f"{quote(command)}: no answer in {timeout_s} s") from error
     except BaseException:
         _end(process)
         raise
@@ -109,7 +109,7 @@ def run(
             _running.pop(process, None)
     result = Result(command, process.returncode, stdout, stderr)
     if check and result.returncode:
-        raise errors.ToolError(f"{quoted(command)}: {result.complaint}")
+        raise errors.ToolError(f"{quote(command)}: {result.complaint}")
     return result
 
 
@@ -147,9 +147,9 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
     return [done[number] for number in range(len(calls))]
 
 
-def quoted(argv: Sequence[str]) -> str:
+def quote(argv: Sequence[str]) -> str:
     """Return a command as one could type it, shortened where it is long."""
-    return shortened(shlex.join(argv), 200)
+    return shorten(shlex.join(argv), 200)
 
 
 def stop_all(which: threading.Event = _stopped) -> None:
@@ -214,6 +214,6 @@ def of_pip(said: str, label: str) -> errors.ToolingError | None:
     return None
 
 
-def shortened(said: str, most: int = 600) -> str:
+def shorten(said: str, most: int = 600) -> str:
     """Return a complaint that fits into an error: of a long one both ends, for reasons come last."""
     return said if len(said) <= most else f"{said[: most // 3]} ... {said[-most * 2 // 3 :]}"

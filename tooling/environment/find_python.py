@@ -57,7 +57,7 @@ class Python(NamedTuple):
         return self.unfit or self.bare
 
     def __str__(self) -> str:
-        return f"Python {dotted(self.version)} ({self.origin}: {self.path}){jax_of(self.version)}"
+        return f"Python {in_dots(self.version)} ({self.origin}: {self.path}){jax_of(self.version)}"
 
 
 def main() -> int:
@@ -91,7 +91,7 @@ def choose(named: str, offline: bool) -> Tuple[Python, str]:
         better = best(search()) if here.version < PREFERRED else None
         if better is None or better.version < PREFERRED:
             return here, ""
-        brings = f"Python {dotted(better.version)}{jax_of(better.version)}"
+        brings = f"Python {in_dots(better.version)}{jax_of(better.version)}"
         return here, f"PYTHON={better.path} ./bootstrap.sh makes .venv anew with {brings}"
     chosen, remark = take(offline)
     return chosen, "; ".join(filter(None, [remark, anew(here)]))
@@ -112,7 +112,7 @@ def obey(named: str, here: Python) -> Tuple[Python, str]:
 
 def anew(here: Python) -> str:
     """Say that an environment is made in place of the one that is here, if one is."""
-    return f"makes .venv anew, which had Python {dotted(here.version)}" if here.version else ""
+    return f"makes .venv anew, which had Python {in_dots(here.version)}" if here.version else ""
 
 
 def take(offline: bool) -> Tuple[Python, str]:
@@ -129,9 +129,9 @@ def take(offline: bool) -> Tuple[Python, str]:
     except Failure as failure:
         why = "; ".join([*reasons, str(failure)])
         if chosen:
-            return chosen, f"found none from {dotted(PREFERRED)} on: {why}"
+            return chosen, f"found none from {in_dots(PREFERRED)} on: {why}"
         raise Failure(
-            f"no Python {dotted(OLDEST)} to {dotted(NEWEST)} can be used: {why}; install one, or name it with "
+            f"no Python {in_dots(OLDEST)} to {in_dots(NEWEST)} can be used: {why}; install one, or name it with "
             "PYTHON=/path/to/python3"
         ) from failure
 
@@ -153,7 +153,9 @@ def fetch(old: Optional[Python]) -> Python:
         finally:
             for leftover in (UV_FOLDER, os.path.join(FETCHED, ".temp")):
                 shutil.rmtree(leftover, ignore_errors=True)
-    got = [look(program, "fetched by uv") for program in installed(FETCHED)] or [Python("", "", unfit="is not there")]
+    got = [look(program, "fetched by uv") for program in list_pythons(FETCHED)] or [
+        Python("", "", unfit="is not there")
+    ]
     if got[0].fault:
         raise Failure(f"the one that uv fetched {got[0].fault}")
     return got[0]
@@ -225,16 +227,16 @@ def candidates() -> Iterator[Tuple[str, str]]:
     # HOME may be another than that of the pyenv on PATH, whose shims fail for versions that are not active.
     roots += [os.path.dirname(folder) for folder in folders if os.path.basename(folder) == "shims"]
     for root in [*roots, os.path.expanduser("~/.pyenv")]:
-        for program in installed(os.path.join(root, "versions")):
+        for program in list_pythons(os.path.join(root, "versions")):
             yield program, "pyenv"
     with contextlib.suppress(OSError, subprocess.SubprocessError):  # there is no uv on PATH, or it is broken
-        for program in installed(ask(["uv", "python", "dir"]).strip()):
+        for program in list_pythons(ask(["uv", "python", "dir"]).strip()):
             yield program, "uv"
-    for program in installed(FETCHED):
+    for program in list_pythons(FETCHED):
         yield program, "fetched by uv"
 
 
-def installed(folder: str) -> List[str]:
+def list_pythons(folder: str) -> List[str]:
     """Return the Pythons in a folder of pyenv or uv, which has a subfolder for each version: the newest first."""
     found = []
     for name in os.listdir(folder) if os.path.isdir(folder) else []:
@@ -271,7 +273,7 @@ def ask(command: List[str]) -> str:
 def unfit_for(told: Dict[str, Any]) -> str:
     """Say why MultiMesh cannot run in a Python that said this of itself."""
     if not OLDEST <= tuple(told["version"][:2]) <= NEWEST:
-        return "is Python {}, not one of {} to {}".format(dotted(told["version"]), dotted(OLDEST), dotted(NEWEST))
+        return "is Python {}, not one of {} to {}".format(in_dots(told["version"]), in_dots(OLDEST), in_dots(NEWEST))
     kinds = {
         "a build of {} bits, not 64".format(told["bits"]): told["bits"] != 64,
         "{}, not CPython".format(told["implementation"]): told["implementation"] != "CPython",
@@ -286,12 +288,12 @@ def bare_of(told: Dict[str, Any]) -> str:
     if not told["missing"]:
         return ""
     if {"venv", "ensurepip"} & set(told["missing"]):
-        package = "python{}-venv".format(dotted(told["version"][:2]))
+        package = "python{}-venv".format(in_dots(told["version"][:2]))
         return f"cannot make environments; install its venv package (Debian, Ubuntu: apt-get install {package})"
     return "was built without {}; build it with them".format(", ".join(told["missing"]))
 
 
-def dotted(version: Tuple[int, ...]) -> str:
+def in_dots(version: Tuple[int, ...]) -> str:
     """Return a version as it is written."""
     return ".".join(map(str, version))
 

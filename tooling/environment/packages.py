@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
     except errors.ToolingError as error:
         failed = error
     if not args.dry_run:
-        install(ROOT, sync.chosen(args), offline=args.offline)
+        install(ROOT, sync.choose_groups(args), offline=args.offline)
     if failed is not None:
         raise failed
 
@@ -75,7 +75,7 @@ def install(root: Path, groups: Sequence[str], *, offline: bool) -> None:
             )
         for group, file in REQUIREMENTS.items():
             if group in groups and wanted[group] != have.get(group):
-                _install_locked(root, file, reporter, offline=offline)
+                _install_lock(root, file, reporter, offline=offline)
         _install_editable(root, reporter)
         files.write_json(root / READY, have | wanted)
 
@@ -87,7 +87,7 @@ def _digest(root: Path, group: str) -> str:
     return hashlib.sha256(f"{os.path.realpath(sys.executable)} {sys.version}".encode() + content).hexdigest()
 
 
-def _install_locked(root: Path, label: str, reporter: console.Reporter, *, offline: bool) -> None:
+def _install_lock(root: Path, label: str, reporter: console.Reporter, *, offline: bool) -> None:
     total = len(re.findall(r"^\w", (root / label).read_text(encoding="utf-8"), re.MULTILINE))
     numbers = itertools.count(1)
 

@@ -31,7 +31,7 @@ def make_and_go_on(options: Sequence[str]) -> int:
         args = cli.parse(["bootstrap", *options])  # before anything is made
         if args.dry_run:
             return forecast(args.groups or manifest.GROUPS)
-        with files.locked(ROOT / "third_party" / ".venv.lock"):
+        with files.lock(ROOT / "third_party" / ".venv.lock"):
             if read_stamp() != wanted:
                 make(wanted)
     return os.execv(PYTHON, [str(PYTHON), "-c", GO_ON, str(ROOT), "bootstrap", *options])  # noqa: S606

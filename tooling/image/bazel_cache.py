@@ -121,7 +121,7 @@ class Cache(NamedTuple):
             )
         (self.folder / "content").mkdir(parents=True, exist_ok=True)
         self.folder.chmod(0o700)
-        with files.locked(self.folder / "start.lock"):
+        with files.lock(self.folder / "start.lock"):
             had, state = self.settings, self.state
             if had and state == "running" and had._replace(container="") == wanted:
                 return False
@@ -141,7 +141,7 @@ class Cache(NamedTuple):
         """Stop it; return False if none runs. Its entries and its password stay."""
         if self.settings is None:
             return False
-        with files.locked(self.folder / "start.lock"):
+        with files.lock(self.folder / "start.lock"):
             for file in ("bazelrc", "reading.bazelrc"):
                 (self.folder / file).unlink(missing_ok=True)
             return self._remove()
@@ -186,7 +186,7 @@ def default(environment: Mapping[str, str] = os.environ) -> Cache:
     return Cache(Path(base) / "multimesh-jax" / "bazel")
 
 
-def find(address: str | None = None, cache: Cache | None = None) -> Server | None:
+def find_server(address: str | None = None, cache: Cache | None = None) -> Server | None:
     """Return the server at ``address`` (``HOST:PORT``), or else the one of this user; None if that does not run.
 
     Only the container that ``start-cache.sh`` recorded gets its password: another server may listen on its port.

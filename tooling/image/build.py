@@ -67,7 +67,7 @@ def plan(
     base, access = buildx.bases(spec, pins), network.access(means, os.environ)
     from_source = spec.jaxlib == "source"
     others, ours, source, maxtext, *built_from = proc.together(
-        partial(untracked, root, jaxlib_from_source=from_source),
+        partial(list_strays, root, jaxlib_from_source=from_source),
         partial(_revision, root),
         partial(_source, root),
         partial(_component, root, "maxtext", "image", only_plan),
@@ -76,7 +76,7 @@ def plan(
     )
     if ours and (others or any(each.endswith("-dirty") for each in built_from)):
         ours = f"{ours.removesuffix('-dirty')}-dirty"
-    held, locked = manifest.locked(root / "sources.lock", "jax", "version"), buildx.jax(root)
+    held, locked = manifest.read_pin(root / "sources.lock", "jax", "version"), buildx.jax(root)
     if from_source and held != locked:
         raise errors.PinError(
             f"third_party/jax is {held}, the packages of an image go with jax {locked}; take --jaxlib wheel, "
@@ -85,7 +85,9 @@ def plan(
     override = root / "third_party" / "multimesh"
     library = "third_party/multimesh" if override.is_dir() and not override.is_symlink() else "multimesh"
     machine = _PLATFORMS.get(os.uname().machine, "linux/amd64")
-    build_args = buildx.arguments(spec, pins, base, machine=machine, multimesh=library, cached=means.use_bazel_cache)
+    build_args = buildx.make_arguments(
+        spec, pins, base, machine=machine, multimesh=library, cached=means.use_bazel_cache
+    )
     labels = buildx.labels(root, spec, base, ours, maxtext, source, build_args["PYTHON_SHA256"])
     wants = root / "third_party" / "jax" / ".bazelversion"
     if from_source and wants.is_file() and f"/{(version := wants.read_text().strip())}/" not in build_args["BAZEL_URL"]:
@@ -127,11 +129,11 @@ def run(root: Path, engine: Engine, spec: ImageSpec, means: Means) -> Built:
     # By the configuration or, in a containerd store, by the manifest.
     names = [told[key] for key in ("containerimage.config.digest", "containerimage.digest") if key in told]
     known = before if before and before["Id"] in names else None  # built again, and nothing had changed
-    (cached, count), built = counted(done), describe(engine, spec, *names, known=known)
+    (cached, count), built = count_steps(done), describe(engine, spec, *names, known=known)
     return built._replace(seconds=time.monotonic() - started, cached=cached, steps=count)
 
 
-def counted(result: proc.Result) -> tuple[int, int]:
+def count_steps(result: proc.Result) -> tuple[int, int]:
     """Return how many steps of the Dockerfile came from the cache, and of how many."""
     said = result.stderr.decode("utf-8", "replace")
     own = set(re.findall(_STEP, said))
@@ -146,7 +148,7 @@ def explain(result: proc.Result, base: str) -> errors.ToolingError:
     fault = (re.findall(_REASON, said) or [result.complaint])[-1]
     title = " ".join(word for word in step.split() if not word.startswith(("--mount=", "--from=", "--chown=")))
     where = f"step `{title if len(title) <= 100 else title[:97] + '...'}`" if step else "the build"
-    text, last = "\n".join([*lines, fault]), _telling(lines) or proc.shortened(fault)
+    text, last = "\n".join([*lines, fault]), _telling(lines) or proc.shorten(fault)
     if re.search(proc.DISK_FULL, text):
         return errors.DiskError(
             f"{where}: the engine's disk is full; free some space (`docker system df`) and run again"
@@ -162,7 +164,7 @@ def explain(result: proc.Result, base: str) -> errors.ToolingError:
         )
     if re.match(_BASE, step):
         return errors.NetworkError(
-            f"{base}: the base image cannot be fetched ({proc.shortened(fault)}); log in to its registry or give "
+            f"{base}: the base image cannot be fetched ({proc.shorten(fault)}); log in to its registry or give "
             "another --base-image"
         )
     if re.search(proc.NETWORK_FAILED, text):
@@ -177,7 +179,7 @@ def _telling(lines: Sequence[str]) -> str:
     own = [line for line in lines if re.match(_TOLD, line)]
     # apt and pip first say the fault, then its consequence.
     best = own[-3:][:1] or [line for line in lines if line and not line.startswith("WARNING")][-1:]
-    return proc.shortened(re.sub(r"^(error|ERROR|Error): ", "", best[0])) if best else ""
+    return proc.shorten(re.sub(r"^(error|ERROR|Error): ", "", best[0])) if best else ""
 
 
 def describe(engine: Engine, spec: ImageSpec, *names: str, known: dict[str, Any] | None = None) -> Built:
@@ -206,7 +208,7 @@ def layers(engine: Engine, image: str) -> list[dict[str, Any]]:
     return [{"step": step, "bytes": size} for step, size in named if size]
 
 
-def untracked(root: Path, *, jaxlib_from_source: bool = False) -> tuple[str, ...]:
+def list_strays(root: Path, *, jaxlib_from_source: bool = False) -> tuple[str, ...]:
     """Return files that a build can read and no commit of ours holds; none where this repository is no tree of git.
 
     A token in ``.env``, a key, somebody's trial: files that git does not track, ignored ones too, or no longer looks
@@ -221,10 +223,10 @@ def untracked(root: Path, *, jaxlib_from_source: bool = False) -> tuple[str, ...
         if place.is_dir() and not place.is_symlink():
             own = name != "multimesh" and (place / ".git").exists()
             found += [f"{shown}/{file}" for file in _others(place)] if own else [shown]
-    return tuple(sorted(name for name in found if not _ignored(name, patterns)))
+    return tuple(sorted(name for name in found if not _is_ignored(name, patterns)))
 
 
-def _ignored(name: str, patterns: Sequence[str]) -> bool:
+def _is_ignored(name: str, patterns: Sequence[str]) -> bool:
     """Say whether a builder leaves a file out: the last pattern that fits it, or a folder of it, decides."""
     parts, ignored = name.split("/"), False
     for pattern in patterns:
@@ -236,7 +238,7 @@ def _ignored(name: str, patterns: Sequence[str]) -> bool:
 
 def check_context(root: Path, *, jaxlib_from_source: bool = False) -> None:
     """Refuse with ``PinError`` to push an image with such files."""
-    if files := untracked(root, jaxlib_from_source=jaxlib_from_source):
+    if files := list_strays(root, jaxlib_from_source=jaxlib_from_source):
         more = f" and {len(files) - 5} more" if len(files) > 5 else ""
         raise errors.PinError(
             f"{', '.join(files[:5])}{more}: git does not track what the image would hold; commit, move or remove it, "
@@ -314,9 +316,9 @@ def _component(root: Path, name: str, group: str, only_plan: bool = False) -> st
     """Return the commit of a patched component, marked where it differs, or raise an error with the remedy."""
     place = root / "third_party" / name
     inside = place / "src" / "maxtext" if name == "maxtext" else place / ".git"
-    pinned = manifest.locked(root / "sources.lock", name, "patched_commit")
+    pinned = manifest.read_pin(root / "sources.lock", name, "patched_commit")
     if name == "xla":
-        pinned = _followed(root, name)
+        pinned = _follow(root, name)
     elif pinned is None:
         raise errors.PinError(f"sources.lock has no patched commit of {name}; run `python -m tooling lock {name}`")
     if not inside.exists():
@@ -334,7 +336,7 @@ def _component(root: Path, name: str, group: str, only_plan: bool = False) -> st
     return held or f"{pinned}-dirty"
 
 
-def _followed(root: Path, name: str) -> str | None:
+def _follow(root: Path, name: str) -> str | None:
     """Return the commit that a tree without a pin of its own was made with, if that is what its component names now."""
     from tooling.sources import patch  # for this alone: a build of wheels starts without
     from tooling.sources.named import resolve

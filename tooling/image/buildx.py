@@ -85,7 +85,7 @@ def labels(
         f"{LABEL}.accelerator": {"cpu": "cpu", "cuda12": f"cuda12 {cuda}"}[spec.accelerator],
         f"{LABEL}.jaxlib": f"{spec.jaxlib} {spec.build_type}" if spec.jaxlib == "source" else "wheel",
         f"{LABEL}.jax": jax(root),
-        f"{LABEL}.maxtext": manifest.locked(root / "sources.lock", "maxtext", "version") or "unknown",
+        f"{LABEL}.maxtext": manifest.read_pin(root / "sources.lock", "maxtext", "version") or "unknown",
         f"{LABEL}.maxtext.revision": maxtext,
         f"{LABEL}.python": python or "unpinned",
         f"{LABEL}.lock": lock_digest(root),
@@ -103,7 +103,7 @@ def lock_digest(root: Path) -> str:
     return f"sha256:{hashlib.sha256(b''.join(sums)).hexdigest()}"
 
 
-def arguments(
+def make_arguments(
     spec: ImageSpec, lock: ImageLock, base: Bases, *, machine: str, multimesh: str, cached: bool = True
 ) -> dict[str, str]:
     """Return the build arguments, for an engine of the platform ``machine`` and the library in folder ``multimesh``.

@@ -71,7 +71,7 @@ def save(root: Path, lock: ImageLock) -> None:
     files.write_json(root / FILE, raw)
 
 
-def arguments(lock: ImageLock) -> dict[str, str]:
+def build_arguments(lock: ImageLock) -> dict[str, str]:
     """Return the build arguments that the lock gives."""
     base, python = lock.images["cuda-devel"], lock.files["python linux/amd64"]
     return {"BASE_IMAGE": base.exact, "PYTHON_URL": python.url, "PYTHON_SHA256": python.sha256 or ""}
@@ -80,7 +80,7 @@ def arguments(lock: ImageLock) -> dict[str, str]:
 def follow(root: Path, lock: ImageLock) -> None:
     """Write the build arguments of ``devcontainer.json``; all else of it, comments too, stays as it is."""
     text = (root / DEVCONTAINER).read_text(encoding="utf-8")
-    for name, value in arguments(lock).items():
+    for name, value in build_arguments(lock).items():
         before, *more = re.split(rf'(?m)^(\s*"{name}": )"[^"\n]*"', text)
         if len(more) != 2:
             raise errors.ManifestError(f'{DEVCONTAINER}: has {len(more) // 2} lines "{name}": "..."; write one')

@@ -72,7 +72,7 @@ class Engine(NamedTuple):
         return self
 
 
-def find() -> Engine:
+def find_engine() -> Engine:
     """Return the engine that docker's client would take; nobody asked yet whether it is there."""
     docker = shutil.which("docker")
     if docker is None:
@@ -84,7 +84,7 @@ def find() -> Engine:
 
 def detect() -> Engine:
     """Return such an engine that answered, or raise as ``check`` does."""
-    return find().check()
+    return find_engine().check()
 
 
 def find_buildx() -> str | None:

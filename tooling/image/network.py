@@ -94,7 +94,7 @@ def find_cache(spec: ImageSpec, means: Means) -> Server | None:
         return None
     from tooling.image import bazel_cache
 
-    found = bazel_cache.find(means.bazel_cache)
+    found = bazel_cache.find_server(means.bazel_cache)
     if found is None:
         console.note("no Bazel cache of yours runs here; the build goes on without (docker/start-cache.sh starts one)")
     else:

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> None:
     if request.actions.dry_run:
         dry_run(request)
         return
-    where = engine.find()
+    where = engine.find_engine()
     if request.actions.upload or not request.actions.build:
         where.check()  # else a build asks it, besides
     if request.actions.upload:
@@ -77,14 +77,14 @@ def dry_run(request: Request) -> None:
     except errors.EngineError as error:
         console.note(f"no engine to ask, so with docker and buildx in mind ({error})")
         where = Engine(("docker",))
-    commands = planned(where, request)
+    commands = plan_build(where, request)
     if request.actions.json:
         print(json.dumps({"commands": commands}))
     else:
         print("\n".join(shlex.join(command) for command in commands))
 
 
-def planned(where: Engine, request: Request) -> list[list[str]]:
+def plan_build(where: Engine, request: Request) -> list[list[str]]:
     """Return the commands of a request in their order; IMAGE stands for the id that the build gives."""
     spec, actions = request.spec, request.actions
     # RESULT stands for a file that the builder writes.
@@ -102,7 +102,7 @@ def planned(where: Engine, request: Request) -> list[list[str]]:
 
         if actions.build:
             release.check_sources(ROOT, request, todo.labels, todo.base.unpinned)
-        commands += release.planned_push(where, image, request, todo.labels)
+        commands += release.plan_push(where, image, request, todo.labels)
     return commands
 
 

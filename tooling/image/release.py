@@ -60,7 +60,7 @@ def run_promote(args: argparse.Namespace) -> None:
     where = engine.detect()
     if args.release:
         labels = tags.labels_of(where, wanted.at(digest))
-        check_release(args.release, labels, load_locks(ROOT), unpinned(labels))
+        check_release(args.release, labels, load_locks(ROOT), null_base(labels))
     kept: dict[str, Any] = {}
     if document:
         document["version"] = args.release
@@ -80,8 +80,8 @@ def load_locks(root: Path) -> Locks:
 def null_pins(locks: Locks, unpinned: Sequence[str], *, jaxlib_from_source: bool, platform: str = "") -> list[str]:
     """Return a line for each part of an image whose bytes are not pinned. All parts of a release must be.
 
-    What only a jaxlib from source needs (jax, which fixes xla, and Bazel for the ``platform``, by default for all)
-    counts where the image has one. ``unpinned`` are the images without a digest that it was made from.
+    Pins that only a jaxlib from source needs (jax, which fixes xla, and Bazel for the ``platform``, by default for all)
+    count where the image has one. ``unpinned`` are the images without a digest that it was made from.
     """
     sources, images = locks
     said = [
@@ -126,7 +126,7 @@ def _dirty(labels: Mapping[str, str]) -> list[str]:
     return said
 
 
-def unpinned(labels: Mapping[str, str]) -> tuple[str, ...]:
+def null_base(labels: Mapping[str, str]) -> tuple[str, ...]:
     """Return the base image of a finished image if its digest was not known."""
     known = labels.get(f"{OCI}.base.digest", "unpinned") != "unpinned"
     return () if known else (labels.get(f"{OCI}.base.name", "base"),)
@@ -153,7 +153,7 @@ def check_before(root: Path, engine: Engine, request: Request) -> None:
         check_sources(root, request, plan.labels, plan.base.unpinned)
     else:
         labels = build.describe(engine, request.spec, str(request.spec.reference)).labels
-        check_sources(root, request, labels, unpinned(labels))
+        check_sources(root, request, labels, null_base(labels))
     place = (request.actions.release_file or root / RECORD).parent
     place.mkdir(parents=True, exist_ok=True)
     if not os.access(place, os.W_OK):
@@ -253,7 +253,7 @@ def _check(document: dict[str, Any]) -> None:
     jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker()).validate(document)
 
 
-def planned_push(engine: Engine, image: str, request: Request, labels: Mapping[str, str]) -> list[list[str]]:
+def plan_push(engine: Engine, image: str, request: Request, labels: Mapping[str, str]) -> list[list[str]]:
     """Return the commands of a push. DIGEST stands for the registry's answer."""
     reference, actions = request.spec.reference, request.actions
     name = str(tags.candidate(reference, labels, "sha256:IMAGE"))

@@ -153,13 +153,13 @@ def from_options(args: argparse.Namespace) -> Request:
     cache = args.bazel_cache and (args.bazel_cache + f":{CACHE_PORT}" * (not re.search(r":\d+$", args.bazel_cache)))
     version, uses = args.cuda_version or CUDA_VERSION, args.use_bazel_cache and not args.release
     return Request(
-        _taken(ImageSpec, args, reference=name, target=target, cuda_version=version),
-        _taken(Means, args, use_bazel_cache=uses, bazel_cache=cache),
-        _taken(Actions, args),
+        _record(ImageSpec, args, reference=name, target=target, cuda_version=version),
+        _record(Means, args, use_bazel_cache=uses, bazel_cache=cache),
+        _record(Actions, args),
     )
 
 
-def _taken(kind: type[T], args: argparse.Namespace, **given: object) -> T:
+def _record(kind: type[T], args: argparse.Namespace, **given: object) -> T:
     """Return a record whose fields are options of the same name, or given."""
     return kind(**{name: given.get(name, getattr(args, name, None)) for name in kind._fields})  # type: ignore[attr-defined]
 

@@ -105,7 +105,7 @@ def _run(engine: Engine, image: str, job: str) -> str:
     if result.returncode:
         said = next((line for line in reversed(lines) if re.match(r"(error|Error)", line)), (lines or ["nothing"])[-1])
         raise errors.SmokeError(
-            f"the validation job '{job}' failed in {image[:19]} ({proc.shortened(said)}); no tag was moved. "
-            f"To look: {proc.quoted([*engine.cli[:1], 'run', '-it', '--entrypoint', '/bin/bash', image])}"
+            f"the validation job '{job}' failed in {image[:19]} ({proc.shorten(said)}); no tag was moved. "
+            f"To look: {proc.quote([*engine.cli[:1], 'run', '-it', '--entrypoint', '/bin/bash', image])}"
         )
     return lines[-1] if lines else ""

@@ -137,9 +137,9 @@ def fault(said: str, label: str) -> Exception:
     """Return the error for a complaint of the engine or of buildx: try again, or over."""
     line = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "no message")
     if re.search(proc.NETWORK_FAILED, line):
-        return Transient(proc.shortened(line))
+        return Transient(proc.shorten(line))
     return errors.RegistryError(
-        f"{label}: refused ({proc.shortened(line)}); log in to the registry, and check --repo and --name"
+        f"{label}: refused ({proc.shorten(line)}); log in to the registry, and check --repo and --name"
     )
 
 
@@ -243,7 +243,7 @@ def promote(
     return tuple(moved)
 
 
-def check_taken(engine: Engine, reference: Reference, names: Sequence[str]) -> None:
+def check_free(engine: Engine, reference: Reference, names: Sequence[str]) -> None:
     """Raise ``UsageError`` where a repository has a version of ours already, whatever image that is."""
     for name in filter(_FIXED.fullmatch, names):
         if digest_of(engine, reference.tagged(name)) is not None:

@@ -58,7 +58,7 @@ def build(recipe: Recipe, means: Means, *, verify: bool = True) -> Record:
     repo = git.init(means.stage / name)
     (repo.root / ".git" / "info" / "exclude").write_text(_EXCLUDE, encoding="utf-8")
     _seed(repo, means.seeds)
-    source = "disk" if _on_disk(repo, component, pin) else _obtained(repo, component, pin, means)
+    source = "disk" if _on_disk(repo, component, pin) else _obtain(repo, component, pin, means)
     base = _commit_of(repo, component, pin)
     repo("update-ref", git.BASE, base)
     if recipe.patches:
@@ -117,7 +117,7 @@ def _on_disk(repo: git.Repo, component: Component, pin: Pin) -> bool:
     return repo(*reached, check=False).returncode == 0
 
 
-def _obtained(repo: git.Repo, component: Component, pin: Pin, means: Means) -> str:
+def _obtain(repo: git.Repo, component: Component, pin: Pin, means: Means) -> str:
     """Get the component's objects, verified, from its wheel or by git; return the name of the source."""
     if means.offline:
         raise errors.NetworkError(f"{component.name}: its source is not on this disk; run once without --offline")

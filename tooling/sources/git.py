@@ -154,7 +154,7 @@ def url_fault(url: str) -> str | None:
     return None
 
 
-def shown(url: str) -> str:
+def hide_password(url: str) -> str:
     """Return a url as an error may show it, without any part that could be a password."""
     return re.sub(r"//[^/]*@", "//***@", url)
 
@@ -163,7 +163,7 @@ def _failure(result: proc.Result, url: str, revision: str, label: str) -> errors
     """Return the error that a failed conversation with a server amounts to."""
     lines = result.stderr.decode("utf-8", "replace").splitlines()
     said = "\n".join(lines).lower()
-    complaint = proc.shortened("; ".join(line.strip() for line in lines if "fatal:" in line or "error:" in line))
+    complaint = proc.shorten("; ".join(line.strip() for line in lines if "fatal:" in line or "error:" in line))
     if re.search(proc.DISK_FULL, said):
         return errors.DiskError(f"{label}: the disk is full; free some space and run the same command again")
     if any(phrase in said for phrase in _MISSING):

@@ -173,7 +173,7 @@ def load_lock(path: Path) -> dict[str, Pin]:
     return pins
 
 
-def locked(path: Path, name: str, field: str) -> str | None:
+def read_pin(path: Path, name: str, field: str) -> str | None:
     """Return one field of one component, None where it is null or absent; nothing else is checked, to start fast."""
     held = files.read_object(path).get("components", {}).get(name, {}).get(field)
     return None if held is None else str(held)

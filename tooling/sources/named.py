@@ -36,7 +36,7 @@ def resolve(here: Workspace, component: Component, pins: Mapping[str, Pin]) -> t
     return component._replace(version=commit), Pin(commit, commit, None, patches=patches)
 
 
-def locked(here: Workspace, package: str) -> tuple[str, tuple[str, ...]]:
+def newest_pin(here: Workspace, package: str) -> tuple[str, tuple[str, ...]]:
     """Return the newest locked version of a package, and the sha256 of each of its files."""
     from packaging.version import Version
 
@@ -50,7 +50,7 @@ def locked(here: Workspace, package: str) -> tuple[str, tuple[str, ...]]:
 
 def in_wheel(here: Workspace, component: Component, named: Named) -> str:
     """Return the commit that the locked wheel of a component's version names; pip holds the wheel against its hash."""
-    version, hashes = locked(here, named.wheel)
+    version, hashes = newest_pin(here, named.wheel)
     if version != component.version:
         raise errors.PinError(
             f"{component.name}: {LOCKED} has {named.wheel} {version}, and only a locked wheel says the commit of its "

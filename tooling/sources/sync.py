@@ -93,7 +93,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--force", action="store_true", help="drop changed or unknown trees")
 
 
-def chosen(args: argparse.Namespace) -> tuple[str, ...]:
+def choose_groups(args: argparse.Namespace) -> tuple[str, ...]:
     """Return the groups that were asked for. With packages for GPUs come those that run on them."""
     found = tuple(args.groups or manifest.GROUPS)
     return ("run", *found) if set(found) & {*manifest.CUDA, "data"} and "run" not in found else found
@@ -104,14 +104,14 @@ def run(args: argparse.Namespace) -> None:
     if not 1 <= args.jobs <= _MAX_JOBS:
         raise errors.UsageError(f"--jobs {args.jobs}: must be from 1 to {_MAX_JOBS}")
     if args.mirror and (fault := git.url_fault(args.mirror)):
-        raise errors.UsageError(f"--mirror '{git.shown(args.mirror)}': {fault}")
+        raise errors.UsageError(f"--mirror '{git.hide_password(args.mirror)}': {fault}")
     if args.offline and args.mirror:
         raise errors.UsageError("--offline and --mirror exclude each other: leave one out")
     plain = {key: getattr(args, key) for key in ("jobs", "offline", "dry_run", "stash", "force", "mirror")}
     names = tuple(getattr(args, "names", ()))
     if names and args.groups:
         raise errors.UsageError("--group and names of components exclude each other: leave one out")
-    options = Options(chosen(args), names, overrides=dict(_override(text) for text in args.override), **plain)
+    options = Options(choose_groups(args), names, overrides=dict(_override(text) for text in args.override), **plain)
     with console.Reporter() as reporter:
         outcomes = sync(Workspace(), options, reporter)
     if args.json:
@@ -137,10 +137,10 @@ def _override(text: str) -> tuple[str, Override]:
         return name, folder
     if not at or not git.COMMIT.fullmatch(commit):
         raise errors.UsageError(
-            f"--override {name}: '{git.shown(value)}' needs a full commit after the url: URL@40-hex-digits"
+            f"--override {name}: '{git.hide_password(value)}' needs a full commit after the url: URL@40-hex-digits"
         )
     if fault := git.url_fault(url):
-        raise errors.UsageError(f"--override {name}: '{git.shown(url)}' {fault}")
+        raise errors.UsageError(f"--override {name}: '{git.hide_password(url)}' {fault}")
     return name, (url, commit)
 
 
@@ -160,7 +160,7 @@ def sync(here: Workspace, options: Options, reporter: console.Reporter) -> list[
     if options.dry_run:
         return [_outcome(here, wish, options) for wish in (*first, *wishes(follow=True))]
     if all(_right(wish, observe(here.place(wish.name))) for wish in (*first, *wishes(follow=True))):
-        return [_kept(here, each.name) for each in named]  # looking needs no writing
+        return [_keep(here, each.name) for each in named]  # looking needs no writing
     with here.exclusive(), here.stage() as (stage, left):
         means = Means(stage, reporter, offline=options.offline, mirror=options.mirror)
         with ThreadPoolExecutor(options.jobs, thread_name_prefix="sync") as pool:
@@ -193,7 +193,7 @@ def _wish(here: Workspace, component: Component, pins: Mapping[str, Pin], overri
         return Wish(name, Recipe(fork, Pin(commit, commit, None), patches, f"{url}@{commit}"))
     if not component.link:
         try:
-            return Wish(name, locked_recipe(here, component, pins))
+            return Wish(name, make_recipe(here, component, pins))
         except errors.ToolingError as error:
             if not component.follows:
                 raise
@@ -204,7 +204,7 @@ def _wish(here: Workspace, component: Component, pins: Mapping[str, Pin], overri
     return Wish(name, target=os.path.relpath(folder, here.third_party))
 
 
-def locked_recipe(here: Workspace, component: Component, pins: Mapping[str, Pin]) -> Recipe:
+def make_recipe(here: Workspace, component: Component, pins: Mapping[str, Pin]) -> Recipe:
     """Return the recipe of a component, if the lock and its patches agree."""
     component, pin = resolve(here, component, pins)
     name = component.name
@@ -249,7 +249,7 @@ def _refusal(here: Workspace, name: str, look: Observed) -> str | None:
     return None
 
 
-def _kept(here: Workspace, name: str) -> Outcome:
+def _keep(here: Workspace, name: str) -> Outcome:
     place = here.place(name)
     if place.is_symlink():
         return Outcome(name, "kept", f"link to {os.readlink(place)}")
@@ -264,7 +264,7 @@ def _outcome(
     try:
         look = observe(here.place(wish.name))
         if _right(wish, look):
-            return _kept(here, wish.name)
+            return _keep(here, wish.name)
         refusal = _refusal(here, wish.name, look)
         if refusal and not (options.stash or options.force):
             raise errors.DirtyTreeError(

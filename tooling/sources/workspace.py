@@ -103,7 +103,7 @@ class Workspace:
     def exclusive(self) -> Iterator[None]:
         """Let one run at a time change ``third_party/``."""
         self.third_party.mkdir(exist_ok=True)
-        with files.locked(self.third_party / ".lock", "waiting for another run that changes third_party/"):
+        with files.lock(self.third_party / ".lock", "waiting for another run that changes third_party/"):
             yield
 
     @contextlib.contextmanager

@@ -134,7 +134,7 @@ def going_back(error: DamagedCheckpointError, folder: Path) -> str:
     return f"{error}; it is set aside as *{_ASIDE}, going on from checkpoint {steps[-1]}"
 
 
-def clear_half_written(found: Checkpoints) -> list[str]:
+def clear_incomplete(found: Checkpoints) -> list[str]:
     """Remove checkpoints that were half-written; return a line for each. Call it while `writing`."""
     lines = []
     for path in found.half_written:

@@ -102,7 +102,7 @@ class Handoff:
         return {VARIABLE: json.dumps(asdict(self))}
 
 
-def received(environment: Mapping[str, str]) -> Handoff:
+def receive(environment: Mapping[str, str]) -> Handoff:
     """Return the `Handoff` in an environment.
 
     Raises

@@ -78,7 +78,7 @@ def test_container_starts_once_and_stops(pin: ImagePin, cache: Cache) -> None:
         "--htpasswd_file",
         "/htpasswd",
     ]
-    assert bazel_cache.find(cache=cache) == bazel_cache.Server(wanted.address, cache.password())
+    assert bazel_cache.find_server(cache=cache) == bazel_cache.Server(wanted.address, cache.password())
     assert "--remote_upload_local_results=false" in (cache.folder / "reading.bazelrc").read_text()
     told = json.loads(subprocess.run(["docker", "inspect", cache.name], capture_output=True).stdout)[0]
     assert told["HostConfig"]["RestartPolicy"]["Name"] == "unless-stopped"
@@ -96,7 +96,7 @@ def test_killed_container_is_found_stopped_and_starts_again(pin: ImagePin, cache
     cache.start(wanted, pin)
     subprocess.run(["docker", "kill", cache.name], check=True, capture_output=True)
     assert cache.state == "stopped"
-    assert bazel_cache.find(cache=cache) is None
+    assert bazel_cache.find_server(cache=cache) is None
     assert cache.start(wanted, pin)
     assert cache.state == "running"
 
@@ -148,12 +148,12 @@ def test_who_else_listens_on_its_port_gets_no_password(pin: ImagePin, cache: Cac
     cache.start(wanted, pin)
     subprocess.run(["docker", "rm", "--force", cache.name], check=True, capture_output=True)
     with socket.create_server(("127.0.0.1", wanted.port)):
-        assert bazel_cache.find(cache=cache) is None
+        assert bazel_cache.find_server(cache=cache) is None
         assert cache.state == "stopped"
     # A container of that name that we did not start is not ours either.
     strange = ["docker", "run", "--detach", "--name", cache.name, "--entrypoint", "/bin/busybox", pin.exact]
     subprocess.run([*strange, "sleep", "600"], check=True, capture_output=True)
-    assert bazel_cache.find(cache=cache) is None
+    assert bazel_cache.find_server(cache=cache) is None
 
 
 def test_a_devcontainer_reads_it_as_long_as_it_runs(pin: ImagePin, cache: Cache) -> None:

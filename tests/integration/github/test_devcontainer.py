@@ -38,7 +38,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def test_it_is_built_from_the_pinned_images() -> None:
-    assert read(ROOT / digests.DEVCONTAINER)["build"]["args"] == digests.arguments(digests.load(ROOT))
+    assert read(ROOT / digests.DEVCONTAINER)["build"]["args"] == digests.build_arguments(digests.load(ROOT))
 
 
 def test_it_asks_for_nothing_that_a_laptop_lacks() -> None:

@@ -73,13 +73,13 @@ def test_another_python_than_the_pinned_one_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wanted = spec("python", base_image=bullseye, python_archive=archive)
-    asked = buildx.arguments(
+    asked = buildx.make_arguments(
         wanted,
         digests.load(repository.path),
         buildx.bases(wanted, digests.load(repository.path)),
         machine="linux/amd64",
         multimesh="multimesh",
     )
-    monkeypatch.setattr(buildx, "arguments", lambda *_, **__: asked | {"PYTHON_SHA256": "0" * 64})
+    monkeypatch.setattr(buildx, "make_arguments", lambda *_, **__: asked | {"PYTHON_SHA256": "0" * 64})
     with pytest.raises(errors.BuildError, match="the standalone Python is not the pinned one"):
         build.run(repository.path, engine, wanted, means)

@@ -110,12 +110,12 @@ def test_what_is_fetched_is_checked_and_taken(
     (tmp_path / "index.json").write_text(json.dumps({NAME: entry | {"sha256": "0" * 64}}))
     with pytest.raises(find_python.Failure, match="could not be fetched"):
         find_python.take(offline=False)
-    assert find_python.installed(find_python.FETCHED) == []
+    assert find_python.list_pythons(find_python.FETCHED) == []
 
     (tmp_path / "index.json").write_text(json.dumps({NAME: entry | {"sha256": right}}))
     for _ in range(2):  # the second time it is found, with no server and no uv
         taken, remark = find_python.take(offline=False)
         assert (taken.origin, taken.version, remark) == ("fetched by uv", tuple(sys.version_info[:3]), "")
-        assert find_python.installed(find_python.FETCHED)[:1] == [f"{find_python.FETCHED}/{NAME}/bin/python3"]
+        assert find_python.list_pythons(find_python.FETCHED)[:1] == [f"{find_python.FETCHED}/{NAME}/bin/python3"]
         monkeypatch.setattr(find_python, "install_uv", None)
     assert leftovers(clone) == set()

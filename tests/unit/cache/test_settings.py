@@ -72,8 +72,8 @@ def test_default_folder_follows_xdg() -> None:
 
 
 def test_another_address_gets_no_password(tmp_path: Path) -> None:
-    assert bazel_cache.find("127.0.0.1:9", Cache(tmp_path)) == Server("127.0.0.1:9", None)
-    assert bazel_cache.find(None, Cache(tmp_path)) is None
+    assert bazel_cache.find_server("127.0.0.1:9", Cache(tmp_path)) == Server("127.0.0.1:9", None)
+    assert bazel_cache.find_server(None, Cache(tmp_path)) is None
 
 
 def test_bazel_remote_without_a_digest_is_refused(tmp_path: Path) -> None:

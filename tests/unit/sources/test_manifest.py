@@ -56,7 +56,7 @@ def test_manifest_of_this_repository(root: Path) -> None:
 def test_the_locked_source_of_jax_is_that_of_the_locked_wheel(root: Path) -> None:
     """JAX's wheel says the commit that it was built from; so does the installed one, where it is the locked one."""
     held = manifest.load_lock(root / "sources.lock")["jax"]
-    version, hashes = named.locked(Workspace(root), "jax")
+    version, hashes = named.newest_pin(Workspace(root), "jax")
     assert held.version == version == buildx.jax(root)
     assert hashes
     installed = metadata.distribution("jax")
@@ -76,10 +76,10 @@ def test_one_value_is_read_without_the_rest(root: Path, tmp_path: Path) -> None:
     path = root / "sources.lock"
     for name, pin in manifest.load_lock(path).items():
         for field in ("version", "commit", "tree", "patched_commit", "patched_tree"):
-            assert manifest.locked(path, name, field) == getattr(pin, field)
-    assert manifest.locked(path, "max", "version") is None
+            assert manifest.read_pin(path, name, field) == getattr(pin, field)
+    assert manifest.read_pin(path, "max", "version") is None
     (tmp_path / "sources.lock").write_text('{"components": {"alpha": {"tree": null}}}')
-    assert manifest.locked(tmp_path / "sources.lock", "alpha", "tree") is None
+    assert manifest.read_pin(tmp_path / "sources.lock", "alpha", "tree") is None
 
 
 def test_lock_agrees_with_the_patches_on_disk(root: Path) -> None:
@@ -88,7 +88,7 @@ def test_lock_agrees_with_the_patches_on_disk(root: Path) -> None:
     wanted, pins = manifest.load(root / "sources.yaml"), manifest.load_lock(root / "sources.lock")
     for component in wanted.components:
         if not component.link and not component.follows:
-            recipe = sync.locked_recipe(Workspace(root), component, pins)
+            recipe = sync.make_recipe(Workspace(root), component, pins)
             assert [each.file for each in recipe.patches] == [file for file, _ in pins[component.name].patches]
 
 

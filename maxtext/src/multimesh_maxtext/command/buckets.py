@@ -17,7 +17,7 @@ _PACKAGES = {"gs": ("gcsfs", "google-cloud-storage"), "s3": ("s3fs", "s3fs")}
 _FOLDERS = ("output", "checkpoint", "export", "metrics_file", "dump", "text")
 
 
-def named(settings: Mapping[str, Any]) -> dict[str, str]:
+def find_buckets(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the settings that name a bucket, and its kind."""
     found = {key: str(value).partition("://")[0] for key, value in settings.items() if "://" in str(value)}
     return {key: kind for key, kind in found.items() if kind in _PACKAGES}
@@ -33,7 +33,7 @@ def find_wrong_buckets(o: Options) -> Iterator[LauncherError]:
                     f"--{name.replace('_', '-')} {path.parts[0]}//{'/'.join(path.parts[1:])}: this must be on a file "
                     "system; mount the bucket, for example with gcsfuse or mountpoint-s3, and give the path there"
                 )
-    for key, kind in named(read_values(o.settings)).items():
+    for key, kind in find_buckets(read_values(o.settings)).items():
         module, package = _PACKAGES[kind]
         if not has_package(module):
             every = dict.fromkeys((module, package))

@@ -14,7 +14,7 @@ from multimesh_maxtext.checkpoint_folder import (
     RECORDS,
     UNREADABLE,
     Checkpoints,
-    clear_half_written,
+    clear_incomplete,
     layers_of,
     layout,
     leaf_paths,
@@ -81,7 +81,7 @@ def beginning(job: Job, checkpoints: Path, *, first: bool = True, patience: floa
     lock = writing(o.checkpoint / _LOCK, "--checkpoint", CheckpointError, patience=patience)
     with lock if first else nullcontext() as descriptor:
         found = look(o.checkpoint)
-        for line in clear_half_written(found) if first else ():
+        for line in clear_incomplete(found) if first else ():
             print(line, file=sys.stderr)
         if found.steps:
             _check_continues(job, found)
@@ -185,14 +185,14 @@ def link(checkpoints: Path, folder: Path) -> None:
     checkpoints.symlink_to(folder.resolve())
 
 
-def written_to(checkpoints: Path, folder: Path) -> bool:
+def is_written_to(checkpoints: Path, folder: Path) -> bool:
     """Return whether a run that keeps its checkpoints here wrote to a folder, even if that was moved since."""
     if not checkpoints.is_symlink():
         return False
     return checkpoints.resolve() == folder.resolve() or (not checkpoints.exists() and bool(look(folder).steps))
 
 
-def explained(log: str, folder: Path | None) -> CheckpointError | None:
+def explain(log: str, folder: Path | None) -> CheckpointError | None:
     """Return the error that the trainer's log tells of a checkpoint; ``None`` if it tells none.
 
     Parameters

@@ -27,13 +27,13 @@ from multimesh_maxtext.command import (
     roll_call,
     suggesting,
 )
-from multimesh_maxtext.command.checkpoint import Beginning, beginning, written_to
+from multimesh_maxtext.command.checkpoint import Beginning, beginning, is_written_to
 from multimesh_maxtext.command.checks import Job, check_machine
 from multimesh_maxtext.command.dataset import check_dataset
 from multimesh_maxtext.command.exposition import listeners
 from multimesh_maxtext.command.launch import Launch, forecasting, in_place, launch, visible_gpu_memory
 from multimesh_maxtext.command.machine import check_environment, python, stale_parts
-from multimesh_maxtext.command.member import ALONE, Member, any_member, find_repeated, member
+from multimesh_maxtext.command.member import ALONE, Member, any_member, find_repeats, member
 from multimesh_maxtext.command.memory import check_fits
 from multimesh_maxtext.command.model import find_maxtext, has_package
 from multimesh_maxtext.command.options import Options, read
@@ -41,7 +41,7 @@ from multimesh_maxtext.command.report import TOLERANCE, Output, Pair, check_agre
 from multimesh_maxtext.command.reserve import RUNNING, has_content, holds_run, remove_run, writing
 from multimesh_maxtext.command.services import compile_text, export_parameters, show_command, write_dump
 from multimesh_maxtext.command.settle import Settled, settle
-from multimesh_maxtext.command.sizes import expected, step_json, step_text
+from multimesh_maxtext.command.sizes import forecast_step, step_json, step_text
 from multimesh_maxtext.command.spawning import SPAWNED, spawn
 from multimesh_maxtext.command.text import read_texts, write_corpus
 from multimesh_maxtext.command.training import (
@@ -49,8 +49,8 @@ from multimesh_maxtext.command.training import (
     Outcome,
     Tell,
     forecast,
-    going_on,
     keep_code,
+    resume_advice,
     tail,
     terminate_as_interrupt,
     train,
@@ -105,7 +105,7 @@ def main(argv: Sequence[str], *, root: Path | None = None) -> int:
 def _how_to_go_on(argv: Sequence[str]) -> str:
     with suppress(LauncherError):
         if folder := read(argv).options.checkpoint:
-            return f"; {going_on(folder)}"
+            return f"; {resume_advice(folder)}"
     return ""
 
 
@@ -113,7 +113,7 @@ def _main(argv: Sequence[str], root: Path | None) -> int:
     this = ALONE
     with terminate_as_interrupt():
         try:
-            parsed = restarts.going_on(read(argv), os.environ)
+            parsed = restarts.continue_attempts(read(argv), os.environ)
             this = any_member(parsed, os.environ)
             if root:
                 check_environment(root)
@@ -133,13 +133,13 @@ def _main(argv: Sequence[str], root: Path | None) -> int:
                 _find_gpus(options)
                 return spawn(argv, options, root, grids)
             if options.fallback and roll_call.OWN_ADDRESS in os.environ and not options.dry_run:
-                return _called(settled.job, argv, maxtext, root)
+                return _answer_roll_call(settled.job, argv, maxtext, root)
             return _run(settled, maxtext, root)
         except LauncherError as error:
             return _tell(error, this, as_json="--json" in argv)
 
 
-def _called(job: Job, argv: Sequence[str], maxtext: Path, root: Path | None) -> int:
+def _answer_roll_call(job: Job, argv: Sequence[str], maxtext: Path, root: Path | None) -> int:
     """Run on the grid that those processes can have which came; return 0 in one that is not needed, at the end."""
     o, this = job.options, member(job.options, os.environ)
     folder = (o.output or Path()) / f"roll-call-{restarts.attempt(o, os.environ)}"
@@ -150,7 +150,7 @@ def _called(job: Job, argv: Sequence[str], maxtext: Path, root: Path | None) -> 
             print(f"{o.grid} does without this process, which waits", file=sys.stderr)
             return 0
         os.environ.update(place.variables())
-        parsed = restarts.going_on(read([*argv, *place.grid.words]), os.environ)
+        parsed = restarts.continue_attempts(read([*argv, *place.grid.words]), os.environ)
         return _run(settle(parsed, maxtext / "maxtext"), maxtext, root)
 
 
@@ -181,7 +181,7 @@ def _run(settled: Settled, maxtext: Path, root: Path | None) -> int:
         check_dataset(job, maxtext / "maxtext")
     gpu_memory = min(gpus) if gpus else None
     stale = stale_parts(root) if root else ()
-    for note in (*stale, *settled.notes, *find_repeated(options, os.environ), *notes(options, gpu_memory=gpu_memory)):
+    for note in (*stale, *settled.notes, *find_repeats(options, os.environ), *notes(options, gpu_memory=gpu_memory)):
         if this.rank == 0:
             print(f"warning: {note}", file=sys.stderr)
     first = _paths(options, maxtext)
@@ -253,7 +253,7 @@ def _make_way(o: Options, first: Paths, paths: Paths) -> None:
         Where this run would write over another.
     """
     for each in dict.fromkeys((first, paths)):
-        goes_on = o.checkpoint and o.resume and written_to(each.checkpoints, o.checkpoint)
+        goes_on = o.checkpoint and o.resume and is_written_to(each.checkpoints, o.checkpoint)
         if goes_on or o.overwrite or not holds_run(each.output):
             continue
         if o.resume:
@@ -267,7 +267,7 @@ def _make_way(o: Options, first: Paths, paths: Paths) -> None:
         raise FileError(
             f"--output {each.output} holds another run; add --overwrite to replace it, {also}or choose another folder"
         )
-    mine = o.checkpoint and o.resume and (written_to(paths.checkpoints, o.checkpoint) or look(o.checkpoint).steps)
+    mine = o.checkpoint and o.resume and (is_written_to(paths.checkpoints, o.checkpoint) or look(o.checkpoint).steps)
     if o.metrics_file and paths == first and has_content(paths.metrics) and not (mine or o.overwrite):
         raise FileError(
             f"--metrics-file {paths.metrics} has the steps of another run; remove it, or choose another file"
@@ -312,7 +312,7 @@ def _train(
     while True:
         with beginning(job, paths.checkpoints, first=rank == 0, patience=patience) as begin:
             if begin.step >= options.num_steps:
-                return (_say_finished(options, begin.step) if rank == 0 else 0), "nothing was left to do"
+                return (_say_all_steps_ran(options, begin.step) if rank == 0 else 0), "nothing was left to do"
             begin = replace(begin, inherited=(*begin.inherited, held))
             outcome = train(job, start, paths, console, begin, tells)
         if not isinstance(outcome.error, DamagedCheckpointError):
@@ -326,7 +326,7 @@ def _train(
         other, beside = reference_job(job), paths.below("spmd")
         _prepare(other, beside, texts)
         start = launch(other, beside, inherited=os.environ, gpu_memory=gpu_memory)
-        outcome, pairs = _verified(job, outcome, train(other, start, beside, console, Beginning()))
+        outcome, pairs = _verify_outcome(job, outcome, train(other, start, beside, console, Beginning()))
     why = str(outcome.error).partition("; see ")[0] if outcome.error else "all steps are done"
     return _report(job, console, paths, outcome, pairs), why
 
@@ -351,7 +351,7 @@ def _check_memory(job: Job, paths: Paths, console: Console, gpu_memory: int | No
         check_fits(found.needs, limit)
 
 
-def _say_finished(o: Options, step: int) -> int:
+def _say_all_steps_ran(o: Options, step: int) -> int:
     """Say that all steps were done before: a job that is run again until it succeeds has succeeded."""
     if o.json:
         print(json.dumps({"error": None, "exit_code": 0, "steps": [], "checkpoint": step - 1}))
@@ -361,7 +361,7 @@ def _say_finished(o: Options, step: int) -> int:
 
 
 def _show_forecast(job: Job, paths: Paths, console: Console, found: Forecast, limit: int | None) -> None:
-    o, step = job.options, expected(job)
+    o, step = job.options, forecast_step(job)
     if o.json:
         if o.forecast:
             needs = [{**asdict(need), "total": need.total} for need in found.needs]
@@ -369,17 +369,17 @@ def _show_forecast(job: Job, paths: Paths, console: Console, found: Forecast, li
                 json.dumps(
                     {"forecast": needs, "bubble": found.bubble, "limit": limit}
                     | (step_json(step) if step else {})
-                    | report.chosen(paths.schedule)
+                    | report.schedule_choice(paths.schedule)
                 )
             )
         return
     console.print("memory on each device of a stage at the peak of a step (forecast)", highlight=False)
-    console.print(memory.table(found.needs))
+    console.print(memory.memory_table(found.needs))
     if not o.forecast:
         return
     if limit is not None:
         console.print(f"of {memory.show_size(limit)} that JAX may use of a device", highlight=False)
-    if schedule := report.chosen(paths.schedule):
+    if schedule := report.schedule_choice(paths.schedule):
         console.print(schedule["schedule"]["text"], highlight=False, markup=False)
     picture = paths.forecast.with_suffix(".svg")
     console.print(
@@ -422,7 +422,7 @@ def _prepare(job: Job, paths: Paths, texts: Sequence[str]) -> None:
         write_corpus(texts, paths.text, sequence_length=o.sequence_length)
 
 
-def _verified(job: Job, outcome: Outcome, reference: Outcome) -> tuple[Outcome, list[Pair]]:
+def _verify_outcome(job: Job, outcome: Outcome, reference: Outcome) -> tuple[Outcome, list[Pair]]:
     """Compare a pipeline with its reference. An error of either, or a difference, becomes the error of the outcome."""
     if reference.error:
         return replace(outcome, error=reference.error, log=reference.log), []
@@ -439,11 +439,11 @@ def _report(job: Job, console: Console, paths: Paths, outcome: Outcome, pairs: S
     if o.json and not console.quiet:
         files = {"output": paths.output, "metrics_file": paths.metrics, "log": paths.log}
         found = report.summary(steps, outcome.evaluations, pairs, files, error)
-        print(json.dumps(report.chosen(paths.schedule) | found))
+        print(json.dumps(report.schedule_choice(paths.schedule) | found))
     else:
-        if schedule := report.chosen(paths.schedule):
+        if schedule := report.schedule_choice(paths.schedule):
             console.print(f"{schedule['schedule']['text']}\nschedule {paths.schedule}\n", highlight=False, markup=False)
-        console.print(report.comparison(pairs) if pairs else report.table(steps))
+        console.print(report.comparison(pairs) if pairs else report.step_table(steps))
         for evaluation in outcome.evaluations:
             console.print(f"evaluated after step {evaluation.step}: loss {evaluation.loss:.4f}", highlight=False)
         if pairs:

@@ -17,7 +17,7 @@ from multimesh_maxtext.command.checks import Job
 from multimesh_maxtext.command.options import Options, read
 from multimesh_maxtext.command.settings import read_dataset
 from multimesh_maxtext.command.settle import settle
-from multimesh_maxtext.command.suggesting import Asked, wanted
+from multimesh_maxtext.command.suggesting import Asked, make_training
 from multimesh_maxtext.command.values import GRID_AXES, Axes
 from multimesh_maxtext.errors import LauncherError, Several, UsageError
 
@@ -58,7 +58,7 @@ def grids(job: Job, argv: Sequence[str], maxtext: Path) -> tuple[Grid, ...]:
             "--fallback: dataset_type=grain keeps a position in the data for each process, so the job cannot go on in "
             "another number of processes; leave out --fallback, or use --text"
         )
-    listed = _automatic(job, argv, maxtext) if isinstance(o.fallback, str) else _listed(job, o.fallback, argv, maxtext)
+    listed = _guess(job, argv, maxtext) if isinstance(o.fallback, str) else _grids_of(job, o.fallback, argv, maxtext)
     return (own, *(grid for grid in listed if grid.name != own.name))
 
 
@@ -77,7 +77,7 @@ def lines(found: Sequence[Grid]) -> str:
     return "\n".join(" ".join((str(grid.processes), *grid.words)) for grid in found)
 
 
-def _listed(job: Job, given: Sequence[Axes], argv: Sequence[str], maxtext: Path) -> Iterator[Grid]:
+def _grids_of(job: Job, given: Sequence[Axes], argv: Sequence[str], maxtext: Path) -> Iterator[Grid]:
     """Yield the grids that the user wrote; axes that one does not name are those of the flags."""
     o = job.options
     for axes in given:
@@ -112,7 +112,7 @@ def _check(job: Job, other: Job) -> None:
         )
 
 
-def _automatic(job: Job, argv: Sequence[str], maxtext: Path) -> Iterator[Grid]:
+def _guess(job: Job, argv: Sequence[str], maxtext: Path) -> Iterator[Grid]:
     """Yield the best grid of each smaller number of processes, the largest first; of its layers the planner knows."""
     o = job.options
     if o.schedule in ("auto", "custom") or o.partition is not None:
@@ -127,7 +127,7 @@ def _automatic(job: Job, argv: Sequence[str], maxtext: Path) -> Iterator[Grid]:
     for processes in range(o.nodes - 1, 0, -1):
         free = Options(**{**vars(o), **changes, "nodes": processes})
         asked = Asked(free, (*without_axes(argv), *fixed, "--batch-size", str(job.batch)), maxtext, job.model)
-        training = wanted(asked, float(memory.usable(o) or 0))
+        training = make_training(asked, float(memory.usable(o) or 0))
         try:
             how = planner.suggest(training, processes * each, count=1, accepts=partial(_accepts, asked)).best.how
         except multimesh.UsageError:

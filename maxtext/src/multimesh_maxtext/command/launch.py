@@ -42,7 +42,7 @@ class Launch:
     configuration: Mapping[str, Any]
 
 
-def decided(job: Job) -> dict[str, Any]:
+def settings_of_flags(job: Job) -> dict[str, Any]:
     """Return the settings of MaxText that only flags decide."""
     free = _DEFAULTS - _CHECKPOINTED if job.options.checkpoint else _DEFAULTS
     settings = configuration(job, Paths(python="", maxtext=Path(), output=Path(), metrics=Path()))
@@ -77,7 +77,7 @@ def launch(
     command = (paths.python, "-P", "-m", *trainer, str(base.resolve()), *arguments, *job.options.settings)
     variables = {**environment(job, paths, inherited=inherited, gpu_memory=gpu_memory), RUN: "1"}
     if job.options.staged:
-        variables |= handoff(job, paths, _known_to_all(job, gpu_memory)).variables()
+        variables |= handoff(job, paths, _common_memory(job, gpu_memory)).variables()
     variables |= this.variables() if this.count > 1 else {}
     if job.options.nodes > 1 and job.options.gpus:
         visible = [part for part in inherited.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
@@ -87,7 +87,7 @@ def launch(
     return Launch(command, variables, {**settings, **extra})
 
 
-def _known_to_all(job: Job, gpu_memory: int | None) -> int | None:
+def _common_memory(job: Job, gpu_memory: int | None) -> int | None:
     """Return the memory of a device where all processes of a job know the same: they must choose one schedule."""
     return memory.limit(job, gpu_memory if job.options.nodes == 1 else None)
 
@@ -101,7 +101,7 @@ def forecasting(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_mem
     alone = replace(job, options=Options(**{**vars(job.options), **changes}))
     start = launch(alone, paths, inherited=inherited, gpu_memory=gpu_memory)
     asked = replace(
-        handoff(alone, paths, _known_to_all(job, gpu_memory)),
+        handoff(alone, paths, _common_memory(job, gpu_memory)),
         forecast=str(paths.forecast),
         platform=job.options.platform,
     )

@@ -60,7 +60,7 @@ def member(options: Options, environment: Mapping[str, str]) -> Member:
     """
     if options.nodes == 1:
         return ALONE
-    found, this = launched(environment)
+    found, this = find_launcher(environment)
     if found is None and (options.dry_run or options.forecast):
         return Member(count=options.nodes)
     if found is None:
@@ -78,10 +78,10 @@ def member(options: Options, environment: Mapping[str, str]) -> Member:
     return this
 
 
-def find_repeated(options: Options, environment: Mapping[str, str]) -> Iterator[str]:
+def find_repeats(options: Options, environment: Mapping[str, str]) -> Iterator[str]:
     """Yield a line where a job of one process is started several times, as by ``srun`` without ``--nodes``."""
     with contextlib.suppress(UsageError):
-        found, this = launched(environment)
+        found, this = find_launcher(environment)
         if found and options.nodes == 1 and this.rank == 0:
             yield (
                 f"{found.name} started {this.count} processes, and each that gets here runs this whole job; with "
@@ -92,10 +92,10 @@ def find_repeated(options: Options, environment: Mapping[str, str]) -> Iterator[
 def any_member(parsed: Parsed, environment: Mapping[str, str]) -> Member:
     """Return which process this is as far as that can be known from a command line that may be wrong."""
     several = parsed.options.nodes > 1 or "--nodes" in parsed.doubtful
-    return launched(environment)[1] if several and not parsed.options.spawn else ALONE
+    return find_launcher(environment)[1] if several and not parsed.options.spawn else ALONE
 
 
-def launched(environment: Mapping[str, str]) -> tuple[Launcher | None, Member]:
+def find_launcher(environment: Mapping[str, str]) -> tuple[Launcher | None, Member]:
     """Return the launcher of this process, if it is one of several, and its place among them.
 
     Raises

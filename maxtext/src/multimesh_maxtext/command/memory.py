@@ -44,7 +44,7 @@ def show_size(size: float) -> str:
     return f"{size:.3g} TiB"
 
 
-def table(needs: Sequence[Need]) -> Table:
+def memory_table(needs: Sequence[Need]) -> Table:
     """Return the needs of all stages, and which is the largest."""
     result = Table(box=None, pad_edge=False)
     names = ("parameters", "optimizer", "batch", "gradients", "activations", "workspace", "total")

@@ -156,7 +156,7 @@ def describe_model(options: Options, package: Path) -> Model:
     base_file = options.maxtext_config or package / "configs/base.yml"
     base = _read(base_file, package)
     name, own = ORIGINAL.get(options.model_name or "", (options.model_name or "", {}))
-    named = {**_named(name, package), **own} if name else {}
+    named = {**_load_model(name, package), **own} if name else {}
     settings = {**own, **_settings(options, named, plain=not named and options.maxtext_config is None)}
     sizes = {**base, **named, **settings, **read_values(options.settings)}
     missing = [key for key in _SIZES if key not in sizes]
@@ -213,7 +213,7 @@ def _settings(options: Options, named: Mapping[str, Any], *, plain: bool) -> dic
     return settings
 
 
-def _named(name: str, package: Path) -> dict[str, Any]:
+def _load_model(name: str, package: Path) -> dict[str, Any]:
     models = package / "configs/models"
     file = models / f"{name}.yml"
     if not file.is_file():

@@ -268,12 +268,12 @@ def _bar(console: Console, total: int) -> Iterator[Show]:
         yield lambda step: bar.update(task, completed=step.number + 1, description=f"loss {step.loss:.4f}")
 
 
-def table(steps: Sequence[Step]) -> Table:
+def step_table(steps: Sequence[Step]) -> Table:
     """Return step, loss, step time and tokens/s of at most a dozen steps, the first and the last among them."""
     result = Table(box=None, pad_edge=False)
     for name in ("step", "loss", "gradient norm", "step time", "tokens/s"):
         result.add_column(name, justify="right")
-    for step in (steps[i] for i in _shown(len(steps))):
+    for step in (steps[i] for i in _row_numbers(len(steps))):
         note = " (compiles)" if step.number == 0 else ""
         result.add_row(
             f"{step.number}",
@@ -290,7 +290,7 @@ def comparison(pairs: Sequence[Pair]) -> Table:
     result = Table(box=None, pad_edge=False)
     for name in ("step", "loss", "spmd", "grad norm", "spmd", "diff", "step time", "tokens/s"):
         result.add_column(name, justify="right")
-    for pair in (pairs[i] for i in _shown(len(pairs))):
+    for pair in (pairs[i] for i in _row_numbers(len(pairs))):
         ours, theirs = pair.step, pair.reference
         result.add_row(
             f"{ours.number}",
@@ -305,7 +305,7 @@ def comparison(pairs: Sequence[Pair]) -> Table:
     return result
 
 
-def _shown(count: int) -> Sequence[int]:
+def _row_numbers(count: int) -> Sequence[int]:
     """Rows of a table: all, or a dozen with the first and the last among them."""
     last = count - 1
     return range(count) if last < _ROWS else sorted({round(i * last / (_ROWS - 1)) for i in range(_ROWS)})
@@ -338,7 +338,7 @@ def summary(
     }
 
 
-def chosen(file: Path) -> dict[str, Any]:
+def schedule_choice(file: Path) -> dict[str, Any]:
     """Return the choice of ``--schedule auto`` for `summary`; nothing under another schedule."""
     return {"schedule": json.loads(file.read_text())} if file.exists() else {}
 

@@ -65,7 +65,7 @@ class Attempt:
     because: str = ""
 
 
-def going_on(parsed: Parsed, environment: Mapping[str, str]) -> Parsed:
+def continue_attempts(parsed: Parsed, environment: Mapping[str, str]) -> Parsed:
     """Let a job that was started again go on with its run, and not remove it."""
     if parsed.options.max_restarts and _number(environment):
         parsed.options.resume, parsed.options.overwrite = True, False
@@ -108,7 +108,7 @@ def begin(options: Options, paths: Paths, number: int) -> list[Attempt]:
     number
         How many attempts came before.
     """
-    found = read(paths.restarts) if number else []
+    found = read_attempts(paths.restarts) if number else []
     if found and not found[-1].ended:
         found[-1] = _lost(found[-1], options, paths, number)
     if found:
@@ -120,20 +120,20 @@ def begin(options: Options, paths: Paths, number: int) -> list[Attempt]:
     return _write(paths.restarts, found)
 
 
-def closed(options: Options, paths: Paths, number: int) -> Attempt | None:
+def close_attempt(options: Options, paths: Paths, number: int) -> Attempt | None:
     """Return the newest attempt, also if its process 0 was killed before it noted the end; none if none began."""
-    found = read(paths.restarts)
+    found = read_attempts(paths.restarts)
     return (found[-1] if found[-1].ended else _lost(found[-1], options, paths, number)) if found else None
 
 
 def end(paths: Paths, because: str, done: int) -> list[Attempt]:
     """Note how the newest attempt ended, of which process 0 knows; return all."""
-    found = read(paths.restarts)
+    found = read_attempts(paths.restarts)
     found[-1] = replace(found[-1], ended=now(), because=because, done=max(done, found[-1].first))
     return _write(paths.restarts, found)
 
 
-def read(file: Path) -> list[Attempt]:
+def read_attempts(file: Path) -> list[Attempt]:
     """Return the attempts that a file has; none where nobody noted any."""
     with suppress(OSError, ValueError, TypeError):
         return [Attempt(**each) for each in json.loads(file.read_text())]
@@ -205,17 +205,17 @@ def show(attempts: Sequence[Attempt], steps: Iterable[Step], options: Options) -
     if len(attempts) < 2:
         return
     console = Console(stderr=options.json, width=_WIDTH)
-    console.print(table(attempts))
+    console.print(attempt_table(attempts))
     console.print(goodput(attempts, steps), highlight=False)
 
 
-def table(attempts: Sequence[Attempt]) -> Table:
+def attempt_table(attempts: Sequence[Attempt]) -> Table:
     """Return when each attempt began and on which grid, the steps that it did, how many counted, and why it ended."""
     result = Table(box=None, pad_edge=False)
     for name in ("attempt", "at", "grid", "processes", "steps", "counted", "seconds"):
         result.add_column(name, justify="left" if name == "grid" else "right", no_wrap=True)
     result.add_column("ended because")
-    for number, (each, counted) in enumerate(zip(attempts, _counted(attempts), strict=True), 1):
+    for number, (each, counted) in enumerate(zip(attempts, _count_steps(attempts), strict=True), 1):
         steps = f"{each.first}-{each.done - 1}" if each.done > each.first else "none"
         at = datetime.fromisoformat(each.began)
         cells = f"{at:%H:%M:%S}", each.grid, each.processes, steps, counted, f"{_seconds(each):.1f}", each.because
@@ -231,7 +231,7 @@ def goodput(attempts: Sequence[Attempt], steps: Iterable[Step]) -> str:
     """
     seconds = {step.number: step.seconds for step in steps}
     good, number = 0.0, 0
-    for each, counted in zip(attempts, _counted(attempts), strict=True):
+    for each, counted in zip(attempts, _count_steps(attempts), strict=True):
         known = [seconds[n] for n in range(each.first, each.first + counted) if n in seconds]
         good += counted * statistics.median(known) if known else 0.0
         number += counted
@@ -239,7 +239,7 @@ def goodput(attempts: Sequence[Attempt], steps: Iterable[Step]) -> str:
     return f"goodput {100 * good / whole:.1f} %: {number} steps that counted took {good:.1f} of {whole:.1f} seconds"
 
 
-def _counted(attempts: Sequence[Attempt]) -> list[int]:
+def _count_steps(attempts: Sequence[Attempt]) -> list[int]:
     """How many steps of each attempt were not done again by the next one."""
     kept = [max(0, after.first - each.first) for each, after in pairwise(attempts)]
     return [*kept, attempts[-1].done - attempts[-1].first]

@@ -21,7 +21,7 @@ from multimesh_maxtext.errors import CheckpointError, FileError, TrainerFailedEr
 def compile_text(start: Launch, o: Options) -> int:
     """Compile ``--hlo``, and print its time and memory."""
     began = time.monotonic()
-    found = _found(start)
+    found = _run_json(start)
     if o.json:
         print(json.dumps({"hlo": str(o.hlo), "bytes": found}))
     else:
@@ -39,7 +39,7 @@ def export_parameters(start: Launch, o: Options, target: Path) -> int:
     if target.exists():
         raise FileError(f"--export {target}: it is there already; choose another folder")
     words = str(folder.resolve()), str(steps[-1]), str(target.resolve()), *["unrolled"] * (o.scan_layers is False)
-    found = _found(in_place(start, "export", *words))
+    found = _run_json(in_place(start, "export", *words))
     if o.json:
         print(json.dumps({"export": str(target / "items"), "checkpoint": steps[-1], **found}))
     else:
@@ -49,7 +49,7 @@ def export_parameters(start: Launch, o: Options, target: Path) -> int:
     return 0
 
 
-def _found(start: Launch) -> Any:
+def _run_json(start: Launch) -> Any:
     """Run a process that prints JSON; return that."""
     environment = {**os.environ, **start.environment}
     done = subprocess.run(start.command, env=environment, capture_output=True, text=True, check=False)

@@ -10,7 +10,7 @@ from pathlib import Path
 from multimesh_maxtext.command.buckets import find_wrong_buckets
 from multimesh_maxtext.command.checks import Job, find_wrong_flags, find_wrong_sizes, make_job
 from multimesh_maxtext.command.dataset import find_missing_settings, find_notes
-from multimesh_maxtext.command.launch import decided
+from multimesh_maxtext.command.launch import settings_of_flags
 from multimesh_maxtext.command.member import find_alone
 from multimesh_maxtext.command.model import describe_model, has_package
 from multimesh_maxtext.command.options import Options, Parsed
@@ -91,7 +91,7 @@ def settle(parsed: Parsed, package: Path) -> Settled:
     except LauncherError as error:
         found.append(error)
     if job:
-        found += [*find_wrong_sizes(job), *find_missing_settings(job), *_find_decided(job)]
+        found += [*find_wrong_sizes(job), *find_missing_settings(job), *_find_overrides(job)]
         notes = (*notes, *find_notes(job))
     raise_all([*parsed.wrong, *(error for error in found if not _follows(error, parsed.doubtful))])
     if job is None:
@@ -99,9 +99,9 @@ def settle(parsed: Parsed, package: Path) -> Settled:
     return Settled(job, notes)
 
 
-def _find_decided(job: Job) -> Iterator[LauncherError]:
+def _find_overrides(job: Job) -> Iterator[LauncherError]:
     """Yield errors of settings that flags decide."""
-    settings = decided(job)
+    settings = settings_of_flags(job)
     for setting in job.options.settings:
         key = setting.split("=")[0]
         if key in settings:

@@ -50,7 +50,7 @@ def precision(model: Model) -> str:
     return "fp8" if "fp8" in str(model.resolved.get("quantization") or "") else "bf16"
 
 
-def configuration(job: Job) -> Configuration:
+def planner_configuration(job: Job) -> Configuration:
     """Return the planner's configuration of a job. A searched schedule counts as a published one of its shape.
 
     Raises
@@ -86,12 +86,12 @@ def configuration(job: Job) -> Configuration:
     )
 
 
-def expected(job: Job) -> Step | None:
+def forecast_step(job: Job) -> Step | None:
     """Return the forecast of a step on ``--device``; None where the planner has no forecast of such a job."""
     if not job.options.device:
         return None
     try:
-        return forecast(transformer(job.model), configuration(job), job.options.device, "maxtext")
+        return forecast(transformer(job.model), planner_configuration(job), job.options.device, "maxtext")
     except UsageError:
         return None
 

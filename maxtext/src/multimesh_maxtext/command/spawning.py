@@ -47,7 +47,7 @@ def spawn(argv: Sequence[str], options: Options, root: Path | None, grids: Seque
         code = _run([*words, *grid.words, *again], grid.processes, root, count, saves=saves)
         if code != ProcessLostError.exit_code:
             return code
-        last = restarts.closed(options, paths, number)
+        last = restarts.close_attempt(options, paths, number)
         if options.fallback and not (last and last.done > last.first):  # it did not come to train
             left = grid.processes - 1
     return ProcessLostError.exit_code

@@ -159,7 +159,7 @@ def run(parsed: Parsed, argv: Sequence[str], maxtext: Path) -> int:
             def told(simulated: int, what: str) -> None:
                 status.update(f"searching: {what}, {simulated} simulated")
 
-            training, nodes = wanted(asked, float(limit or 0)), o.nodes
+            training, nodes = make_training(asked, float(limit or 0)), o.nodes
             if o.budget:
                 devices, _ = planner.fewest(training, o.nodes * o.gpus, o.gpus, o.budget, told)
                 nodes = devices // o.gpus
@@ -172,7 +172,7 @@ def run(parsed: Parsed, argv: Sequence[str], maxtext: Path) -> int:
                 front=o.picture is not None,
             )
             if o.confirm:
-                found = _confirmed(asked, found, other, status.update)
+                found = _confirm(asked, found, other, status.update)
     except multimesh.UsageError as error:
         reason = f"; {asked.refused[0]}" if asked.refused else ""
         kind = DoesNotFitError if error.exit_code == DoesNotFitError.exit_code else UsageError
@@ -196,7 +196,7 @@ def _wrong(o: Options) -> Iterator[tuple[object, LauncherError]]:
     yield o.forecast, UsageError("--suggest and --forecast are two things to do; choose one")
 
 
-def wanted(asked: Asked, limit: float) -> planner.Training:
+def make_training(asked: Asked, limit: float) -> planner.Training:
     """Return what the planner is asked for, where a device may use ``limit`` bytes; 0: what JAX takes of it."""
     o, sizes = asked.options, transformer(asked.model)
     return planner.Training(
@@ -214,7 +214,7 @@ def wanted(asked: Asked, limit: float) -> planner.Training:
     )
 
 
-def _confirmed(asked: Asked, found: Suggestions, nodes: int | None, told: Any) -> Suggestions:
+def _confirm(asked: Asked, found: Suggestions, nodes: int | None, told: Any) -> Suggestions:
     """Make the plans of the best, until three suffice; leave out those that need more memory than there is."""
     limit, options, notes = memory.usable(asked.options) or 0, list[Option](), list[str]()
     sufficing, failed = 0, False

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from multimesh.launch import end_with_parent
 from multimesh_maxtext.checkpoint_folder import look
-from multimesh_maxtext.command.checkpoint import Beginning, explained
+from multimesh_maxtext.command.checkpoint import Beginning, explain
 from multimesh_maxtext.command.checks import Job
 from multimesh_maxtext.command.launch import Launch
 from multimesh_maxtext.command.report import Evaluation, Step, judge, progress
@@ -138,10 +138,10 @@ def train(
         log = paths.log.read_text(encoding="utf-8", errors="replace")
         lost = [said for said in LOST.findall(log) if " ended with exit code " not in said]
         if o.nodes > 1 and lost and returncode != -signal.SIGKILL:  # any other failure comes from that
-            error = ProcessLostError(f"{lost[0]}, {_after(ended)}; {going_on(o.checkpoint)}; see {paths.log}")
+            error = ProcessLostError(f"{lost[0]}, {_after(ended)}; {resume_advice(o.checkpoint)}; see {paths.log}")
         else:
-            known = refused(log) or out_of_memory(log, o.platform, ended) or explained(log, o.checkpoint)
-            error = known or stopped(log, ended)
+            known = read_refusal(log) or out_of_memory(log, o.platform, ended) or explain(log, o.checkpoint)
+            error = known or explain_stop(log, ended)
     except LauncherError as wrong:
         error = wrong
     return Outcome(steps, follower.evaluations, error, paths.log)
@@ -152,7 +152,7 @@ def _after(error: LauncherError) -> str:
     return f"after {str(error).partition(' after ')[2].partition(';')[0].removesuffix(' without an error')}"
 
 
-def going_on(checkpoints: Path | None) -> str:
+def resume_advice(checkpoints: Path | None) -> str:
     """Return how to go on with a run that ended too early."""
     steps = look(checkpoints).steps if checkpoints else ()
     if not steps:
@@ -180,13 +180,13 @@ def inspect(start: Launch, paths: Paths) -> None:
     with trainer(start, paths) as process:
         process.wait()
     if process.returncode:
-        if error := refused(paths.log.read_text(encoding="utf-8", errors="replace")):
+        if error := read_refusal(paths.log.read_text(encoding="utf-8", errors="replace")):
             raise error
         print(tail(paths.log), file=sys.stderr)
         raise TrainerFailedError(f"the trainer failed with exit code {process.returncode}; see {paths.log}")
 
 
-def refused(log: str) -> UsageError | None:
+def read_refusal(log: str) -> UsageError | None:
     """Return the error of the settings in MaxText's log; ``None`` if MaxText took them."""
     _, found, told = log.rpartition(" for MaxTextConfig\n")
     told = "".join(line for line in told.splitlines(keepends=True) if not line.startswith("    For further"))
@@ -203,7 +203,7 @@ def out_of_memory(log: str, platform: str, error: LauncherError) -> DoesNotFitEr
     return DoesNotFitError(f"the memory of {where} did not suffice {_after(error)} ({found[-1].strip()}); {remedy}")
 
 
-def stopped(log: str, error: LauncherError) -> LauncherError:
+def explain_stop(log: str, error: LauncherError) -> LauncherError:
     """Return the error of a trainer that ended before its last step, with the reason that MaxText's log gives."""
     if not isinstance(error, StoppedEarlyError) or not (found := _STOPPED.search(log)):
         return error
@@ -310,7 +310,7 @@ def trainer(launch: Launch, paths: Paths, *, inherited: Sequence[int] = ()) -> I
             raise MissingPartError(
                 f"{launch.command[0]} cannot be started ({error.strerror}); run ./bootstrap.sh"
             ) from error
-    with _guarded(process.pid):
+    with _guard(process.pid):
         try:
             yield process
         finally:
@@ -325,7 +325,7 @@ def _following() -> Callable[[], object]:
 
 
 @contextmanager
-def _guarded(group: int) -> Iterator[None]:
+def _guard(group: int) -> Iterator[None]:
     """Let a shell kill a group of processes if this process dies first: also those that read data for the trainer."""
     # What a shell puts into the background has no stdin of its own.
     kill = 'exec 3<&0 >/dev/null 2>&1; { read -r _ <&3 || kill -s KILL -- "-$1"; } &'

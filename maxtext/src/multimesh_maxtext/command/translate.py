@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from multimesh_maxtext.command import compile_cache, within_stage
-from multimesh_maxtext.command.buckets import named
+from multimesh_maxtext.command.buckets import find_buckets
 from multimesh_maxtext.command.checks import UNTOKENIZED, Job
 from multimesh_maxtext.command.flags import TIMEOUTS
 from multimesh_maxtext.command.options import Options
@@ -264,7 +264,7 @@ def environment(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_mem
     search = [str(paths.maxtext), *packages, *(installed if users else ()), *users]
     variables = {
         # Without Google Cloud MaxText also leaves out TensorBoard; else it takes what is installed.
-        "DECOUPLE_GCLOUD": str(not (given.get("enable_tensorboard") is True or named(given))).upper(),
+        "DECOUPLE_GCLOUD": str(not (given.get("enable_tensorboard") is True or find_buckets(given))).upper(),
         "JAX_PLATFORMS": "cuda" if o.gpus else "cpu",
         "PYTHONPATH": ":".join(search),
         "PYTHONUNBUFFERED": "1",

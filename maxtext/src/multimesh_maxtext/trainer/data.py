@@ -16,7 +16,7 @@ from multimesh_maxtext.errors import UnsupportedError
 from multimesh_maxtext.trainer import checkpointer, preemption
 from multimesh_maxtext.trainer.processes import absent, place
 from multimesh_maxtext.trainer.reading import Together
-from multimesh_maxtext.trainer.relayout import checked
+from multimesh_maxtext.trainer.relayout import check_first
 
 keeps_metrics = True
 """Only ``run.py`` empties the metrics file. MaxText does at every step 0, and each evaluation has one."""
@@ -49,7 +49,7 @@ def batches(config: Any, mesh: Mesh) -> tuple[Any, Any] | None:
 def place_state(abstract_state: Any, shardings: Any, checkpoints: Any) -> tuple[Any, Any, Any]:
     """Leave the train state as it is; check the checkpoints that it is read from."""
     if hasattr(checkpoints, "load_checkpointables"):  # Orbax's emergency checkpointers have an older API
-        checkpoints = checkpointer.telling(checked(checkpoints))
+        checkpoints = checkpointer.telling(check_first(checkpoints))
     return abstract_state, shardings, checkpoints
 
 

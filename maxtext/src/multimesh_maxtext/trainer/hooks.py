@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import multimesh
 from multimesh_maxtext.errors import LauncherError
-from multimesh_maxtext.handoff import Handoff, find_schedule, received
+from multimesh_maxtext.handoff import Handoff, find_schedule, receive
 from multimesh_maxtext.trainer import processes, relayout
 from multimesh_maxtext.trainer.checkpointer import telling
 from multimesh_maxtext.trainer.placement import (
@@ -39,8 +39,8 @@ from multimesh_maxtext.trainer.step import (
     PARAMETERS,
     StepFunction,
     accumulate_microbatches,
+    eval_types,
     like_flash_attention,
-    unallocated,
 )
 
 _stages: Stages | None = None
@@ -54,7 +54,7 @@ _made: list[tuple[Any, Any, Any]] = []
 
 @functools.cache
 def _handoff() -> Handoff:
-    return received(os.environ)
+    return receive(os.environ)
 
 
 def _schedule() -> multimesh.schedules.Schedule:
@@ -126,7 +126,7 @@ def init_state(fn: Callable[[], Any], *, in_shardings: None, out_shardings: Any)
 
     def create() -> Any:
         if _handoff().forecast:
-            return unallocated(fn, out_shardings)
+            return eval_types(fn, out_shardings)
         state = _current().create(fn, out_shardings)
         write_placement(Path(_handoff().placement), created=state)
         return state
@@ -152,7 +152,7 @@ def new_layer(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=1)
-def _traced_once(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _keep_trace(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function whose trace JAX keeps, for the layers that are like the first."""
     return jax.jit(fn)
 
@@ -170,7 +170,7 @@ def attention(kernel: Callable[..., Any], sums: bool = True) -> Callable[..., An
 def layer(number: int, fn: Callable[..., Any]) -> Callable[..., Any]:
     """Make a layer a task on the submesh of its stage."""
     if _handoff().forecast:
-        fn = _traced_once(fn)
+        fn = _keep_trace(fn)
     return multimesh.task(fn, f"layer{number}", mesh=_current().of_layer(number))
 
 

@@ -24,7 +24,7 @@ Entry = tuple[str, ...]
 _SECOND = ("params", "opt_state")  # stacked along the second dimension
 
 
-def checked(checkpoints: Any) -> Any:
+def check_first(checkpoints: Any) -> Any:
     """Let Orbax's checkpointer of a run refuse a checkpoint of another model before it loads anything; return it."""
     load = checkpoints.load_checkpointables
 
@@ -86,7 +86,7 @@ class _Wanted:
         for source in itertools.chain.from_iterable(self.relayout.sources[name] for name in self._moved):
             # NumPy arrays come in the shape and type they have.
             item[tuple(int(part) if part.isdigit() else part for part in source)] = np.ndarray
-        return nested(item)
+        return nest(item)
 
     def relaid(self, items: Any) -> Any:
         """Return the state, made of the loaded entries."""
@@ -102,7 +102,7 @@ class _Wanted:
                 result[path] = absent(leaf, leaf.sharding)
             else:
                 result[path] = found.get(path, leaf)
-        return nested(result)
+        return nest(result)
 
 
 def _check_same(checkpoints: Any, step: int, target: Mapping[tuple[str | int, ...], Any], sources: Any) -> None:
@@ -157,7 +157,7 @@ def _shapes(leaves: Mapping[tuple[str | int, ...], Any]) -> dict[Entry, tuple[in
     return {tuple(map(str, path)): tuple(leaf.shape) for path, leaf in leaves.items() if leaf is not None}
 
 
-def nested(flat: Mapping[Any, Any]) -> Any:
+def nest(flat: Mapping[Any, Any]) -> Any:
     """Return the dictionaries and lists that `flat` took apart."""
     if () in flat:
         return flat[()]
@@ -165,15 +165,15 @@ def nested(flat: Mapping[Any, Any]) -> Any:
     for path, leaf in flat.items():
         groups.setdefault(path[0], {})[path[1:]] = leaf
     if all(isinstance(key, int) for key in groups):
-        return [nested(groups[i]) if i in groups else None for i in range(max(groups) + 1)]
-    return {key: nested(group) for key, group in groups.items()}
+        return [nest(groups[i]) if i in groups else None for i in range(max(groups) + 1)]
+    return {key: nest(group) for key, group in groups.items()}
 
 
 def _is_key(leaf: Any) -> bool:
     return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def held(name: str, total: int) -> range:
+def layers_in(name: str, total: int) -> range:
     """Return the layers that an entry of the decoder holds; none for an entry of another kind."""
     kind, numbers = layer_names.split(name) or ("", ())
     if kind != "layers":
@@ -202,19 +202,19 @@ class Relayout:
     def __init__(self, wanted: Iterable[Entry], kept: Collection[Entry], total: int) -> None:
         self._kept = kept
         self._total = total
-        names = sorted({part for path in kept for part in path if held(part, total)})
-        self._home = {layer: name for name in names for layer in held(name, total)}
+        names = sorted({part for path in kept for part in path if layers_in(part, total)})
+        self._home = {layer: name for name in names for layer in layers_in(name, total)}
         self.sources = {path: sources for path in wanted if (sources := self._sources(path))}
 
     def _at(self, path: Entry) -> int | None:
-        return next((i for i, part in enumerate(path) if held(part, self._total)), None)
+        return next((i for i, part in enumerate(path) if layers_in(part, self._total)), None)
 
     def _sources(self, path: Entry) -> list[Entry]:
         """Entries of the checkpoint that hold a leaf; none if it lacks a part (layers may share a random generator)."""
         at = self._at(path)
         if at is None:
             return []
-        layers = held(path[at], self._total)
+        layers = layers_in(path[at], self._total)
         sources = [(*path[:at], self._home.get(layer, path[at]), *path[at + 1 :]) for layer in layers]
         return list(dict.fromkeys(sources)) if all(source in self._kept for source in sources) else []
 
@@ -239,9 +239,9 @@ class Relayout:
         at = self._at(path) or 0
         axis = 1 if path[0] in _SECOND else 0
         single = []
-        for layer in held(path[at], self._total):
+        for layer in layers_in(path[at], self._total):
             name = self._home[layer]
             array = arrays[*path[:at], name, *path[at + 1 :]]
-            first = held(name, self._total)[0]
+            first = layers_in(name, self._total)[0]
             single.append(np.take(array, layer - first, axis) if is_stack(name) else array)
         return np.stack(single, axis) if is_stack(path[at]) else single[0]

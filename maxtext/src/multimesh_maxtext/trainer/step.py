@@ -83,7 +83,7 @@ class StepFunction:
         """Choose the order of ``--schedule auto``; measure the kernels first where a second copy of the state fits."""
         if not self._handoff.chosen:
             return
-        compiled, limit = _prepared(self._jitted, state, batch), self._handoff.limit
+        compiled, limit = _prepare(self._jitted, state, batch), self._handoff.limit
         (choice,) = compiled.plan.choices
         if not limit or all(need.total + need.arguments <= limit for need in compiled.lowered.memory_forecast()):
             schedule = compiled.profile(state, batch, repeats=_REPEATS).schedule
@@ -97,7 +97,7 @@ class StepFunction:
         """Forget the step, and make it with another schedule; return the choice of that."""
         self._set_auto(schedule)
         self._jitted.clear_cache()
-        return _prepared(self._jitted, state, batch).plan.choices[0]
+        return _prepare(self._jitted, state, batch).plan.choices[0]
 
     def _write(self, choice: Any) -> None:
         Path(self._handoff.chosen).write_text(json.dumps({**choice.to_json(), "text": str(choice)}))
@@ -115,7 +115,7 @@ class Ahead:
         """Know nothing: MaxText prints nothing then."""
 
 
-def unallocated(fn: Callable[[], Any], shardings: Any) -> Any:
+def eval_types(fn: Callable[[], Any], shardings: Any) -> Any:
     """Return the types of ``fn()`` with their shardings; scalars are arrays, because MaxText reads the step number."""
 
     def leaf(x: Any, sharding: Any) -> Any:
@@ -159,7 +159,7 @@ def like_flash_attention(query: jax.Array, key: jax.Array, value: jax.Array, **_
     return _like_flash(query, key, value)
 
 
-def _prepared(jitted: multimesh.Jitted, state: Any, batch: Any) -> multimesh.Compiled:
+def _prepare(jitted: multimesh.Jitted, state: Any, batch: Any) -> multimesh.Compiled:
     """Compile the step for the next call of it."""
     compiled = jitted.prepare(state, batch)
     if not isinstance(compiled, multimesh.Compiled):
@@ -182,7 +182,7 @@ def _inspect(jitted: multimesh.Jitted, handoff: Handoff, state: Any, batch: Any)
     """Write the dump and the timelines that flags ask for. The next call runs the kernels that this compiles."""
     if not (handoff.dump or handoff.profile):
         return
-    compiled = _prepared(jitted, state, batch)
+    compiled = _prepare(jitted, state, batch)
     if handoff.dump:
         _dump(compiled, handoff)
     if handoff.profile:
