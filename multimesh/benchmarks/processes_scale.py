@@ -136,7 +136,7 @@ def last(count: int, address: str, _: SimpleQueue[Any], said: SimpleQueue[Any]) 
     client = joined(count - 1, count, address, facts())
     said.put(True)
     for number in range(3):
-        client.key_value_set_bytes(f"{post._given(str(number))}{count - 1}", bytes(32))
+        client.key_value_set_bytes(f"{post._broadcast_key(str(number))}{count - 1}", bytes(32))
         client.blocking_key_value_get_bytes(post._said(f"{number}/decided"), 10_000_000)
     time.sleep(10_000)
 
@@ -193,7 +193,7 @@ def progress(clients: dict[int, Any], beat: float) -> None:
 
 def agreed(client: Any, rank: int, name: str) -> None:
     """Take part in an agreement."""
-    client.key_value_set_bytes(f"{post._given(name)}{rank}", bytes(32))
+    client.key_value_set_bytes(f"{post._broadcast_key(name)}{rank}", bytes(32))
     client.blocking_key_value_get_bytes(post._said(f"{name}/decided"), 10_000_000)
 
 

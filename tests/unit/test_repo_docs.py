@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import os
 import re
 import shlex
@@ -28,6 +29,7 @@ from tooling.image import reference
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 PRINTED = re.compile(r"submesh 0:(?!.*: RUN )", re.DOTALL)  # a plan, which the blocks above it print; no dump of a pass
+WRITING = {"--checkpoint", "--export", "--hlo", "--html", "--output", "--picture", "--save", "-o", ">", ">>", "mkdir"}
 INSTALLED = {
     ".venv/bin/pytest",
     ".venv/bin/python",
@@ -71,6 +73,18 @@ def test_relative_links_lead_somewhere(name: str) -> None:
     elsewhere = ("#", "mailto:", "../../actions/")  # the last is on GitHub, beside the files
     targets = [t.partition("#")[0] for t in LINK.findall(text) if "://" not in t and not t.startswith(elsewhere)]
     assert [target for target in targets if not ((ROOT / name).parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("name", pages.names())
+def test_no_command_writes_into_the_tree(name: str) -> None:
+    """Files and folders that a page's commands make have absolute names; so has a cache that its code names."""
+    written = [to for argv in commands(name) for flag, to in itertools.pairwise(argv) if flag in WRITING]
+    for argv in commands(name):
+        if argv[:2] == ["git", "clone"] and "multimesh" not in argv[-1]:  # our own is what a reader starts with
+            written.append(argv[3] if len(argv) > 3 else argv[2])
+    for language in ("python", "py"):
+        written += re.findall(r'_dir", "([^"]*)"', "\n".join(pages.blocks(name, language)))
+    assert [to for to in written if not to.startswith(("/", "~", "$"))] == []
 
 
 def python(*args: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:

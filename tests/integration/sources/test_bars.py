@@ -125,6 +125,6 @@ def test_pip_says_how_many_packages_it_has_looked_at(tmp_path: Path) -> None:
     (tmp_path / "run.txt").write_text("".join(locked))
     heard = Heard()
 
-    packages._install_locked(tmp_path, "run.txt", heard, offline=True)
+    packages._install_lock(tmp_path, "run.txt", heard, offline=True)
 
     assert heard.told == [(1, 2), (2, 2)]
