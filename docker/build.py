@@ -7,7 +7,7 @@ case $0 in */*) here=${0%/*} ;; *) here=. ;; esac
 for python in python3 python3.14 python3.13 python3.12 python3.11; do
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && exec "$python" -I "$0" "$@"
 done
-echo "error: no Python from 3.11 on; run ./bootstrap.sh --group image" >&2; exit 11
+echo "error: no Python from 3.11 on; run ./bootstrap.sh --group image" >&2; exit 31
 ":"""
 import sys
 from pathlib import Path

@@ -26,7 +26,7 @@ from multimesh_maxtext.errors import MissingPartError
 
 # As in multimesh/tests/conftest.py: eight virtual devices, programs that compile fast; before jax is imported.
 os.environ |= {"NPROC": "64", "OPENBLAS_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu", **os.environ}
-os.environ |= {"MULTIMESH_CACHE": "off", SWITCH: "0", **os.environ}  # no test finds what another run left
+os.environ |= {SWITCH: "0", **os.environ}  # no test finds what another run left
 add_flags("--xla_force_host_platform_device_count=8", *QUICK)
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest's importlib mode adds no folder

@@ -14,7 +14,6 @@ from tests.xla_flags import QUICK, add_flags
 os.environ.setdefault("NPROC", "64")  # fewer threads than device programs in flight: collectives wait for ever
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("MULTIMESH_CACHE", "off")  # no test finds what another run left
 os.environ.setdefault("MULTIMESH_VERIFY", "1")  # every pass is checked in every test
 add_flags("--xla_force_host_platform_device_count=8", *QUICK)
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models import MLP, mlp_block
+from multimesh.marking import result_reductions
 from pipelines import Split, assert_same, submeshes
 
 import multimesh as mm
@@ -156,3 +157,16 @@ def test_a_reduction_keeps_the_type_of_its_state():
         mm.microbatch(lambda x: x.sum(), size=2, reduce=Grows())(X)
     with pytest.raises(mm.UsageError, match="not <class"):
         mm.microbatch(lambda x: x.sum(), size=2, reduce=Grows)(X)
+
+
+def test_a_new_reduction_by_name_is_one_entry(monkeypatch):
+    class Product(type(result_reductions.NAMED["max"])):
+        def init(self, like):
+            return jnp.ones(like.shape, like.dtype)
+
+    monkeypatch.setitem(result_reductions.NAMED, "product", Product(jnp.multiply))
+    x = jnp.arange(1.0, 9.0)
+    got = mm.jit(mm.microbatch(lambda x: x.prod(), size=2, reduce="product"))(x)
+    assert got == x.prod()
+    with pytest.raises(mm.UsageError, match='"last", "product" and objects'):
+        mm.microbatch(lambda x: x.prod(), size=2, reduce="products")(x)

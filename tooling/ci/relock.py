@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tooling.core import console, errors, proc
 from tooling.core.console import Subparsers, command
+from tooling.environment import find_python
 from tooling.sources import manifest, named, pins
 from tooling.sources.workspace import Workspace
 
@@ -28,7 +29,7 @@ GROUPS = (
     "compile-gpu",
 )
 ALONE = ("compile-gpu",)  # without what their packages ask for
-OLDEST = "3.11"
+OLDEST = find_python.in_dots(find_python.OLDEST)
 SOURCES_ONLY = ("docopt", "promise")
 
 

@@ -23,12 +23,10 @@ from multimesh.core.specs import carry_over
 from multimesh.core.weak_cache import keep_with, weak
 from multimesh.errors import UsageError
 from multimesh.marking import contexts, marks
-from multimesh.marking.result_reductions import APART, ReducedPart, Total, is_reduction, parts_of
+from multimesh.marking.result_reductions import APART, SUMS, ReducedPart, Total, is_reduction, parts_of
 from multimesh.marking.rows import explain_cut, rows_of
 from multimesh.marking.tasks import call_under_mark
 from multimesh.marking.tracing import is_partitioning, is_recording, of_loop
-
-_SUMS = ("sum", "mean", "rows")  # reductions that need no state but sums
 
 
 def microbatch(
@@ -121,7 +119,7 @@ def microbatch(
         raise UsageError(f"microbatch: argument {argnum} can't be cut (argnum=) and carried (carry=)")
     plan, accumulate = _schedule(schedule, custom_schedule), _float(accumulate)
     wanted = (stack, reduce)
-    keeps = any(way not in _SUMS for way in jax.tree.leaves(reduce, is_leaf=is_reduction))
+    keeps = any(way not in SUMS for way in jax.tree.leaves(reduce, is_leaf=is_reduction))
 
     @functools.wraps(fn)
     def looped(*args: Any, **kwargs: Any) -> Any:

@@ -134,7 +134,10 @@ class Ratio:
 
 
 NAMED = {"max": Extreme(jnp.maximum), "min": Extreme(jnp.minimum), "last": Last()}
-"""Reductions by name, beside ``"sum"``, ``"mean"`` and ``"rows"``."""
+"""Reductions by name, beside `SUMS`. One that is added here needs no other line."""
+
+SUMS = ("sum", "mean", "rows")
+"""Reductions that need no state but sums."""
 
 
 def _zeros(like: Any, dtype: Any) -> jax.Array:
@@ -217,11 +220,9 @@ def _way(name: str, leaf: Any, way: Any, dim: int, size: int | None, dtype: Any)
     """
     if way == "stack" or way in NAMED:
         return NAMED.get(way, way)
-    if way not in ("sum", "mean", "rows"):
-        raise UsageError(
-            'microbatch: reduce= takes "sum", "mean", "rows", "max", "min", "last" and objects with init, update and '
-            f"finalize, not {way!r}"
-        )
+    if way not in SUMS:
+        names = ", ".join(f'"{name}"' for name in (*SUMS, *NAMED))
+        raise UsageError(f"microbatch: reduce= takes {names} and objects with init, update and finalize, not {way!r}")
     if way == "rows":
         if size is None or not -leaf.ndim <= dim < leaf.ndim or leaf.shape[dim] != size:
             raise UsageError(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from multimesh.core import checks, disk_cache
+from multimesh.core import checks
 from multimesh.core.text import amount, columns
 from multimesh.errors import UsageError
 from multimesh.schedules.costs import UNIT_COSTS, StageCosts, cost
@@ -252,7 +252,7 @@ def _choose(auto: Auto, submeshes: int, chunks: int, microbatches: int, backward
     if FOUND in auto.without:
         best = min(fits, key=lambda f: f.makespan, default=None)
     else:
-        best = _search(auto, tuple(both.values()), fits, limits, evaluations)
+        best = search(tuple(both.values()), fits, limits, evaluations=evaluations, seed=auto.seed)
     if best is None:
         raise UsageError(_too_small(limits, [f for f, _ in published.values()], costs))
     named = [
@@ -264,37 +264,6 @@ def _choose(auto: Auto, submeshes: int, chunks: int, microbatches: int, backward
     named.sort(key=lambda c: (c.makespan, c.name == FOUND))
     bound = min(problem.bound() for problem in both.values())
     return Choice(auto, (submeshes, chunks, microbatches, backward), costs, tuple(named), tuple(limits), bound)
-
-
-def _search(
-    auto: Auto, problems: tuple[Problem, ...], fits: Sequence[Found], limits: Sequence[float], evaluations: int
-) -> Found | None:
-    """Return the best table of a search, or of an equal search on disk, whose table is simulated again."""
-    start = [(f.problem.phases, f.rows) for f in fits]
-    asked = [(p.place, p.microbatches, p.costs, p.phases) for p in problems]
-    key = disk_cache.key("search", asked, start, limits, evaluations, auto.seed)
-    kept = disk_cache.get(key)
-    if kept is not None:
-        if found := _restore(kept, problems, limits):
-            return found
-        disk_cache.tell_wrong(key)
-    found = search(problems, fits, limits, evaluations=evaluations, seed=auto.seed)
-    if found is not None:
-        disk_cache.put(key, {"phases": found.problem.phases, "rows": found.rows})
-    return found
-
-
-def _restore(kept: Any, problems: Sequence[Problem], limits: Sequence[float]) -> Found | None:
-    """Return a table from disk, if it orders every cell of a problem within the limits."""
-    try:
-        (problem,) = (p for p in problems if p.phases == kept["phases"])
-        rows = tuple(tuple(map(int, row)) for row in kept["rows"])
-        wanted = sorted((problem.row[kind], kind) for kind in problem.kinds for _ in range(problem.microbatches))
-        times = problem.times(rows) if sorted((n, k) for n, row in enumerate(rows) for k in row) == wanted else None
-        found = Found(problem, rows, max(end for _, end in times.values())) if times else None
-    except (KeyError, IndexError, TypeError, ValueError):
-        return None
-    return found if found and _fits(found, limits) else None
 
 
 def _simulate_all(
