@@ -72,7 +72,7 @@ class Reporter:
                 self._bars.update(self._tasks[name], completed=done, total=total)
 
     def done(self, name: str, text: str) -> None:
-        """End a piece of work."""
+        """Show that a piece of work is done, with the seconds that it took."""
         with self._guard:
             now = time.monotonic()
             self._show(name, f"{text} ({now - self._started.get(name, now):.1f} s)", total=1)

@@ -33,7 +33,7 @@ class Access(NamedTuple):
 
 
 def access(means: Means, environ: Mapping[str, str]) -> Access:
-    """Return how the build gets to its package index."""
+    """Return the options and variables by which pip in a build reaches the package index of this machine."""
     options, variables, left_out = list[str](), dict[str, str](), list[str]()
     settings = pip_settings(environ)
     if means.pip_config is not None:

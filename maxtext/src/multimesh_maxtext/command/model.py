@@ -225,7 +225,7 @@ def _load_model(name: str, package: Path) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=8)
 def _load(text: str) -> Any:
-    """Read YAML; suggestions describe the same model many times."""
+    """Parse YAML, once for each text: a search reads the same model's file many times."""
     return yaml.load(text, _LOADER)  # noqa: S506
 
 

@@ -18,7 +18,7 @@ class HoldUps:
     """Shows such lines of a log on stderr."""
 
     def __init__(self) -> None:
-        """Begin without lines."""
+        """Show nothing yet."""
         self._within, self._shown = False, 0
 
     def show(self, lines: Iterable[str]) -> None:

@@ -81,7 +81,7 @@ def find_wrong_experts(o: Options, model: Model) -> Iterator[LauncherError]:
 
 
 def _quantization(model: Model) -> tuple[str, bool]:
-    """The kind, empty for none, and whether Qwix makes it."""
+    """Return the kind of quantization, empty for none, and whether the library Qwix does it."""
     settings = model.resolved
     return str(settings.get("quantization") or ""), bool(settings.get("use_qwix_quantization"))
 

@@ -169,7 +169,7 @@ def _transpose(
 def _batch(
     size: int, args: Sequence[Any], dims: Sequence[int | None], *, jaxpr: Any, call: Call
 ) -> tuple[Sequence[Any], Sequence[bool]]:
-    """Results without rows stay so, unless a mesh is in force: under that JAX can't repeat them on their devices."""
+    """Batch a call. Unbatched results stay so, unless a mesh is in force: then JAX can't broadcast them later."""
     batched, rows = call.batched(size, tuple(dims), jax.sharding.get_abstract_mesh().empty)
     return batched(*args), rows
 

@@ -81,7 +81,7 @@ def _save(
     parts: Sequence[Part],
     threads: int,
 ) -> None:
-    """Write and agree. All this may be done in the background."""
+    """Write this process's parts, and let all processes agree that the checkpoint is complete."""
 
     def write() -> list[Any]:
         if jax.process_index() == 0:

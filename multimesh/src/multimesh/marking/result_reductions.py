@@ -74,7 +74,7 @@ class Extreme:
     of: Callable[[Any, Any], Any]
 
     def init(self, like: Any) -> Any:
-        """Return what no number is less extreme than."""
+        """Return the identity: the smallest number of the dtype for a maximum, the largest for a minimum."""
         return jax.tree.map(lambda x: jnp.full(x.shape, _least(x.dtype, self.of is jnp.maximum), x.dtype), like)
 
     def update(self, state: Any, result: Any) -> Any:

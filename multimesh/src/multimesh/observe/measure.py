@@ -204,7 +204,7 @@ def merge_runs(plan: Plan, every: Sequence[Seen], error: float = 0.0) -> Measure
 
 
 def _shares(plan: Plan, action: Action) -> dict[int, float]:
-    """Return the share of each SEND in the time of a move: that of its bytes."""
+    """Divide the time of an action among its SENDs, in proportion to their bytes."""
     sends = ((n, plan.instructions[n]) for n in action.instructions)
     sizes = {n: plan.bytes_of(plan.transfers[send.transfer]) for n, send in sends if isinstance(send, Send)}
     total = sum(sizes.values())

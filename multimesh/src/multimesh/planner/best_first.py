@@ -76,7 +76,7 @@ class Option:
 
     @classmethod
     def of_step(cls, step: Step, least_band: float = 0.0) -> Option:
-        """Of a forecast."""
+        """Return the option of a forecast. ``least_band`` is the smallest half-width of its band."""
         return cls(
             step.how,
             step.seconds,

@@ -65,7 +65,7 @@ class Transformers:
             before = cut
 
     def bytes(self, how: Configuration) -> float:
-        """Of the fullest device."""
+        """Return the bytes of the fullest device."""
         return max(held.total for held in footprint.peak_bytes(self.space.model, how, self.software))
 
     def option(self, how: Configuration) -> Option:

@@ -37,7 +37,7 @@ class Footprint:
 
     @property
     def total(self) -> float:
-        """Of all."""
+        """All bytes together."""
         return sum(vars(self).values())
 
 

@@ -141,7 +141,7 @@ class Space:
         return checks.whole(f"suggest: {name}", self.fixed.get(name, 1), 1)
 
     def _chunks(self, pp: int) -> tuple[int, ...]:
-        """Stages of a submesh that leave it about equal layers."""
+        """Return the numbers of stages on a submesh for which stages have about equal numbers of layers."""
         if pp == 1:
             return (1,)
         layers = self.model.layers

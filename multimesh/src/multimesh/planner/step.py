@@ -66,7 +66,7 @@ class Step:
 
     @property
     def bytes(self) -> float:
-        """Of the fullest device."""
+        """Bytes of the fullest device."""
         return max(held.total for held in self.memory)
 
     @property

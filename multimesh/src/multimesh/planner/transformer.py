@@ -124,7 +124,7 @@ class Transformer:
         return dataclasses.replace(self, experts=0, active=0, shared_ffn=0, dense_layers=0)
 
     def seen(self, sequence: float) -> float:
-        """Return twice the keys that a token sees, averaged over tokens and layers."""
+        """Return the mean number of keys to which a token attends, times two, over tokens and layers."""
         local = min(float(sequence), 2.0 * self.window) if self.window else float(sequence)
         return self.windowed * local + (1 - self.windowed) * sequence
 
@@ -149,12 +149,12 @@ class Transformer:
 
     @property
     def attention_parameters(self) -> float:
-        """Of a layer."""
+        """Parameters of a layer's attention."""
         return sum(float(rows * columns) for rows, columns, _ in self.projections)
 
     @property
     def expert_parameters(self) -> float:
-        """Of all routed experts of a layer."""
+        """Parameters of all routed experts of a layer."""
         return float(self.experts * self.hidden * self.expert * (self.gates + 1))
 
     @property
@@ -176,12 +176,12 @@ class Transformer:
 
     @property
     def layer_parameters(self) -> float:
-        """Of a layer."""
+        """Parameters of a layer, with all its experts."""
         return self.held_parameters(1)
 
     @property
     def embedding_parameters(self) -> float:
-        """Of the embedding, or of the head."""
+        """Parameters of the embedding, or of the head."""
         return float(self.hidden * self.vocabulary)
 
     @property

@@ -84,7 +84,7 @@ class Interleaved(Schedule):
         return _in_turn(forwards, backwards, self.warm(submeshes - rank - 1, chunks, group))
 
     def warm(self, behind: int, chunks: int, group: int) -> int:
-        """Return the forwards before the first backward, on a submesh with so many ``behind`` it."""
+        """Return the number of forwards before the first backward, on a submesh that ``behind`` others follow."""
         return 2 * behind + (chunks - 1) * group if chunks > 1 else behind
 
     def idle(

@@ -174,7 +174,7 @@ def _beside(units: Units, order: Sequence[Unit]) -> list[Unit]:
 
 
 def _depth_first(units: Units) -> list[Unit]:
-    """Units behind each result, the longest chain first; so one tower ends before the next one starts."""
+    """Sort units depth first from each result, the longest chain first: one tower ends before the next one starts."""
     maker = {v: unit for unit in units.units for v in unit.eqn.outvars}
     depth: dict[Unit, int] = {}
     sources: dict[Unit, list[Unit]] = {}

@@ -197,7 +197,7 @@ class _Cutter:
         yield replace(made, carries=carries, linked=linked)
 
     def _piecewise(self, op: ir.Op) -> list[ir.Op] | None:
-        """Return an operation done for each piece; None if it needs the pieces joined."""
+        """Return an operation for each piece of the operand, in place of one; None if it needs the whole operand."""
         if elementwise(op):
             return self._pointwise(op)
         first = op.ins[0]
