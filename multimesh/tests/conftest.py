@@ -33,6 +33,15 @@ def pytest_configure(config):
 
 
 @pytest.fixture
+def double():
+    """Switch JAX's 64-bit types on."""
+    import jax
+
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
 def compilations():
     """A list that gets an entry for every program that XLA compiles during the test."""
     import jax.monitoring

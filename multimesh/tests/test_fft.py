@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 import multimesh as mm
 
+pytestmark = pytest.mark.usefixtures("double")
+
 A, B = "a", "b"
 # Shape, mesh, spec, axes, spec of the result in natural order and of the transposed one.
 CASES = {
@@ -22,12 +24,6 @@ CASES = {
     "batch": ((2, 3, 8, 6), (2, 4), P(A, None, B), (-2, -1), P(A, None, None, B), P(A, None, B, None)),
     "order": ((6, 8, 5), (4,), P(None, A), (1, 0, 2), P(A, None, None), P(A, None, None)),
 }
-
-
-@pytest.fixture(autouse=True)
-def double():
-    with jax.enable_x64(True):
-        yield
 
 
 def mesh_of(shape, kind="Auto"):

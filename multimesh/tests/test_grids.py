@@ -12,13 +12,7 @@ from jax.sharding import PartitionSpec as P
 import multimesh as mm
 from multimesh import grids
 
-pytestmark = pytest.mark.longer
-
-
-@pytest.fixture(autouse=True)
-def double():
-    with jax.enable_x64(True):
-        yield
+pytestmark = [pytest.mark.longer, pytest.mark.usefixtures("double")]
 
 
 def mesh_of(*shape):

@@ -10,6 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import multimesh as mm
 
+pytestmark = pytest.mark.usefixtures("double")
+
 LAYOUTS = {
     "rows": ((8,), P("x")),
     "columns": ((4,), P(None, "x")),
@@ -20,12 +22,6 @@ KERNELS = {  # of distances
     "matern": lambda d: (1 + np.sqrt(3) * d / 0.2) * np.exp(-np.sqrt(3) * d / 0.2),
     "periodic": lambda d: np.exp(-8 * np.sin(2 * np.pi * d) ** 2),
 }
-
-
-@pytest.fixture(autouse=True)
-def double():
-    with jax.enable_x64(True):
-        yield
 
 
 def covariance(kernel, dim, n, dtype):

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import multimesh as mm
 
-pytestmark = pytest.mark.longer
+pytestmark = [pytest.mark.longer, pytest.mark.usefixtures("double")]
 
 LAYOUTS = {  # devices, spec
     "one": ((1,), P("x")),
@@ -23,12 +23,6 @@ LAYOUTS = {  # devices, spec
     "copies": ((4, 2), P("y")),
     "turned": ((2, 4), P(("y", "x"))),
 }
-
-
-@pytest.fixture(autouse=True)
-def double():
-    with jax.enable_x64(True):
-        yield
 
 
 def mesh_of(shape, kind="Auto"):

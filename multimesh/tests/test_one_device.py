@@ -16,6 +16,8 @@ from test_linalg import definite, normal
 
 import multimesh as mm
 
+pytestmark = pytest.mark.usefixtures("double")
+
 N = 12
 ONE = Mesh(np.array(jax.devices()[:1]), ("x",))
 BESIDE = Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("x", "y"))  # both devices have all of what "x" shards
@@ -51,12 +53,6 @@ LINALG = {  # of a positive definite matrix, any square one, a tall one, and rig
         lambda a, g, t, b: [jnp.linalg.svd(x, full_matrices=False) for x in (t, g)],
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def double():
-    with jax.enable_x64(True):
-        yield
 
 
 def compare(name, layout, dtype, kind):
