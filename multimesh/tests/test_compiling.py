@@ -8,13 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from models import MLP, TRANSFORMER, Model
 from multimesh.core._compat import executables
+from multimesh.runtime import ynnpack
 from pipelines import Split, gradient, submeshes
 
 import multimesh as mm
+from multimesh import ir
 
 ROWS, SIZE, STAGES = 8, 2, 4
 
@@ -123,3 +126,63 @@ def test_what_plans_on_cpus_are_compiled_with_unless_told_otherwise(monkeypatch,
     lowered.compile(given)
     assert all(options == passed for options in seen)
     assert seen
+
+
+YNNPACK = "xla_cpu_experimental_ynn_fusion_type"
+has_ynnpack = pytest.mark.skipif(not executables.takes_option(YNNPACK, ""), reason="this jaxlib has no YNNPACK")
+
+
+@pytest.fixture(scope="module")
+def products() -> Any:
+    """A stage with the many small products of attention, and one with large products by weights."""
+
+    def stages(x: jax.Array, w: jax.Array) -> jax.Array:
+        attention, mlp = submeshes(2, (1,))
+        with mm.task(mesh=attention, name="attention"):
+            heads = x.reshape(8, 64, 4, 64)
+            x = jnp.einsum("bhqk,bkhd->bqhd", jnp.einsum("bqhd,bkhd->bhqk", heads, heads), heads).reshape(x.shape)
+        with mm.task(mesh=mlp, name="mlp"):
+            return jnp.tanh(x @ w) @ w
+
+    return mm.jit(stages).lower(jnp.ones((512, 256)), jnp.ones((256, 256)))
+
+
+@has_ynnpack
+def test_ynnpack_gets_the_products_that_gain_by_it(products: Any):
+    compiled = products.compile().compiled_plan
+    pairs = zip(compiled.plan.kernels, compiled.executables, strict=True)
+    assert {kernel.name: "__ynn_fusion" in executable.as_text() for kernel, executable in pairs} == {
+        "attention": False,
+        "mlp": True,
+    }
+
+
+@has_ynnpack
+@pytest.mark.parametrize(("given", "flags"), [({YNNPACK: "LIBRARY_FUSION_TYPE_DOT"}, ""), (None, f"--{YNNPACK}=x")])
+def test_a_choice_of_the_user_about_ynnpack_stays(monkeypatch, products: Any, given: Any, flags: str):
+    monkeypatch.setenv("XLA_FLAGS", flags)  # XLA itself has read it before
+    compiled = products.compile(given).compiled_plan
+    assert all("__ynn_fusion" in executable.as_text() for executable in compiled.executables)
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "heads", "devices", "loses"),
+    [
+        (128, 64, 8, 1, True),
+        (128, 64, 0, 1, False),  # equal: XLA's own choice stays
+        (128, 192, 8, 1, False),
+        (512, 256, 32, 1, False),
+        (512, 256, 32, 64, True),  # each device has a small part of the large product
+    ],
+)
+def test_small_matrices_of_a_batch_weigh_against_large_products(rows, width, heads, devices, loses):
+    def f(x: jax.Array, w: jax.Array) -> jax.Array:
+        y = x @ w
+        if heads:
+            y = y.reshape(heads, -1, 32)
+            y = y @ y.mT
+        return y
+
+    (call,) = jax.make_jaxpr(jax.jit(f))(jnp.ones((rows, width)), jnp.ones((width, width))).eqns
+    op = ir.Op(call.primitive, call.params, tuple(call.invars), tuple(call.outvars))
+    assert ynnpack.loses([op], devices) == loses

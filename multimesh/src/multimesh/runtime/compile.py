@@ -25,6 +25,7 @@ from multimesh.plan.instructions import Kernel, Run
 from multimesh.plan.plan import Plan
 from multimesh.processes.arrays import here
 from multimesh.processes.launchers import LAUNCHERS
+from multimesh.runtime import ynnpack
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,12 +37,14 @@ class CompiledPlan:
 
 
 def compile_plan(plan: Plan, options: Mapping[str, Any] | None = None) -> CompiledPlan:
-    """Compile the kernels that run on devices of this process; `with_defaults` adds to the options for XLA.
+    """Compile the kernels that run on devices of this process.
+
+    `with_defaults` and `for_kernel` add to the options for XLA.
 
     The plan fixes the layouts of inputs and outputs, so that no kernel waits for another. Equal kernels of different
     submeshes share one compilation where `executables.code_key` allows it.
     """
-    options = with_defaults(plan, options)
+    shared = with_defaults(plan, options)
     alike: dict[Any, list[_Lowered]] = {}  # key of the code to the kernels with that code
     own = {
         number: run
@@ -53,15 +56,15 @@ def compile_plan(plan: Plan, options: Mapping[str, Any] | None = None) -> Compil
             running: dict[int, concurrent.futures.Future[Any]] = {}
             for number, run in own.items():
                 mesh = plan.submeshes[run.submesh]
-                kernel = _lower(plan, run)
+                kernel = _lower(plan, run, for_kernel(plan, run.kernel, shared))
                 group = alike.setdefault(executables.code_key(kernel.lowered, mesh) or number, [])
                 group.append(kernel)
                 if len(group) == 1:
-                    running[number] = pool.submit(kernel.compile, options)
+                    running[number] = pool.submit(kernel.compile)
                     running[number].add_done_callback(lambda _: done())
             for first, *others in alike.values():
                 for kernel in others:
-                    running[kernel.number] = pool.submit(kernel.moved, running[first.number].result(), options)
+                    running[kernel.number] = pool.submit(kernel.moved, running[first.number].result())
                     running[kernel.number].add_done_callback(lambda _: done())
             compiled = {number: future.result() for number, future in running.items()}
         except BaseException:
@@ -73,22 +76,23 @@ def compile_plan(plan: Plan, options: Mapping[str, Any] | None = None) -> Compil
 
 @dataclass(frozen=True, eq=False)
 class _Lowered:
-    """A kernel that was lowered for its submesh."""
+    """A kernel that was lowered for its submesh, and its options for XLA."""
 
     number: int
     mesh: Mesh
+    options: dict[str, Any]
     jitted: Any
     lowered: Any
 
-    def compile(self, options: Mapping[str, Any]) -> Any:
-        return executables.finish(self.lowered.compile(options), self.lowered, self.mesh, self.jitted)
+    def compile(self) -> Any:
+        return executables.finish(self.lowered.compile(self.options), self.lowered, self.mesh, self.jitted)
 
-    def moved(self, compiled: Any, options: Mapping[str, Any]) -> Any:
+    def moved(self, compiled: Any) -> Any:
         """Return the executable, from an equal kernel that was compiled for another submesh, or else compiled."""
-        return executables.on_other_devices(compiled, self.lowered, self.mesh, options) or self.compile(options)
+        return executables.on_other_devices(compiled, self.lowered, self.mesh, self.options) or self.compile()
 
 
-def _lower(plan: Plan, run: Run) -> _Lowered:
+def _lower(plan: Plan, run: Run, options: dict[str, Any]) -> _Lowered:
     number, kernel = run.kernel, plan.kernels[run.kernel]
     given = [
         jax.ShapeDtypeStruct(plan.slots[slot].shape, plan.slots[slot].dtype, sharding=_auto(plan.layouts[slot]))
@@ -103,7 +107,7 @@ def _lower(plan: Plan, run: Run) -> _Lowered:
     with warnings.catch_warnings(), compiling():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         try:
-            return _Lowered(number, plan.submeshes[kernel.submesh], jitted, jitted.lower(*given))
+            return _Lowered(number, plan.submeshes[kernel.submesh], options, jitted, jitted.lower(*given))
         except MultiMeshError:
             raise
         except Exception as error:
@@ -142,8 +146,22 @@ def with_defaults(plan: Plan, options: Mapping[str, Any] | None) -> dict[str, An
     defaults: dict[str, Any] = {"xla_backend_optimization_level": 2}
     if all(mesh.size >= cores() for mesh in plan.submeshes):
         defaults["xla_cpu_multi_thread_eigen"] = False
-    flags = os.environ.get("XLA_FLAGS", "")
-    return {name: value for name, value in defaults.items() if name not in flags} | chosen
+    return {name: value for name, value in defaults.items() if not _in_environment(name)} | chosen
+
+
+def for_kernel(plan: Plan, number: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options for a kernel: those of the plan, and on CPUs no YNNPACK where its products lose by it."""
+    kernel = plan.kernels[number]
+    mesh = plan.submeshes[kernel.submesh]
+    free = ynnpack.OPTION not in options and not _in_environment(ynnpack.OPTION)
+    on_cpus = all(device.platform == "cpu" for device in mesh.devices.flat)
+    if free and on_cpus and ynnpack.loses(kernel.ops, mesh.size) and executables.takes_option(ynnpack.OPTION, ""):
+        return {ynnpack.OPTION: "", **options}
+    return dict(options)
+
+
+def _in_environment(name: str) -> bool:
+    return name in os.environ.get("XLA_FLAGS", "")
 
 
 def _auto(layout: Any) -> Any:

@@ -41,6 +41,17 @@ def transfer(
     return lambda *arrays: jax.device_put(list(arrays), layouts)
 
 
+@functools.cache
+def takes_option(name: str, value: Any) -> bool:
+    """Return whether XLA's CPU compiler knows an option and this value of it."""
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        try:
+            jax.jit(lambda: jnp.zeros(())).lower().compile({name: value})
+        except jax.errors.JaxRuntimeError:
+            return False
+    return True
+
+
 def assembler(shape: tuple[int, ...], layout: NamedSharding) -> Callable[[Sequence[Any]], Any]:
     """Return a function that makes an array of its shards here, one for each device in the order of the layout.
 
