@@ -59,7 +59,14 @@ def _mlp_stage(s: int) -> dict[str, np.ndarray]:
 
 
 def mlp_block(p: Any, x: Any) -> Any:
-    return x + jnp.tanh(x @ p["up"] + p["bias"]) @ p["down"]
+    return x + product(jnp.tanh(x @ p["up"] + p["bias"]), p["down"], x)
+
+
+def product(x: Any, w: Any, like: Any) -> Any:
+    """Where Explicit axes divide what the product sums over, JAX has to be told its layout: that of ``like``."""
+    if not any(jax.typeof(x).sharding.spec[-1:]):
+        return x @ w
+    return jnp.matmul(x, w, out_sharding=jax.typeof(like).sharding.spec)
 
 
 def squared_error(x: Any, y: Any) -> Any:
@@ -127,6 +134,12 @@ def attention_block(p: Any, x: Any) -> Any:
     return mlp_block(p["mlp"], x)
 
 
+def take(emb: Any, tokens: Any) -> Any:
+    """Rows of an embedding. On Explicit axes JAX has to be told their layout: that of the tokens."""
+    spec = jax.typeof(tokens).sharding.spec
+    return emb.at[tokens].get(out_sharding=jax.P(*spec, None)) if any(spec) else emb[tokens]
+
+
 def cross_entropy(logits: Any, labels: Any) -> Any:
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1))
 
@@ -143,7 +156,7 @@ def _tokens(rows: int, seed: int) -> dict[str, np.ndarray]:
 def _transformer_loss(params: Any, batch: Any, stage: Stage) -> Any:
     """The embedding is looked up on the first stage and is the output projection on the last one."""
     *front, last = params["stages"]
-    x = stage(0, lambda emb, p, tokens: attention_block(p, emb[tokens]))(params["emb"], front[0], batch["x"])
+    x = stage(0, lambda emb, p, tokens: attention_block(p, take(emb, tokens)))(params["emb"], front[0], batch["x"])
     for s, p in enumerate(front[1:], 1):
         x = stage(s, attention_block)(p, x)
 

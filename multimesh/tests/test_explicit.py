@@ -1,6 +1,7 @@
 """Meshes with Explicit axes, as ``jax.make_mesh`` makes: plain jit's values, results on the mesh given."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +29,14 @@ def split_of(kinds, form="wrapper"):
 SPLIT = split_of((EXPLICIT, EXPLICIT))
 
 
-def place(split, params, owners):
-    """Matrices split over ``model``, on the mesh of their stage."""
-    spec = lambda x: P(None, "model") if x.ndim == 2 else P()  # noqa: E731
-    return jax.tree.map(
-        lambda x, o: jax.device_put(jnp.array(x), NamedSharding(split.mesh(o[0]), spec(x))), params, owners
-    )
+def place(split, params, owners, spec=lambda path: P("model") if "down" in path else P(None, "model")):
+    """Arrays on the mesh of their stage; matrices split over ``model``, so that JAX can type the products."""
+    leaves, tree = jax.tree.flatten_with_path(params)
+    layouts = [
+        NamedSharding(split.mesh(o[0]), spec(jax.tree_util.keystr(path)) if x.ndim == 2 else P())
+        for (path, x), o in zip(leaves, jax.tree.leaves(owners, is_leaf=lambda o: isinstance(o, tuple)), strict=True)
+    ]
+    return jax.device_put(jax.tree.map(jnp.array, params), jax.tree.unflatten(tree, layouts))
 
 
 @pytest.mark.telling(
@@ -79,7 +82,7 @@ def test_every_form_of_a_task(form, model):
     split = split_of(KINDS["explicit"], form)
     registered = register_scopes(split, 2) if form == "scope" else []
     try:
-        params = place(split, model.init(2), model.owners(model.init(2)))
+        params = place(split, model.init(2), model.owners(model.init(2)), lambda path: P())
         got = mm.jit(gradient(model, split, size=4, rows=16))(params, split.lay_out(model.batch(16, 0)))
     finally:
         for r in registered:
@@ -123,50 +126,66 @@ def explicit_product(w, x):
     return jnp.einsum("ab,bc->ac", x, w, out_sharding=P("data", "model"))
 
 
+HELD = on(P(None, "model"), W)
 WORKS = {
-    "constraint": lambda w, x: jax.lax.with_sharding_constraint(x @ w, P("data")),
+    "out_sharding": explicit_product,
+    "constraint": lambda w, x: jax.lax.with_sharding_constraint(explicit_product(w, x), P("data", "model")),
     "logical constraint": lambda w, x: mm.with_sharding_constraint(x @ w, P("data", "model")),
-    "shard_map": lambda w, x: jax.shard_map(lambda x: x * 2, in_specs=P("data"), out_specs=P("data"))(x @ w),
+    "reshard": lambda w, x: jax.sharding.reshard(x @ w, P("data")),
+    "reshape": lambda w, x: jax.lax.reshape(jax.lax.reshape(x @ w, (2, 4, 8), out_sharding=P("data")), (8, 8)),
+    "at get": lambda w, x: (x @ w).at[jnp.arange(8)].get(out_sharding=P("data")),
+    "shard_map": lambda w, x: jax.shard_map(lambda x: x * 1, in_specs=P("data"), out_specs=P("data"))(
+        jax.sharding.reshard(x @ w, P("data"))
+    ),
+    "shard_map of a mesh": lambda w, x: jax.shard_map(
+        lambda x: x * 1, mesh=SPLIT.mesh(0), in_specs=P("data"), out_specs=P("data")
+    )(jax.sharding.reshard(x @ w, P("data"))),
+    "shard_map of one axis": lambda w, x: jax.shard_map(
+        lambda x: x * jax.lax.axis_size("data") / 2, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}
+    )(jax.sharding.reshard(x @ w, P("data"))),
     "auto_axes": lambda w, x: jax.sharding.auto_axes(lambda w, x: x @ w, out_sharding=P("data"))(w, x),
-    "explicit_axes": jax.sharding.explicit_axes(explicit_product, in_sharding=(P(None, "model"), P("data"))),
+    "explicit_axes inside auto_axes": lambda w, x: jax.sharding.auto_axes(
+        jax.sharding.explicit_axes(explicit_product, in_sharding=(P(None, "model"), P("data"))), out_sharding=P("data")
+    )(w, x),
+    "captured": lambda w, x: x @ HELD + 0 * (x @ w),
 }
 
 
 @pytest.mark.parametrize("case", WORKS)
 def test_code_that_names_layouts(case):
+    """As under plain jax.jit: values, gradients, and the layouts in the types of results."""
     first = WORKS[case]
-    total = lambda f: jax.value_and_grad(lambda w, x: (2 * f(w, x)).sum(), argnums=(0, 1))  # noqa: E731
-    with_loss = mm.jit(total(lambda w, x: mm.task(first, "first", mesh=SPLIT.mesh(0))(w, x)))
-    want = jax.jit(total(lambda w, x: x @ w * (2 if case == "shard_map" else 1)))(W, X)
-    assert_same(with_loss(on(P(None, "model"), W), on(P("data"))), want)
-    f = two(first)
+    args = on(P(None, "model"), W), on(P("data"))
+    total = jax.value_and_grad(lambda f, w, x: (2 * f(w, x)).sum(), argnums=(1, 2))
+    one = mm.task(first, "first", mesh=SPLIT.mesh(0))
+    with jax.set_mesh(SPLIT.mesh(0)):
+        want, value = jax.jit(total, static_argnums=0)(first, *args), jax.jit(first)(*args)
+    got = mm.jit(functools.partial(total, one))(*args)
+    assert_same(got, want)
+    assert jax.tree.map(jax.typeof, got) == jax.tree.map(jax.typeof, want)
+    assert jax.typeof(mm.jit(one)(*args)) == jax.typeof(value)
+    assert_same(two(first)(*args), 2 * value)
+
+
+@pytest.mark.parametrize("case", ["reshard", "at get", "shard_map"])
+def test_arguments_without_a_layout_are_replicated(case):
+    f = two(WORKS[case])
     assert f.plan(W, X).submeshes == SPLIT.meshes
-    assert_same(f(W, on(P("data"))), X @ W * (4 if case == "shard_map" else 2))
+    assert_same(f(W, X), 2 * X @ W)
 
 
-HELD = on(P(None, "model"), W)
-REFUSED = {  # Explicit code without explicit_axes, and what the message advises
-    "out_sharding": (explicit_product, "explicit_axes"),
-    "reshape": (lambda w, x: jax.lax.reshape(x @ w, (2, 4, 8), out_sharding=P("data")), "with_sharding_constraint"),
-    "at get": (lambda w, x: (x @ w).at[jnp.arange(4)].get(out_sharding=P("data")), "with_sharding_constraint"),
-    "reshard": (lambda w, x: jax.sharding.reshard(x @ w, P("data")), "with_sharding_constraint"),
-    "constraint": (
-        lambda w, x: jax.lax.with_sharding_constraint(x @ w, NamedSharding(SPLIT.mesh(0), P("data"))),
-        r"with_sharding_constraint\(x, P",
-    ),
-    "shard_map": (
-        lambda w, x: jax.shard_map(jnp.sin, mesh=SPLIT.mesh(0), in_specs=P("data"), out_specs=P("data"))(x @ w),
-        "drop mesh=",
-    ),
-    "captured": (lambda w, x: x @ HELD, "pass arrays as arguments"),
+REFUSED = {  # by JAX, on any mesh with Explicit axes, and what the message advises
+    "constraint": (lambda w, x: jax.lax.with_sharding_constraint(x @ w, P("model")), "reshard"),
+    "product": (lambda w, x: (x @ w) @ w.T, "out_sharding=.*Auto"),
+    "gather": (lambda w, x: (x @ w)[x[:, 0].astype(int)], "out_sharding=.*Auto"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_explicit_code_in_a_task_is_refused_with_the_remedy(case):
+def test_code_that_jax_can_not_type_is_refused_with_the_remedy(case):
     fn, remedy = REFUSED[case]
-    with pytest.raises(mm.UsageError, match=rf"test_explicit.py:\d+: inside task 'first' .*Auto.*{remedy}.*JAX says"):
-        two(fn)(W, X)
+    with pytest.raises(mm.UsageError, match=rf"test_explicit.py:\d+: task 'first': .*Explicit.*{remedy}.*JAX says"):
+        two(fn)(on(P(None, "model"), W), on(P("data")))
 
 
 def test_jaxs_error_about_auto_axes_stays_jaxs():

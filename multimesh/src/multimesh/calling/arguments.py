@@ -13,6 +13,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import SequenceKey
 
+from multimesh.calling.argument_types import Types
 from multimesh.core import _compat, checks
 from multimesh.core.prefixes import spread
 from multimesh.core.specs import strip
@@ -31,6 +32,7 @@ class Signature:
     context: Any
     home: Mesh | None = None  # submesh of a function without tasks, if it gets a plan
     homes: tuple[Mesh | None, ...] = ()  # submeshes of leaves that no task reads, if leaves lie on several
+    types: Types | None = None  # layouts in the types of leaves, if an axis is Explicit
 
 
 class Given(NamedTuple):
@@ -228,6 +230,11 @@ def kind_of(x: Any) -> str | None:
 def host_kind(kind: str | None) -> str | None:
     """Return a kind of memory if it is one that types of JAX tell from that of the device; else None."""
     return kind if kind == "pinned_host" else None
+
+
+def layouts_of(shardings: Any, tree: Any, what: str) -> list[NamedSharding | PartitionSpec | None]:
+    """A layout per leaf, as the prefix gives it."""
+    return list(_spread(shardings, tree, what))
 
 
 def per_leaf(shardings: Any, tree: Any, what: str) -> list[PartitionSpec | None]:

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh.calling.arguments import Signature
 from multimesh.calling.transforms import Call
+from multimesh.core import _compat
 from multimesh.core.specs import strip
 from multimesh.ir.primitives import is_small
 from multimesh.passes.placing.owners import Owners
@@ -61,9 +62,14 @@ class Trace:
     defaults: dict[int, Mesh] = field(default_factory=dict)  # submesh of argument leaves that were given on none
 
     @functools.cached_property
+    def erased(self) -> Any:
+        """The traced function without layouts in its types, as the passes read it."""
+        return self.call.closed if self.call.types is None else _compat.erase(self.call.closed)
+
+    @functools.cached_property
     def _unowned(self) -> frozenset[int]:
         """Argument leaves that no task reads."""
-        program = inline(self.call.closed, self.devices)
+        program = inline(self.erased, self.devices)
         owners = Owners(program, (), {})
         return frozenset(i for i, v in enumerate(program.inputs) if not is_small(v) and not owners.is_read(v))
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from multimesh.calling.aot import Compiled, Lowered, Plain, TracedFunction, export_error
+from multimesh.calling.argument_types import OF_ARGUMENTS, check_summed, layout_of, result_specs, types_of, widen
 from multimesh.calling.arguments import (
     Given,
     Parameters,
@@ -22,6 +23,7 @@ from multimesh.calling.arguments import (
     host_kind,
     is_sharding,
     kind_of,
+    layouts_of,
     leaf_names,
     match_results,
     memory_kinds,
@@ -40,7 +42,7 @@ from multimesh.ir.program import has_tasks
 from multimesh.marking import contexts, registrations
 from multimesh.marking.contexts import Options
 from multimesh.marking.flax_modules import refuse_changes
-from multimesh.marking.tracing import is_recording, partitioning, pause_gc
+from multimesh.marking.tracing import is_recording, note_meshes, partitioning, pause_gc
 from multimesh.passes import pipeline
 from multimesh.passes.pipeline import Traced
 from multimesh.plan.plan import Plan
@@ -77,17 +79,21 @@ class Jitted:
         *,
         autoshard: bool = False,
         layouts: Sequence[PartitionSpec | None] = (),
+        types: AbstractMesh | str | None = OF_ARGUMENTS,
     ):
-        """``layouts`` are those of results, as far as their submeshes have the axes."""
+        """``layouts`` are those of results, as far as their submeshes have the axes.
+
+        ``types`` is the mesh in the types of values outside of tasks; None: they have none.
+        """
         self._fn = fn
         self._autoshard = autoshard
         self._name = getattr(fn, "__name__", type(fn).__name__)
         self._parameters = parameters or Parameters(fn)
         self._in_shardings, self._out_shardings = in_shardings, out_shardings
-        self._layouts = layouts
+        self._layouts, self._types = layouts, types
         self._devices = tuple(devices) if devices is not None else None
         given, tree = jax.tree.flatten((in_shardings, out_shardings, layouts), is_leaf=is_sharding)
-        key = (self._parameters.key, tuple(given), tree, self._devices, autoshard)
+        key = (self._parameters.key, tuple(given), tree, self._devices, autoshard, types)
         self._cache = keep_with(fn, key, Cache)
         functools.update_wrapper(self, fn, updated=())
 
@@ -129,16 +135,42 @@ class Jitted:
         key = replace(signature, specs=(), home=None, homes=())
         trace = self._cache.traces.get(key)
         if trace is None:
-            flat, structs = self._flat(given, signature)
-            with pause_gc(), _compat.devices_free(), _compat.explain_trace(lambda: self._name):
-                closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*structs)
-                closed, captured = _compat.hoist(closed)
+            closed, shapes, types = self._traced(given, signature)
+            closed, captured = _compat.hoist(closed)
             alike = functools.partial(Jitted, devices=self._devices, autoshard=self._autoshard)
             devices = self._devices or tuple(jax.devices())
-            trace = Trace(Call(closed, alike), captured, jax.tree.structure(shapes), devices)
+            trace = Trace(Call(closed, alike, types=types), captured, jax.tree.structure(shapes), devices)
             if not captured:
                 trace = self._cache.traces.setdefault(key, trace)
         return trace
+
+    def _traced(self, call: Given, signature: Signature) -> tuple[Any, Any, AbstractMesh | None]:
+        """Return the jaxpr, the shapes of results, and the mesh in its types.
+
+        The trace of a function whose tasks have Explicit axes that no argument has is thrown away, and repeated with
+        these in the types of values outside of tasks.
+        """
+        flat, structs = self._flat(call, signature)
+        types = signature.types
+        while True:
+            met: list[Mesh] = []
+            try:
+                with (
+                    pause_gc(),
+                    _compat.devices_free(None if types is None else types.mesh),
+                    _compat.explain_trace(lambda: self._name),
+                    note_meshes(met),
+                ):
+                    closed, shapes = jax.make_jaxpr(flat, return_shape=True)(
+                        *(types.structs(structs) if types else structs)
+                    )
+            except Exception:
+                if widen(types, len(structs), met) == types:
+                    raise
+            else:
+                if widen(types, len(structs), met) == types:
+                    return closed, shapes, None if types is None else types.mesh
+            types = widen(types, len(structs), met)
 
     def _compiled(self, given: Given, signature: Signature) -> Compiled | Plain:
         known = self._cache.compiled
@@ -236,15 +268,20 @@ class Jitted:
         context = self._context()
         specs = [spec_of(leaf, or_none=context.options.autoshard) for leaf in leaves]
         kinds = tuple(map(kind_of, leaves))
+        found = [*map(layout_of, leaves)]
         if self._in_shardings is not None:
             if given.names:
                 raise UsageError(f"{self._name}: in_shardings can't say where {given.names[0]}= is; drop one of them")
             layouts = per_leaf(self._in_shardings, tree, "in_shardings")
             specs = [spec if g is None else strip(g) for spec, g in zip(specs, layouts, strict=True)]
+            asked = layouts_of(self._in_shardings, tree, "in_shardings")
+            found = [own if g is None else g for own, g in zip(found, asked, strict=True)]
             given_kinds = memory_kinds(self._in_shardings, tree, "in_shardings")
             kinds = tuple(host_kind(given_kinds.get(n, kind)) for n, kind in enumerate(kinds))
         home = None if context.options.enable_fast_path else _home(leaves)
-        signature = Signature(tree, avals, tuple(specs), kinds, given.key, context, home)
+        check_summed(self._name, found)
+        types = types_of(found, self._types, registrations.meshes(context.registrations))
+        signature = Signature(tree, avals, tuple(specs), kinds, given.key, context, home, types=types)
         homes = () if context.options.ignore_transforms else homes_of(leaves)
         return signature if not homes else replace(signature, homes=self._trace(given, signature).homes(homes))
 
@@ -278,14 +315,17 @@ class Jitted:
         trace = self._trace(given, signature)
         if trace.captured:
             raise MultiMeshError(f"{self._name}: captures a value of an enclosing transformation")
-        closed, out_tree = trace.call.closed, trace.out_tree
+        closed, out_tree = trace.erased, trace.out_tree
         parameters = self._parameters.names(given)
         alike = match_results(signature, out_tree, list(map(_compat.shape_of, closed.out_avals)), donated, parameters)
         home = signature.home or Mesh(np.array(devices[:1]), ("devices",))
         results = per_leaf(self._out_shardings, out_tree, "out_shardings")
         out_specs = {i: spec for i, spec in enumerate(results) if spec is not None}
         layouts = out_specs | {i: spec for i, spec in enumerate(self._layouts) if spec is not None}
-        traced = Traced(closed, devices, options, home, signature.specs, donated, alike, layouts, homes=signature.homes)
+        types = result_specs(trace.call.closed.out_avals)
+        traced = Traced(
+            closed, devices, options, home, signature.specs, donated, alike, layouts, homes=signature.homes, types=types
+        )
         stages = pipeline.run(traced)
         if not has_tasks(next(stages).made) and options.enable_fast_path and not signature.homes:
             if self._in_shardings is not None or self._out_shardings is not None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from multimesh.core import _compat
 from multimesh.marking.tracing import partitioning
@@ -24,17 +24,29 @@ class Call:
     """A traced function of flat arrays. A call binds the primitive, which runs as ``jit`` of the function."""
 
     def __init__(
-        self, closed: Any, jit: Callable[..., Callable[..., Any]], layouts: Sequence[PartitionSpec | None] = ()
+        self,
+        closed: Any,
+        jit: Callable[..., Callable[..., Any]],
+        layouts: Sequence[PartitionSpec | None] = (),
+        types: AbstractMesh | None = None,
     ):
-        """``jit(function, layouts=...)`` compiles; ``layouts`` has a spec or None for each result."""
+        """``jit(function, layouts=...)`` compiles; ``layouts`` has a spec or None for each result.
+
+        ``types`` is the mesh in the types of the trace.
+        """
         self.closed = closed
-        self.function = _compat.jaxpr_as_fun(closed)
-        self._jit, self._layouts = jit, layouts
+        self.types = types
+        self._of = _compat.jaxpr_as_fun(closed)
+        self._jit, self._layouts = functools.partial(jit, types=types), layouts
         self._made: dict[Hashable, Any] = {}  # each transformation is traced and compiled once
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         """Bind the primitive: it runs, or is transformed."""
         return call_p.bind(*args, jaxpr=self.closed, call=self)
+
+    def function(self, *args: Any) -> Sequence[Any]:
+        """Evaluate the trace."""
+        return self._of(*_compat.fit_types(args, self.closed.in_avals))
 
     def run(self, *args: Any) -> Sequence[Any]:
         """Run on arrays."""
@@ -48,14 +60,14 @@ class Call:
     def _traced(self, fn: Callable[..., Any], *shapes: Any, layouts: Sequence[PartitionSpec | None] = ()) -> Call:
         with (
             partitioning(),
-            _compat.devices_free(),
+            _compat.devices_free(self.types),
             _compat.explain_trace(lambda: "a transformed function of multimesh.jit"),
         ):
-            return Call(jax.make_jaxpr(fn)(*shapes), self._jit, layouts)
+            return Call(jax.make_jaxpr(fn)(*shapes), self._jit, layouts, self.types)
 
     @property
     def _shapes(self) -> list[jax.ShapeDtypeStruct]:
-        return [_compat.shape_of(aval) for aval in self.closed.in_avals]
+        return [_compat.struct_of(aval) for aval in self.closed.in_avals]
 
     def linearize(self, moving: tuple[bool, ...]) -> tuple[Call, Call, list[bool]]:
         """Return the function with its residuals, its tangent function, and a flag per result that has a tangent.
@@ -83,7 +95,7 @@ class Call:
         moved = [bool(jnp.issubdtype(aval.dtype, jnp.inexact)) for aval in self.closed.out_avals]
         tangents = list(itertools.compress(self._shapes, moving))
         made = self._traced(forward, *self._shapes, layouts=self._layouts)
-        residuals = [_compat.shape_of(aval) for aval in made.closed.out_avals[len(moved) :]]
+        residuals = [_compat.struct_of(aval) for aval in made.closed.out_avals[len(moved) :]]
         layouts = tuple(itertools.compress(self._layouts, moved))
         return made, self._traced(pushes[0], *residuals, *tangents, layouts=layouts), moved
 
@@ -101,7 +113,7 @@ class Call:
 
         wanted = list(itertools.compress(self._shapes, linear))
         given = list(itertools.compress(self._shapes, map(operator.not_, linear)))
-        results = [_compat.shape_of(aval) for aval in self.closed.out_avals]
+        results = [_compat.struct_of(aval) for aval in self.closed.out_avals]
         made = functools.partial(self._traced, pull, given, results, layouts=layouts)
         return self._once(("transposed", linear, layouts), made)
 
@@ -128,15 +140,14 @@ class Call:
             return _interleave(flags, rows, alone)
 
         shapes = [
-            one if d is None else one.update(shape=(*one.shape[:d], size, *one.shape[d:]))
-            for one, d in zip(self._shapes, dims, strict=True)
+            one if d is None else _compat.with_rows(one, d, size) for one, d in zip(self._shapes, dims, strict=True)
         ]
         made = self._traced(fn, *shapes)
         layouts = [
             spec if spec is None or not flag else PartitionSpec(None, *spec)
             for spec, flag in zip(self._layouts, flags, strict=False)
         ]
-        return Call(made.closed, self._jit, layouts), flags
+        return Call(made.closed, self._jit, layouts, self.types), flags
 
 
 def _interleave(flags: Sequence[bool], chosen: Any, others: Any) -> list[Any]:

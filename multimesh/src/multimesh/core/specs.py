@@ -40,12 +40,12 @@ def entry(axes: Axes) -> Any:
 
 def axis_names(spec: P) -> Axes:
     """Return the mesh axes that a spec names."""
-    return tuple(axis for entry in spec for axis in axes_of(entry))
+    return tuple(axis for entry in _compat.partitions(spec) for axis in axes_of(entry))
 
 
 def decisions(spec: P, rank: int) -> Iterator[tuple[int, Axes]]:
     """Yield the dimensions that a spec decides, with their axes. Those that it leaves out are replicated."""
-    entries = (*spec, *(None for _ in range(rank)))[:rank]
+    entries = (*_compat.partitions(spec), *(None for _ in range(rank)))[:rank]
     return ((d, axes_of(entry)) for d, entry in enumerate(entries) if entry is not P.UNCONSTRAINED)
 
 
@@ -158,7 +158,7 @@ def check_devices(what: str, a: Any, b: Any) -> None:
 
 def strip(spec: P) -> P:
     """Return the spec without trailing entries of None."""
-    entries = list(spec)
+    entries = list(_compat.partitions(spec))
     while entries and entries[-1] is None:
         entries.pop()
     return P(*entries)
@@ -211,6 +211,6 @@ def carry_over(spec: P, shape: Sequence[int], mesh: Mesh) -> NamedSharding:
     """
     kept = (
         entry(axes) if mesh.shape.keys() >= set(axes) and rows % size(mesh, axes) == 0 else None
-        for rows, axes in zip(shape, map(axes_of, spec), strict=False)
+        for rows, axes in zip(shape, map(axes_of, _compat.partitions(spec)), strict=False)
     )
     return NamedSharding(mesh, strip(P(*kept)))

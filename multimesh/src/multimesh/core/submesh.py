@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from multimesh.core import checks
 from multimesh.core.stable import LOCAL
@@ -21,13 +21,15 @@ AxisMap = Mapping[str, "str | tuple[str, ...] | None"] | Sequence[tuple[str, "st
 class Placement:
     """A named submesh, and the axes of that submesh that logical axes stand for.
 
-    ``cuts`` has the stages of the function that `multimesh.pipeline` made this one of.
+    ``cuts`` has the stages of the function that `multimesh.pipeline` made this one of. ``types`` is the mesh in the
+    types of values inside, if that is not the submesh: of a function that is cut for submeshes of several shapes.
     """
 
     name: str
     mesh: Mesh
     logical_axes: tuple[tuple[str, tuple[str, ...]], ...] = ()
     cuts: Hashable = field(default=None, metadata=LOCAL)
+    types: AbstractMesh | None = field(default=None, metadata=LOCAL)
 
     def __repr__(self) -> str:
         return f"Placement({self.name!r}, {describe(self.mesh)})"

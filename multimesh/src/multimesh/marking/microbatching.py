@@ -131,7 +131,8 @@ def microbatch(
                 raise UsageError("microbatch: stack= and size=None need the loop; leave ignore_transforms")
             return fn(*args, **kwargs, **({index: np.int32(0)} if index else {}))
         if is_partitioning():
-            args = jax.tree.map(_compat.leave_mesh, args)
+            around = jax.sharding.get_abstract_mesh()
+            args = jax.tree.map(lambda x: _compat.enter_mesh(x, around), args)
         rows = rows_of(args[argnum], dim, argnum)
         if size is not None and rows % size:
             raise UsageError(
@@ -261,7 +262,7 @@ def _scan(
             states = [_update(part, c, leaves) for part, c in zip(reduced, states, strict=True)]
         stacks = [jnp.stack([leaves[part.start] for leaves in results]) for part in parts if part.how in APART]
     else:
-        piece = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), slices)
+        piece = jax.tree.map(_compat.row_struct, slices)
         shapes = _check_state(jax.eval_shape(call, piece, state), state)[1]
         types, (tree, parts) = jax.tree.leaves(shapes), cut(shapes)
         reduced = [part for part in parts if part.how not in APART]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -75,6 +75,11 @@ class Registration:
         return make_task(
             name, devices=chosen.reshape(dims), device_axes=self.device_axes, logical_axes=dict(self.logical_axes)
         )
+
+
+def meshes(found: Iterable[Registration]) -> tuple[Mesh, ...]:
+    """Return the submeshes of registrations that name one."""
+    return tuple(r.task.mesh for r in found if r.task is not None)
 
 
 R = TypeVar("R", bound=Registration)

@@ -150,9 +150,11 @@ def mark_function(fn: Callable[..., Any], placed: Placement) -> Callable[..., An
         mark = marks.TASKS.name(placed)
         if not is_partitioning():
             return note_task(mark, placed.name, call_under_mark(mark, run, args, kwargs))
-        args, kwargs = jax.tree.map(_compat.leave_mesh, (args, kwargs))
-        made = note_task(mark, placed.name, call_under_mark(mark, run, args, kwargs))
-        return jax.tree.map(_compat.leave_mesh, made)
+        around, own = jax.sharding.get_abstract_mesh(), placed.types or placed.mesh
+        args, kwargs = jax.tree.map(lambda x: _compat.enter_mesh(x, own), (args, kwargs))
+        with inside(placed) if _compat.is_typed(own) else contextlib.nullcontext():
+            made = note_task(mark, placed.name, call_under_mark(mark, run, args, kwargs))
+        return jax.tree.map(lambda x: _compat.enter_mesh(x, around), made)
 
     with contextlib.suppress(AttributeError, TypeError):
         functools.update_wrapper(call, fn)
@@ -188,7 +190,7 @@ def with_sharding_constraint(x: Any, spec: PartitionSpec) -> Any:
             )
         task = current_task()
         if task is not None:
-            return jax.lax.with_sharding_constraint(leaf, translate(spec, task))
+            return _compat.lay_out(leaf, translate(spec, task))
         return jax.jit(_compat.set_name(lambda a: _compat.copy(a), marks.CONSTRAINTS.name((spec, np.ndim(leaf)))))(leaf)
 
     return x if contexts.ignoring() or not is_recording() else jax.tree.map(constrain, x)

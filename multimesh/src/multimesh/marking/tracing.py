@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from multimesh.core import _compat
 from multimesh.core.submesh import Placement, describe
@@ -23,6 +24,24 @@ _told = False
 _called: dict[str, tuple[str, str]] = {}  # a task by its mark: its name, and the line that last called it in a trace
 _compiling: contextvars.ContextVar[bool] = contextvars.ContextVar("multimesh_compiling", default=False)
 _task: contextvars.ContextVar[Placement | None] = contextvars.ContextVar("multimesh_task", default=None)
+_met: contextvars.ContextVar[list[Mesh] | None] = contextvars.ContextVar("multimesh_met", default=None)
+
+
+@contextlib.contextmanager
+def note_meshes(met: list[Mesh]) -> Iterator[None]:
+    """Add to ``met`` the submeshes of the tasks that are traced inside the block, as far as they have Explicit axes."""
+    token = _met.set(met)
+    try:
+        yield
+    finally:
+        _met.reset(token)
+
+
+def note_mesh(mesh: Mesh) -> None:
+    """Note the submesh of a task for `note_meshes`."""
+    met = _met.get()
+    if met is not None and mesh not in met and _compat.is_typed(mesh):
+        met.append(mesh)
 
 
 @contextlib.contextmanager
@@ -112,25 +131,32 @@ def pause_gc() -> Iterator[None]:
 def inside(task: Placement) -> Iterator[None]:
     """Trace the code of a task: bare partition specs name the axes of its submesh. Outside of a trace do nothing.
 
-    All axes are Auto inside, whatever they are in the user's mesh; code that needs Explicit axes is an error.
+    Axes are Auto or Explicit inside, as the submesh says.
     """
     if not is_partitioning():
         with in_a_mesh(f"task {task.name!r}"):
             yield
         return
-    token = _task.set(task)
+    token, own = _task.set(task), task.types or task.mesh
+    note_mesh(task.mesh)
     try:
-        with _compat.abstract_mesh_context(task.mesh):
+        with _compat.abstract_mesh_context(own, typed=_compat.is_typed(own)):
             yield
     except Exception as error:
+        if _compat.is_typed(own) and (remedy := _typed_remedy(error)):
+            raise UsageError(
+                f"{_compat.error_line(error)}: task {task.name!r}: {describe(task.mesh)} has Explicit axes, as "
+                f"jax.make_mesh makes them, so that types have layouts; {remedy}. JAX says: {_first_line(error)}"
+            ) from error
         if axes := _axes_remedy(str(error), task):
             raise UsageError(f"{_compat.error_line(error)}: task {task.name!r}: {axes}") from error
         remedy = _explicit_remedy(str(error), task) if isinstance(error, ValueError) else None
         if remedy is None:
             raise
         raise UsageError(
-            f"{_compat.error_line(error)}: inside task {task.name!r} all axes of its submesh are Auto; {remedy}. "
-            f"JAX says: {error}"
+            f"{_compat.error_line(error)}: inside task {task.name!r} axes are as its submesh says, "
+            f"{', '.join(f'{name} {kind.name}' for name, kind in zip(own.axis_names, own.axis_types, strict=True))}; "
+            f"{remedy}. JAX says: {_first_line(error)}"
         ) from error
     finally:
         _task.reset(token)
@@ -174,6 +200,25 @@ def _axes_remedy(message: str, task: Placement) -> str | None:
     return None
 
 
+def _typed_remedy(error: Exception) -> str | None:
+    """Return the remedy if JAX refuses an operation for the layouts in its types; None for any other error."""
+    message = str(error)
+    if isinstance(error, UsageError):
+        return None
+    if "acts as an assert" in message:
+        return "use jax.sharding.reshard in place of with_sharding_constraint, or give the mesh AxisType.Auto axes"
+    if type(error).__name__ == "ShardingTypeError" or "out_sharding" in message:
+        return (
+            "say the layout of the result (out_sharding=, jax.sharding.reshard), or give the mesh AxisType.Auto axes, "
+            "where the compiler chooses it"
+        )
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
 def _explicit_remedy(message: str, task: Placement) -> str | None:
     """Return the remedy if an error of JAX is about code for Explicit axes; None for any other error."""
     if "context mesh" in message and "shard_map" in message:
@@ -182,8 +227,8 @@ def _explicit_remedy(message: str, task: Placement) -> str | None:
         return "pass arrays as arguments, since one that a function captures keeps Explicit axes in its type"
     if re.search(r"type Auto|Auto axes", message) and task.mesh != _compat.auto(task.mesh):
         return (
-            "use with_sharding_constraint(x, P(...)) in place of out_sharding= and jax.sharding.reshard, or wrap the "
-            "code in jax.sharding.explicit_axes(fn, in_sharding=...)"
+            "out_sharding= and jax.sharding.reshard name Explicit axes only: give the submesh AxisType.Explicit axes, "
+            "or use with_sharding_constraint(x, P(...)) for Auto ones"
         )
     return None
 

@@ -59,6 +59,7 @@ class Traced:
     alike: Mapping[int, int]  # result leaf to the argument leaf that it replaces
     out_specs: Mapping[int, PartitionSpec]  # result leaf to the spec that it must have
     homes: tuple[Mesh | None, ...] = ()  # submesh of each argument leaf, if they lie on several
+    types: Mapping[int, PartitionSpec] = field(default_factory=dict)  # result leaf to the spec that its type says
     schedules: Mapping[int, Schedule] = field(default_factory=dict)  # number of a loop to another schedule
 
 
@@ -75,7 +76,7 @@ def _inline(_: None, traced: Traced) -> ir.Program:
 
 
 def _layouts(plan: Plan, traced: Traced) -> Plan:
-    layouts = fix_layouts(plan, traced.specs, traced.out_specs)
+    layouts = fix_layouts(plan, traced.specs, traced.out_specs, traced.types)
     settings = {"options": traced.options, "arguments": traced.specs, "results": traced.out_specs}
     return replace(plan, layouts=layouts, settings=settings, derived={})
 

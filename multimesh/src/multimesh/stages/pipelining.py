@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import linecache
 import math
@@ -11,7 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from multimesh.core import _compat, checks
 from multimesh.core.submesh import AxisMap, make_task
@@ -19,7 +21,7 @@ from multimesh.core.text import amount
 from multimesh.errors import UsageError
 from multimesh.marking import contexts
 from multimesh.marking.flax_modules import refuse_changes
-from multimesh.marking.tracing import Change, in_a_mesh, in_loops, inside, is_partitioning, is_recording
+from multimesh.marking.tracing import Change, in_a_mesh, in_loops, inside, is_partitioning, is_recording, note_mesh
 from multimesh.schedules.costs import cost
 from multimesh.schedules.cuts import SLACK, Chain, ChainCut, cut_chain
 from multimesh.schedules.partitioning import LayerCosts, alive
@@ -48,18 +50,36 @@ class Pipelined:
         if not self.meshes or contexts.ignoring() or not is_recording():
             with in_a_mesh(self._name):
                 return self.fn(*args, **kwargs)
+        around = jax.sharding.get_abstract_mesh()
         if is_partitioning():
-            args, kwargs = jax.tree.map(_compat.leave_mesh, (args, kwargs))
+            args, kwargs = jax.tree.map(self._enter, (args, kwargs))
         traced = self._traced(args, kwargs)
         if traced.loops:
             return self._in_loops(lambda fn: replace(self, fn=fn), args, kwargs)
         found, stages, cuts = self._cut(traced)
         meshes = [self.meshes[self.placement[s % len(self.placement)]] for s in range(len(stages))]
         places = [
-            replace(make_task(f"stage{s}", mesh=mesh, logical_axes=self.logical_axes), cuts=cuts)
+            replace(make_task(f"stage{s}", mesh=mesh, logical_axes=self.logical_axes), cuts=cuts, types=self._types)
             for s, mesh in enumerate(meshes)
         ]
-        return jax.tree.unflatten(traced.tree, run(found, stages, places, traced.arrays))
+        with self._on_types():
+            results = run(found, stages, places, traced.arrays)
+        if self._types is not None:
+            results = [_compat.enter_mesh(x, around) for x in results]
+        return jax.tree.unflatten(traced.tree, results)
+
+    @functools.cached_property
+    def _types(self) -> AbstractMesh | None:
+        """The mesh in the types of values; None if all axes are Auto."""
+        return _compat.common_mesh(self.meshes)
+
+    def _enter(self, x: Any) -> Any:
+        return _compat.leave_mesh(x) if self._types is None else _compat.enter_mesh(x, self._types)
+
+    def _on_types(self) -> contextlib.AbstractContextManager[Any]:
+        for mesh in self.meshes:
+            note_mesh(mesh)
+        return contextlib.nullcontext() if self._types is None else _compat.types_context(self._types)
 
     def cuts(self, *args: Any, **kwargs: Any) -> Cuts:
         """Cut the function, without running it.
@@ -100,6 +120,7 @@ class Pipelined:
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Traced:
         leaves, tree = jax.tree.flatten((args, kwargs))
         first = make_task("pipeline", mesh=self.meshes[0], logical_axes=self.logical_axes)
+        first = replace(first, types=self._types)
         where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _ARRAYS)]
 
         def given(arrays: Sequence[Any]) -> Any:
@@ -120,7 +141,7 @@ class Pipelined:
                 return self.fn(*inner_args, **inner_kwargs)
 
         arrays = tuple(leaves[i] for i in where)
-        with _compat.explain_trace(lambda: self._name):
+        with self._on_types(), _compat.explain_trace(lambda: self._name):
             closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*arrays)
         named = max(self.argnums, default=0)  # with loops they are those of the loop's function
         if not loops.number and self.memory < math.inf and named >= max(len(args), 1):

@@ -10,9 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from multimesh.core import _compat
+from multimesh.core.specs import AnyMesh
 from multimesh.core.submesh import Placement
 from multimesh.marking import marks
 from multimesh.marking.tasks import mark_function, scope
@@ -39,11 +40,11 @@ def run(
     ins = [_inputs(units) for units in whole]
     for number, (units, placed) in enumerate(zip(whole, places, strict=False)):
         outs = _outputs(units, [*found.outs, *itertools.chain(*ins[number + 1 :])])
-        call = mark_function(_evaluation(units, ins[number], outs, placed.mesh), placed)
+        call = mark_function(_evaluation(units, ins[number], outs, placed.types or placed.mesh), placed)
         env.update(zip(outs, call(*env.many(ins[number])), strict=True))
     for (behind, _), units in zip(back, whole[len(stages) :], strict=True):
         with contextlib.nullcontext() if behind is None else _backward_scope(places[behind]):
-            _evaluate(units, env, None if behind is None else places[behind].mesh)
+            _evaluate(units, env, None if behind is None else places[behind].types or places[behind].mesh)
     return env.many(found.outs)
 
 
@@ -148,7 +149,9 @@ def _outputs(units: Sequence[Unit], later: Sequence[Any]) -> list[Any]:
     return [v for unit in units for v in unit.makes if v in read]
 
 
-def _evaluation(units: Sequence[Unit], ins: Sequence[Any], outs: Sequence[Any], mesh: Mesh) -> Callable[..., list[Any]]:
+def _evaluation(
+    units: Sequence[Unit], ins: Sequence[Any], outs: Sequence[Any], mesh: AnyMesh
+) -> Callable[..., list[Any]]:
     """Return a function that computes ``outs`` from ``ins``."""
 
     def evaluate(*args: Any) -> list[Any]:
@@ -170,7 +173,7 @@ def _evaluation(units: Sequence[Unit], ins: Sequence[Any], outs: Sequence[Any], 
     return evaluate
 
 
-def _evaluate(units: Sequence[Unit], env: _Values, mesh: Mesh | None) -> None:
+def _evaluate(units: Sequence[Unit], env: _Values, mesh: AnyMesh | None) -> None:
     for unit in units:
         args = env.many(unit.reads)
         if unit.joins:

@@ -20,6 +20,7 @@ from multimesh.core._compat.versions import (
 
 with check_version():
     from multimesh.core._compat.equations import callee_of, evaluate, rename, row_aval, variable
+    from multimesh.core._compat.erase import erase
     from multimesh.core._compat.jaxprs import (
         PRIMITIVES,
         Literal,
@@ -93,6 +94,20 @@ with check_version():
         in_a_trace,
         leave_mesh,
         without_mesh,
+    )
+    from multimesh.core._compat.typed import (
+        carry_spec,
+        common_mesh,
+        enter_mesh,
+        fit_types,
+        is_typed,
+        lay_out,
+        partitions,
+        row_struct,
+        struct_of,
+        typed_struct,
+        types_context,
+        with_rows,
     )
 
 versions.tell()

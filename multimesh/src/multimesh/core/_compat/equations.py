@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 from jax.extend import core, source_info_util
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from multimesh.core._compat.jaxprs import Literal, jit_p, remat_p
 from multimesh.core._compat.traces import bind
@@ -47,7 +47,9 @@ def rename(eqn: Any, names: Mapping[Any, Any], calls: Sequence[Any] = ()) -> Any
     return eqn.replace(invars=ins, outvars=[core.Var(o.aval) for o in eqn.outvars], source_info=source)
 
 
-def evaluate(eqn: Any, params: dict[str, Any], args: Sequence[Any], mesh: Mesh | None = None) -> Sequence[Any]:
+def evaluate(
+    eqn: Any, params: dict[str, Any], args: Sequence[Any], mesh: Mesh | AbstractMesh | None = None
+) -> Sequence[Any]:
     """Evaluate an equation with parameters of its primitive, in its scopes; on ``mesh``, in its context too."""
     source = eqn.source_info
     scopes = source_info_util.current_name_stack() + source.name_stack

@@ -65,20 +65,27 @@ def without_mesh(*, concrete_only: bool = False) -> contextlib.AbstractContextMa
 
 
 @contextlib.contextmanager
-def devices_free() -> Iterator[None]:
-    """Leave the devices of an enclosing ``jax.set_mesh``, but keep its axes for bare constraints in a trace."""
-    axes = auto(jax.sharding.get_abstract_mesh())
-    with without_mesh(concrete_only=True), jax.sharding.use_abstract_mesh(axes):
+def devices_free(types: AbstractMesh | None = None) -> Iterator[None]:
+    """Leave the devices of an enclosing ``jax.set_mesh``, but keep its axes for bare constraints in a trace.
+
+    Trace on ``types`` instead, if layouts on that mesh are in the types of values.
+    """
+    none, axes = AbstractMesh((), ()), auto(jax.sharding.get_abstract_mesh())
+    with (
+        without_mesh(concrete_only=True),
+        jax.sharding.use_abstract_mesh(axes if types is None else none),
+        jax.sharding.use_abstract_mesh(axes if types is None else types),
+    ):
         yield
 
 
 @contextlib.contextmanager
-def abstract_mesh_context(mesh: Mesh) -> Iterator[None]:
+def abstract_mesh_context(mesh: Mesh | AbstractMesh, *, typed: bool = False) -> Iterator[None]:
     """Resolve bare ``PartitionSpec`` constraints in a trace on ``mesh``, without its devices.
 
-    JAX goes from one mesh to one of another size only by way of none.
+    JAX goes from one mesh to one of another size only by way of none. Axes are Auto, or with ``typed`` as they are.
     """
-    none, own = AbstractMesh((), ()), auto(mesh).abstract_mesh
+    none, own = AbstractMesh((), ()), (mesh if typed else auto(mesh)).abstract_mesh
     with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(own):
         yield
 
@@ -187,7 +194,7 @@ def eager() -> bool:
     return isinstance(_trace_in_force(), _RUNS)
 
 
-def bind(prim: Any, params: dict[str, Any], ctx: Any, args: Sequence[Any], mesh: Mesh) -> Sequence[Any]:
+def bind(prim: Any, params: dict[str, Any], ctx: Any, args: Sequence[Any], mesh: Mesh | AbstractMesh) -> Sequence[Any]:
     """Evaluate an equation again on ``mesh``.
 
     The context in which it was traced is in force, unless that was the context of another mesh.

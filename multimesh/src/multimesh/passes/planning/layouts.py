@@ -15,11 +15,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from multimesh import ir
 from multimesh.core import _compat
-from multimesh.core.specs import Axes, decisions, entry, size, strip
+from multimesh.core.specs import Axes, axes_of, decisions, entry, size, strip
 from multimesh.ir.axes import Array, Dimension, constraint, join, spread
 from multimesh.ir.primitives import Group, is_cheap, links
 from multimesh.plan.instructions import Kernel, Run, Send
@@ -41,12 +41,14 @@ def fix_layouts(
     plan: Plan,
     specs: Sequence[PartitionSpec | None],
     out_specs: Mapping[int, PartitionSpec],
+    types: Mapping[int, PartitionSpec],
 ) -> tuple[NamedSharding, ...]:
     """Return the layout of every slot, from the specs of argument leaves and those that result leaves must have.
 
+    ``types`` has the specs that types of result leaves say, for Explicit axes.
     An argument has its spec on each submesh that reads it; None is what was derived for it there, or else replicated.
     """
-    pinned = _pin_layouts(plan, specs, out_specs)
+    pinned = _pin_layouts(plan, specs, out_specs, types)
     slots = _Slots(plan, pinned)
     found = []
     for number, slot in enumerate(plan.slots):
@@ -66,6 +68,7 @@ def _pin_layouts(
     plan: Plan,
     specs: Sequence[PartitionSpec | None],
     out_specs: Mapping[int, PartitionSpec],
+    types: Mapping[int, PartitionSpec],
 ) -> dict[int, NamedSharding]:
     """Map slots whose layout does not follow from operands to their layout."""
 
@@ -84,11 +87,23 @@ def _pin_layouts(
         if len(agreed) == 1 and slot not in fixed:
             pinned[slot] = agreed.pop()
     states = {s for run in plan.runs if run.cell for s in run.outs} - sums  # these keep one layout in all microbatches
-    for position, spec in out_specs.items():
+    for position, spec in (*types.items(), *out_specs.items()):
         kind, slot = plan.outputs[position]
         if kind == "slot" and slot not in fixed | states:
-            pinned[slot] = plan.layout(slot, spec)
+            layout = plan.layout(slot, spec)
+            pinned[slot] = layout if position in out_specs else _fit_type(layout, pinned.get(slot))
     return pinned
+
+
+def _fit_type(layout: NamedSharding, known: NamedSharding | None) -> NamedSharding:
+    """Return a layout on Explicit axes with the Auto axes of what was known, where it leaves dimensions open."""
+    kinds = zip(layout.mesh.axis_names, layout.mesh.axis_types, strict=True)
+    auto = {name for name, kind in kinds if kind == AxisType.Auto}
+    if known is None or not auto:
+        return layout
+    pairs = itertools.zip_longest(*([axes_of(e) for e in s.spec] for s in (layout, known)), fillvalue=())
+    merged = (entry(own or tuple(axis for axis in other if axis in auto)) for own, other in pairs)
+    return NamedSharding(layout.mesh, strip(PartitionSpec(*merged)))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,192 @@
+"""Traced functions without layouts in their types: what types say stands in sharding constraints.
+
+The passes move operations between kernels and make new ones, which would not fit types with layouts. So a function is
+traced as it was written, on Explicit axes, and read on Auto axes. A constraint keeps each layout that is asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend import core, source_info_util
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from multimesh.core._compat.jaxprs import Literal, shape_of, subjaxprs
+from multimesh.core._compat.lines import scopes
+from multimesh.core._compat.traces import is_explicit
+from multimesh.core._compat.typed import is_typed, partitions
+
+_CALLS = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "closed_call": "call_jaxpr"}
+_MOVES = ("reshard", "mesh_cast")
+_DECIDED = frozenset(("dot_general", "ragged_dot_general", "conv_general_dilated", "gather", *_MOVES))
+"""Operations whose layout the program decides. That of all others follows from their operands."""
+
+
+def erase(closed: Any) -> Any:
+    """Return a traced function without layouts in its types."""
+    consts, jaxpr = closed.consts, closed.jaxpr
+    eraser = _Eraser()
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        given = [shape_of(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars)]
+        made = jax.make_jaxpr(functools.partial(eraser.evaluate, jaxpr))(*given).jaxpr
+    names = made.debug_info._replace(arg_names=None, result_paths=None)
+    ins = made.invars
+    kept = made.replace(constvars=[*ins[: len(consts)]], invars=[*ins[len(consts) :]], debug_info=names)
+    return core.ClosedJaxpr(kept, consts)
+
+
+class _Eraser:
+    """Evaluates equations without types, each jaxpr inside of one once."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, bool], Any] = {}
+        self._backward = False  # whether a transposition made the jaxpr around an equation
+
+    def evaluate(self, jaxpr: Any, *args: Any) -> list[Any]:
+        """Evaluate a jaxpr; ``args`` has its constants, then its arguments."""
+        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), args, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            around, self._backward = self._backward, self._backward or scopes(eqn)[1]
+            with _place_of(eqn):
+                env.update(zip(eqn.outvars, self._results(eqn, [*map(read, eqn.invars)]), strict=True))
+            self._backward = around
+        return [*map(read, jaxpr.outvars)]
+
+    def _results(self, eqn: Any, args: Sequence[Any]) -> Sequence[Any]:
+        name = eqn.primitive.name
+        if name in _CALLS:
+            called = eqn.params[_CALLS[name]]
+            return self.evaluate(called.jaxpr, *called.consts, *args)
+        if name in (*_MOVES, "multimesh_retype"):
+            results: Sequence[Any] = args
+        elif name == "sharding_constraint":
+            return [_constrain_both(args[0], eqn)]
+        elif name == "shard_map":
+            return self._shard_map(eqn, args)
+        else:
+            params = {key: self._erased(value) for key, value in eqn.params.items()}
+            out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(params))
+            results = out if eqn.primitive.multiple_results else [out]
+        if name not in _DECIDED or (name not in _MOVES and self._backward):
+            return results  # a weight's gradient lies as the weight, once it is summed up
+        return [*map(_constrain, results, (v.aval for v in eqn.outvars))]
+
+    def _erased(self, given: Any) -> Any:
+        """Return a parameter of an equation without layouts on Explicit axes."""
+        if isinstance(given, core.ClosedJaxpr):
+            return core.ClosedJaxpr(self._inner(given.jaxpr), given.consts)
+        if isinstance(given, core.Jaxpr):
+            return self._inner(given)
+        if isinstance(given, tuple) and any(isinstance(x, core.ClosedJaxpr) for x in given):
+            return tuple(map(self._erased, given))
+        if isinstance(given, AbstractMesh):
+            return _auto(given)
+        return None if is_explicit(given) else given
+
+    def _inner(self, jaxpr: Any) -> Any:
+        if _is_plain(jaxpr):
+            return jaxpr
+        key = id(jaxpr), self._backward
+        if key not in self._made:
+            given = [_struct(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars)]
+            with source_info_util.reset_name_stack():
+                made = jax.make_jaxpr(functools.partial(self.evaluate, jaxpr))(*given).jaxpr
+            count = len(jaxpr.constvars)
+            names = made.debug_info._replace(arg_names=None, result_paths=None)
+            kept = made.replace(constvars=made.invars[:count], invars=made.invars[count:], debug_info=names)
+            self._made[key] = jaxpr, kept  # which keeps the jaxpr alive, and so its id
+        return self._made[key][1]
+
+    def _shard_map(self, eqn: Any, args: Sequence[Any]) -> Sequence[Any]:
+        params = eqn.params
+        manual = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
+        inner = getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
+        run = jax.shard_map(
+            lambda *local: tuple(self.evaluate(inner, *local)),
+            mesh=_auto(params["mesh"]),
+            in_specs=tuple(params["in_specs"]),
+            out_specs=tuple(params["out_specs"]),
+            axis_names=frozenset(manual),
+            check_vma=params["check_vma"],
+        )
+        return run(*args)
+
+
+@contextlib.contextmanager
+def _place_of(eqn: Any) -> Iterator[None]:
+    """Enter the scopes and the context of an equation, with its mesh on Auto axes."""
+    source = eqn.source_info
+    scopes = source_info_util.current_name_stack() + source.name_stack
+    none, mesh = AbstractMesh((), ()), eqn.ctx.cur_abstract_mesh
+    with source_info_util.user_context(source.traceback, name_stack=scopes), eqn.ctx.manager:
+        if is_typed(mesh):
+            with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(_auto(mesh)):
+                yield
+        else:
+            yield
+
+
+def _auto(mesh: Any) -> Any:
+    """Return the abstract mesh with Auto axes in the place of Explicit ones."""
+    kinds = (AxisType.Auto if kind == AxisType.Explicit else kind for kind in mesh.axis_types)
+    return mesh.abstract_mesh.update(axis_types=tuple(kinds))
+
+
+def _struct(aval: Any) -> jax.ShapeDtypeStruct:
+    """Return an abstract value without layout, but with the Manual axes along which it varies."""
+    manual = getattr(aval, "manual_axis_type", None)
+    if not getattr(manual, "varying", None):
+        return shape_of(aval)
+    return shape_of(aval).update(
+        sharding=NamedSharding(_auto(aval.sharding.mesh), PartitionSpec()), manual_axis_type=manual
+    )
+
+
+def _is_plain(jaxpr: Any) -> bool:
+    """Return whether nothing in a jaxpr is on a mesh with Explicit axes, as where `jax.shard_map` makes all Manual."""
+    variables = (*jaxpr.invars, *jaxpr.constvars, *(v for eqn in jaxpr.eqns for v in eqn.outvars))
+    layouts = (getattr(v.aval, "sharding", None) for v in variables)
+    if any(layout is not None and is_typed(layout.mesh) for layout in layouts):
+        return False
+    return not any(is_typed(e.ctx.cur_abstract_mesh) for e in jaxpr.eqns) and all(
+        map(_is_plain, (inner for e in jaxpr.eqns for inner in subjaxprs(e.params)))
+    )
+
+
+def _constrain(x: Any, aval: Any) -> Any:
+    """Return a value in the layout that a type says; as it is if the type says that its terms are not summed up."""
+    layout = aval.sharding
+    if not aval.shape or not is_typed(layout.mesh) or getattr(layout.spec, "unreduced", None):
+        return x
+    free = any(kind != AxisType.Explicit and layout.mesh.shape[name] > 1 for name, kind in _axes(layout.mesh))
+    entries = [PartitionSpec.UNCONSTRAINED if free and e is None else e for e in partitions(layout.spec)]
+    return lax.with_sharding_constraint(x, NamedSharding(_auto(layout.mesh), PartitionSpec(*entries)))
+
+
+def _axes(mesh: Any) -> Iterator[tuple[str, AxisType]]:
+    return zip(mesh.axis_names, mesh.axis_types, strict=True)
+
+
+def _constrain_both(x: Any, eqn: Any) -> Any:
+    """Apply a constraint on the Auto axes of a mesh; the Explicit ones stay as the type says."""
+    sharding, typed = eqn.params["sharding"], partitions(eqn.outvars[0].aval.sharding.spec)
+    free = PartitionSpec.UNCONSTRAINED
+
+    def merge(said: Any, own: Any) -> Any:
+        if said is free or said is None or own is None:
+            return own if said in (None, free) and own is not None else said
+        return tuple(itertools.chain(*(e if isinstance(e, tuple) else (e,) for e in (own, said))))
+
+    said = (*partitions(sharding.spec), *(None for _ in x.shape))[: x.ndim]
+    spec = PartitionSpec(*map(merge, said, (*typed, *(None for _ in x.shape))[: x.ndim]))
+    return lax.with_sharding_constraint(x, NamedSharding(_auto(sharding.mesh.abstract_mesh), spec))

@@ -1,0 +1,276 @@
+"""Layouts in types inside tasks: JAX's transformations, schedules and meshes, against plain ``jax.jit``."""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding, auto_axes, explicit_axes, reshard
+from jax.sharding import PartitionSpec as P
+from pipelines import assert_same
+from typed_models import (
+    LAYER,
+    SIZE,
+    batch,
+    block,
+    check,
+    decoder,
+    init,
+    looped,
+    on_tasks,
+    owners,
+    place,
+    plain,
+    typed_meshes,
+)
+
+import multimesh as mm
+
+MESHES = typed_meshes()
+
+
+def given(meshes=MESHES, specs=None, params=None):
+    """Arguments on the submeshes, and the same on the first one."""
+    made, known = init()
+    made, specs = made if params is None else params, known if specs is None else specs
+    where = owners(made)
+    alone = jax.tree.map(lambda _: 0, where)
+    tokens = jax.device_put(batch(), NamedSharding(meshes[0], P("data")))
+    return (place(made, specs, where, meshes), tokens), (place(made, specs, alone, meshes), tokens)
+
+
+def train(loss, schedule="1f1b", has_aux=False):
+    grad = jax.value_and_grad(loss, has_aux=has_aux)
+    return mm.microbatch(grad, size=SIZE, argnum=1, schedule=schedule, reduce="mean")
+
+
+@pytest.mark.telling("task-1f1b", "pipeline-zb-h1")
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "wavefront", "auto"])
+@pytest.mark.parametrize("form", ["task", "pipeline"])
+def test_schedules(form, schedule):
+    args, alone = given()
+    loss = decoder(on_tasks(MESHES)) if form == "task" else mm.pipeline(decoder(plain), MESHES)
+    schedule = mm.schedules.Auto(evaluations=20) if schedule == "auto" else schedule
+    check(train(loss, schedule), looped(jax.value_and_grad(decoder(plain))), args, alone, MESHES[0])
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
+def test_two_stages_on_a_submesh(schedule):
+    args, alone = given()
+    route = mm.schedules.get(schedule).placement(2)
+    loss = mm.pipeline(decoder(plain), MESHES, interleave=2, placement=route)
+    check(train(loss, schedule), looped(jax.value_and_grad(decoder(plain))), args, alone, MESHES[0])
+
+
+@jax.custom_vjp
+def clipped(x):
+    return jnp.tanh(x)
+
+
+clipped.defvjp(
+    lambda x: (jnp.tanh(x), x),
+    lambda x, g: (reshard(jnp.clip(g, -1e-3, 1e-3) * jnp.cos(x), P("data", None)),),
+)
+
+
+@jax.custom_jvp
+def halved_slope(x):
+    return jnp.square(x)
+
+
+halved_slope.defjvp(lambda x, t: (jnp.square(x[0]), x[0] * t[0]))
+
+
+def named(w, x):
+    h = checkpoint_name(jnp.einsum("bd,df->bf", x, w["up"], out_sharding=P("data", "model")), "hidden")
+    return x + jnp.einsum("bf,fd->bd", jnp.sin(h), w["down"], out_sharding=P("data", None))
+
+
+def scanned(w, x):
+    """Three layers in one scan; carry and rows have types."""
+    stacked = jax.tree.map(lambda a: jnp.stack([a, 0.5 * a, -a]), w)
+    return lax.scan(lambda x, w: (block(w, x), x.mean()), x, stacked)[0]
+
+
+def sharded(w, x):
+    """Manual inside Explicit: the mesh is that of the task."""
+
+    def local(up, down, x):
+        assert x.shape[0] * jax.sharding.get_abstract_mesh().shape["data"] in (SIZE, 2 * SIZE)
+        return x + lax.psum(jnp.tanh(x @ up) @ down, "model")
+
+    specs = (P(None, "model"), P("model", None), P("data", None))
+    return jax.shard_map(local, in_specs=specs, out_specs=P("data", None))(w["up"], w["down"], x)
+
+
+def partly_sharded(w, x):
+    """One axis is Manual inside, the other stays Explicit."""
+
+    def local(up, down, x):
+        h = jnp.einsum("bd,df->bf", x, up, out_sharding=P(None, "model"))
+        return lax.scan(lambda c, _: (jnp.sin(c), None), x, None, length=2)[0] + jnp.einsum(
+            "bf,fd->bd", jnp.tanh(h), down, out_sharding=P(None, None)
+        )
+
+    rows = P("data", None)
+    return jax.shard_map(local, in_specs=(P(), P(), rows), out_specs=rows, axis_names={"data"})(w["up"], w["down"], x)
+
+
+def kernel(w, x):
+    """A Pallas kernel, interpreted, on each device's part."""
+    from jax.experimental import pallas as pl
+
+    def double(x_ref, y_ref):
+        y_ref[...] = 2 * x_ref[...]
+
+    def call(x):
+        return pl.pallas_call(double, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+    @jax.custom_vjp
+    def run(x):
+        return jax.shard_map(call, in_specs=P("data", None), out_specs=P("data", None), check_vma=False)(x)
+
+    run.defvjp(lambda x: (run(x), None), lambda _, g: (2 * g,))
+    return block(w, run(x))
+
+
+def over_rows(w, x):
+    """`jax.vmap` over rows that an axis divides."""
+
+    up, down = reshard(w["up"], P()), reshard(w["down"], P())
+    return jax.vmap(lambda x: x + jnp.tanh(x @ up) @ down, spmd_axis_name="data")(x)
+
+
+BODIES = {
+    "checkpoint": jax.checkpoint(block),
+    "policy by name": jax.checkpoint(named, policy=jax.checkpoint_policies.save_only_these_names("hidden")),
+    "scan": scanned,
+    "scan of checkpoint": lambda w, x: lax.scan(
+        jax.checkpoint(lambda x, s: (block(jax.tree.map(lambda a: s * a, w), x), None)), x, jnp.array([1.0, 0.5])
+    )[0],
+    "cond": lambda w, x: lax.cond(x.sum() > 0, lambda x: block(w, x), lambda x: jnp.sin(x), x),
+    "while": lambda w, x: (
+        block(w, x) + lax.while_loop(lambda c: c[1] < 3, lambda c: (c[0] * 0.9, c[1] + 1), (lax.stop_gradient(x), 0))[0]
+    ),
+    "shard_map": sharded,
+    "shard_map of one axis": partly_sharded,
+    "auto_axes": lambda w, x: auto_axes(lambda w, x: x + jnp.tanh(x @ w["up"]) @ w["down"], out_sharding=P("data"))(
+        w, x
+    ),
+    "explicit_axes": lambda w, x: auto_axes(
+        lambda w, x: explicit_axes(block, in_sharding=(LAYER, P("data", None)))(w, x), out_sharding=P("data", None)
+    )(w, x),
+    "custom_vjp": lambda w, x: clipped(block(w, x)),
+    "custom_jvp": lambda w, x: halved_slope(block(w, x)),
+    "vmap": over_rows,
+    "pallas": kernel,
+    "nested jit": jax.jit(block),
+    "types": lambda w, x: block(w, (2.0 if jax.typeof(x).sharding.spec[0] == "data" else 0.0) * x),
+}
+
+
+@pytest.mark.telling("task-scan", "pipeline-shard_map", "task-custom_vjp")
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("form", ["task", "pipeline"])
+def test_inside(form, body):
+    args, alone = given()
+    loss = decoder(on_tasks(MESHES), BODIES[body])
+    if form == "pipeline":
+        loss = mm.pipeline(decoder(plain, BODIES[body]), MESHES)
+    check(train(loss), looped(jax.value_and_grad(decoder(plain, BODIES[body]))), args, alone, MESHES[0])
+
+
+def losses(stage, loop):
+    loss = decoder(stage)
+
+    def with_aux(params, tokens):
+        return loss(params, tokens), {"norm": jnp.sqrt(jnp.vdot(params["embed"], params["embed"]))}
+
+    def clip(grads):
+        norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
+        return jax.tree.map(lambda g: g / jnp.maximum(norm, 1), grads)
+
+    def step(params, tokens):
+        value, grads = loop(jax.value_and_grad(loss))(params, tokens)
+        return value, jax.tree.map(lambda p, g: p - 0.1 * g, params, clip(grads))
+
+    return {
+        "no loop": jax.value_and_grad(loss),
+        "gradient outside": jax.value_and_grad(lambda p, t: loop(loss)(p, t)),
+        "checkpointed loss": loop(jax.value_and_grad(jax.checkpoint(loss))),
+        "has_aux": loop(jax.value_and_grad(with_aux, has_aux=True)),
+        "clipped step": step,
+        "clipped microbatches": loop(lambda p, t: clip(jax.grad(loss)(p, t))),
+        "jvp": lambda p, t: jax.jvp(lambda p: loss(p, t), (p,), (p,)),
+        "hessian product": lambda p, t: jax.jvp(jax.grad(lambda p: loss(p, t)), (p,), (p,))[1],
+    }
+
+
+@pytest.mark.telling("clipped step", "gradient outside")
+@pytest.mark.parametrize("case", losses(plain, looped))
+def test_around(case):
+    args, alone = given()
+    loop = functools.partial(mm.microbatch, size=SIZE, argnum=1, reduce="mean")
+    got, want = losses(on_tasks(MESHES), loop)[case], losses(plain, looped)[case]
+    check(got, want, args, alone, MESHES[0])
+
+
+OUTSIDE = {
+    "grad": lambda f, p, t: jax.grad(f)(p, t),
+    "value_and_grad": lambda f, p, t: jax.value_and_grad(f)(p, t),
+    "vjp": lambda f, p, t: jax.vjp(lambda p: f(p, t), p)[1](jnp.float32(2)),
+    "jvp": lambda f, p, t: jax.jvp(lambda p: f(p, t), (p,), (p,)),
+    "vmap": lambda f, p, t: jax.vmap(f, in_axes=(None, 0))(p, jnp.stack([np.asarray(t)] * 2)),
+}
+
+
+@pytest.mark.telling("grad-custom_vjp")
+@pytest.mark.parametrize("body", ["block", "custom_vjp"])
+@pytest.mark.parametrize("transform", OUTSIDE)
+def test_outside(transform, body):
+    """Transformations of the jitted function; a rule of custom_vjp is typed code too."""
+    args, alone = given()
+    run = {"block": block, "custom_vjp": BODIES["custom_vjp"]}[body]
+    if transform == "jvp" and body == "custom_vjp":
+        pytest.skip("JAX has no forward mode of custom_vjp")
+    got = OUTSIDE[transform](mm.jit(decoder(on_tasks(MESHES), run)), *args)
+    with jax.set_mesh(MESHES[0]):
+        want = OUTSIDE[transform](jax.jit(decoder(plain, run)), *alone)
+    assert_same(got, jax.device_get(want))
+
+
+AMBIENT = {
+    "none": contextlib.nullcontext,
+    "first": lambda: jax.set_mesh(MESHES[0]),
+    "last": lambda: jax.set_mesh(MESHES[1]),
+}
+
+
+@pytest.mark.parametrize("ambient", AMBIENT)
+@pytest.mark.parametrize("form", ["wrapper", "context", "scope"])
+def test_forms_and_ambient_meshes(form, ambient):
+    args, alone = given()
+
+    def stage(s, fn):
+        def inside(*args):
+            if form == "context":
+                with mm.task(mesh=MESHES[s], name=f"stage{s}"):
+                    return fn(*args)
+            with jax.named_scope(f"typedscope_{s}"):
+                return fn(*args)
+
+        return mm.task(fn, f"stage{s}", mesh=MESHES[s]) if form == "wrapper" else inside
+
+    registered = [mm.register_task(rf"typedscope_{s}", mesh=m) for s, m in enumerate(MESHES)] if form == "scope" else []
+    try:
+        with jax.set_mesh(
+            {"first": MESHES[0], "last": MESHES[1]}.get(ambient, jax.sharding.Mesh(np.empty((), object), ()))
+        ):
+            check(train(decoder(stage)), looped(jax.value_and_grad(decoder(plain))), args, alone, MESHES[0])
+    finally:
+        for r in registered:
+            r.remove()
