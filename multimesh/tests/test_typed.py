@@ -58,6 +58,7 @@ def test_schedules(form, schedule):
     check(train(loss, schedule), looped(jax.value_and_grad(decoder(plain))), args, alone, MESHES[0])
 
 
+@pytest.mark.telling("interleaved")
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
 def test_two_stages_on_a_submesh(schedule):
     args, alone = given()
@@ -229,14 +230,13 @@ OUTSIDE = {
 
 
 @pytest.mark.telling("grad-custom_vjp")
-@pytest.mark.parametrize("body", ["block", "custom_vjp"])
-@pytest.mark.parametrize("transform", OUTSIDE)
+@pytest.mark.parametrize(
+    ("transform", "body"), [*((name, "block") for name in OUTSIDE), ("grad", "custom_vjp"), ("vmap", "custom_vjp")]
+)
 def test_outside(transform, body):
     """Transformations of the jitted function; a rule of custom_vjp is typed code too."""
     args, alone = given()
     run = {"block": block, "custom_vjp": BODIES["custom_vjp"]}[body]
-    if transform == "jvp" and body == "custom_vjp":
-        pytest.skip("JAX has no forward mode of custom_vjp")
     got = OUTSIDE[transform](mm.jit(decoder(on_tasks(MESHES), run)), *args)
     with jax.set_mesh(MESHES[0]):
         want = OUTSIDE[transform](jax.jit(decoder(plain, run)), *alone)
@@ -250,6 +250,7 @@ AMBIENT = {
 }
 
 
+@pytest.mark.telling("scope-first", "context-none")
 @pytest.mark.parametrize("ambient", AMBIENT)
 @pytest.mark.parametrize("form", ["wrapper", "context", "scope"])
 def test_forms_and_ambient_meshes(form, ambient):
