@@ -22,7 +22,7 @@ class Types:
 
     def structs(self, plain: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
         """Return the types of argument leaves to trace with."""
-        return [_compat.typed_struct(x, spec, self.mesh) for x, spec in zip(plain, self.specs, strict=True)]
+        return [_compat.with_layout(x, spec, self.mesh) for x, spec in zip(plain, self.specs, strict=True)]
 
 
 OF_ARGUMENTS = "of arguments"
@@ -62,7 +62,7 @@ def result_specs(avals: Sequence[Any]) -> Mapping[int, PartitionSpec]:
     return {i: s.spec for i, s in typed if s is not None and _compat.is_typed(s.mesh)}
 
 
-def check_summed(name: str, layouts: Sequence[Any]) -> None:
+def refuse_terms(name: str, layouts: Sequence[Any]) -> None:
     """Refuse an argument whose terms, on several devices, are not summed up."""
     for layout in layouts:
         if isinstance(layout, NamedSharding) and getattr(layout.spec, "unreduced", None):

@@ -233,7 +233,7 @@ def host_kind(kind: str | None) -> str | None:
 
 
 def layouts_of(shardings: Any, tree: Any, what: str) -> list[NamedSharding | PartitionSpec | None]:
-    """A layout per leaf, as the prefix gives it."""
+    """Return a layout for each leaf, as the prefix gives it."""
     return list(_spread(shardings, tree, what))
 
 

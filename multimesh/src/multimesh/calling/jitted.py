@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from multimesh.calling.aot import Compiled, Lowered, Plain, TracedFunction, export_error
-from multimesh.calling.argument_types import OF_ARGUMENTS, check_summed, layout_of, result_specs, types_of, widen
+from multimesh.calling.argument_types import OF_ARGUMENTS, layout_of, refuse_terms, result_specs, types_of, widen
 from multimesh.calling.arguments import (
     Given,
     Parameters,
@@ -279,7 +279,7 @@ class Jitted:
             given_kinds = memory_kinds(self._in_shardings, tree, "in_shardings")
             kinds = tuple(host_kind(given_kinds.get(n, kind)) for n, kind in enumerate(kinds))
         home = None if context.options.enable_fast_path else _home(leaves)
-        check_summed(self._name, found)
+        refuse_terms(self._name, found)
         types = types_of(found, self._types, registrations.meshes(context.registrations))
         signature = Signature(tree, avals, tuple(specs), kinds, given.key, context, home, types=types)
         homes = () if context.options.ignore_transforms else homes_of(leaves)

@@ -190,7 +190,7 @@ def with_sharding_constraint(x: Any, spec: PartitionSpec) -> Any:
             )
         task = current_task()
         if task is not None:
-            return _compat.lay_out(leaf, translate(spec, task))
+            return _compat.constrain(leaf, translate(spec, task))
         return jax.jit(_compat.set_name(lambda a: _compat.copy(a), marks.CONSTRAINTS.name((spec, np.ndim(leaf)))))(leaf)
 
     return x if contexts.ignoring() or not is_recording() else jax.tree.map(constrain, x)

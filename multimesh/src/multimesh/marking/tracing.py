@@ -143,7 +143,7 @@ def inside(task: Placement) -> Iterator[None]:
         with _compat.abstract_mesh_context(own, typed=_compat.is_typed(own)):
             yield
     except Exception as error:
-        if _compat.is_typed(own) and (remedy := _typed_remedy(error)):
+        if _compat.is_typed(own) and (remedy := _types_remedy(error)):
             raise UsageError(
                 f"{_compat.error_line(error)}: task {task.name!r}: {describe(task.mesh)} has Explicit axes, as "
                 f"jax.make_mesh makes them, so that types have layouts; {remedy}. JAX says: {_first_line(error)}"
@@ -200,7 +200,7 @@ def _axes_remedy(message: str, task: Placement) -> str | None:
     return None
 
 
-def _typed_remedy(error: Exception) -> str | None:
+def _types_remedy(error: Exception) -> str | None:
     """Return the remedy if JAX refuses an operation for the layouts in its types; None for any other error."""
     message = str(error)
     if isinstance(error, UsageError):

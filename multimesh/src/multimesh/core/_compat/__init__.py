@@ -98,15 +98,15 @@ with check_version():
     from multimesh.core._compat.typed import (
         carry_spec,
         common_mesh,
+        constrain,
         enter_mesh,
         fit_types,
         is_typed,
-        lay_out,
         partitions,
         row_struct,
         struct_of,
-        typed_struct,
         types_context,
+        with_layout,
         with_rows,
     )
 

@@ -66,7 +66,7 @@ def carry_spec(spec: PartitionSpec, shape: Sequence[int], mesh: AbstractMesh) ->
     return PartitionSpec(*map(entry, shape, given), **marks)
 
 
-def typed_struct(struct: jax.ShapeDtypeStruct, spec: PartitionSpec | None, mesh: AbstractMesh) -> jax.ShapeDtypeStruct:
+def with_layout(struct: jax.ShapeDtypeStruct, spec: PartitionSpec | None, mesh: AbstractMesh) -> jax.ShapeDtypeStruct:
     """Return the type of an argument to trace with, with what its type can say of its layout."""
     kind = None if struct.sharding is None else struct.sharding.memory_kind
     layout = carry_spec(PartitionSpec() if spec is None else spec, struct.shape, mesh)
@@ -80,12 +80,12 @@ def types_context(mesh: AbstractMesh) -> Iterator[None]:
         yield
 
 
-def _typed_aval(aval: Any, layout: NamedSharding) -> Any:
+def _aval_with(aval: Any, layout: NamedSharding) -> Any:
     return aval.update(sharding=layout)
 
 
 _retype_p = core.Primitive("multimesh_retype")
-_retype_p.def_abstract_eval(lambda x, *, layout: _typed_aval(x, layout))
+_retype_p.def_abstract_eval(lambda x, *, layout: _aval_with(x, layout))
 mlir.register_lowering(_retype_p, lambda ctx, x, *, layout: [x])
 
 
@@ -123,7 +123,7 @@ def enter_mesh(x: Any, mesh: AnyMesh) -> Any:
     return _retype_to(x, NamedSharding(target, carry_spec(own.spec, x.shape, target)))
 
 
-def lay_out(x: Any, spec: PartitionSpec) -> Any:
+def constrain(x: Any, spec: PartitionSpec) -> Any:
     """Constrain the layout of a traced value on the mesh in force: in its type along Explicit axes."""
     mesh = jax.sharding.get_abstract_mesh()
     if not is_typed(mesh):
@@ -158,7 +158,7 @@ def struct_of(aval: Any) -> jax.ShapeDtypeStruct:
     """Return an abstract value as an argument to trace with, with the layout in its type."""
     plain = shape_of(aval)
     layout = getattr(aval, "sharding", None)
-    return plain if layout is None or not is_typed(layout.mesh) else typed_struct(plain, layout.spec, layout.mesh)
+    return plain if layout is None or not is_typed(layout.mesh) else with_layout(plain, layout.spec, layout.mesh)
 
 
 def with_rows(one: jax.ShapeDtypeStruct, dim: int, size: int) -> jax.ShapeDtypeStruct:
@@ -168,7 +168,7 @@ def with_rows(one: jax.ShapeDtypeStruct, dim: int, size: int) -> jax.ShapeDtypeS
         return one.update(shape=shape)
     entries = list((*partitions(one.sharding.spec), *(None for _ in one.shape))[: len(one.shape)])
     entries.insert(dim, None)
-    return typed_struct(one.update(shape=shape, sharding=None), PartitionSpec(*entries), one.sharding.mesh)
+    return with_layout(one.update(shape=shape, sharding=None), PartitionSpec(*entries), one.sharding.mesh)
 
 
 def row_struct(x: Any) -> jax.ShapeDtypeStruct:
