@@ -137,8 +137,9 @@ def described(folder: str) -> str:
 
 
 def test_batch_scripts_know_the_codes_that_they_look_for() -> None:
-    assert ProcessLostError.exit_code == jobs.LOST
-    assert PreemptedError.exit_code == jobs.PREEMPTED
+    script = jobs.files(jobs.SOURCE)["job.sbatch"]
+    assert f"code != {ProcessLostError.exit_code} && code <= 128" in script
+    assert f"code == {PreemptedError.exit_code} && warned" in script
 
 
 STEPS = 40
