@@ -163,6 +163,20 @@ SECTIONS = {
             "--fsdp 2 --pp 2 --gather-once --num-layers 4 --scan-layers",
         )
     ],
+    "zero": [
+        f"{_FOUR} {case}"
+        for case in (
+            "--num-layers 2 --zero 1",
+            "--num-layers 2 --zero 2",
+            "--num-layers 4 --scan-layers --zero 2 logits_via_embedding=true",
+            f"--num-layers 4 --interleave 2 --zero 2 {_GPT3}",
+            "--num-layers 2 --schedule zb-h1 --zero 2 gradient_clipping_threshold=0",
+            "--num-layers 2 --zero 2 opt_type=adam_pax",
+            "--num-layers 2 --zero 2 opt_type=muon",
+            "--num-layers 2 --zero 2 --remat full dtype=bfloat16",
+            f"--num-layers 2 --zero 2 {_DENSE}",
+        )
+    ],
     "contexts": [
         f"--cpus 8 {case}"
         for case in (

@@ -15,7 +15,7 @@ from multimesh_maxtext.command import cli, suggesting
 from multimesh_maxtext.command.checks import Job
 from multimesh_maxtext.command.model import describe_model
 from multimesh_maxtext.command.options import parse, read
-from multimesh_maxtext.command.sizes import precision, transformer
+from multimesh_maxtext.command.sizes import configuration, precision, transformer
 from multimesh_maxtext.command.suggesting import Asked
 from multimesh_maxtext.command.values import DEVICES
 from multimesh_maxtext.errors import DoesNotFitError, UnsupportedError, UsageError
@@ -49,7 +49,7 @@ def test_the_best_is_a_command_line_that_is_accepted(
         maxtext, capsys, *JOB, "--no-confirm", "--json", "--remat", "full", "--fsdp", "1", "learning_rate=3e-4"
     )
     program, *words = found["command"].split()
-    made, best = job(words), found["suggestions"][0]["how"]
+    made, best = job(words), found["suggestions"][found["suggested"]]["how"]
     assert program == "maxtext/run.py"
     assert not {"--suggest", "--no-confirm", "--json", "--device"} & set(words)
     assert (made.devices, made.batch, made.options.remat) == (16, 64, "full")
@@ -68,6 +68,42 @@ def test_what_is_given_stays(maxtext: Path, capsys: pytest.CaptureFixture[str]):
         assert {name: row["how"][name] for name in kept} == kept
     assert found["command"].count("--pp") == found["command"].count("--tp") == 1
     assert "--schedule zb-h1" in found["command"]
+
+
+def test_data_parallel_devices_share_the_state_of_the_optimizer_in_a_pipeline(
+    maxtext: Path, capsys: pytest.CaptureFixture[str], job: Callable[[Sequence[str]], Job]
+):
+    """MaxText alone would round to bfloat16 for it. What is given stays, also --zero 0."""
+    argv = (*JOB, "--no-confirm", "--json", "--dp", "2", "--fsdp", "1", "--tp", "4", "--microbatch-size", "1")
+    pipeline = suggested(maxtext, capsys, *argv, "--pp", "2")
+    assert "--zero 2" in pipeline["command"]
+    assert configuration(job(pipeline["command"].split()[1:])).sharded == "optimizer"
+    whole = suggested(maxtext, capsys, *argv, "--pp", "2", "--zero", "0")
+    assert whole["command"].count("--zero") == 1
+    bytes_of = [found["suggestions"][0]["bytes"] for found in (pipeline, whole)]
+    assert bytes_of[0] < bytes_of[1]
+    alone = suggested(maxtext, capsys, *argv, "--pp", "1", "--tp", "8", "--remat", "full")
+    assert "--zero" not in alone["command"]
+
+
+def test_parameters_may_be_gathered_once(
+    maxtext: Path, capsys: pytest.CaptureFixture[str], job: Callable[[Sequence[str]], Job]
+):
+    argv = (*JOB, "--no-confirm", "--json", "--pp", "2", "--fsdp", "8", "--tp", "1", "--microbatch-size", "1")
+    found = suggested(maxtext, capsys, *argv)
+    assert found["suggestions"][0]["how"]["gather_once"]
+    assert "--gather-once" in found["command"]
+    assert configuration(job(found["command"].split()[1:])).gather_once
+    fixed = suggested(maxtext, capsys, *argv, "--no-gather-once")
+    assert not any(row["how"]["gather_once"] for row in fixed["suggestions"])
+    assert found["suggestions"][0]["seconds"] < fixed["suggestions"][0]["seconds"]
+
+
+def test_long_sequences_are_cut_over_devices(maxtext: Path, capsys: pytest.CaptureFixture[str]):
+    argv = (*CLUSTER, "--no-confirm", "--json", "--model-name", "llama3-8b", "--sequence-length", "131072")
+    found = suggested(maxtext, capsys, *argv, "--batch-size", "2", "--remat", "full", "--tp", "2", "--pp", "1")
+    assert {row["how"]["cp"] for row in found["suggestions"]} >= {4}
+    assert "--cp" in found["command"]
 
 
 def test_experts_share_the_axis_of_data(maxtext: Path):

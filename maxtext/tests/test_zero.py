@@ -1,15 +1,18 @@
-"""``--zero 1``: the state of the optimizer is laid out over data parallelism, and training is the same."""
+"""``--zero``: state of the optimizer, and gradients, are laid out over data parallelism; training is the same."""
 
 from __future__ import annotations
 
+import collections
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from killing import records
+from parity import ROOT, run_script, small_job
 
 from multimesh_maxtext.command.cli import main
+from multimesh_maxtext.command.model import find_maxtext
 from multimesh_maxtext.command.options import read
 from multimesh_maxtext.command.settle import settle
 from multimesh_maxtext.command.sizes import planner_configuration
@@ -32,20 +35,53 @@ def held(output: Path) -> int:
 @pytest.mark.longer
 @pytest.mark.timeout(1800)
 def test_moments_are_shared_out_and_steps_are_those_of_one_program(root: Path, tmp_path: Path):
-    """With AdamW's two moments, two thirds of the bytes; a checkpoint of one kind is read by the other."""
+    """With AdamW's two moments, two thirds of the bytes. A checkpoint moves between kinds and grids."""
     text = ("--text", root / "LICENSE")
     assert train(root, tmp_path / "plain", "--num-steps", 4, *text) in (0, 13)
-    assert train(root, tmp_path / "zero", "--num-steps", 4, "--zero", 1, "--verify", *text) in (0, 13)
+    assert train(root, tmp_path / "zero", "--num-steps", 4, "--zero", 2, "--verify", *text) in (0, 13)
     assert held(tmp_path / "zero") < 0.75 * held(tmp_path / "plain")
     kept = ("--checkpoint", tmp_path / "ck")
     assert train(root, tmp_path / "moved", "--num-steps", 2, "--zero", 1, *kept, *text) in (0, 13)
+    other = ("--cpus", 8, "--tp", 2, "--zero", 2)
+    assert train(root, tmp_path / "moved", "--num-steps", 3, "--resume", *other, *kept, *text) in (0, 13)
     assert train(root, tmp_path / "moved", "--num-steps", 4, "--resume", *kept, *text) in (0, 13)
     losses = [[record["learning/loss"] for record in records(tmp_path / name)] for name in ("moved", "plain")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.mark.longer
+def test_a_step_reduces_each_gradient_once_and_gathers_each_parameter_once(tmp_path: Path):
+    """After the loop, on each stage. As compiled for CPUs, where a reduce-scatter is an all-reduce and a slice."""
+    sizes = "--cpus 4 --dp 2 --pp 2 --num-layers 2 --model-dims 64 --microbatch-size 2 dtype=float32"
+    jobs = {str(zero): small_job([*sizes.split(), "--zero", str(zero)], 2, tmp_path) for zero in (0, 1, 2)}
+    script = Path(__file__).with_name("kernels.py")
+    found = {each["name"]: each for each in run_script(script, jobs, tmp_path / "kernels", find_maxtext(ROOT))}
+    assert not any(each["error"] for each in found.values())
+    matrices = {tuple(shape) for shape in found["0"]["parameters"]}
+    times = {name: counts(each, matrices) for name, each in found.items()}
+    reduced, gathered = (collections.Counter(), collections.Counter())
+    for (kind, shape), number in times["0"].items():
+        {"all-reduce": reduced, "all-gather": gathered}[kind][shape] += number
+    assert sum(reduced.values()) >= len(matrices)
+    assert not gathered
+    for name in ("1", "2"):
+        assert {shape: times[name]["all-reduce", shape] for shape in reduced} == reduced
+        assert {shape: times[name]["all-gather", shape] for shape in reduced} == reduced
+
+
+def counts(record: dict[str, Any], matrices: set[tuple[int, ...]]) -> collections.Counter[tuple[str, tuple[int, ...]]]:
+    """Return how many arrays of a parameter's shape each kind of collective has in a step: none in the loop."""
+    found = collections.Counter[tuple[str, tuple[int, ...]]]()
+    for kernel in record["kernels"]:
+        for each in kernel["collectives"]:
+            shapes = [shape for shape in map(tuple, each["shapes"]) if shape in matrices]
+            assert not (shapes and kernel["looped"]), (kernel["name"], each)
+            found.update((each["kind"], shape) for shape in shapes)
+    return found
+
+
 def test_the_planner_is_told(maxtext: Path):
     flags = "--gpus 1 --nodes 4 --dp 2 --pp 2 --batch-size 8"
-    for given, sharded in (("--zero 1", "optimizer"), ("", "none")):
+    for given, sharded in (("--zero 1", "optimizer"), ("--zero 2", "optimizer"), ("", "none")):
         job = settle(read([*flags.split(), *given.split()]), maxtext / "maxtext").job
         assert planner_configuration(job).sharded == sharded

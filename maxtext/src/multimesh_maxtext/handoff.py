@@ -72,7 +72,7 @@ class Handoff:
     platform
         Platform of the devices that a forecast is for; it may run on another.
     zero
-        1: the state of the optimizer is laid out over the axis of data parallelism too.
+        1: the state of the optimizer is laid out over the axis of data parallelism too; 2: sums of gradients as well.
     gather_once
         Whether parameters are gathered before the loop over microbatches, and not in it.
     """

@@ -70,7 +70,7 @@ _ABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "num_vocab_tiling": ((1,), "its loop crosses the last stage"),
     "parameter_memory_host_offload": ((False,), "host memory is not placed"),
     "optimizer_memory_host_offload": ((False,), "host memory is not placed"),
-    "shard_optimizer_over_data": ((False,), "--zero 1 does that for stages"),
+    "shard_optimizer_over_data": ((False,), "--zero does that for stages"),
     "shard_mode": (("auto",), "explicit shardings name one mesh"),
     "opt_type": (("adamw", "adam_pax", "sgd", "muon"), "its state was never placed"),
     "compile_xla_flags": (("",), "it is for one program"),
@@ -189,6 +189,11 @@ def _flags_apart(o: Options) -> Iterator[tuple[object, LauncherError]]:
         UsageError("--sequence-parallel shards between tensor-parallel blocks; add --tp"),
     )
     yield o.zero and o.dp == 1, UsageError(f"--zero {o.zero} lays moments out over data parallelism; add --dp")
+    yield o.zero > 1 and not o.staged, UsageError("--zero 2 is for pipelines; MaxText alone has --zero 1, or add --pp")
+    yield (
+        o.zero and o.fsdp > 1 and not o.staged,
+        UsageError("--zero 1 and --fsdp exclude each other in MaxText alone; --fsdp shards the moments already"),
+    )
     yield o.gather_once and o.fsdp == 1, UsageError("--gather-once is about parameters that --fsdp shards; add --fsdp")
     yield (
         o.scan_layers is False and o.pp > 1 and not o.staged,

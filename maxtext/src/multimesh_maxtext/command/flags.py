@@ -130,9 +130,10 @@ def _parallelism(root: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--zero",
         type=int,
-        choices=(0, 1),
+        choices=(0, 1, 2),
         default=0,
-        help="1: moments of the optimizer are laid out over dp too, and each device updates its part of the parameters",
+        help="1: moments of the optimizer are laid out over dp too, and each device updates its part of parameters; "
+        "2: gradients as well, so that each device gets its part of their sum alone, in half the bytes (default 0)",
     )
     switch(
         group,

@@ -194,7 +194,7 @@ def reference_job(job: Job) -> Job:
         "cpus": None if o.gpus else job.mesh_devices,
         "gpus": job.mesh_devices if o.gpus else 0,
         "nodes": 1,
-        "zero": 0,  # MaxText's own form of it does not give the same first loss
+        "zero": 0,  # MaxText's own form of it rounds parameters and gradients to bfloat16
     }
     return make_job(Options(**{**vars(o), **changes}), job.model)
 

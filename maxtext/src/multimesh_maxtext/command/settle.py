@@ -45,7 +45,7 @@ _FLAG_OF = {
     "per_device_batch_size": "--batch-size and --microbatch-size",
     "dataset_type": "--text, --use-tfds-dataset",
     "profiler": "--profile",
-    "shard_optimizer_over_data": "--zero 1",
+    "shard_optimizer_over_data": "--zero",
     **dict.fromkeys(("init_weights_seed", "data_shuffle_seed"), "--seed"),
     "ici_data_parallelism": "--dp",
     "ici_fsdp_parallelism": "--fsdp",
@@ -119,6 +119,6 @@ def _follows(error: LauncherError, doubtful: frozenset[str]) -> bool:
 
 def _replace_kernels(options: Options) -> Iterator[str]:
     """Change kernels that are not installed here to equal ones; yield a line for each."""
-    if options.attention == "cudnn_flash_te" and not has_package("transformer_engine"):
+    if options.attention == "cudnn_flash_te" and options.cp == 1 and not has_package("transformer_engine"):
         options.attention = "cudnn_flash_jax"
         yield "--attention cudnn_flash_te runs as cudnn_flash_jax, the same cuDNN kernels: TransformerEngine is missing"

@@ -80,6 +80,7 @@ def planner_configuration(job: Job) -> Configuration:
         schedule=name,
         sequence_parallel=bool(o.sequence_parallel),
         sharded="optimizer" if o.zero else "none",
+        gather_once=bool(o.gather_once),
         recompute="full" if o.remat in (None, "none", "full") else "minimal",
         precision=precision(job.model),
         layers=job.pieces if o.pp > 1 else (),

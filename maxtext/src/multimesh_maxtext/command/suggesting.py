@@ -26,7 +26,15 @@ from multimesh_maxtext.command.settle import settle
 from multimesh_maxtext.command.sizes import precision, transformer
 from multimesh_maxtext.command.training import forecast
 from multimesh_maxtext.command.translate import Paths
-from multimesh_maxtext.errors import DoesNotFitError, FileError, LauncherError, UnsupportedError, UsageError, raise_all
+from multimesh_maxtext.errors import (
+    DoesNotFitError,
+    FileError,
+    LauncherError,
+    MissingPartError,
+    UnsupportedError,
+    UsageError,
+    raise_all,
+)
 from multimesh_maxtext.handoff import Forecast
 
 POLICIES = ("minimal", "full")
@@ -47,6 +55,8 @@ _OURS = {
     "--precision": 1,
 }
 """Flags that the suggested command lines have not, and how many values follow."""
+
+_CONTEXT_ATTENTION = "cudnn_flash_te"  # a kernel that attends over the parts of other devices
 
 _CONFIRMED, _TRIED = 3, 6  # plans that must suffice, and that are made at most
 _WORKSPACE = 3e9  # bytes of the kernels of a stage, about
@@ -100,6 +110,10 @@ class Asked:
             found["layers"] = o.partition
         if o.sequence_parallel is not None:
             found["sequence_parallel"] = o.sequence_parallel
+        if "--zero" in self.given:
+            found["sharded"] = "optimizer" if o.zero else "none"
+        if o.gather_once is not None:
+            found["gather_once"] = o.gather_once
         found["precision"] = o.precision or precision(self.model)
         return found
 
@@ -111,6 +125,8 @@ class Asked:
             *((f"--{name}", getattr(how, name), 1) for name in ("fsdp", "tp", "cp", "pp", "ep", "interleave")),
             ("--microbatch-size", how.microbatch, 1),
             ("--schedule", how.schedule, "interleaved" if how.interleave > 1 else "1f1b") if how.pp > 1 else ("", 0, 0),
+            ("--attention", _CONTEXT_ATTENTION if how.cp > 1 else "", ""),
+            ("--zero", 2 if how.sharded == "optimizer" and how.dp > how.ep else 0, 0),
             ("--remat", how.recompute, "minimal"),
             ("--partition", ",".join(map(str, how.layers)), ""),
             ("--batch-size", self.batch, None),
@@ -122,6 +138,8 @@ class Asked:
                 more += [flag, str(value)]
         if how.sequence_parallel and how.tp > 1 and o.sequence_parallel is None:
             more.append("--sequence-parallel")
+        if how.gather_once and o.gather_once is None:
+            more.append("--gather-once")
         if o.precision == "fp8" and precision(self.model) != "fp8":
             more += FP8
         at = words.index("--text") if "--text" in words else len(words)
@@ -137,6 +155,8 @@ class Asked:
             return False
         try:
             self.settled(how, nodes)
+        except MissingPartError:
+            return True  # the cluster may have what this machine has not
         except LauncherError as error:
             self.refused.append(str(error).splitlines()[0])
             return False
@@ -177,7 +197,7 @@ def run(parsed: Parsed, argv: Sequence[str], maxtext: Path) -> int:
         reason = f"; {asked.refused[0]}" if asked.refused else ""
         kind = DoesNotFitError if error.exit_code == DoesNotFitError.exit_code else UsageError
         raise kind(f"--suggest: {str(error).removeprefix('suggest: ')}{reason}") from None
-    found = found.changed(found.options, list(_notes(asked)))
+    found = found.changed(found.options, list(_notes(asked, found.best.how)))
     _show(asked, found, asked.words(found.best.how, other), nodes)
     return 0
 
@@ -210,7 +230,8 @@ def make_training(asked: Asked, limit: float) -> planner.Training:
         max(0.0, limit - _WORKSPACE),
         planner.UNKNOWN if asked.model.resolved.get("decoder_block") in UNLIKE else 0.0,
         POLICIES,
-        sharded="none",  # every group of dp has the whole state of the optimizer
+        sharded_alone="none",  # MaxText's own ZeRO-1 rounds to bfloat16
+        gathers=True,
     )
 
 
@@ -222,12 +243,12 @@ def _confirm(asked: Asked, found: Suggestions, nodes: int | None, told: Any) -> 
         if sufficing == _CONFIRMED or number == _TRIED or failed:
             options += found.options[number:]
             break
-        job = asked.settled(option.how, nodes)
-        if not job.options.staged:
-            options.append(replace(option, checked="one stage"))
-            continue
         told(f"making the plan of {option.how.shown()}")
         try:
+            job = asked.settled(option.how, nodes)
+            if not job.options.staged:
+                options.append(replace(option, checked="one stage"))
+                continue
             needs = _plan(job, asked).needs
         except LauncherError as error:
             notes.append(f"plans cannot be made here: {error}")
@@ -257,10 +278,12 @@ def _plan(job: Job, asked: Asked) -> Forecast:
         return forecast(forecasting(job, paths, inherited=os.environ, gpu_memory=None), paths)
 
 
-def _notes(asked: Asked) -> Iterator[str]:
+def _notes(asked: Asked, how: Configuration) -> Iterator[str]:
     block = asked.model.resolved.get("decoder_block")
     if asked.model.experts > 1:
         yield "the column dp counts the devices of ep too, which run.py has as an axis of its own: --dp is dp / ep"
+    if how.cp > 1:
+        yield "--cp on GPUs needs TransformerEngine there, which orders the parts of sequences"
     if block in UNLIKE:
         yield f"layers of decoder_block={block} are not alike; the forecast takes them as equal, and its band is wider"
     if "--remat" in asked.given and asked.options.remat not in POLICIES:

@@ -361,6 +361,10 @@ def notes(options: Options, *, gpu_memory: int | None) -> list[str]:
     if options.fbmem is not None and options.gpus and gpu_memory is not None:
         fraction = memory_fraction(options.fbmem, gpu_memory)
         lines.append(f"--fbmem {options.fbmem}: JAX takes {fraction} of each GPU's {gpu_memory} MiB")
+    if options.zero and not options.staged:
+        lines.append(
+            "--zero 1: MaxText rounds parameters and sums of gradients to bfloat16 if it accumulates microbatches"
+        )
     missing = _without_effect(options, gpu_memory)
     return [*lines, f"without effect here: {missing}"] if missing else lines
 

@@ -33,6 +33,7 @@ from multimesh_maxtext.trainer.placement import (
     list_stacks,
     parameter_specs,
     spread_optimizer,
+    spread_over_data,
     write_placement,
 )
 from multimesh_maxtext.trainer.step import (
@@ -204,6 +205,14 @@ def accumulate(
         init = {**init, PARAMETERS: gather(init[PARAMETERS], _specs, home)}
     loop = {"schedule": _auto or _schedule(), "interleave": given.interleave}
     return accumulate_microbatches(body, init, batch, length=length, home=home, **loop)
+
+
+def gradient_layouts(gradients: Any, shardings: Any) -> Any:
+    """Return the layouts of gradients after the loop: those of their parameters or, with ZeRO-2, of their moments.
+
+    XLA then scatters each sum over the devices of the axis ``data``, where it would send the whole sum to all.
+    """
+    return jax.tree.map(spread_over_data, gradients, shardings) if _handoff().zero > 1 else shardings
 
 
 def jit(fn: Callable[..., Any], *, donate_argnums: Any = (), **_shardings: Any) -> StepFunction:

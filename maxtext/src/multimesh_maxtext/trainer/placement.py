@@ -210,23 +210,25 @@ def parameter_specs(shardings: Any) -> dict[str, P]:
 def spread_optimizer(types: Any, shardings: Any) -> Any:
     """Return the layouts of a train state with those of the optimizer over the axis ``data`` too (ZeRO-1).
 
-    Each device then keeps and updates its part of the moments, and XLA gathers the parameters after the update. A
-    moment of which the axis divides no dimension stays as it is.
+    Each device then keeps and updates its part of the moments, and XLA gathers the parameters after the update.
     """
 
     def spread(path: Any, x: Any, sharding: NamedSharding) -> NamedSharding:
-        if not _path(path).startswith("optimizer/"):
-            return sharding
-        sizes = dict(sharding.mesh.shape)
-        parts = [*sharding.spec, *[None] * (x.ndim - len(sharding.spec))]
-        axes = [part if isinstance(part, tuple) else (part,) if part else () for part in parts]
-        for dim in sorted(range(x.ndim), key=lambda dim: len(axes[dim])):  # those that are whole first
-            if x.shape[dim] % (math.prod(sizes[axis] for axis in axes[dim]) * sizes[_REPLICATED]) == 0:
-                axes[dim] = (*axes[dim], _REPLICATED)
-                break
-        return NamedSharding(sharding.mesh, P(*(each or None for each in axes)), memory_kind=sharding.memory_kind)
+        return spread_over_data(x, sharding) if _path(path).startswith("optimizer/") else sharding
 
     return jax.tree_util.tree_map_with_path(spread, types, shardings)
+
+
+def spread_over_data(x: Any, sharding: NamedSharding) -> NamedSharding:
+    """Return the layout of an array over the axis ``data`` too, or as it is if that divides no dimension of it."""
+    sizes = dict(sharding.mesh.shape)
+    parts = [*sharding.spec, *[None] * (x.ndim - len(sharding.spec))]
+    axes = [part if isinstance(part, tuple) else (part,) if part else () for part in parts]
+    for dim in sorted(range(x.ndim), key=lambda dim: len(axes[dim])):  # those that are whole first
+        if x.shape[dim] % (math.prod(sizes[axis] for axis in axes[dim]) * sizes[_REPLICATED]) == 0:
+            axes[dim] = (*axes[dim], _REPLICATED)
+            break
+    return NamedSharding(sharding.mesh, P(*(each or None for each in axes)), memory_kind=sharding.memory_kind)
 
 
 def gather(parameters: Any, specs: Mapping[str, P], home: Callable[[Any], Mesh]) -> Any:

@@ -49,8 +49,12 @@ class Space:
         Of products, all of which are tried.
     sharded
         The state that data parallelism shards beside the batch. To shard the optimizer costs no time and less memory.
+    sharded_alone
+        The same where there is one stage; empty: no other.
     offloads
         Whether activations in the host's memory are tried, where nothing is computed again.
+    gathers
+        Whether parameters that FSDP shards are also tried gathered once a step, in a pipeline.
     """
 
     model: Transformer
@@ -63,6 +67,8 @@ class Space:
     precisions: tuple[str, ...] = ("bf16",)
     sharded: str = "optimizer"
     offloads: bool = False
+    sharded_alone: str = ""
+    gathers: bool = False
 
     def __post_init__(self) -> None:
         """Check the numbers and the names of what is fixed, and that its values can be."""
@@ -97,6 +103,8 @@ class Space:
                     how = grid.changed(recompute=recompute, schedule=name, precision=precision)
                     if self.offloads and recompute == "none" and "offload" not in self.fixed:
                         yield how.changed(offload=True)
+                    if self.gathers and grid.pp > 1 and grid.fsdp > 1 and "gather_once" not in self.fixed:
+                        yield how.changed(gather_once=True)
                     yield how
 
     def _meshes(self) -> Iterator[Configuration]:
@@ -118,7 +126,9 @@ class Space:
                         continue
                     etp = 1 if self.model.experts and ep > 1 and self.model.expert < _NARROW else 0
                     one = Configuration(self.batch, self.sequence, dp=dp, fsdp=fsdp, tp=tp, pp=pp, cp=cp)
-                    sharded = self.sharded if dp * cp > 1 else "none"
+                    sharded = (
+                        (self.sharded if pp > 1 else self.sharded_alone or self.sharded) if dp * cp > 1 else "none"
+                    )
                     fields = {"sharded": sharded, "ep": ep, "etp": etp, "sequence_parallel": together, **known}
                     yield one.changed(**fields)
 

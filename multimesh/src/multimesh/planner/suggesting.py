@@ -52,7 +52,7 @@ class Training:
         Half width of the bands at least.
     policies
         Of recomputation: those that the software has, the most frugal last.
-    precisions, sharded, offloads
+    precisions, sharded, offloads, sharded_alone, gathers
         As in `multimesh.planner.space.Space`.
     """
 
@@ -69,6 +69,8 @@ class Training:
     precisions: tuple[str, ...] = ("bf16",)
     sharded: str = "optimizer"
     offloads: bool = False
+    sharded_alone: str = ""
+    gathers: bool = False
 
     @property
     def bytes(self) -> float:
@@ -101,7 +103,7 @@ class Training:
         where = self.device
         if 0 < self.gpus < where.domain <= 8:  # larger domains span nodes
             where = dataclasses.replace(where, domain=self.gpus)
-        more = self.policies, self.precisions, self.sharded, self.offloads
+        more = self.policies, self.precisions, self.sharded, self.offloads, self.sharded_alone, self.gathers
         space = Space(self.model, where, devices, self.batch, self.sequence, self.fixed, *more)
         return Transformers(space, dataclasses.replace(self.software, reserved=0.0), self.bytes, self.least_band), space
 

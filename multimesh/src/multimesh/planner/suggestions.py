@@ -126,6 +126,7 @@ class Suggestions:
             "suggestions": [
                 {**asdict(option), "shares": dict(option.shares), "bound": option.bound} for option in self.options
             ],
+            "suggested": self.options.index(self.best),
             "front": [asdict(option) | {"shares": dict(option.shares)} for option in self.front],
             "lost": list(self.lost),
             "notes": list(self.notes),
@@ -149,6 +150,8 @@ def _table(options: Sequence[Option], unit: str) -> list[tuple[str, Sequence[str
         parts.append(("schedule", [option.how.schedule if option.how.pp > 1 else "-" for option in options]))
     if len({option.how.precision for option in options}) > 1 or options[0].how.precision != "bf16":
         parts.append(("type", [option.how.precision for option in options]))
+    if any(option.how.gather_once for option in options):
+        parts.append(("gather", ["once" if option.how.gather_once else "-" for option in options]))
     if any(option.how.offload for option in options):
         parts.append(("host", ["keeps" if option.how.offload else "-" for option in options]))
     parts += [
@@ -168,7 +171,9 @@ def _table(options: Sequence[Option], unit: str) -> list[tuple[str, Sequence[str
 def _left(options: Sequence[Option]) -> tuple[int, ...]:
     heads = [head for head, _ in _table(options, "")]
     return tuple(
-        number for number, head in enumerate(heads) if head in ("schedule", "type", "host", "remat", "bound by", "plan")
+        number
+        for number, head in enumerate(heads)
+        if head in ("schedule", "type", "gather", "host", "remat", "bound by", "plan")
     )
 
 

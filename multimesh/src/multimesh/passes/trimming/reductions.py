@@ -51,12 +51,16 @@ class _Term:
 def delay_reductions(program: ir.Program, specs: Sequence[PartitionSpec | None]) -> ir.Program:
     """Let accumulators hold a term for each data-parallel device where their leaves sum over rows."""
     given = {v: spec for v, spec in zip(program.inputs, specs, strict=True) if spec is not None}
-    arrays = spread_constraints(program, given)
     homes = dict(program.homes)
     items: list[ir.Item] = []
     traces: _Traces = {}
-    for item in program.items:
-        items += [item] if isinstance(item, ir.Op) else _delay(item, arrays, program.linked, homes, traces)
+    for n, item in enumerate(program.items):
+        if isinstance(item, ir.Op):
+            items.append(item)
+            continue
+        # What comes after the loop, such as the state of an optimizer, says nothing of the layouts in it.
+        arrays = spread_constraints(replace(program, items=program.items[: n + 1]), given)
+        items += _delay(item, arrays, program.linked, homes, traces)
     return replace(program, items=tuple(items), homes=homes)
 
 
