@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import faulthandler
 import itertools
 import os
+import pickle
 import statistics
 import sys
 import time
@@ -314,7 +316,10 @@ def nans(split: str) -> None:
 
 
 def not_in_it() -> None:
-    """A plan on the devices of process 0 only; the others get arrays without shards, and the same profile."""
+    """A plan on the devices of process 0 only; the others get arrays without shards, and the same profile.
+
+    They can't read a value: JAX says so in words that docs/processes.md has, and `gather` brings it.
+    """
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
     x = np.ones((4, 4), np.float32)
     jitted = mm.jit(lambda x: mm.task(lambda x: x + 1, "a", mesh=mesh)(x))
@@ -322,6 +327,13 @@ def not_in_it() -> None:
     assert [span.name for span in jitted.profile(x, repeats=1).measured.spans] == ["a"]
     assert len(y.addressable_shards) == (jax.process_index() == 0)
     assert_shards(y, x + 1)
+    loss = mm.jit(lambda x: mm.task(jnp.sum, "loss", mesh=mesh)(x))(x)
+    for read in (float, np.asarray, jax.device_get, pickle.dumps, lambda x: x.item()):
+        elsewhere = pytest.raises(RuntimeError, match="spans non-addressable")
+        with contextlib.nullcontext() if jax.process_index() == 0 else elsewhere:
+            read(loss)
+    assert "float32" in repr(loss)
+    assert mm.distributed.gather(loss) == 16
     if jax.process_index() == 0:  # alone: all devices and arguments are its own
         here = jax.local_devices()
         for place in (here[0], here[-1]):

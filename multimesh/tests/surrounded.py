@@ -50,10 +50,10 @@ def surrounded(seed: int) -> Surrounded:
     around = AROUND[int(rng.integers(len(AROUND) if given.gradient == "outside" else len(AROUND) - 1))]
     ambient = AMBIENT[int(rng.integers(len(AMBIENT)))]
     given = dataclasses.replace(given, inner=given.inner or (form == "block" and given.dtype == "float32"))
-    if form == "block" and around != "jit":  # JAX can't bring meshes of different sizes together
-        ambient, given = "none", dataclasses.replace(given, submeshes=(1,) * len(given.submeshes))
-    if around.startswith("vmap") and given.schedule in generated.ONE_STAGE and given.checkpoint == "model":
-        given = dataclasses.replace(given, checkpoint="stage")  # repeats of rows are not cut at the stages
+    moved = around != "jit"
+    if form == "block" and (moved or given.gradient != "none"):  # JAX can't bring meshes of different sizes together
+        ambient = "none" if moved else ambient.replace("all", "submesh", 1)
+        given = dataclasses.replace(given, submeshes=(1 if moved else given.submeshes[0],) * len(given.submeshes))
     if around == "grad":  # what stands outside of the jit runs eagerly, on the default device
         given = dataclasses.replace(given, apart="none", start="argument")
     return Surrounded(given, form, around, ambient, bool(rng.random() < 0.5))

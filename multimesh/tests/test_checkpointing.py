@@ -167,3 +167,47 @@ def test_checkpoint_around_the_last_of_several_stages(schedule):
     params, batch = MLP.init(3), MLP.batch(ROWS, 0)
     loop = functools.partial(mm.microbatch, schedule=schedule)
     assert_same(mm.jit(make(split, loop))(params, batch), jax.jit(make(plain, microbatched))(params, batch))
+
+
+def twice_mapped(f):
+    inner = jax.vmap(jax.value_and_grad(f), in_axes=(None, 2))
+    return lambda ps, xs: jax.vmap(inner, in_axes=(None, 0))(ps, jnp.moveaxis(jnp.stack([xs, 2 * xs]), 1, 3))
+
+
+UNDER = {
+    "vmap": lambda f: jax.vmap(jax.value_and_grad(f), in_axes=(None, 0)),
+    "vmap of vmap": twice_mapped,
+    "jvp": lambda f: lambda ps, xs: jax.jvp(jax.grad(f), (ps, xs[0]), (ps, xs[1])),
+    "grad": lambda f: lambda ps, xs: jax.value_and_grad(f)(ps, xs[0]),
+}
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", pytest.param("zb-h2", marks=pytest.mark.longer)])
+@pytest.mark.parametrize("where", ["inside", "around"])
+@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("under", UNDER)
+def test_checkpoint_around_a_model_under_transformations(under, linear, where, schedule):
+    """The stages that it repeats are a forward pass of the loop, wherever the gradient is taken.
+
+    Found at random: `jax.vmap` moves the axes of a batch once for each loop, and `jax.grad` around `multimesh.jit` has
+    a program of its own for the backward pass.
+    """
+    split = Split(submeshes(2, (1,)))
+
+    def make(stage, loop):
+        def model(ps, x):
+            for s, p in enumerate(ps):
+                x = stage(s, lambda p, x: x @ p if linear else jnp.tanh(x @ p))(p, x)
+            return x
+
+        def loss(ps, x):
+            y = jax.checkpoint(model)(ps, x)
+            return stage(1, lambda y: jnp.sum(y if linear else y * y))(y)
+
+        return loop(loss, size=SIZE, argnum=1)
+
+    ps = [jnp.asarray(p["up"][:, :16]) for p in MLP.init(2)["stages"]]
+    xs = jnp.stack([MLP.batch(ROWS, seed)["x"] for seed in (0, 1)])
+    total = make(split, functools.partial(mm.microbatch, schedule=schedule))
+    got = mm.jit(UNDER[under](total)) if where == "inside" else UNDER[under](mm.jit(total))
+    assert_same(got(ps, xs), jax.jit(UNDER[under](make(plain, microbatched)))(ps, xs))

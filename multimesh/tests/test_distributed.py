@@ -198,6 +198,7 @@ LEAVE = {  # what the last process does, its exit code, and what the others say 
     "SystemExit": ("raise SystemExit(3)", 3, "failed after 6 steps: SystemExit: 3"),
     "Ctrl-C": ("os.kill(os.getpid(), 2)", 130, "failed after 6 steps: KeyboardInterrupt"),
     "callback": (CALLBACK, 1, "failed after 6 steps: .*Error: ValueError: a fault"),
+    "value": ("np.asarray(x)", 1, r"failed .*: RuntimeError: Fetching .*: multimesh.distributed.gather\(x\), .*"),
     "_exit": ("os._exit(4)", 4, r"ended with exit code 4( after \d steps?)?"),  # what it told last
     "abort": ("os.abort()", -signal.SIGABRT, r"was killed by SIGABRT( after \d steps?)?"),
 }
@@ -213,6 +214,7 @@ LEAVE = {  # what the last process does, its exit code, and what the others say 
         ("exit", 2),
         pytest.param("SystemExit", 2, marks=SEEN),
         ("callback", 2),
+        ("value", 2),
         *(pytest.param(how, 2, marks=FULL) for how in ("usage", "fail", "_exit", "abort", "Ctrl-C")),
     ],
 )
@@ -221,8 +223,9 @@ def test_a_process_that_fails_leaves_at_once_and_the_others_name_it(job, how, co
     what, code, told = LEAVE[how]
     *others, last = job(JOIN + STEPS.replace("LAST", f"print('fault', time.time(), flush=True); {what}"), count)
     assert last.code == code, last
-    assert ("Traceback" in last.said) == (how in ("raise", "usage", "Ctrl-C", "callback")), last
+    assert ("Traceback" in last.said) == (how in ("raise", "usage", "Ctrl-C", "callback", "value")), last
     assert "a fault" in last.said or how not in ("raise", "usage", "fail", "callback"), last
+    assert how != "value" or "\nmultimesh: multimesh.distributed.gather(x), called" in last.said, last
     for rank, other in enumerate(others):
         line = rf"multimesh: {_named(rank, count)} ends because {_named(count - 1, count)} {told}\n"
         assert re.search(line, other.said), other

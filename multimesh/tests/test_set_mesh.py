@@ -96,3 +96,30 @@ def test_blocks_on_meshes_of_different_sizes_under_vmap_are_refused_in_a_line():
     with pytest.raises(mm.UsageError, match=r"test_set_mesh.py:\d+: in .* meshes of different sizes .*as calls"):
         jax.vmap(mm.jit(blocks), in_axes=(None, 0))(X[0], X)
     assert_same(jax.vmap(mm.jit(calls), in_axes=(None, 0))(X[0], X), X + np.sin(X[0]))
+
+
+@pytest.mark.parametrize("layer", [lambda w, x: x @ w - 2, lambda w, x: jax.nn.softmax(x @ w)])
+def test_gradients_of_blocks_on_meshes_of_different_sizes_are_refused_in_a_line(layer):
+    """JAX's transposes go from the mesh in one type to that in another; as calls the same tasks run."""
+    meshes = [Mesh(np.array(jax.devices()[a:b]), ("data",)) for a, b in ((0, 2), (2, 3))]
+
+    def blocks(ws, x):
+        for w, mesh in zip(ws, meshes, strict=True):
+            with mm.task(mesh=mesh):
+                x = layer(w, x)
+        return jnp.sum(x)
+
+    def calls(ws, x):
+        for w, mesh in zip(ws, meshes, strict=True):
+            x = mm.task(layer, mesh=mesh)(w, x)
+        return jnp.sum(x)
+
+    def plainly(ws, x):
+        return jnp.sum(layer(ws[1], layer(ws[0], x)))
+
+    ws = [np.eye(8, dtype=np.float32)] * 2
+    with pytest.raises(
+        mm.UsageError, match=r"test_set_mesh.py:\d+: in blocks .* different sizes .*as calls(?!.*in blocks)"
+    ):
+        mm.jit(jax.grad(blocks))(ws, X)
+    assert_same(mm.jit(jax.grad(calls))(ws, X), jax.grad(plainly)(ws, X))

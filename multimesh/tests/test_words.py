@@ -1,5 +1,7 @@
 """What users get wrong, in the words that they get: what, where, and the remedy."""
 
+import importlib
+import sys
 import warnings
 
 import equinox as eqx
@@ -201,3 +203,46 @@ def test_lines_are_those_of_the_user_and_not_of_a_library():
         with pytest.warns(UserWarning, match="shards nothing") as seen:
             step(params, X)
         assert {each.filename for each in seen} == {__file__}
+
+
+LIBRARY = """
+import jax
+
+def dense(w, x):
+    return jax.lax.with_sharding_constraint(x, SPEC) @ w
+
+def transform(fn):
+    scope = {"fn": fn}
+    exec("def apply(*args):\\n    return fn(*args)", scope)
+    return scope["apply"]
+"""
+
+
+@pytest.mark.parametrize("folder", ["site-packages", "dist-packages"])
+def test_lines_are_those_of_the_user_of_a_library_that_writes_code(folder, tmp_path, monkeypatch):
+    """As Haiku does, of which JAX knows nothing: what it runs between is its own file, or a `<string>`."""
+    name = f"library_in_{folder.replace('-', '_')}"
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / f"{name}.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(tmp_path / folder)
+    library = importlib.import_module(name)
+    apply = library.transform(lambda w, x: library.dense(w, x))
+    steps = {
+        "library": lambda w, x: mm.task(lambda w, x: library.dense(w, x), "inner", mesh=WIDE)(w, x),
+        "written": lambda w, x: mm.task(apply, "inner", mesh=WIDE)(w, x),
+    }
+    for step in steps.values():
+        library.SPEC = P(None)
+        with pytest.warns(UserWarning, match="shards nothing") as seen:
+            mm.jit(lambda w, x, step=step: step(w, x))(W, X)
+        assert {each.filename for each in seen} == {__file__}
+        library.SPEC = P("model")
+        refused(HERE + "task 'inner'.* names axis 'model'", lambda w, x, step=step: step(w, x), W, X)
+    del sys.modules[name]
+
+
+def test_lines_of_code_without_a_file_are_those_of_its_caller():
+    code = "step = mm.jit(mm.task(lambda w, x: x @ w, mesh=mesh))\nstep(w, x)"
+    with pytest.warns(UserWarning, match="shards nothing") as seen:
+        exec(code, {"mm": mm, "mesh": WIDE, "w": W, "x": X})
+    assert {each.filename for each in seen} == {__file__}

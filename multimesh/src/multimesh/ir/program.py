@@ -42,7 +42,10 @@ Atom = Value | Any  # a Value, or a jaxpr Literal
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """One primitive, applied. ``mesh`` is None until the operation is placed; ``after`` orders without moving data."""
+    """One primitive, applied. ``mesh`` is None until the operation is placed; ``after`` orders without moving data.
+
+    With ``again``, `jax.checkpoint` repeats it in a backward pass.
+    """
 
     prim: Any
     params: dict[str, Any]
@@ -55,6 +58,7 @@ class Op:
     source: Any = None
     after: tuple[Value, ...] = ()
     effects: bool = False
+    again: bool = False
 
     @property
     def reads(self) -> Iterator[Value]:

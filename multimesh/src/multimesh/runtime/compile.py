@@ -18,7 +18,7 @@ from multimesh import ir
 from multimesh.core import _compat, checks
 from multimesh.core._compat import executables
 from multimesh.core.progress import progress
-from multimesh.errors import MultiMeshError
+from multimesh.errors import MultiMeshError, UsageError
 from multimesh.ir.evaluate import evaluate
 from multimesh.marking.tracing import compiling
 from multimesh.plan.instructions import Kernel, Run
@@ -112,6 +112,8 @@ def _lower(plan: Plan, run: Run, options: dict[str, Any]) -> _Lowered:
             raise
         except Exception as error:
             where = (kernel.ops and _compat.user_line(kernel.ops[-1].source)) or kernel.name
+            if remedy := _compat.remedy_of_sizes(error):
+                raise UsageError(f"{where}: in {kernel.name!r} {remedy}. JAX says: {error}") from None
             raise MultiMeshError(f"{where}: {kernel.name!r} can't be lowered for its submesh: {error}") from error
 
 

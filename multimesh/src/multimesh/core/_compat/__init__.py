@@ -60,6 +60,7 @@ with check_version():
         invalid_value,
         is_raised_by_jax,
         is_transposed_last,
+        remedy_of_sizes,
         scopes,
         scopes_and_transpositions,
         set_name,

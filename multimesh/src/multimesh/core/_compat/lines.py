@@ -58,7 +58,7 @@ def without_transpositions(eqn: Any) -> Any:
 
 def _is_hidden(file: str) -> bool:
     """Return whether a file is shown only if no other is: of a library, or ``<string>`` as of a dataclass."""
-    return "site-packages" in file or file.startswith("<")
+    return "site-packages" in file or "dist-packages" in file or file.startswith("<")
 
 
 def user_line(source_info: Any) -> str:
@@ -80,8 +80,11 @@ _warned: dict[Any, Any] = {}  # Python's record of the warnings of each place
 
 
 def warn_at(line: str, message: str) -> None:
-    """Warn at ``file:line`` of the user, as if that line had warned; where it is not known, at the caller's line."""
-    file, _, number = (line or caller_line()).rpartition(":")
+    """Warn at ``file:line`` of the user, as if that line had warned.
+
+    Where it is not known, or known to be of a library (JAX records ten frames), warn at the caller's line.
+    """
+    file, _, number = (caller_line() if not line or _is_hidden(line) else line).rpartition(":")
     warnings.warn_explicit(message, UserWarning, file, int(number), registry=_warned)
 
 
@@ -142,20 +145,27 @@ def explain_trace(what: Callable[[], str]) -> Iterator[None]:
     except _CONCRETE as error:
         raise _not_concrete(what(), error) from error
     except Exception as error:
-        if "cannot change the size of the mesh" in str(error):
-            raise UsageError(
-                f"{error_line(error)}: in {what()} a transformation brings values of meshes of different sizes "
-                "together, which JAX can't do around blocks; write tasks as calls, multimesh.task(fn, mesh=...), in "
-                "the place of `with multimesh.task(...)` or register_task, or transform inside: "
-                f"multimesh.jit(jax.grad(f)). JAX says: {error}"
-            ) from None
-        if "different trace level" not in str(error) or isinstance(error, errors.MultiMeshError):
+        if isinstance(error, errors.MultiMeshError):
+            raise
+        if remedy := remedy_of_sizes(error):
+            raise UsageError(f"{error_line(error)}: in {what()} {remedy}. JAX says: {error}") from None
+        if "different trace level" not in str(error):
             raise
         raise UsageError(
             f"{error_line(error)}: {what()} is traced, and may not change an object of Flax NNX that was made outside "
             "of it; give its state as an argument, nnx.merge it inside with copy=True, and return the new state. "
             f"Flax says: {str(error).strip().splitlines()[0]}"
         ) from error
+
+
+def remedy_of_sizes(error: Exception) -> str:
+    """Return the remedy where JAX refuses to bring values of meshes of different sizes together, else nothing."""
+    if "cannot change the size of the mesh" not in str(error):
+        return ""
+    return (
+        "a transformation brings values of meshes of different sizes together, which JAX can't do around blocks; write "
+        "tasks as calls, multimesh.task(fn, mesh=...), in the place of `with multimesh.task(...)` or register_task"
+    )
 
 
 def _not_concrete(what: str, error: Exception) -> UsageError:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Sequence
 from dataclasses import replace
 
+from jax.sharding import Mesh
+
 from multimesh import ir
+from multimesh.core import _compat
 from multimesh.ir import graph
 from multimesh.passes.reading.loops import topological
+from multimesh.passes.reading.twins import is_same
 
 
 def fuse(program: ir.Program) -> ir.Program:
     """Join the forward loop of each ``microbatch`` with its transpose, where the backward needs no forward sum."""
     program = _drop_invariant_carries(program)
-    items = list(program.items)
+    items = _share_rows(program.items)
     for second in [i for i in items if isinstance(i, ir.Loop)]:
         before = items[: items.index(second)] if second in items else []
         firsts = [i for i in before if isinstance(i, ir.Loop) and i.uid == second.uid and _can_fuse(i, second, items)]
@@ -22,7 +27,36 @@ def fuse(program: ir.Program) -> ir.Program:
             items[items.index(second)] = _fuse_pair(first, second)
             items.remove(first)
             items = topological(items)
+    items = [_go_forward_again(item) if isinstance(item, ir.Loop) else item for item in items]
     return replace(program, items=tuple(ir.live(items, program.outputs)))
+
+
+def _go_forward_again(loop: ir.Loop) -> ir.Loop:
+    """Make a forward pass of several stages that `jax.checkpoint` repeats in a loop without one.
+
+    The loop of the forward pass is in another program, as with ``jax.grad`` around `multimesh.jit`, or can't be joined.
+    """
+    if not all(op.backward for op in loop.ops) or not _repeats_several(loop):
+        return loop
+    barriers = [op for op in loop.ops if op.prim is _compat.optimization_barrier_p]
+    untied = {o: i for op in barriers for o, i in zip(op.outs, op.ins, strict=True)}
+    return replace(
+        loop, ops=tuple(replace(graph.rename_op(op, untied), backward=False) if op.again else op for op in loop.ops)
+    )
+
+
+def _repeats_several(loop: ir.Loop) -> bool:
+    """Return whether a value that is made again goes to a task on another submesh."""
+    made_on: dict[ir.Value, set[Mesh]] = {}
+    for op in loop.ops:
+        on = set().union(*(made_on.get(v, set()) for v in op.reads))
+        if op.task is not None:
+            if on - {op.task.mesh}:
+                return True
+            on = {op.task.mesh}
+        if op.again:
+            made_on.update(dict.fromkeys(op.outs, on))
+    return False
 
 
 def _drop_invariant_carries(program: ir.Program) -> ir.Program:
@@ -35,6 +69,21 @@ def _drop_invariant_carries(program: ir.Program) -> ir.Program:
     ]
     outputs = tuple(graph.resolve(o, rename) for o in program.outputs)
     return replace(program, items=tuple(topological(items)), outputs=outputs)
+
+
+def _share_rows(items: Sequence[ir.Item]) -> list[ir.Item]:
+    """Let loops of one ``microbatch`` read the same rows where `jax.vmap` moved the axes of a batch once for each."""
+    maker = graph.makers(item for item in items if isinstance(item, ir.Op))
+    seen: dict[str, list[ir.Value]] = collections.defaultdict(list)
+    shared: list[ir.Item] = []
+    for item in items:
+        if isinstance(item, ir.Loop):
+            known = seen[item.uid]
+            rows = {k: next((o for o in known if is_same(o, v, maker)), v) for k, v in item.slices.items()}
+            known += dict.fromkeys(rows.values())
+            item = replace(item, slices=rows)
+        shared.append(item)
+    return shared
 
 
 def _can_fuse(first: ir.Loop, second: ir.Loop, items: Sequence[ir.Item]) -> bool:

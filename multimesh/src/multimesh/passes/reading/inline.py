@@ -159,6 +159,7 @@ class _Inliner:
                 ctx=eqn.ctx if prim is eqn.primitive else None,
                 source=source,
                 effects=not is_pure(eqn),
+                again=where.backward and _compat.REMATTED in where.scope,
             )
         )
         return results

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from multimesh import ir
 from multimesh.core import _compat
@@ -66,6 +66,18 @@ def twins(program: ir.Program, loop: ir.Loop) -> dict[ir.Value, ir.Value]:
             if twin in inside and op.backward and not twin.backward:
                 first.update(zip(op.outs, twin.outs, strict=False))
     return first
+
+
+def is_same(first: ir.Atom, second: ir.Atom, maker: Mapping[ir.Value, ir.Op]) -> bool:
+    """Return whether chains of equal operations, each of one operand, make two values of the same one."""
+    while first is not second:
+        one, other = (maker.get(v) if isinstance(v, ir.Value) else None for v in (first, second))
+        if one is None or other is None or one.prim is not other.prim or one.effects or not _equal(one, other):
+            return False
+        if len(one.ins) != 1 or len(one.outs) != 1:
+            return False
+        first, second = one.ins[0], other.ins[0]
+    return True
 
 
 def _equal(first: ir.Op, second: ir.Op) -> bool:

@@ -53,7 +53,10 @@ class Leaving:
         with contextlib.suppress(ValueError):  # where this is not the main thread
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would end this hook, and not the process
         code = 130 if kind is KeyboardInterrupt else getattr(error, "exit_code", 1)
-        text = ": ".join(["failed", kind.__name__, *_reason(error)])
+        remedy = _remedy(error)
+        for line in remedy:
+            error.add_note(f"multimesh: {line}")
+        text = ": ".join(["failed", kind.__name__, *_reason(error), *remedy])
         self._watch.fail(text[:1000], code, echo=_may_echo(error))
         self._print(kind, error, traceback)
         leave(code)
@@ -167,6 +170,13 @@ def _reason(error: BaseException) -> list[str]:
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     of_callback = any("Traceback (most recent call last)" in line for line in lines)
     return [lines[-1].strip() if of_callback else lines[0]] if lines else []
+
+
+def _remedy(error: BaseException) -> list[str]:
+    """Return the remedy for an error of JAX that does not know of submeshes, or nothing."""
+    if "Fetching value for `jax.Array` that spans non-addressable" not in str(error):
+        return []
+    return ["multimesh.distributed.gather(x), called in every process, brings the value of an array elsewhere"]
 
 
 def flush() -> None:
