@@ -13,6 +13,7 @@ from pipelines import submeshes
 import multimesh as mm
 
 WIDTH, LAYERS, ROWS, MICROBATCHES = 16, 4, 128, 4  # a microbatch is larger than a weight: else XLA gathers the rows
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 SIZE = 4 * WIDTH * WIDTH  # bytes of the weights of a layer
 
 
@@ -22,7 +23,7 @@ def loss(weights, x, place):
     return place(LAYERS - 1, lambda x: jnp.sum(x**2))(x)
 
 
-def steps(meshes, schedule, once):
+def steps(meshes, schedule, once, rows=ROWS):
     def place(n, fn):
         return mm.task(fn, mesh=meshes[n % 2])
 
@@ -33,7 +34,7 @@ def steps(meshes, schedule, once):
         used = [laid(P())(n, w) for n, w in enumerate(weights)] if once else weights
         total, grads = mm.microbatch(
             lambda rows: jax.value_and_grad(loss)(used, rows[0], place),
-            size=ROWS // MICROBATCHES, schedule=schedule, interleave=2,
+            size=rows // MICROBATCHES, schedule=schedule, interleave=2,
         )((x,))  # fmt: skip
         grads = [laid(P("fsdp"))(n, g) for n, g in enumerate(grads)]
         return total, [place(n, lambda w, g: w - 0.1 * g)(w, g) for n, (w, g) in enumerate(zip(weights, grads))]  # noqa: B905
@@ -66,6 +67,21 @@ def test_weights_that_are_gathered_before_the_loop_are_gathered_once(schedule):
     assert gathered[0] >= MICROBATCHES * gathered[1]
     assert LAYERS * SIZE <= reduced[1] < LAYERS * SIZE + SIZE  # gradients, and the loss
     assert reduced[0] >= (MICROBATCHES - 1) * reduced[1]
+
+
+def test_of_weights_and_rows_the_smaller_are_gathered():
+    """Rows at most as large as a weight are gathered in its place, so that fewer bytes move; a weight has one size."""
+    meshes = [Mesh(m.devices.reshape(-1), ("fsdp",)) for m in submeshes(2, (2,))]
+    moved = {}
+    for count in (16, 64, 128):
+        weights = [
+            jax.device_put(jnp.ones((WIDTH, WIDTH)), NamedSharding(meshes[n % 2], P("fsdp"))) for n in range(LAYERS)
+        ]
+        rows = jax.device_put(jnp.ones((count, WIDTH)), NamedSharding(meshes[0], P("fsdp")))
+        compiled = mm.jit(steps(meshes, "looped-bfs", False, count)).lower(weights, rows).compile()
+        moved[count] = sum(cost[name] for cost in compiled.cost_analysis() for name in COLLECTIVES)
+    assert moved[16] < 0.7 * moved[64]
+    assert moved[64] == moved[128]
 
 
 def test_collectives_in_a_loop_count_as_often_as_it_runs():
