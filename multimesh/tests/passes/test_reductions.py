@@ -79,6 +79,23 @@ def test_once_after_the_loop(schedule):
     assert len(f.plan(*args).over) == 6
 
 
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_sums_of_bfloat16_in_more_bits_are_reduced_once(inside, schedule):
+    """The loop adds gradients of bfloat16 in float32: the cast, which is no part of a backward pass, hides nothing."""
+
+    def loop(fn):
+        return mm.microbatch(fn, argnum=1, size=SIZE, schedule=schedule, accumulate="float32")
+
+    f = mm.jit(loop(jax.value_and_grad(piped)) if inside else jax.value_and_grad(loop(piped)))
+    args = placed(*arguments("bfloat16"))
+    count, _ = reduces(f, *args)
+    assert count == 1  # the loss, which `back` itself rounds to bfloat16
+    expected = jax.jit(microbatched(jax.value_and_grad(loss), argnum=1, size=SIZE))(*arguments())
+    for found, good in zip(jax.tree.leaves(f(*args)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(found, "float32"), good, rtol=0.1, atol=0.05 * np.abs(good).max())
+
+
 def test_accumulators_need_no_more_memory():
     args = placed(*arguments())
     plan = step().plan(*args)

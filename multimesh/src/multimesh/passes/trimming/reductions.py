@@ -112,7 +112,9 @@ class _Search:
             if size(op.mesh, names) > 1:
                 return _Term((op,), dict(rows), op.mesh, names)
         before = next(filter(None, (self.term(op.ins[i]) for i in linear_in(op))), None)
-        if before is None or (op.mesh, op.backward) != (before.mesh, before.chain[0].backward):
+        if before is None or op.mesh != before.mesh:
+            return None
+        if op.backward and not before.chain[0].backward:  # a cast of a gradient, to sum it in more bits, is forward
             return None
         if any(v in before.rows for v in op.reads):  # needs all rows, of which a part of the sum has a part
             return None
