@@ -106,6 +106,46 @@ def test_a_forecast_needs_no_gpus(run: Run, tmp_path: Path, attention: str):
     assert (largest > squares) == (attention == "dot_product")
 
 
+GPUS = ("--nodes", 4, "--gpus", 1, *JOB[2:], "--attention", "cudnn_flash_te", "--forecast", "--compile")
+
+
+@pytest.mark.compile_gpu
+@pytest.mark.parametrize("device", ["h100", "b200"])
+def test_stages_are_compiled_for_gpus_that_are_not_there(run: Run, tmp_path: Path, device: str):
+    """With cuDNN's attention. XLA gives parameters, moments and gradients the bytes that the forecast gives them."""
+    job = (*GPUS, "--device", device, "--output", tmp_path)
+    done = run(*job, "--json")
+    assert done.code == 0, done.stderr
+    found = done.json
+    assert found["compilation"]["kernels"] > found["compilation"]["compiled"] > 0
+    assert any("cudnn" in name for calls in found["calls"] for name in calls)
+    for need, compiled in zip(found["forecast"], found["compiled"], strict=True):
+        same = ("parameters", "optimizer", "batch")
+        assert [need[name] for name in same] == [compiled[name] for name in same]
+        assert compiled["total"] == sum(size for name, size in compiled.items() if name != "total")
+    most = max(need["total"] for need in found["compiled"])
+    refused = run(*job, "--device-memory", most - 1)
+    assert refused.code == 16, refused.stderr
+    assert "but a device has" in refused.stderr
+    assert f"the same as XLA compiled it for {device}" in refused.stdout
+    assert "compiling kernels: " in refused.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--gpus", 2, "--compile", "--device", "h100"), "--compile needs --forecast; add it"),
+        (("--cpus", 2, "--compile", "--forecast", "--device", "h100"), "--compile needs --gpus and a --device"),
+        (("--gpus", 2, "--compile", "--forecast", "--device", "tpu-v5p"), "h100, h200, b200, a100"),
+        (("--gpus", 2, "--compile", "--forecast"), "--compile needs --gpus and a --device that can be compiled for"),
+    ],
+)
+def test_compiling_needs_a_gpu_that_it_knows(run: Run, flags: tuple[Any, ...], message: str):
+    done = run(*flags, "--pp", 2)
+    assert done.code == 2, done.stderr
+    assert message in done.stderr
+
+
 @pytest.mark.full
 def test_every_process_makes_the_same_plan(run: Run, tmp_path: Path):
     """Under another hash seed, with scanned layers whose weight gradients are made apart."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentTypeError
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,13 +12,14 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from rich.console import Console
 
 import multimesh as mm
-from multimesh_maxtext.command.memory import check_fits, show_size
+from multimesh_maxtext.command.memory import check_fits, compiled_table, show_size
 from multimesh_maxtext.command.values import parse_size
 from multimesh_maxtext.errors import DoesNotFitError
-from multimesh_maxtext.handoff import Need
-from multimesh_maxtext.trainer.step import needs
+from multimesh_maxtext.handoff import CompiledStages, Forecast, Need, read_forecast, write_forecast
+from multimesh_maxtext.trainer.foresight import needs
 
 GIB = 2**30
 
@@ -76,7 +78,34 @@ def test_parameters_and_moments_are_told_apart():
     model = [matrix(0), matrix(1)]
     state = {"model": model, "optimizer": model}
     batch = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=NamedSharding(stages[0], P()))
-    found = needs(mm.jit(step, donate_argnums=0).lower(state, batch), state)
+    lowered = mm.jit(step, donate_argnums=0).lower(state, batch)
+    found = needs(lowered, state, lowered.memory_forecast())
     held, rows = 16 * 16 * 4 // 2, 8 * 16 * 4
     assert [(need.parameters, need.optimizer, need.gradients) for need in found] == [(held, held, held)] * 2
     assert found[0].batch == pytest.approx(rows, abs=64)  # microbatch numbers
+
+
+def held(workspace: int) -> Need:
+    return Need(10, 20, 5, 10, 15, workspace)
+
+
+STAGES = CompiledStages((held(30), held(50)), 9, 4, 12.5, ({"__cublas$lt$matmul": 3}, {}))
+
+
+def test_a_forecast_is_read_as_it_was_written(tmp_path: Path):
+    for stages in (None, STAGES):
+        written = Forecast((held(1), held(2)), 0.25, stages)
+        write_forecast(written, tmp_path / "forecast.json")
+        assert read_forecast(tmp_path / "forecast.json") == written
+
+
+def test_compiled_stages_are_shown_beside_their_forecast():
+    console = Console(width=200, record=True)
+    console.print(compiled_table((held(30), held(29)), STAGES, 100))
+    heads, first, second = console.export_text().splitlines()
+    assert "off" in heads
+    assert first.split()[-4:] == ["+0.0", "%", "yes", "workspace"]
+    assert "-19.1 %" in second
+    assert "no" in second.split()
+    with pytest.raises(DoesNotFitError, match="stage 1 needs 110 B"):
+        check_fits(STAGES.needs, 100)

@@ -75,6 +75,9 @@ class Handoff:
         1: the state of the optimizer is laid out over the axis of data parallelism too; 2: sums of gradients as well.
     gather_once
         Whether parameters are gathered before the loop over microbatches, and not in it.
+    target, target_nodes, target_gpus, target_process
+        With a forecast: GPUs to compile the kernels for, where ``target`` names some; so many nodes with so many; and
+        whether each "gpu" or each "node" has a process.
     """
 
     stages: int
@@ -96,6 +99,10 @@ class Handoff:
     platform: str = ""
     gather_once: bool = False
     zero: int = 0
+    target: str = ""
+    target_nodes: int = 0
+    target_gpus: int = 0
+    target_process: str = "gpu"
 
     def variables(self) -> dict[str, str]:
         """Return the variables to add to the trainer's environment."""
@@ -152,19 +159,52 @@ class Need:
 
 
 @dataclass(frozen=True)
+class CompiledStages:
+    """The stages as XLA compiled them.
+
+    Attributes
+    ----------
+    needs
+        The memory of each stage, with the workspace of kernels by XLA's buffer assignment.
+    kernels, compiled
+        Number of kernels, and how many of them had to be compiled: those of equal stages are equal.
+    seconds
+        Time that the compilation took.
+    calls
+        Of each stage, in how many places its kernels call cuBLASLt, cuDNN, Triton and the like.
+    """
+
+    needs: tuple[Need, ...]
+    kernels: int
+    compiled: int
+    seconds: float
+    calls: tuple[Mapping[str, int], ...]
+
+
+@dataclass(frozen=True)
 class Forecast:
-    """The memory of each stage, and the share of a step that devices wait for each other, by operations of kernels."""
+    """The memory of each stage, and the share of a step that devices wait for each other, by operations of kernels.
+
+    ``stages`` is set if the kernels were compiled.
+    """
 
     needs: tuple[Need, ...]
     bubble: float
+    stages: CompiledStages | None = None
 
 
-def write_forecast(needs: Sequence[Need], bubble: float, file: Path) -> None:
+def write_forecast(forecast: Forecast, file: Path) -> None:
     """Write a forecast to a file, for `read_forecast`."""
-    file.write_text(json.dumps({"needs": [asdict(need) for need in needs], "bubble": bubble}))
+    file.write_text(json.dumps(asdict(forecast)))
 
 
 def read_forecast(file: Path) -> Forecast:
     """Return a forecast."""
     found = json.loads(file.read_text())
-    return Forecast(tuple(Need(**need) for need in found["needs"]), found["bubble"])
+    if stages := found["stages"]:
+        stages = CompiledStages(**{**stages, "needs": _needs(stages["needs"]), "calls": tuple(stages["calls"])})
+    return Forecast(_needs(found["needs"]), found["bubble"], stages)
+
+
+def _needs(found: Sequence[Mapping[str, int]]) -> tuple[Need, ...]:
+    return tuple(Need(**need) for need in found)

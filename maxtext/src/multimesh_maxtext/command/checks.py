@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import multimesh
+from multimesh.planner import targets
 from multimesh_maxtext.command import within_stage
 from multimesh_maxtext.command.flags import TIMEOUTS
 from multimesh_maxtext.command.model import Model, has_package
@@ -34,6 +35,9 @@ MULTIMESH_ONLY = {
 
 GPU_ATTENTION = ("flash", "cudnn_flash_te", "cudnn_flash_jax")
 """Kernels that CPU devices lack."""
+
+PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+"""Packages with JAX's compiler for GPUs."""
 
 UNTOKENIZED = ("synthetic", "olmo_grain")
 """Datasets of tokens: the synthetic one, and that of --text."""
@@ -223,12 +227,20 @@ def _flags_apart(o: Options) -> Iterator[tuple[object, LauncherError]]:
     for name, needed in (
         *((name, "checkpoint") for name in ("checkpoint_every", "resume", "export", "max_restarts", "fallback")),
         *(("eval_steps", "eval_every"), ("fallback", "max_restarts"), ("device", "forecast"), ("overwrite", "output")),
-        *(("budget", "suggest"), ("picture", "suggest"), ("precision", "suggest")),
+        *(("budget", "suggest"), ("picture", "suggest"), ("precision", "suggest"), ("compile", "forecast")),
     ):
         yield (
             getattr(o, name) and not o.has(needed),
             UsageError(f"--{name.replace('_', '-')} needs --{needed.replace('_', '-')}; add it"),
         )
+    yield (
+        o.compile and not (o.gpus and o.device in targets()),
+        UsageError(f"--compile needs --gpus and a --device that can be compiled for: {', '.join(targets())}"),
+    )
+    yield (
+        o.compile and not any(map(has_package, PLUGINS)),
+        MissingPartError("--compile needs JAX's compiler for GPUs; run ./bootstrap.sh --group compile-gpu"),
+    )
     yield (
         o.overwrite and o.resume,
         UsageError("--overwrite removes the run that --resume goes on with; choose one"),

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,7 +20,6 @@ from multimesh_maxtext.checkpoint_folder import going_back, look
 from multimesh_maxtext.command import (
     compile_cache,
     fallback,
-    memory,
     metrics_hook,
     report,
     restarts,
@@ -31,24 +30,22 @@ from multimesh_maxtext.command.checkpoint import Beginning, beginning, is_writte
 from multimesh_maxtext.command.checks import Job, check_machine
 from multimesh_maxtext.command.dataset import check_dataset
 from multimesh_maxtext.command.exposition import listeners
+from multimesh_maxtext.command.foresight import check_memory
 from multimesh_maxtext.command.launch import Launch, forecasting, in_place, launch, visible_gpu_memory
 from multimesh_maxtext.command.machine import check_environment, python, stale_parts
 from multimesh_maxtext.command.member import ALONE, Member, any_member, find_repeats, member
-from multimesh_maxtext.command.memory import check_fits
 from multimesh_maxtext.command.model import find_maxtext, has_package
 from multimesh_maxtext.command.options import Options, read
 from multimesh_maxtext.command.report import TOLERANCE, Output, Pair, check_agreement, compare, largest, reference_job
 from multimesh_maxtext.command.reserve import RUNNING, has_content, holds_run, remove_run, writing
 from multimesh_maxtext.command.services import compile_text, export_parameters, show_command, write_dump
 from multimesh_maxtext.command.settle import Settled, settle
-from multimesh_maxtext.command.sizes import forecast_step, step_json, step_text
 from multimesh_maxtext.command.spawning import SPAWNED, spawn
 from multimesh_maxtext.command.text import read_texts, write_corpus
 from multimesh_maxtext.command.training import (
     Follower,
     Outcome,
     Tell,
-    forecast,
     keep_code,
     resume_advice,
     tail,
@@ -64,7 +61,6 @@ from multimesh_maxtext.errors import (
     TrainerFailedError,
     UnreadError,
 )
-from multimesh_maxtext.handoff import Forecast
 
 INTERRUPTED = 130
 
@@ -206,7 +202,7 @@ def _run(settled: Settled, maxtext: Path, root: Path | None) -> int:
     if options.forecast or options.dump_only:
         with writing(paths.output / RUNNING, "--output"):
             _prepare(job, paths, texts)
-            _check_memory(job, paths, console, gpu_memory)
+            check_memory(job, paths, console, gpu_memory)
             if options.dump_only:
                 write_dump(start, paths, options, quiet=console.quiet)
             return 0
@@ -307,7 +303,7 @@ def _train(
     if not options.json:
         console.print(python(), highlight=False, markup=False)
     _prepare(job, paths, texts)
-    _check_memory(job, paths, console, gpu_memory)
+    check_memory(job, paths, console, gpu_memory)
     pairs = list[Pair]()
     while True:
         with beginning(job, paths.checkpoints, first=rank == 0, patience=patience) as begin:
@@ -331,26 +327,6 @@ def _train(
     return _report(job, console, paths, outcome, pairs), why
 
 
-def _check_memory(job: Job, paths: Paths, console: Console, gpu_memory: int | None) -> None:
-    """Show the memory that a pipeline will need, where a flag asks or a limit is known; refuse what exceeds that."""
-    o, limit = job.options, memory.limit(job, gpu_memory)
-    if not o.forecast and limit is None:
-        return
-    try:
-        if not o.json and not console.is_terminal:
-            console.print(f"forecasting: tracing a step of {job.model.layers} layers", highlight=False)
-        with console.status(f"forecasting: tracing a step of {job.model.layers} layers"):
-            found = forecast(forecasting(job, paths, inherited=os.environ, gpu_memory=gpu_memory), paths)
-    except TrainerFailedError as error:
-        if o.forecast or o.has("device_memory"):
-            raise
-        print(f"warning: memory was not checked: {error}", file=sys.stderr)
-        return
-    _show_forecast(job, paths, console, found, limit)
-    if limit is not None:
-        check_fits(found.needs, limit)
-
-
 def _say_all_steps_ran(o: Options, step: int) -> int:
     """Say that all steps were done before: a job that is run again until it succeeds has succeeded."""
     if o.json:
@@ -358,39 +334,6 @@ def _say_all_steps_ran(o: Options, step: int) -> int:
     else:
         print(f"ok: checkpoint {step - 1} is after the last of --num-steps {o.num_steps}; nothing is left to do")
     return 0
-
-
-def _show_forecast(job: Job, paths: Paths, console: Console, found: Forecast, limit: int | None) -> None:
-    o, step = job.options, forecast_step(job)
-    if o.json:
-        if o.forecast:
-            needs = [{**asdict(need), "total": need.total} for need in found.needs]
-            print(
-                json.dumps(
-                    {"forecast": needs, "bubble": found.bubble, "limit": limit}
-                    | (step_json(step) if step else {})
-                    | report.schedule_choice(paths.schedule)
-                )
-            )
-        return
-    console.print("memory on each device of a stage at the peak of a step (forecast)", highlight=False)
-    console.print(memory.memory_table(found.needs))
-    if not o.forecast:
-        return
-    if limit is not None:
-        console.print(f"of {memory.show_size(limit)} that JAX may use of a device", highlight=False)
-    if schedule := report.schedule_choice(paths.schedule):
-        console.print(schedule["schedule"]["text"], highlight=False, markup=False)
-    picture = paths.forecast.with_suffix(".svg")
-    console.print(
-        f"devices wait {100 * found.bubble:.1f} % of a step, by operations of their kernels, transfers take no time: "
-        f"see {picture}",
-        highlight=False,
-    )
-    if step:
-        console.print(step_text(step), highlight=False)
-    elif o.device:
-        console.print("no forecast of seconds: microbatches are not whole sequences on each device", highlight=False)
 
 
 def _paths(options: Options, maxtext: Path) -> Paths:

@@ -388,6 +388,14 @@ def _runtime(root: argparse.ArgumentParser) -> None:
         ),
     )
     group.add_argument(
+        "--compile",
+        action="store_true",
+        help=(
+            "with --forecast: compile the kernels of every stage for the GPUs of --device, none of which need be here, "
+            "and take the memory that XLA gives them; refuse what does not fit. Equal stages are compiled once"
+        ),
+    )
+    group.add_argument(
         "--suggest",
         action="store_true",
         help=(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 from collections.abc import Mapping
@@ -9,11 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from multimesh_maxtext.command import memory
+from multimesh import planner
+from multimesh_maxtext.command import compile_cache, memory
 from multimesh_maxtext.command.checks import Job, schedule_name
 from multimesh_maxtext.command.member import ALONE, Member
 from multimesh_maxtext.command.options import Options
-from multimesh_maxtext.command.translate import Paths, argument, configuration, environment
+from multimesh_maxtext.command.translate import Paths, argument, configuration, environment, xla_flags
 from multimesh_maxtext.handoff import RUN, TRAINER, Handoff
 
 JOIN = ("multimesh_maxtext", "join")
@@ -104,9 +106,24 @@ def forecasting(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_mem
         handoff(alone, paths, _common_memory(job, gpu_memory)),
         forecast=str(paths.forecast),
         platform=job.options.platform,
+        **(_target(job) if job.options.compile else {}),
     )
     command = (*start.command[:3], *FORESEE, *start.command[4:])
-    return replace(start, command=command, environment={**start.environment, **asked.variables()})
+    variables = {**start.environment, **asked.variables()}
+    if job.options.compile:  # with the flags of the run; the cache takes nothing that no device can load
+        users = inherited.get("XLA_FLAGS", "")
+        flags = xla_flags(job.options, devices=job.options.gpus, users=users)
+        variables |= {"XLA_FLAGS": " ".join([variables["XLA_FLAGS"], *flags]), compile_cache.SWITCH: "0"}
+    return replace(start, command=command, environment=variables)
+
+
+def _target(job: Job) -> dict[str, Any]:
+    """Return the GPUs to compile for: with a process each, as many to a node as its fast link connects."""
+    o = job.options
+    if o.gpus > 1:
+        return {"target": o.device, "target_nodes": o.nodes, "target_gpus": o.gpus, "target_process": "node"}
+    gpus = math.gcd(job.devices, planner.device(o.device or "").domain)
+    return {"target": o.device, "target_nodes": job.devices // gpus, "target_gpus": gpus}
 
 
 def handoff(job: Job, paths: Paths, limit: int | None = None) -> Handoff:

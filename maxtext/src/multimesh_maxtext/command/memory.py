@@ -12,7 +12,7 @@ from multimesh_maxtext.command.options import Options
 from multimesh_maxtext.command.translate import JAX_FRACTION, fbmem_mib, memory_fraction
 from multimesh_maxtext.command.values import DEVICES
 from multimesh_maxtext.errors import DoesNotFitError
-from multimesh_maxtext.handoff import Need
+from multimesh_maxtext.handoff import CompiledStages, Need
 
 
 def limit(job: Job, gpu_memory: int | None) -> int | None:
@@ -52,6 +52,27 @@ def memory_table(needs: Sequence[Need]) -> Table:
         result.add_column(name, justify="right")
     for stage, need in enumerate(needs):
         result.add_row(str(stage), *(show_size(getattr(need, name)) for name in names))
+    return result
+
+
+def compiled_table(needs: Sequence[Need], stages: CompiledStages, limit: int | None) -> Table:
+    """Return the memory of all stages as XLA compiled them, beside their forecast, and whether each fits."""
+    result = Table(box=None, pad_edge=False)
+    for name in ("stage", "params", "optimizer", "batch", "gradients", "live", "workspace", "total", "forecast", "off"):
+        result.add_column(name, justify="right")
+    result.add_column("fits" if limit is not None else "")
+    result.add_column("largest")
+    names = ("parameters", "optimizer", "batch", "gradients", "activations", "workspace", "total")
+    for stage, (forecast, need) in enumerate(zip(needs, stages.needs, strict=True)):
+        largest = max(asdict(need).items(), key=lambda item: item[1])[0]
+        result.add_row(
+            str(stage),
+            *(show_size(getattr(need, name)) for name in names),
+            show_size(forecast.total),
+            f"{100 * (forecast.total / need.total - 1):+.1f} %",
+            "" if limit is None else "yes" if need.total <= limit else "no",
+            largest,
+        )
     return result
 
 

@@ -95,6 +95,7 @@ class Options(argparse.Namespace):
     eval_steps: int | None
     # memory and runtime
     forecast: bool
+    compile: bool
     suggest: bool
     budget: float | None
     precision: str | None

@@ -11,9 +11,9 @@ from typing import Any
 
 from multimesh_maxtext.checkpoint_folder import look
 from multimesh_maxtext.command import memory, report
+from multimesh_maxtext.command.inspecting import inspect
 from multimesh_maxtext.command.launch import Launch, in_place
 from multimesh_maxtext.command.options import Options
-from multimesh_maxtext.command.training import inspect
 from multimesh_maxtext.command.translate import Paths
 from multimesh_maxtext.errors import CheckpointError, FileError, TrainerFailedError
 

@@ -19,12 +19,12 @@ from multimesh import planner
 from multimesh.planner import Configuration, Option, Suggestions
 from multimesh_maxtext.command import memory
 from multimesh_maxtext.command.checks import UNLIKE, Job
+from multimesh_maxtext.command.inspecting import forecast
 from multimesh_maxtext.command.launch import forecasting
 from multimesh_maxtext.command.model import Model, describe_model
 from multimesh_maxtext.command.options import Options, Parsed, read
 from multimesh_maxtext.command.settle import settle
 from multimesh_maxtext.command.sizes import precision, transformer
-from multimesh_maxtext.command.training import forecast
 from multimesh_maxtext.command.translate import Paths
 from multimesh_maxtext.errors import (
     DoesNotFitError,

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +39,7 @@ from multimesh_maxtext.errors import (
     UnreadError,
     UsageError,
 )
-from multimesh_maxtext.handoff import SECONDS, Forecast, read_forecast
+from multimesh_maxtext.handoff import SECONDS
 
 _PATIENCE = 5.0  # seconds that a trainer gets to end by itself before it is killed
 _POLL = 0.1  # seconds between looks at the metrics file
@@ -158,32 +157,6 @@ def resume_advice(checkpoints: Path | None) -> str:
     if not steps:
         return "no checkpoint is complete: start the same line again"
     return f"checkpoint {steps[-1]} is complete: start the same line with --resume"
-
-
-def forecast(start: Launch, paths: Paths) -> Forecast:
-    """Run the process that forecasts; return its forecast."""
-    paths.forecast.unlink(missing_ok=True)
-    inspect(start, paths)
-    return read_forecast(paths.forecast)
-
-
-def inspect(start: Launch, paths: Paths) -> None:
-    """Run a process that ends before it trains.
-
-    Raises
-    ------
-    UsageError
-        Where MaxText refuses its settings.
-    TrainerFailedError
-        Where it fails otherwise.
-    """
-    with trainer(start, paths) as process:
-        process.wait()
-    if process.returncode:
-        if error := read_refusal(paths.log.read_text(encoding="utf-8", errors="replace")):
-            raise error
-        print(tail(paths.log), file=sys.stderr)
-        raise TrainerFailedError(f"the trainer failed with exit code {process.returncode}; see {paths.log}")
 
 
 def read_refusal(log: str) -> UsageError | None:

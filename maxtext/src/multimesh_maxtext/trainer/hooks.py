@@ -161,9 +161,10 @@ def _keep_trace(fn: Callable[..., Any]) -> Callable[..., Any]:
 def attention(kernel: Callable[..., Any], sums: bool = True) -> Callable[..., Any]:
     """Return a kernel for GPUs; for a forecast, which needs no GPU, a function with its results and residuals.
 
-    cuDNN's kernel returns its ``sums`` beside the result, that of tokamax keeps them to itself.
+    cuDNN's kernel returns its ``sums`` beside the result, that of tokamax keeps them to itself. A forecast that
+    compiles needs the kernel.
     """
-    if not _handoff().forecast:
+    if not _handoff().forecast or _handoff().target:
         return kernel
     return like_flash_attention if sums else lambda *arrays, **_settings: like_flash_attention(*arrays)[0]
 

@@ -4,7 +4,6 @@ the dump and the timelines of the step."""
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,8 @@ from jax.sharding import Mesh
 
 import multimesh
 from multimesh_maxtext.errors import LauncherError, UnsupportedError
-from multimesh_maxtext.handoff import Handoff, Need, write_forecast
+from multimesh_maxtext.handoff import Handoff, write_forecast
+from multimesh_maxtext.trainer.foresight import foresee
 from multimesh_maxtext.trainer.placement import write_placement
 from multimesh_maxtext.trainer.processes import everywhere
 
@@ -170,9 +170,7 @@ def _prepare(jitted: multimesh.Jitted, state: Any, batch: Any) -> multimesh.Comp
 def _end_before_training(lowered: multimesh.Lowered, handoff: Handoff, state: Any) -> NoReturn:
     """Write a forecast, or dump the compiled step, and end the process."""
     if handoff.forecast:
-        timeline = lowered.plan.forecast(lowered.plan.estimate())
-        timeline.to_svg(Path(handoff.forecast).with_suffix(".svg"))
-        write_forecast(needs(lowered, state, handoff.platform), timeline.bubble, Path(handoff.forecast))
+        write_forecast(foresee(lowered, state, handoff), Path(handoff.forecast))
     else:
         _dump(lowered.compile(), handoff)
     sys.exit()
@@ -217,32 +215,6 @@ def _profile(compiled: multimesh.Compiled, folder: Path, state: Any, batch: Any)
         timeline.to_svg(folder / f"{name}.svg")
         timeline.to_html(folder / f"{name}.html")
         timeline.to_perfetto(folder / f"{name}.perfetto.json")
-
-
-def needs(lowered: multimesh.Lowered, state: Any, platform: str = "") -> list[Need]:
-    """Return the memory of each stage.
-
-    Parameters
-    ----------
-    lowered
-        The train step.
-    state
-        The train state, arrays or their types, each leaf with its sharding: the first argument of the step.
-    platform
-        Of the devices that it is for, where others stand for them.
-    """
-    forecast = lowered.memory_forecast("cpu" if platform == "cpu" else "gpu" if platform else None)
-    held: dict[tuple[str, frozenset[jax.Device]], int] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        name = getattr(path[0], "key", getattr(path[0], "name", ""))
-        key = name, frozenset(leaf.sharding.device_set)
-        held[key] = held.get(key, 0) + math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-    result = []
-    for mesh, found in zip(lowered.plan.submeshes, forecast, strict=True):
-        parameters, optimizer = (held.get((name, frozenset(mesh.devices.flat)), 0) for name in ("model", "optimizer"))
-        batch = max(0, found.arguments - parameters - optimizer)
-        result.append(Need(parameters, optimizer, batch, found.sums, found.values, found.workspace))
-    return result
 
 
 def accumulate_microbatches(

@@ -1,0 +1,86 @@
+"""The forecast of a train step: the memory of its stages, by estimate, and by XLA's compiler for GPUs."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import multimesh
+from multimesh_maxtext.handoff import CompiledStages, Forecast, Handoff, Need
+
+
+def foresee(lowered: multimesh.Lowered, state: Any, handoff: Handoff) -> Forecast:
+    """Return the forecast of a step, and draw its timeline beside the file that will have it.
+
+    Parameters
+    ----------
+    lowered
+        The train step.
+    state
+        The train state, as for `needs`.
+    """
+    timeline = lowered.plan.forecast(lowered.plan.estimate())
+    timeline.to_svg(Path(handoff.forecast).with_suffix(".svg"))
+    platform = handoff.platform and ("cpu" if handoff.platform == "cpu" else "gpu")
+    found = needs(lowered, state, lowered.memory_forecast(platform or None))
+    return Forecast(found, timeline.bubble, compile_stages(lowered, state, handoff) if handoff.target else None)
+
+
+def compile_stages(lowered: multimesh.Lowered, state: Any, handoff: Handoff) -> CompiledStages:
+    """Compile the kernels of all stages for the GPUs that the hand-over names."""
+    log = logging.getLogger("multimesh")  # its lines on progress are read by the command
+    log.setLevel(logging.INFO)
+    log.addHandler(logging.StreamHandler(sys.stdout))
+    log.propagate = False
+    devices = multimesh.topology(
+        handoff.target,
+        nodes=handoff.target_nodes,
+        gpus=handoff.target_gpus,
+        process_per=handoff.target_process,
+    )
+    begin = time.perf_counter()
+    compiled = lowered.on(devices).compile()
+    took = time.perf_counter() - begin
+    calls: list[collections.Counter[str]] = [collections.Counter() for _ in lowered.plan.submeshes]
+    for kernel, found in zip(lowered.plan.kernels, compiled.custom_calls(), strict=True):
+        calls[kernel.submesh].update(found)
+    return CompiledStages(
+        needs(lowered, state, compiled.device_memory()),
+        len(lowered.plan.kernels),
+        sum(seconds > 0 for seconds in compiled.compile_seconds),
+        took,
+        tuple(map(dict, calls)),
+    )
+
+
+def needs(lowered: multimesh.Lowered, state: Any, found: Sequence[Any]) -> tuple[Need, ...]:
+    """Return the memory of each stage, with parameters and the state of the optimizer told apart.
+
+    Parameters
+    ----------
+    lowered
+        The train step.
+    state
+        The train state, arrays or their types, each leaf with its sharding: the first argument of the step.
+    found
+        What the devices of each submesh need.
+    """
+    held: dict[tuple[str, frozenset[jax.Device]], int] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        name = getattr(path[0], "key", getattr(path[0], "name", ""))
+        key = name, frozenset(leaf.sharding.device_set)
+        held[key] = held.get(key, 0) + math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    result = []
+    for mesh, need in zip(lowered.plan.submeshes, found, strict=True):
+        parameters, optimizer = (held.get((name, frozenset(mesh.devices.flat)), 0) for name in ("model", "optimizer"))
+        batch = max(0, need.arguments - parameters - optimizer)
+        result.append(Need(parameters, optimizer, batch, need.sums, need.values, need.workspace))
+    return tuple(result)
