@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpu_compiler import pytest_runtest_setup  # noqa: F401
 from tests.telling import pytest_collection_modifyitems  # noqa: F401
 from tests.xla_flags import QUICK, add_flags
 

@@ -1,6 +1,5 @@
 """Kernels compiled for GPUs that are not there: README's pipeline, and what is known of each kernel."""
 
-import importlib.util
 import re
 
 import jax
@@ -8,14 +7,12 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from multimesh.hardware import topologies
+from multimesh.hardware import targets, topologies
 
 import multimesh as mm
 
-needs_plugin = pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda12_plugin") is None or importlib.util.find_spec("nvidia") is None,
-    reason="requirements/compile-gpu.txt is not installed",
-)
+compile_gpu = pytest.mark.compile_gpu
+"""It needs requirements/compile-gpu.txt, which conftest.py looks for; `.ci/run compile-gpu` has it."""
 
 
 def lowered(devices):
@@ -37,7 +34,9 @@ def lowered(devices):
 
 
 def test_a_device_that_nobody_knows_is_refused():
-    with pytest.raises(mm.UsageError, match="knows no device 'h1000'; it knows h100, h200, a100; or pass the text"):
+    with pytest.raises(
+        mm.UsageError, match="knows no device 'h1000'; it knows h100, h200, b200, a100; or pass the text"
+    ):
         mm.topology("h1000")
     with pytest.raises(mm.UsageError, match='process_per must be "gpu" or "node"'):
         mm.topology("h100", process_per="rack")
@@ -49,7 +48,7 @@ def test_without_the_plugin_one_line_says_what_to_install(monkeypatch):
         mm.topology("h100")
 
 
-@needs_plugin
+@compile_gpu
 @pytest.mark.parametrize("per", ["gpu", "node"])
 def test_readmes_pipeline_is_compiled_for_eight_h100_and_refuses_to_run(per):
     devices = mm.topology("h100", nodes=2, gpus=4, process_per=per)
@@ -63,8 +62,81 @@ def test_readmes_pipeline_is_compiled_for_eight_h100_and_refuses_to_run(per):
     assert {each.kind for kernel in compiled.collectives() for each in kernel} >= {"all-reduce"}
     assert "HloModule" in compiled.as_text()
     assert all(stats["scratch"] >= 0 for stats in compiled.memory_analysis())
+    assert all(seconds > 0 for seconds in compiled.compile_seconds)
     with pytest.raises(mm.UsageError, match="compiled for devices that are not there"):
         compiled(*given)
+
+
+@compile_gpu
+@pytest.mark.parametrize(("name", "memory"), [("h100", 80), ("h200", 141), ("b200", 178), ("a100", 80)])
+def test_each_described_gpu_is_one_that_xla_compiles_for(name, memory):
+    (device,) = mm.topology(name, gpus=1)
+    assert name[1:] in device.device_kind
+    assert targets.facts_of(name)["memory"] // 2**30 in range(memory - 2, memory + 1)
+    mesh = Mesh(np.array([device]), ("data",))
+    product = mm.task(lambda a, b: a @ b, "product", mesh=mesh)
+    compiled = mm.jit(product).lower(*[jax.ShapeDtypeStruct((1024, 1024), "bfloat16")] * 2).compile()
+    (calls,) = compiled.custom_calls()
+    assert sum(calls.values()) >= 1, calls  # Triton's or cuBLAS's product, with a buffer for the latter
+    (memory,) = compiled.device_memory()
+    assert memory.arguments == 2 * 2 * 1024**2
+    assert memory.values + memory.workspace >= 2 * 1024**2
+
+
+@compile_gpu
+def test_what_was_lowered_for_cpus_is_compiled_for_gpus():
+    low, _ = lowered(jax.devices()[:8])
+    devices = mm.topology("h100", nodes=2, gpus=4)
+    there = low.on(devices)
+    assert [d for mesh in there.plan.submeshes for d in mesh.devices.flat] == list(devices)
+    direct, _ = lowered(devices)
+    moved, made = there.compile(), direct.compile()
+    assert moved.kernel_memory() == made.kernel_memory()
+    assert moved.custom_calls() == made.custom_calls()
+    kinds = [[each.kind for kernel in of.collectives() for each in kernel] for of in (moved, made)]
+    assert kinds[0] == kinds[1]
+
+
+def test_a_plan_on_other_devices_runs_there_and_needs_as_many():
+    low, (params, batch) = lowered(jax.devices()[:8])
+    with pytest.raises(mm.UsageError, match="the plan has 8 devices, and got only 4"):
+        low.on(jax.devices()[:4])
+    given = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), (params, batch))
+    here, there = (of.compile()(*given) for of in (low, low.on(jax.devices()[::-1])))
+    jax.tree.map(np.testing.assert_array_equal, here, there)
+    assert jax.tree.leaves(there[1])[0].devices() != jax.tree.leaves(here[1])[0].devices()
+
+
+@compile_gpu
+def test_equal_stages_are_compiled_once():
+    meshes = [Mesh(devices, ("data",)) for devices in np.array(mm.topology("h100", gpus=8)).reshape(4, 2)]
+
+    def forward(params, x):
+        for number, mesh in enumerate(meshes):
+            x = mm.task(lambda w, x: jax.numpy.tanh(x @ w), f"stage{number}", mesh=mesh)(params[number], x)
+        return x
+
+    params = [jax.ShapeDtypeStruct((64, 64), "float32")] * 4
+    compiled = mm.jit(forward).lower(params, jax.ShapeDtypeStruct((8, 64), "float32")).compile()
+    assert len(compiled.compile_seconds) == 4
+    assert sum(seconds > 0 for seconds in compiled.compile_seconds) == 1
+    assert len(set(compiled.kernel_memory())) == 1
+
+
+@pytest.mark.parametrize("donated", [(), (0,)])
+def test_memory_of_a_compiled_step_counts_each_array_once(donated):
+    """On one device: the peak is what XLA itself assigns to the whole program, where that is one kernel."""
+    step = mm.task(lambda w, x: (w - 0.1 * (x.T @ jax.numpy.tanh(x @ w)), (x @ w).sum()), "step", mesh=one_device())
+    given = jax.ShapeDtypeStruct((512, 512), "float32"), jax.ShapeDtypeStruct((64, 512), "float32")
+    compiled = mm.jit(step, donate_argnums=donated).lower(*given).compile()
+    (alone,) = compiled.kernel_memory()
+    (whole,) = compiled.device_memory()
+    assert whole.total == alone.arguments + alone.results - alone.aliases + alone.temporaries
+    assert (alone.aliases > 0) == bool(donated)
+
+
+def one_device():
+    return Mesh(np.array(jax.devices()[:1]), ("data",))
 
 
 def test_a_compiled_function_tells_its_memory_and_collectives_on_cpus_too():

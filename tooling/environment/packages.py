@@ -18,7 +18,8 @@ from tooling.core.console import Subparsers, command
 from tooling.sources import manifest, sync
 from tooling.sources.workspace import ROOT, Workspace
 
-REQUIREMENTS = {group: f"requirements/{group}.txt" for group in ("run", *manifest.CUDA, "data", "dev")}
+INSTALLED = ("run", *manifest.CUDA, manifest.COMPILER, "data", "dev")
+REQUIREMENTS = {group: f"requirements/{group}.txt" for group in INSTALLED}
 PATH_FILE, READY = "multimesh-third-party.pth", ".venv/.multimesh-ready"
 PROJECTS = (".", "multimesh", "maxtext")  # this repository's own distributions
 
@@ -69,13 +70,16 @@ def install(root: Path, groups: Sequence[str], *, offline: bool) -> None:
                 f"{sys.executable}: is not the Python of {root / '.venv'}; run ./bootstrap.sh instead"
             )
         present = {each for each in manifest.CUDA if list(metadata.distributions(name=f"jax-{each}-plugin"))}
-        if len(present | set(manifest.CUDA) & set(groups)) > 1:
+        asked = {"cuda12" if each == manifest.COMPILER else each for each in groups}
+        if len(present | set(manifest.CUDA) & asked) > 1:
             raise errors.UsageError(
-                "--group: JAX uses either cuda12 or cuda13; choose one, and remove .venv to change it"
+                "--group: JAX uses either cuda12, of which compile-gpu is a part, or cuda13; choose one, and remove "
+                ".venv to change it"
             )
         for group, file in REQUIREMENTS.items():
             if group in groups and wanted[group] != have.get(group):
-                _install_lock(root, file, reporter, offline=offline)
+                only = ("--no-deps",) if group == manifest.COMPILER else ()  # its packages ask for all of CUDA
+                _install_lock(root, file, reporter, *only, offline=offline)
         _install_editable(root, reporter)
         files.write_json(root / READY, have | wanted)
 
@@ -87,7 +91,7 @@ def _digest(root: Path, group: str) -> str:
     return hashlib.sha256(f"{os.path.realpath(sys.executable)} {sys.version}".encode() + content).hexdigest()
 
 
-def _install_lock(root: Path, label: str, reporter: console.Reporter, *, offline: bool) -> None:
+def _install_lock(root: Path, label: str, reporter: console.Reporter, *only: str, offline: bool) -> None:
     total = len(re.findall(r"^\w", (root / label).read_text(encoding="utf-8"), re.MULTILINE))
     numbers = itertools.count(1)
 
@@ -98,7 +102,7 @@ def _install_lock(root: Path, label: str, reporter: console.Reporter, *, offline
     reporter.phase(label, f"installing {total} packages")
     options = ["--no-index"] if offline else []  # pip then looks only at what is installed
     try:
-        pip(sys.executable, "--require-hashes", *options, "-r", str(root / label), label=label, on_line=count)
+        pip(sys.executable, "--require-hashes", *only, *options, "-r", str(root / label), label=label, on_line=count)
     except errors.ToolingError as error:
         if offline:
             raise errors.NetworkError(f"{label}: is not installed; run without --offline") from error

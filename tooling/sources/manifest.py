@@ -11,7 +11,8 @@ from tooling.core import errors, files
 
 GROUPS = ("run", "source", "dev")
 CUDA = ("cuda12", "cuda13")  # only where asked for: packages of 5 GB, for GPUs
-ALL_GROUPS = (*GROUPS, "image", *CUDA, "data")  # data, too, is 2 GB; image is what building an image needs
+COMPILER = "compile-gpu"  # of cuda12 only what compiles: without a GPU no more can be loaded
+ALL_GROUPS = (*GROUPS, "image", *CUDA, COMPILER, "data")  # data, too, is 2 GB; image is what building an image needs
 SCHEMA = Path(__file__).with_name("manifest.schema.json")
 _OBJECTS = ("commit", "root_tree", "tree", "patched_commit", "patched_tree")
 _ABOUT = [

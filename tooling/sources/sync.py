@@ -79,8 +79,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--group", action="append", choices=manifest.ALL_GROUPS, dest="groups",
         help="only this group; may be repeated (default: run, source and dev); run: for MaxText; image: for images; "
         "cuda12: run, and the packages with which JAX uses NVIDIA GPUs (5 GB); cuda13: the same for drivers of 580 or "
-        "later; data: run, and what reads Parquet files and datasets of Hugging Face and TensorFlow (2 GB); source: "
-        "for jaxlib; dev: to work here")  # fmt: skip
+        "later; compile-gpu: run, and what compiles for GPUs without having one (1.7 GB); data: run, and what reads "
+        "Parquet files and datasets of Hugging Face and TensorFlow (2 GB); source: for jaxlib; dev: here")  # fmt: skip
     add("--jobs", type=int, default=4, metavar="N", help="components at a time (default: %(default)s)")
     add("--offline", action="store_true", help="use only what is on this disk")
     add("--mirror", metavar="URL", help="fetch NAME.git from URL/ instead of its upstream")
@@ -96,7 +96,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def choose_groups(args: argparse.Namespace) -> tuple[str, ...]:
     """Return the groups that were asked for. With packages for GPUs come those that run on them."""
     found = tuple(args.groups or manifest.GROUPS)
-    return ("run", *found) if set(found) & {*manifest.CUDA, "data"} and "run" not in found else found
+    return ("run", *found) if set(found) & {*manifest.CUDA, manifest.COMPILER, "data"} and "run" not in found else found
 
 
 def run(args: argparse.Namespace) -> None:

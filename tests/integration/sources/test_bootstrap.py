@@ -115,10 +115,21 @@ def test_changed_requirements_and_missing_packages_are_something_to_do(done: Clo
         assert "requirements/run.txt: installed" in bootstrap(done, "--group", "run").stderr
 
 
-def test_packages_for_gpus_are_of_one_cuda(done: Clone) -> None:
-    process = bootstrap(done, "--group", "cuda12", "--group", "cuda13")
+@pytest.mark.parametrize("other", ["cuda12", "compile-gpu"])
+def test_packages_for_gpus_are_of_one_cuda(done: Clone, other: str) -> None:
+    process = bootstrap(done, "--group", other, "--group", "cuda13")
     assert process.returncode == 2
-    assert "JAX uses either cuda12 or cuda13" in process.stderr
+    assert "JAX uses either cuda12, of which compile-gpu is a part, or cuda13; choose one" in process.stderr
+
+
+def test_the_compiler_for_gpus_comes_without_the_rest_of_cuda(done: Clone) -> None:
+    locked = (ROOT / "requirements" / "run.txt").read_text().replace("\\\n", "\\")
+    asks_for_more = next(line for line in locked.splitlines() if line.startswith("optax==")).replace("\\", "\\\n")
+    (done.root / "requirements" / "compile-gpu.txt").write_text(asks_for_more + "\n")
+    process = bootstrap(done, "--group", "compile-gpu")
+    assert process.returncode == 0, process.stderr
+    assert "requirements/compile-gpu.txt: installed" in process.stderr
+    assert subprocess.run([done.root / ".venv/bin/python", "-c", "import jax"], check=False).returncode
 
 
 def test_removed_link_comes_back(done: Clone) -> None:

@@ -16,12 +16,14 @@ from multimesh.core import _compat, checks
 from multimesh.core.specs import strip
 from multimesh.errors import UsageError
 from multimesh.marking.tracing import pause_gc
-from multimesh.observe import collectives
-from multimesh.observe.memory import MemoryForecast, forecast
+from multimesh.observe import collectives, custom_calls, inspection
+from multimesh.observe.inspection import Finding
+from multimesh.observe.memory import KernelMemory, MemoryForecast, forecast, take_workspace
 from multimesh.observe.profile import Profile, profile
 from multimesh.passes import pipeline
 from multimesh.passes.pipeline import Pass, Traced
 from multimesh.plan import fingerprint
+from multimesh.plan.moving import move_plan
 from multimesh.plan.plan import Plan
 from multimesh.processes import agree
 from multimesh.runtime.actions import processes
@@ -104,6 +106,13 @@ class Lowered:
         with pause_gc():
             return forecast(self.plan, platform)
 
+    def on(self, devices: Sequence[jax.Device]) -> Lowered:
+        """Return the same kernels for other devices, each in the place of one of ours in the order of their ids.
+
+        So a function that was lowered for virtual CPU devices is compiled for GPUs of `multimesh.topology`.
+        """
+        return dataclasses.replace(self, plan=move_plan(self.plan, devices))
+
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Compiled:
         """Compile every kernel, several at a time. The options are passed on to XLA.
 
@@ -142,19 +151,6 @@ class Absent:
             "compiled for devices that are not there (multimesh.topology): it can't be called; compile for devices of "
             "jax.devices()"
         )
-
-
-@dataclass(frozen=True)
-class KernelMemory:
-    """Bytes of a kernel on each device, by XLA's buffer assignment.
-
-    ``aliases`` are those of results that take the buffers of donated arguments.
-    """
-
-    arguments: int
-    results: int
-    aliases: int
-    temporaries: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -291,9 +287,29 @@ class Compiled:
                 s.output_size_in_bytes,
                 s.alias_size_in_bytes,
                 s.temp_size_in_bytes,
+                s.generated_code_size_in_bytes,
             )
             for s in stats
         )
+
+    def device_memory(self) -> tuple[MemoryForecast, ...]:
+        """Return the bytes on each device of each submesh at the peak of a call, with kernels as XLA compiled them.
+
+        As `Lowered.memory_forecast`, but the workspace is not estimated: it is by XLA's buffer assignment.
+        """
+        return take_workspace(self.plan, self.kernel_memory())
+
+    def custom_calls(self) -> tuple[Mapping[str, int], ...]:
+        """Return in how many places each kernel calls cuBLASLt, cuDNN, Triton and the like, in the order of the plan.
+
+        Those of other processes are empty.
+        """
+        return tuple(custom_calls.custom_calls(p.as_text() or "") if p else {} for p in self.compiled_plan.executables)
+
+    @property
+    def compile_seconds(self) -> tuple[float, ...]:
+        """Seconds of the compilation of each kernel; 0 for one that shares the code of another, or is not ours."""
+        return self.compiled_plan.seconds
 
     def collectives(self) -> tuple[tuple[collectives.Collective, ...], ...]:
         """Return the collectives of each kernel, in the order of ``plan.kernels``; those of other processes are empty.
@@ -301,6 +317,26 @@ class Compiled:
         Each has a ``kind``, ``arrays``, ``nbytes``, ``times``, ``axes(mesh)`` and whether it is ``asynchronous``.
         """
         return tuple(collectives.collectives(p.as_text() or "") if p else () for p in self.compiled_plan.executables)
+
+    def inspect(self, least: int = 2**20) -> tuple[Finding, ...]:
+        """Return what the compiled kernels do that was surely not wanted, and warn of each at the user's line.
+
+        * ``gathered-weights``: a parameter is gathered for each microbatch, and not along an axis of the data (FSDP).
+        * ``per-microbatch``: a collective along an axis of the data runs for each microbatch.
+        * ``float32-product``: operands of 16 bits are multiplied in float32.
+        * ``synchronous``: a collective of more than 10 MB beside which nothing runs (GPUs).
+        * ``replicated``: a value that each microbatch makes lies whole on each device of its submesh.
+        * ``all-to-all``: a layout changes, which a constraint would save.
+
+        Parameters
+        ----------
+        least
+            Bytes on a device in a call, below which nothing is told.
+        """
+        found = inspection.inspect(self.plan, self.collectives(), least)
+        for each in found:
+            _compat.warn_at(each.line, each.text)
+        return found
 
     def cost_analysis(self) -> tuple[dict[str, float], ...]:
         """Return operations and accessed bytes of a call, per submesh and device, as XLA counts them.

@@ -14,6 +14,7 @@ SWITCH = "MULTIMESH_PROGRESS"
 """Variable of the environment; 0 turns the line off."""
 
 _QUIET = 1.0  # seconds: what is over by then is not told
+_PAUSE = 15.0  # seconds between two entries of a log
 
 
 @contextlib.contextmanager
@@ -21,17 +22,17 @@ def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
     """Tell how many of ``total`` things are done; the function that it gives counts one, in any thread.
 
     A terminal gets one line on its standard error, which is taken away in the end. Elsewhere the logger ``multimesh``
-    gets an entry at level INFO once a second has passed, and one in the end.
+    gets an entry at level INFO once a second has passed, one each quarter of a minute, and one in the end.
     """
     if os.environ.get(SWITCH, "1") in ("", "0"):
         yield lambda: None
         return
-    start, lock, done, told = time.monotonic(), threading.Lock(), 0, 0
+    start, lock, done, told, due = time.monotonic(), threading.Lock(), 0, 0, _QUIET
     terminal = sys.stderr.isatty()
     log = logging.getLogger("multimesh")
 
     def count() -> None:
-        nonlocal done, told
+        nonlocal done, told, due
         with lock:
             done += 1
             passed = time.monotonic() - start
@@ -41,9 +42,9 @@ def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
             if terminal:
                 print(f"\r{line}", end="", file=sys.stderr, flush=True)
                 told = len(line)
-            elif not told:
+            elif passed >= due:
                 log.info("%s", line)
-                told = 1
+                told, due = 1, passed + _PAUSE
 
     try:
         yield count

@@ -18,9 +18,10 @@ def evaluate(ops: Sequence[ir.Op], env: dict[ir.Value, Any], mesh: Mesh) -> None
     """Evaluate operations in order on ``mesh``. ``env`` maps values to arrays; the results are added to it."""
     for op in ops:
         args = [env[i] if isinstance(i, ir.Value) else i.val for i in op.ins]
-        results = _constrain(op, args) if op.prim is _compat.sharding_constraint_p else None
-        if results is None:
-            results = _compat.bind(op.prim, op.params, op.ctx, args, mesh)
+        with _compat.keep_line(op.source):
+            results = _constrain(op, args) if op.prim is _compat.sharding_constraint_p else None
+            if results is None:
+                results = _compat.bind(op.prim, op.params, op.ctx, args, mesh)
         env.update(zip(op.outs, results, strict=True))
 
 

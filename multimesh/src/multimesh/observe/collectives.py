@@ -23,6 +23,7 @@ _ARRAY = re.compile(r"([a-z]+)(\d*)([a-z0-9]*)\[([\d,]*)\]")
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}")
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
+_PATH = re.compile(r'op_name="([^"]*)"')
 _SYNCHRONOUS = re.compile(r'"is_sync":true')
 
 
@@ -46,6 +47,8 @@ class Collective:
         Positions of the devices in the mesh that take part together; of a permutation, pairs of them.
     line
         ``file:line`` of the operation that it was made for, or an empty string.
+    operation
+        Path of that operation in the traced function, as ``jit(step)/all_to_all``.
     """
 
     kind: str
@@ -55,6 +58,7 @@ class Collective:
     asynchronous: bool
     groups: tuple[tuple[int, ...], ...]
     line: str
+    operation: str = ""
 
     def axes(self, mesh: Mesh) -> tuple[str, ...]:
         """Return the axes of the mesh along which it runs; all of them where XLA does not say."""
@@ -94,7 +98,8 @@ def collectives(hlo: str) -> tuple[Collective, ...]:
                 start = begun.get(op[4] or "", text)
                 asynchronous = start is not text and not _SYNCHRONOUS.search(start)
                 arrays = tuple(_arrays(op[2]))
-                of = Collective(kind, arrays, _bytes(op[2]), 1, asynchronous, _groups(start), lines.of(start))
+                path = named[1] if (named := _PATH.search(start)) else ""
+                of = Collective(kind, arrays, _bytes(op[2]), 1, asynchronous, _groups(start), lines.of(start), path)
                 found[name].append(of)
             elif op[3] in ("while", "call", "conditional"):
                 trips = int(known[1]) if (known := _TRIPS.search(text)) else 1

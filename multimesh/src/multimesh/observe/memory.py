@@ -48,22 +48,65 @@ class MemoryForecast:
         return f"MemoryForecast({', '.join(name + '=' + amount(value, 'bytes') for name, value in parts.items())})"
 
 
+@dataclass(frozen=True)
+class KernelMemory:
+    """Bytes of a kernel on each device, by XLA's buffer assignment.
+
+    ``aliases`` are those of results that take the buffers of donated arguments. ``code`` is 0 where XLA does not say.
+    """
+
+    arguments: int
+    results: int
+    aliases: int
+    temporaries: int
+    code: int
+
+
 def forecast(plan: Plan, platform: str | None = None) -> tuple[MemoryForecast, ...]:
     """Return the bytes on each device of each submesh, as the compiler of a platform would need them."""
     platform = platform or plan.submeshes[0].devices.flat[0].platform
     kernels, bodies = kernel_axes(plan)
-    sizes = [
+    beside = platform == "cpu"
+    work = {n: _workspace(plan, plan.first_runs[n], known, bodies, beside) for n, known in kernels.items()}
+    return _forecasts(plan, _sizes(plan), work)
+
+
+def take_workspace(plan: Plan, kernels: Sequence[KernelMemory | None]) -> tuple[MemoryForecast, ...]:
+    """Return the bytes on each device of each submesh, with the workspace of each kernel by XLA's buffer assignment.
+
+    The workspace has temporaries, and results that the plan writes into donated arrays and XLA does not. Results that
+    XLA writes into donated arrays, where the plan does not, are taken off. ``kernels`` are in the order of
+    ``plan.kernels``; one of another process has no workspace.
+    """
+    sizes = _sizes(plan)
+    args = {slot: arg for arg, slot in plan.inputs}
+    work = {}
+    for number, run in plan.first_runs.items():
+        if (memory := kernels[number]) is not None:
+            in_place = _find_takeovers(plan, run, args).union(run.ins)
+            new = sum(sizes[slot] for slot in run.outs if slot not in in_place)
+            work[number] = memory.temporaries + memory.results - memory.aliases - new
+    return _forecasts(plan, sizes, work)
+
+
+def _sizes(plan: Plan) -> list[int]:
+    """Return the bytes of each slot on a device; none for an array that waits on the host."""
+    return [
         slot.nbytes * math.prod(layout.shard_shape(slot.shape)) // max(1, math.prod(slot.shape))
-        if slot.memory is None  # what waits on the host takes none of a device
+        if slot.memory is None
         else 0
         for slot, layout in zip(plan.slots, plan.layouts, strict=True)
     ]
-    beside = platform == "cpu"
-    work = {n: _workspace(plan, plan.first_runs[n], known, bodies, beside) for n, known in kernels.items()}
+
+
+def _forecasts(plan: Plan, sizes: Sequence[int], work: Mapping[int, int]) -> tuple[MemoryForecast, ...]:
     held = [0] * len(plan.submeshes)
     for slot in plan.given:
         held[plan.slots[slot].submesh] += sizes[slot]
-    return tuple(MemoryForecast(a, *peak) for a, peak in zip(held, _peaks(plan, sizes, work), strict=True))
+    return tuple(
+        MemoryForecast(arguments, sums, values + min(0, running), max(0, running))
+        for arguments, (sums, values, running) in zip(held, _peaks(plan, sizes, work), strict=True)
+    )
 
 
 def _peaks(plan: Plan, sizes: Sequence[int], work: Mapping[int, int]) -> Iterable[tuple[int, int, int]]:

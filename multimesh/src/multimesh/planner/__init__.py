@@ -9,6 +9,7 @@ from __future__ import annotations
 from multimesh.hardware.devices import Device, device
 from multimesh.hardware.devices import device_names as devices
 from multimesh.hardware.stacks import Stack, stack
+from multimesh.hardware.targets import names as targets
 from multimesh.planner.bands import UNKNOWN, band
 from multimesh.planner.best_first import Option
 from multimesh.planner.configuration import Configuration
@@ -36,4 +37,5 @@ __all__ = [
     "model",
     "stack",
     "suggest",
+    "targets",
 ]

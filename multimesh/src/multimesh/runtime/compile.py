@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ class CompiledPlan:
 
     plan: Plan
     executables: tuple[Any, ...]  # jax.stages.Compiled, one per kernel; None for those of other processes
+    seconds: tuple[float, ...] = ()  # of the compilation of each kernel; 0 if an equal one was compiled before it
 
 
 def compile_plan(plan: Plan, options: Mapping[str, Any] | None = None) -> CompiledPlan:
@@ -53,7 +55,7 @@ def compile_plan(plan: Plan, options: Mapping[str, Any] | None = None) -> Compil
     }
     with progress("compiling kernels", len(own)) as done, concurrent.futures.ThreadPoolExecutor(cores()) as pool:
         try:
-            running: dict[int, concurrent.futures.Future[Any]] = {}
+            running: dict[int, concurrent.futures.Future[tuple[Any, float]]] = {}
             for number, run in own.items():
                 mesh = plan.submeshes[run.submesh]
                 kernel = _lower(plan, run, for_kernel(plan, run.kernel, shared))
@@ -64,14 +66,16 @@ def compile_plan(plan: Plan, options: Mapping[str, Any] | None = None) -> Compil
                     running[number].add_done_callback(lambda _: done())
             for first, *others in alike.values():
                 for kernel in others:
-                    running[kernel.number] = pool.submit(kernel.moved, running[first.number].result())
+                    running[kernel.number] = pool.submit(kernel.moved, running[first.number].result()[0])
                     running[kernel.number].add_done_callback(lambda _: done())
             compiled = {number: future.result() for number, future in running.items()}
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
     _compat.forget_pruned()
-    return CompiledPlan(plan, tuple(compiled.get(number) for number in range(len(plan.kernels))))
+    numbers = range(len(plan.kernels))
+    made = [compiled.get(number, (None, 0.0)) for number in numbers]
+    return CompiledPlan(plan, tuple(program for program, _ in made), tuple(seconds for _, seconds in made))
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,12 +88,17 @@ class _Lowered:
     jitted: Any
     lowered: Any
 
-    def compile(self) -> Any:
-        return executables.finish(self.lowered.compile(self.options), self.lowered, self.mesh, self.jitted)
+    def compile(self) -> tuple[Any, float]:
+        """Return the executable, and the seconds of its compilation."""
+        begin = time.perf_counter()
+        compiled = self.lowered.compile(self.options)
+        took = time.perf_counter() - begin
+        return executables.finish(compiled, self.lowered, self.mesh, self.jitted), took
 
-    def moved(self, compiled: Any) -> Any:
+    def moved(self, compiled: Any) -> tuple[Any, float]:
         """Return the executable, from an equal kernel that was compiled for another submesh, or else compiled."""
-        return executables.on_other_devices(compiled, self.lowered, self.mesh, self.options) or self.compile()
+        moved = executables.on_other_devices(compiled, self.lowered, self.mesh, self.options)
+        return (moved, 0.0) if moved else self.compile()
 
 
 def _lower(plan: Plan, run: Run, options: dict[str, Any]) -> _Lowered:

@@ -115,7 +115,9 @@ def code_key(lowered: Any, mesh: Mesh) -> tuple[Any, ...] | None:
     loading code for the wrong devices ends the process. With a persistent compilation cache each submesh has its own
     entry there, as XLA can't store an executable that it loaded from the cache.
     """
-    if _compat.DeviceList is None or (jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir):
+    absent = all(map(_compat.is_compile_only, mesh.devices.flat))
+    cached = bool(jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir)
+    if _compat.DeviceList is None or (cached and not absent):
         return None
     lowering = lowered._lowering
     arguments = lowering.compile_args
@@ -123,22 +125,27 @@ def code_key(lowered: Any, mesh: Mesh) -> tuple[Any, ...] | None:
     devices = list(mesh.devices.flat)
     if any(arguments.get(name) for name in own) or lowering.const_args or list(lowering._device_list) != devices:
         return None
-    if not shares_executables(devices) or any(d.process_index != jax.process_index() for d in devices):
+    here = all(d.process_index == jax.process_index() for d in devices)
+    if not absent and not (here and shares_executables(devices)):
         return None
     free = tuple(type(s) for name in ("in_shardings", "out_shardings") for s in arguments[name])
     text = str(lowered.compiler_ir()).partition(" attributes ")[2]  # the module's name comes before
-    return text, free, mesh.axis_names, mesh.devices.shape, mesh.axis_types
+    owners = tuple(d.process_index - devices[0].process_index for d in devices) if absent else ()
+    return text, free, mesh.axis_names, mesh.devices.shape, mesh.axis_types, owners
 
 
 @_else_none
 def on_other_devices(compiled: Any, lowered: Any, mesh: Mesh, options: Mapping[str, Any]) -> Any:
     """Return the executable of ``lowered``, from an equal kernel on other devices; None if JAX can't load it there.
 
-    Both kernels have the same `code_key`, and their submeshes the same axes.
+    Both kernels have the same `code_key`, and their submeshes the same axes. For devices that are not there it is the
+    executable itself: no device loads it.
     """
     if _compat.DeviceList is None:
         return None
     devices = list(mesh.devices.flat)
+    if all(map(_compat.is_compile_only, devices)):
+        return compiled
     try:
         unloaded = compiled._executable._unloaded_executable
         device_list = _compat.DeviceList(tuple(devices))

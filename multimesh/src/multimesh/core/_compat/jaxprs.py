@@ -13,6 +13,7 @@ import numpy as np
 from jax.extend import core
 from jax.extend.core import primitives
 from jax.interpreters import ad, batching, mlir, partial_eval
+from jax.sharding import Mesh, NamedSharding
 
 Literal = core.Literal
 jit_p = primitives.jit_p
@@ -48,6 +49,30 @@ def subjaxprs(params: dict[str, Any]) -> Iterator[Any]:
         for each in value if isinstance(value, tuple | list) else (value,):
             if isinstance(each, core.Jaxpr | core.ClosedJaxpr):
                 yield getattr(each, "jaxpr", each)
+
+
+def replace_meshes(params: Mapping[str, Any], change: Callable[[Mesh], Mesh]) -> dict[str, Any]:
+    """Return the parameters of an equation with other meshes, also those of layouts and of jaxprs in them."""
+
+    @functools.cache
+    def inside(jaxpr: Any) -> Any:
+        return jaxpr.replace(eqns=[eqn.replace(params=of(eqn.params)) for eqn in jaxpr.eqns])
+
+    def other(value: Any) -> Any:
+        if isinstance(value, Mesh):
+            return change(value)
+        if isinstance(value, NamedSharding) and isinstance(value.mesh, Mesh):
+            return NamedSharding(change(value.mesh), value.spec, memory_kind=value.memory_kind)
+        if isinstance(value, core.Jaxpr):
+            return inside(value)
+        if isinstance(value, core.ClosedJaxpr):  # before jax 0.12
+            return core.ClosedJaxpr(inside(value.jaxpr), value.consts)
+        return type(value)(map(other, value)) if type(value) in (tuple, list) else value
+
+    def of(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: other(value) for name, value in values.items()}
+
+    return of(params)
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:

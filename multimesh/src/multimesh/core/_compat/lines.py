@@ -76,6 +76,13 @@ def user_line(source_info: Any) -> str:
     return next(own, next(iter(found), ""))
 
 
+def keep_line(source_info: Any) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which operations are noted at the line of an equation: the compiler tells it of kernels."""
+    if source_info is None or source_info.traceback is None:
+        return contextlib.nullcontext()
+    return source_info_util.user_context(source_info.traceback)
+
+
 _warned: dict[Any, Any] = {}  # Python's record of the warnings of each place
 
 

@@ -1,0 +1,134 @@
+"""What compiled kernels do that was surely not wanted: a small model with each fault, and one without any."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import multimesh as mm
+
+
+def meshes(devices=None):
+    grid = np.array(jax.devices()[:8] if devices is None else devices).reshape(2, 2, 2)
+    return [Mesh(each, ("data", "model")) for each in grid]
+
+
+def on(mesh, *spec):
+    return NamedSharding(mesh, P(*spec))
+
+
+COLUMNS = P(None, "model")
+
+
+def compiled(first, weight=COLUMNS, dtype="float32", devices=None, loop=True, tokens=4, width=32):
+    """A pipeline of two stages, whose first is ``first(mesh, w, x)`` with x of [rows, tokens, width] and w square."""
+    front, back = meshes(devices)
+
+    def loss(params, x):
+        hidden = mm.task(lambda w, x: first(front, w, x), "front", mesh=front)(params[0], x)
+        return mm.task(lambda w, h: jnp.mean((h @ w).astype("float32") ** 2), "back", mesh=back)(params[1], hidden)
+
+    step = mm.microbatch(jax.value_and_grad(loss), argnum=1, size=4, reduce="mean") if loop else loss
+
+    def array(mesh, shape, spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    params = [array(front, (width, width), weight), array(back, (width, width), P(None, "model"))]
+    rows = array(front, (16 if loop else 4, tokens, width), P("data"))
+    return mm.jit(step).lower(params, rows).compile()
+
+
+def clean(mesh, w, x):
+    return jnp.tanh(lax.with_sharding_constraint(x @ w, on(mesh, "data", None, "model")))
+
+
+def sequence_parallel(mesh, w, x):
+    x = lax.with_sharding_constraint(x, on(mesh, "data", "model"))
+    return jnp.tanh(lax.with_sharding_constraint(x @ w, on(mesh, "data", "model")))
+
+
+def batch_norm(mesh, w, x):
+    h = clean(mesh, w, x)
+    return h - jnp.mean(h, axis=0)
+
+
+def wide_products(mesh, w, x):
+    h = jnp.matmul(x.astype("float32"), w.astype("float32"))
+    return lax.with_sharding_constraint(h.astype(x.dtype), on(mesh, "data", None, "model"))
+
+
+def replicated(mesh, w, x):
+    return lax.with_sharding_constraint(jnp.tanh(x @ w), on(mesh))
+
+
+def turned(mesh, w, x):
+    h = lax.with_sharding_constraint(jnp.sin(x), on(mesh, "data", "model", None))
+    return jnp.tanh(lax.with_sharding_constraint(h, on(mesh, "data", None, "model"))) @ lax.with_sharding_constraint(
+        w, on(mesh, "model", None)
+    )
+
+
+@pytest.mark.parametrize(
+    ("rule", "first", "options"),
+    [
+        ("gathered-weights", sequence_parallel, {"tokens": 64}),
+        ("per-microbatch", batch_norm, {}),
+        ("float32-product", wide_products, {"dtype": "bfloat16"}),
+        ("replicated", replicated, {}),
+        ("all-to-all", turned, {}),
+    ],
+)
+def test_a_fault_is_told_at_the_line_that_has_it(rule, first, options):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = [each for each in compiled(first, **options).inspect(least=0) if each.rule == rule]
+    assert found, rule
+    begin = first.__code__.co_firstlineno
+    lines = [int(each.line.rpartition(":")[2]) for each in found if each.line.rpartition(":")[0] == __file__]
+    assert any(begin < line <= begin + 4 for line in lines), [str(each) for each in found]
+    assert {str(each.message) for each in told} >= {each.text for each in found}
+    assert all("'" in each.text and each.nbytes > 0 for each in found)
+
+
+@pytest.mark.parametrize("rule", ["gathered-weights", "per-microbatch", "float32-product", "replicated", "all-to-all"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_pipeline_without_a_fault_is_told_none(rule, dtype):
+    assert not [each for each in compiled(clean, dtype=dtype).inspect(least=256) if each.rule == rule]
+
+
+def test_parameters_divided_over_the_data_are_gathered_without_a_word():
+    """FSDP gathers them for each microbatch, and reduces and scatters their gradients: that is what it is."""
+    found = compiled(clean, weight=P("data", "model")).inspect(least=512)
+    assert "gathered-weights" not in {each.rule for each in found}
+
+
+def test_without_a_loop_nothing_is_per_microbatch():
+    found = {each.rule for each in compiled(batch_norm, loop=False).inspect(least=0)}
+    assert not found & {"per-microbatch", "gathered-weights", "replicated"}
+
+
+def test_small_ones_are_not_told():
+    assert compiled(replicated).inspect() == ()
+
+
+@pytest.mark.compile_gpu
+def test_a_large_collective_that_nothing_hides_is_told_for_gpus():
+    devices = mm.topology("h100")
+
+    def first(mesh, w, x):
+        return jnp.tanh(
+            lax.with_sharding_constraint(
+                lax.with_sharding_constraint(x, on(mesh, "data", None, "model")) @ w, on(mesh, "data")
+            )
+        )
+
+    found = compiled(first, weight=P("model"), devices=devices, tokens=4096, width=1024).inspect()
+    waits = [each for each in found if each.rule == "synchronous"]
+    assert waits
+    assert "all-reduce" in waits[0].text
+    assert waits[0].nbytes > 10e6
