@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 import multimesh as mm
-from multimesh_maxtext.command.memory import check_fits, compare_compiled, show_size
+from multimesh_maxtext.command.memory import check_fits, show_size, tabulate_stages
 from multimesh_maxtext.command.values import parse_size
 from multimesh_maxtext.errors import DoesNotFitError
 from multimesh_maxtext.handoff import CompiledStages, Forecast, Need, read_forecast, write_forecast
@@ -101,7 +101,7 @@ def test_a_forecast_is_read_as_it_was_written(tmp_path: Path):
 
 def test_compiled_stages_are_shown_beside_their_forecast():
     console = Console(width=200, record=True)
-    console.print(compare_compiled((held(30), held(29)), STAGES, 100))
+    console.print(tabulate_stages((held(30), held(29)), STAGES, 100))
     heads, first, second = console.export_text().splitlines()
     assert "off" in heads
     assert first.split()[-4:] == ["+0.0", "%", "yes", "workspace"]

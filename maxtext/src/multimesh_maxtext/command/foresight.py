@@ -74,7 +74,7 @@ def _show_forecast(job: Job, paths: Paths, console: Console, found: Forecast, li
         return
     if stages := found.stages:
         console.print(f"the same as XLA compiled it for {o.device} ({_effort(stages)})", highlight=False)
-        console.print(memory.compare_compiled(found.needs, stages, limit))
+        console.print(memory.tabulate_stages(found.needs, stages, limit))
     if limit is not None:
         console.print(f"of {memory.show_size(limit)} that JAX may use of a device", highlight=False)
     if schedule := report.schedule_choice(paths.schedule):

@@ -55,7 +55,7 @@ def memory_table(needs: Sequence[Need]) -> Table:
     return result
 
 
-def compare_compiled(needs: Sequence[Need], stages: CompiledStages, limit: int | None) -> Table:
+def tabulate_stages(needs: Sequence[Need], stages: CompiledStages, limit: int | None) -> Table:
     """Return the memory of all stages as XLA compiled them, beside their forecast, and whether each fits."""
     result = Table(box=None, pad_edge=False)
     for name in ("stage", "params", "optimizer", "batch", "gradients", "live", "workspace", "total", "forecast", "off"):

@@ -17,7 +17,7 @@ import multimesh
 from multimesh_maxtext.handoff import CompiledStages, Forecast, Handoff, Need
 
 
-def foresee(lowered: multimesh.Lowered, state: Any, handoff: Handoff) -> Forecast:
+def forecast_stages(lowered: multimesh.Lowered, state: Any, handoff: Handoff) -> Forecast:
     """Return the forecast of a step, and draw its timeline beside the file that will have it.
 
     Parameters
@@ -71,7 +71,7 @@ def needs(lowered: multimesh.Lowered, state: Any, found: Sequence[Any]) -> tuple
     state
         The train state, arrays or their types, each leaf with its sharding: the first argument of the step.
     found
-        What the devices of each submesh need.
+        The bytes on each device of each submesh.
     """
     held: dict[tuple[str, frozenset[jax.Device]], int] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):

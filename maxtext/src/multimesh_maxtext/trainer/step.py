@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 import multimesh
 from multimesh_maxtext.errors import LauncherError, UnsupportedError
 from multimesh_maxtext.handoff import Handoff, write_forecast
-from multimesh_maxtext.trainer.foresight import foresee
+from multimesh_maxtext.trainer.foresight import forecast_stages
 from multimesh_maxtext.trainer.placement import write_placement
 from multimesh_maxtext.trainer.processes import everywhere
 
@@ -170,7 +170,7 @@ def _prepare(jitted: multimesh.Jitted, state: Any, batch: Any) -> multimesh.Comp
 def _end_before_training(lowered: multimesh.Lowered, handoff: Handoff, state: Any) -> NoReturn:
     """Write a forecast, or dump the compiled step, and end the process."""
     if handoff.forecast:
-        write_forecast(foresee(lowered, state, handoff), Path(handoff.forecast))
+        write_forecast(forecast_stages(lowered, state, handoff), Path(handoff.forecast))
     else:
         _dump(lowered.compile(), handoff)
     sys.exit()
