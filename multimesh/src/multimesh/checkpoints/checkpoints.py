@@ -45,7 +45,7 @@ def restore(path: Path, like: Any) -> Any:
         except MultiMeshError as wrong:
             error = wrong
         try:
-            agree.settle(f"{step}/{number}", error)
+            agree.raise_together(f"{step}/{number}", error)
             break
         except DamagedError as wrong:
             if number == len(choice):
@@ -74,7 +74,7 @@ def verify(path: Path) -> None:
             _verify_shards(path, share, shares)
     except MultiMeshError as wrong:
         error = wrong
-    agree.settle(f"verify {next(_numbers)}", error)
+    agree.raise_together(f"verify {next(_numbers)}", error)
 
 
 def _verify_shards(path: Path, share: int, shares: int) -> None:

@@ -125,7 +125,7 @@ def _save(
         error = wrong
     digest = sha256("\n".join(lines).encode()).hexdigest()
     try:
-        if not agree.settle(step, error, (digest, shards), lambda told: attempt(lambda: finish(told))):
+        if not agree.raise_together(step, error, (digest, shards), lambda told: attempt(lambda: finish(told))):
             shutil.rmtree(half, ignore_errors=True)  # of another path it is another folder
             agree.agree_on(step, lines)  # which raises
     except MultiMeshError:

@@ -145,17 +145,17 @@ def first_says(name: str, value: T, timeout: float | None = None) -> T:
     return said
 
 
-def settle(
+def raise_together(
     name: str,
     error: MultiMeshError | None,
     mine: Any = None,
     then: Callable[[Sequence[Any]], Any] = lambda _: None,
     timeout: float | None = None,
 ) -> Any:
-    """Wait for all processes; use each ``name`` once. If one has an error, all raise it, with that process's name.
+    """Raise an error of one process in all of them, with the name of that process. Use each ``name`` once.
 
-    Otherwise process 0 does ``then`` with what each gave as ``mine``; all return its result, or raise its error. JSON
-    must hold both.
+    All wait for all. Without an error process 0 calls ``then`` with the ``mine`` of each; all return its result, or
+    raise its error. JSON must hold both.
     """
     own = pack([_describe(error, socket.gethostname()), mine])
 

@@ -23,9 +23,9 @@ from multimesh.core import _compat
 from multimesh.core.grouping import group
 from multimesh.ir import graph
 from multimesh.ir.primitives import is_small, lookup
+from multimesh.passes.placing.minimize_transfers import Node, minimize_transfers
 from multimesh.passes.placing.owners import Owners, leading_to_tasks
 from multimesh.passes.placing.route import position
-from multimesh.passes.placing.settle import Node, settle
 
 Homes = dict[ir.Value, Mesh]
 Roots = dict[ir.Value, Mesh]  # the sources of a value that every reader recomputes; the value itself otherwise
@@ -128,7 +128,7 @@ class Follower:
             nodes += made
             numbers += [i] * len(made)
         nodes += [Node({v: mesh}, (), mesh) for v, mesh in pulled.items()]
-        moved = settle(nodes, self._route, awaited)
+        moved = minimize_transfers(nodes, self._route, awaited)
         for n, mesh in moved.items():
             self.anchored[numbers[n]] = mesh
             self._homes.update(dict.fromkeys(nodes[n].outs, mesh))

@@ -42,7 +42,9 @@ class Node:
     after: Sequence[ir.Value] = ()
 
 
-def settle(nodes: Sequence[Node], route: Sequence[Mesh] = (), awaited: Iterable[ir.Value] = ()) -> dict[int, Mesh]:
+def minimize_transfers(
+    nodes: Sequence[Node], route: Sequence[Mesh] = (), awaited: Iterable[ir.Value] = ()
+) -> dict[int, Mesh]:
     """Return the nodes that should move, by number, each with its new submesh. ``nodes`` are in topological order.
 
     In a loop ``route`` has the submesh of each stage, and the next iteration waits for the values ``awaited``.
