@@ -275,3 +275,61 @@ def test_forms_and_ambient_meshes(form, ambient):
     finally:
         for r in registered:
             r.remove()
+
+
+def step_of(loss, loop):
+    """A step of SGD whose gradients are summed up over ``data`` once, where it says so."""
+
+    def spec(p):
+        return P(*jax.typeof(p).sharding.spec.partitions)
+
+    def step(params, tokens):
+        value, grads = loop(jax.value_and_grad(loss))(params, tokens)
+
+        def update(p, g):
+            new = reshard(p, spec(p)) - 0.1 * reshard(g, spec(p))
+            return reshard(new, jax.typeof(p).sharding.spec)
+
+        return value, jax.tree.map(update, params, grads)
+
+    return step
+
+
+def summed(fn):
+    return lambda p, t: jax.tree.map(
+        jnp.add, *(fn(p, t.reshape(SIZE, 2, out_sharding=P("data"))[:, k]) for k in range(2))
+    )
+
+
+@pytest.mark.parametrize("form", ["task", "pipeline"])
+def test_gradients_are_reduced_once_a_step(form):
+    """Of parameters that are typed reduced: their gradients are unreduced, and stay so in all microbatches."""
+    layer = {"up": P(None, "model", reduced={"data"}), "down": P("model", None, reduced={"data"})}
+    specs = {"embed": P(reduced={"data"}), "layers": [layer] * 4}
+    args, alone = given(specs=specs)
+    loss = decoder(on_tasks(MESHES)) if form == "task" else mm.pipeline(decoder(plain), MESHES)
+    loop = functools.partial(mm.microbatch, size=SIZE, argnum=1, reduce="sum")
+    jitted = check(step_of(loss, loop), step_of(decoder(plain), summed), args, alone, MESHES[0])
+    new = jitted(*args)[1]
+    assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, args[0])
+    jitted(new, args[1])
+    (compiled,) = jitted.compiled
+    reduced = [
+        (kernel.submesh, run.cell)
+        for kernel, found in zip(compiled.plan.kernels, compiled.collectives(), strict=True)
+        for each in found
+        if each.kind == "all-reduce" and "data" in each.axes(compiled.plan.submeshes[kernel.submesh])
+        for run in compiled.plan.runs
+        if compiled.plan.kernels[run.kernel] is kernel
+    ]
+    assert all(cell is None for _, cell in reduced)  # outside of the loop
+    assert sum(submesh == 1 for submesh, _ in reduced) == 1
+    assert sum(submesh == 0 for submesh, _ in reduced) <= 2  # the embedding is tied: its sum waits for the other stage
+
+
+def test_an_unreduced_argument_is_refused():
+    w = jax.device_put(np.ones((4, 4), np.float32), NamedSharding(MESHES[0], P()))
+    with jax.set_mesh(MESHES[0]):
+        terms = jax.jit(lambda w: reshard(w, P(unreduced={"data"})))(w)
+    with pytest.raises(mm.UsageError, match=r"unreduced .*reshard"):
+        mm.jit(mm.task(jnp.sin, mesh=MESHES[0]))(terms)

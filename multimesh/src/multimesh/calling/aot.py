@@ -204,6 +204,13 @@ class Compiled:
             want = want if memory is None else want.with_memory_kind(memory)
             if layout is None or want != NamedSharding(layout.mesh, strip(layout.spec), memory_kind=layout.memory_kind):
                 moved[position] = want
+        for position, spec in self.lowered.traced.types.items():
+            kind, slot = self.plan.outputs[position]
+            if kind == "slot" and position not in moved and getattr(spec, "reduced", None):
+                layout = self.plan.layouts[slot]
+                kept = _compat.carry_spec(spec, self.plan.slots[slot].shape, layout.mesh.abstract_mesh)
+                kept = kept.update(partitions=_compat.partitions(layout.spec))
+                moved[position] = NamedSharding(layout.mesh, kept, memory_kind=layout.memory_kind)
         return moved
 
     def as_text(self) -> str:

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from multimesh.core import _compat
+from multimesh.core.specs import strip
 from multimesh.errors import UsageError
 
 
@@ -38,7 +39,7 @@ def types_of(layouts: Sequence[Any], mesh: AbstractMesh | str | None, more: Iter
     if mesh is None:
         return None
     specs = (s.spec if isinstance(s, NamedSharding) else s if isinstance(s, PartitionSpec) else None for s in layouts)
-    return Types(mesh, tuple(specs))
+    return Types(mesh, tuple(None if s is None else s.update(partitions=_compat.partitions(strip(s))) for s in specs))
 
 
 def widen(types: Types | None, count: int, met: Iterable[Mesh]) -> Types | None:

@@ -18,8 +18,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 
+from multimesh.core import _compat
 from multimesh.core.numbers import accumulator
 from multimesh.core.prefixes import spread
 from multimesh.errors import UsageError
@@ -56,7 +56,7 @@ class Total:
 
     def init(self, like: Any) -> Any:
         """Return zeros. Under Explicit axes their types have layouts."""
-        return jax.tree.map(lambda x: _zeros(x, accumulator(x, self.dtype)), like)
+        return jax.tree.map(lambda x: _compat.fill(x, 0, accumulator(x, self.dtype)), like)
 
     def update(self, state: Any, result: Any) -> Any:
         """Add a result."""
@@ -75,7 +75,7 @@ class Extreme:
 
     def init(self, like: Any) -> Any:
         """Return the identity: the smallest number of the dtype for a maximum, the largest for a minimum."""
-        return jax.tree.map(lambda x: jnp.full(x.shape, _least(x.dtype, self.of is jnp.maximum), x.dtype), like)
+        return jax.tree.map(lambda x: _compat.fill(x, _least(x.dtype, self.of is jnp.maximum), x.dtype), like)
 
     def update(self, state: Any, result: Any) -> Any:
         """Take the more extreme ones."""
@@ -92,7 +92,7 @@ class Last:
 
     def init(self, like: Any) -> Any:
         """Return zeros, which nothing reads."""
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+        return jax.tree.map(lambda x: _compat.fill(x, 0, x.dtype), like)
 
     def update(self, state: Any, result: Any) -> Any:
         """Return the result."""
@@ -138,12 +138,6 @@ NAMED = {"max": Extreme(jnp.maximum), "min": Extreme(jnp.minimum), "last": Last(
 
 SUMS = ("sum", "mean", "rows")
 """Reductions that need no state but sums."""
-
-
-def _zeros(like: Any, dtype: Any) -> jax.Array:
-    sharding = getattr(like, "sharding", None)
-    layout = sharding if isinstance(sharding, NamedSharding) and any(sharding.spec) else None
-    return jnp.zeros(like.shape, dtype, out_sharding=layout)
 
 
 def _least(dtype: Any, largest: bool) -> Any:

@@ -103,6 +103,7 @@ with check_version():
         common_mesh,
         constrain,
         enter_mesh,
+        fill,
         fit_types,
         is_typed,
         partitions,

@@ -69,6 +69,8 @@ class _Eraser:
             return self.evaluate(called.jaxpr, *called.consts, *args)
         if name in (*_MOVES, "multimesh_retype"):
             results: Sequence[Any] = args
+            if _only_sums(eqn):
+                return args
         elif name == "sharding_constraint":
             return [_constrain_both(args[0], eqn)]
         elif name == "shard_map":
@@ -161,6 +163,12 @@ def _is_plain(jaxpr: Any) -> bool:
     return not any(is_typed(e.ctx.cur_abstract_mesh) for e in jaxpr.eqns) and all(
         map(_is_plain, (inner for e in jaxpr.eqns for inner in subjaxprs(e.params)))
     )
+
+
+def _only_sums(eqn: Any) -> bool:
+    """Return whether a layout stays, and only says whether terms of several devices are summed up."""
+    specs = [getattr(v.aval.sharding, "spec", None) for v in (*eqn.invars, *eqn.outvars) if not isinstance(v, Literal)]
+    return len(specs) == 2 and partitions(specs[0]) == partitions(specs[1]) and specs[0] != specs[1]
 
 
 def _constrain(x: Any, aval: Any) -> Any:

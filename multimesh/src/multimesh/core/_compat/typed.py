@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
@@ -169,6 +170,19 @@ def with_rows(one: jax.ShapeDtypeStruct, dim: int, size: int) -> jax.ShapeDtypeS
     entries = list((*partitions(one.sharding.spec), *(None for _ in one.shape))[: len(one.shape)])
     entries.insert(dim, None)
     return with_layout(one.update(shape=shape, sharding=None), PartitionSpec(*entries), one.sharding.mesh)
+
+
+def fill(like: Any, value: Any, dtype: Any) -> jax.Array:
+    """Return an array of one value with a shape and, on Explicit axes, with a layout in its type.
+
+    Where that says that terms on several devices are not summed up, all of them are the value: it is zero.
+    """
+    layout = getattr(like, "sharding", None)
+    if not isinstance(layout, NamedSharding) or not is_typed(layout.mesh):
+        return jnp.full(like.shape, value, dtype)
+    divided = NamedSharding(layout.mesh, PartitionSpec(*partitions(layout.spec)))
+    made = jax.lax.full(like.shape, value, dtype, sharding=divided)
+    return made if divided == layout else jax.sharding.reshard(made, layout)
 
 
 def row_struct(x: Any) -> jax.ShapeDtypeStruct:
