@@ -53,8 +53,7 @@ def functions(tree: ast.AST) -> list[ast.FunctionDef]:
 
 def modules(room: Path) -> dict[str, ast.Module]:
     files = sorted((room.glob if room in (LIBRARY, LAUNCHER, ROOT / "tooling") else room.rglob)("*.py"))
-    kept = [file for file in files if "watching" not in file.parts]
-    return {str(file.relative_to(ROOT)): ast.parse(file.read_text(encoding="utf-8")) for file in kept}
+    return {str(file.relative_to(ROOT)): ast.parse(file.read_text(encoding="utf-8")) for file in files}
 
 
 EVERY = {room: modules(room) for room in ROOMS}

@@ -32,12 +32,12 @@ HELLO = {"hello": member(1) | {"count": 2}}
 @given(st.lists(st.from_regex(r"[a-z0-9-]{1,12}(\.[a-z0-9]{1,4}){0,2}", fullmatch=True), min_size=1))
 @settings(max_examples=100, deadline=None)
 def test_hosts_are_the_same_after_they_were_packed(hosts):
-    assert meeting._unpacked(meeting._packed(hosts)) == hosts
+    assert meeting._unpack(meeting._pack(hosts)) == hosts
 
 
 def test_eight_thousand_hosts_are_few_bytes():
     hosts = [f"gpu-node-{i // 2:04d}.cluster.example.org" for i in range(8192)]
-    assert len(meeting._packed(hosts)) < 30_000
+    assert len(meeting._pack(hosts)) < 30_000
 
 
 def test_the_next_process_on_a_machine_is_one_ring_for_all():

@@ -32,7 +32,7 @@ class Neighbor:
         return bool(poll.poll(1000 * seconds))
 
     def stopped(self) -> float:
-        """Seconds since it was first seen stopped (SIGSTOP, Ctrl-Z, a debugger); 0 if it is not."""
+        """Return the seconds since it was first seen stopped (SIGSTOP, Ctrl-Z, a debugger); 0 if it is not."""
         if self._handle < 0 or (_stat(self._pid) or [""])[0] != "T":
             self._stopped = None
             return 0.0

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from multimesh.errors import UsageError
-from multimesh.processes.watching.members import Member, alike, difference, is_member, named, neighbors
+from multimesh.processes.watching.members import Member, alike, difference, is_member, name_of, neighbors
 
 TICK = 0.25  # seconds between two looks at the clock
 UNKNOWN = 10.0  # seconds in which one who connects must say who it is
@@ -56,7 +56,7 @@ def meet(own: Member, address: str, bind: str, timeout: float) -> tuple[list[str
         answer = _visit(own, address, timeout)
         if "refused" in answer:
             raise RefusedError(answer["refused"], told=answer.get("told", False))
-        return _unpacked(answer["hosts"]), {member["rank"]: member for member in answer["known"]}
+        return _unpack(answer["hosts"]), {member["rank"]: member for member in answer["known"]}
     members = _Hub(own, address, bind, timeout).meet()
     return [member["host"] for member in members], {member["rank"]: member for member in members}
 
@@ -105,8 +105,8 @@ class _Hub:
                 for link in (*self._ranks, *self._unknown):
                     _answer(link, {"refused": str(error), "told": True})
                 raise
-            members = [_known(member) for member in members]
-            hosts, beside = _packed([member["host"] for member in members]), neighbors(members)
+            members = [_drop_facts(member) for member in members]
+            hosts, beside = _pack([member["host"] for member in members]), neighbors(members)
             for link, rank in self._ranks.items():
                 ranks = {0, rank, min(rank + 1, count - 1), beside.get(rank, rank)}
                 _answer(link, {"hosts": hosts, "known": [members[each] for each in sorted(ranks)]})
@@ -130,7 +130,7 @@ class _Hub:
             with contextlib.suppress(OSError, ValueError):
                 return str(_ask(self._own, self._address, 5.0)["refused"])
         return (
-            f"{named(self._own)} cannot listen at {self._bind}: {error.strerror or error}; if another job has that "
+            f"{name_of(self._own)} cannot listen at {self._bind}: {error.strerror or error}; if another job has that "
             "port, choose another coordinator_address"
         )
 
@@ -163,7 +163,7 @@ class _Hub:
             if data:  # more than it should say
                 return
             gone = self._members[self._ranks[link]]
-            raise RefusedError(f"{named(gone)} ended while others were starting; see its output")
+            raise RefusedError(f"{name_of(gone)} ended while others were starting; see its output")
         text = self._unknown[link][1]
         text += data
         if not data or len(text) > LONGEST:
@@ -177,7 +177,7 @@ class _Hub:
             return
         if new["rank"] in self._members or new["count"] != self._own["count"]:
             raise RefusedError(
-                f"{named(self._members.get(new['rank'], self._own))} and {named(new)} cannot be of one job; give "
+                f"{name_of(self._members.get(new['rank'], self._own))} and {name_of(new)} cannot be of one job; give "
                 "each process a process_id of its own, and all the same num_processes"
             )
         if alike(self._own, new):
@@ -231,7 +231,7 @@ def _answer(link: socket.socket, said: dict[str, Any]) -> None:
 
 
 def _message(text: bytes) -> dict[str, Any]:
-    """What somebody said; empty if these are no words of a process of a job."""
+    """Parse a message; empty if it is not one of a process of a job."""
     try:
         said = json.loads(text)
     except (ValueError, RecursionError):
@@ -239,16 +239,16 @@ def _message(text: bytes) -> dict[str, Any]:
     return said if isinstance(said, dict) else {}
 
 
-def _known(member: Member) -> Member:
-    """A member without what it runs."""
+def _drop_facts(member: Member) -> Member:
+    """Return a member without its facts."""
     return {key: value for key, value in member.items() if key != "facts"}
 
 
-def _packed(hosts: Sequence[str]) -> str:
+def _pack(hosts: Sequence[str]) -> str:
     return base64.b64encode(zlib.compress("\n".join(hosts).encode(), 9)).decode()
 
 
-def _unpacked(text: str) -> list[str]:
+def _unpack(text: str) -> list[str]:
     return zlib.decompress(base64.b64decode(text)).decode().split("\n")
 
 

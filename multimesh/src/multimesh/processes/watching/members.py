@@ -12,7 +12,7 @@ from typing import Any
 Member = dict[str, Any]  # rank, count, host, pid, machine; facts must be alike: name to a list of words
 
 
-def named(member: Mapping[str, Any]) -> str:
+def name_of(member: Mapping[str, Any]) -> str:
     """Name a process, as in all messages."""
     return f"process {member['rank']} of {member['count']} ({member['host']}, pid {member['pid']})"
 
@@ -53,12 +53,12 @@ def difference(members: Sequence[Member]) -> str:
             if not a and not b:  # another order
                 a, b = mine, theirs
             more = f" (and {len(odd) - 1} more)" if len(odd) > 1 else ""
-            said.append(f"{fact}: {named(first)} has {_quoted(a)} where {named(odd[0])}{more} has {_quoted(b)}")
+            said.append(f"{fact}: {name_of(first)} has {_quote(a)} where {name_of(odd[0])}{more} has {_quote(b)}")
     return "; ".join(said)
 
 
 def alike(a: Member, b: Member) -> bool:
-    """Whether two processes have the same facts, but for words that hold their own number or host."""
+    """Return whether two processes have the same facts, but for words that hold their own number or host."""
     return all(_alike(a, b, fact) for fact in a["facts"])
 
 
@@ -73,18 +73,18 @@ def _neutral(word: str, member: Member) -> str:
 
 
 def _without(words: Sequence[str], of: Member, others: Sequence[str], other: Member) -> list[str]:
-    """The words that one process has and another lacks."""
+    """Return the words that one process has and another lacks."""
     neutral = {_neutral(word, other) for word in others}
     return [word for word in words if word not in others and _neutral(word, of) not in neutral]
 
 
-def _quoted(words: Sequence[str]) -> str:
+def _quote(words: Sequence[str]) -> str:
     text = " ".join(words)
     return repr(text if len(text) <= 300 else text[:300] + "...") if words else "nothing"
 
 
 def is_member(said: Any) -> bool:
-    """Whether these are the words of a process of a job, not of a stranger."""
+    """Return whether a message comes from a process of a job, not from a stranger."""
     if not isinstance(said, dict):
         return False
     kinds = {"rank": int, "count": int, "pid": int, "host": str, "machine": str, "facts": dict}

@@ -25,11 +25,11 @@ class StepsOfAll:
             self._at[rank], self._since[rank] = (int(at[0]), int(at[1])), now
 
     def done(self, rank: int) -> None:
-        """A process that has ended well holds up nobody."""
+        """Forget a process that has ended well: it holds up nobody."""
         self._at.pop(rank, None)
 
     def held_up_by(self, now: float) -> int | None:
-        """A process that is behind the others and has been where it is for long; None if there is none to tell of.
+        """Return a process that has been behind the others for long; None if there is none to report.
 
         Those that wait for it are in the next call already, or have ended it. Where all are between the same two calls,
         they compile, save or read: that is told of, but later.
@@ -51,7 +51,7 @@ class StepsOfAll:
         return rank
 
     def said(self, rank: int, now: float) -> tuple[str, bool]:
-        """What a process does that holds up others, and whether the job ends for it."""
+        """Say where a process stands that holds up others, and whether the job ends for it."""
         at, still = self._at.get(rank, (0, 0)), self._still(rank, now)
         others = sorted({each for other, each in self._at.items() if other != rank})
         if others == [at]:
@@ -63,7 +63,7 @@ class StepsOfAll:
         return f"{'has been' if ends else 'is'} {_place(at)} for {still:.0f} s, {where}", ends
 
     def _still(self, rank: int, now: float) -> float:
-        """Seconds in which a process has been where it is; if it is behind the others, since it is."""
+        """Seconds without progress; of a process that is behind the others, seconds since it fell behind."""
         since = self._since.get(rank, now)
         return now - (since if self._between_calls() else max(since, self._together))
 

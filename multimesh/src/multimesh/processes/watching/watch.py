@@ -24,7 +24,7 @@ from multimesh.errors import LostProcessError, MultiMeshError
 from multimesh.processes import post
 from multimesh.processes.timeouts import Timeouts
 from multimesh.processes.watching.endings import Neighbor
-from multimesh.processes.watching.members import Member, named, neighbors
+from multimesh.processes.watching.members import Member, name_of, neighbors
 from multimesh.processes.watching.stalls import StepsOfAll
 
 BEAT = 1.0  # seconds between two values of progress
@@ -41,7 +41,7 @@ _FAILED = (jax.errors.JaxRuntimeError, MultiMeshError)  # of a call of the store
 
 
 def beat(count: int, silence: float) -> float:
-    """Seconds between two values of progress, of each of ``count`` processes."""
+    """Return the seconds between two reports of progress, of each of ``count`` processes."""
     return max(BEAT, min(count / BEATS, silence / 3))
 
 
@@ -50,7 +50,7 @@ class Watch:
 
     def __init__(self, own: Member, known: Mapping[int, Member], waits: Timeouts) -> None:
         self.at = [0, 0]  # calls of plans that have ended, and that have begun
-        self.name = named(own)
+        self.name = name_of(own)
         self.silence = waits.silence
         self.rank, self._count, self._known = own["rank"], own["count"], known
         self.tell_at_loss: Callable[[str, int], None] = lambda text, code: None
@@ -160,7 +160,7 @@ class Watch:
                 steps = int(_compat.key_value_store().key_value_try_get_bytes(f"{_AT}{rank}").split()[0])
             except (*_FAILED, ValueError, IndexError):
                 steps = 0
-        text = f"{named(self._known[rank])} {_after(how, steps)}"
+        text = f"{name_of(self._known[rank])} {_after(how, steps)}"
         return {"rank": rank, "text": text, "code": code or LostProcessError.exit_code, "said": False}
 
     def _lose(self, rank: int, how: str, code: int | None = None) -> None:
@@ -254,9 +254,9 @@ class Watch:
             return
         stack = self._stack(odd)
         how, ends = steps.said(odd, time.monotonic())
-        os.write(2, f"multimesh: {named(self._known[odd])} {how}\n{stack}".encode())
+        os.write(2, f"multimesh: {name_of(self._known[odd])} {how}\n{stack}".encode())
         if ends:
-            self._tell(cause=self._cause(odd, how) | {"text": f"{named(self._known[odd])} {how}"})
+            self._tell(cause=self._cause(odd, how) | {"text": f"{name_of(self._known[odd])} {how}"})
 
     def _stack(self, rank: int) -> str:
         """The Python stack of a process, as far as it gives one."""
