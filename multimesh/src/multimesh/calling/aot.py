@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from multimesh.calling.arguments import abstract
 from multimesh.core import _compat, checks
 from multimesh.core.specs import strip
+from multimesh.core.stacks import Stack, gather, numbers, split_stacks
 from multimesh.errors import UsageError
 from multimesh.marking.tracing import pause_gc
 from multimesh.observe import collectives, custom_calls, inspection
@@ -69,6 +70,11 @@ class Lowered:
     name: str = ""
 
     @property
+    def block_names(self) -> tuple[str, ...]:
+        """The names of the argument leaves, with one for each block of a stack."""
+        return tuple(split_stacks(self.names, self.plan.stacks.arguments, _name_blocks))
+
+    @property
     def input_shardings(self) -> tuple[NamedSharding | None, ...]:
         """Submesh and layout of each argument leaf; None if no operation reads it.
 
@@ -84,7 +90,10 @@ class Lowered:
         for arg, slot in plan.inputs:
             if arg not in homes or plan.slots[slot].submesh == made_on.get((arg,)):
                 homes[arg] = slot
-        return tuple(plan.layouts[homes[arg]] if arg in homes else None for arg in range(len(self.traced.specs)))
+        count, stacks = len(self.traced.specs), plan.stacks.arguments
+        leaves = range(sum(map(len, numbers(count, stacks))))
+        found = [plan.layouts[homes[arg]] if arg in homes else None for arg in leaves]
+        return tuple(gather(found, count, stacks, _layout_of))
 
     def passes(self) -> tuple[Pass, ...]:
         """Run the passes again, and return the result of each, with its ``name``. ``str`` of it is its dump.
@@ -122,11 +131,11 @@ class Lowered:
             if not exists(self.plan):
                 return Compiled(self, Absent(compile_plan(self.plan, compiler_options)))
             if not agree.several():
-                return Compiled(self, Runner(compile_plan(self.plan, compiler_options), self.names))
+                return Compiled(self, Runner(compile_plan(self.plan, compiler_options), self.block_names))
             spans = len(frozenset().union(*processes(self.plan))) > 1
             number = agree.agree_on_plan(self.name, fingerprint.Lines(self.plan)) if spans else None
             compiled = compile_plan(self.plan, compiler_options)
-            return Compiled(self, PartRunner(compiled, self.names, self.name, number))
+            return Compiled(self, PartRunner(compiled, self.block_names, self.name, number))
 
     def export(self, *_: Any, **__: Any) -> Any:
         """Raise `UsageError`: a plan can't be exported."""
@@ -137,6 +146,16 @@ class Lowered:
         kernels = self.plan.kernels
         parts = [str(self.plan), *("\n".join([f"kernel {k.name}:", *(f"  {op}" for op in k.ops)]) for k in kernels)]
         return "\n\n".join(parts)
+
+
+def _name_blocks(name: str, stack: Stack) -> tuple[str, ...]:
+    return tuple(f"{name}[{', '.join([':'] * stack.dim + [f'{a}:{b}'])}]" for a, b in stack.bounds)
+
+
+def _layout_of(layouts: Sequence[NamedSharding | None], stack: Stack) -> NamedSharding:
+    """Return the layout of an array, from those of its blocks."""
+    first = next((layout for layout in layouts if layout is not None), None)
+    return stack.sharding(PartitionSpec()) if first is None else stack.sharding(strip(first.spec), first.memory_kind)
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,15 +209,23 @@ class Compiled:
         """Submesh and layout of each result; None for an argument or constant that no operation made."""
         layouts, moved = self.plan.layouts, self._moved
         made = [moved.get(i, layouts[v] if k == "slot" else None) for i, (k, v) in enumerate(self.plan.outputs)]
-        return jax.tree.unflatten(self.out_tree, made)
+        whole = gather(made, self.out_tree.num_leaves, self.plan.stacks.results, _layout_of)
+        return jax.tree.unflatten(self.out_tree, list(whole))
 
     @functools.cached_property
     def _moved(self) -> dict[int, NamedSharding]:
-        """Results that the plan does not leave where ``out_shardings`` wants them, and the wanted layout."""
-        moved = {}
-        for position in {*self.lowered.traced.out_specs, *self.lowered.out_kinds}:
+        """Results that the plan does not leave where ``out_shardings`` wants them, and the wanted layout.
+
+        Blocks of a stack must be alike, each on its submesh.
+        """
+        stacks = self.plan.stacks
+        specs = self.lowered.traced.in_blocks(stacks).out_specs
+        at = numbers(self.out_tree.num_leaves, stacks.results)
+        kinds = {n: kind for leaf, kind in self.lowered.out_kinds.items() for n in at[leaf]}
+        moved = {n: layout for leaf, stack in stacks.results.items() for n, layout in self._apart(at[leaf], stack)}
+        for position in {*specs, *kinds}:
             kind, slot = self.plan.outputs[position]
-            spec, memory = self.lowered.traced.out_specs.get(position), self.lowered.out_kinds.get(position)
+            spec, memory = specs.get(position), kinds.get(position)
             layout = self.plan.layouts[slot] if kind == "slot" else None
             want = NamedSharding(layout.mesh if layout else self.plan.submeshes[0], strip(spec or PartitionSpec()))
             want = want if memory is None else want.with_memory_kind(memory)
@@ -212,6 +239,17 @@ class Compiled:
                 kept = kept.update(partitions=_compat.partitions(layout.spec))
                 moved[position] = NamedSharding(layout.mesh, kept, memory_kind=layout.memory_kind)
         return moved
+
+    def _apart(self, positions: range, stack: Stack) -> Iterator[tuple[int, NamedSharding]]:
+        """Yield the blocks of a result that are not on their submesh, or not laid out as the first."""
+        found = [
+            self.plan.layouts[v] if kind == "slot" else None
+            for kind, v in map(self.plan.outputs.__getitem__, positions)
+        ]
+        spec = next((strip(layout.spec) for layout in found if layout is not None), PartitionSpec())
+        for n, layout, mesh in zip(positions, found, stack.meshes, strict=True):
+            if layout is None or layout.mesh != mesh or strip(layout.spec) != spec:
+                yield n, NamedSharding(mesh, spec)
 
     def as_text(self) -> str:
         """Return the plan, then the optimized HLO of each kernel."""

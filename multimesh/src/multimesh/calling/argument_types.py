@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from multimesh.core import _compat
 from multimesh.core.specs import strip
+from multimesh.core.stacks import layout_of_block
 from multimesh.errors import UsageError
 
 
@@ -52,9 +53,12 @@ def widen(types: Types | None, count: int, met: Iterable[Mesh]) -> Types | None:
 
 
 def layout_of(leaf: Any) -> Any:
-    """Return the sharding of a leaf, or the layout in the type of a traced one; None if it has none."""
+    """Return the sharding of a leaf, or the layout in the type of a traced one; None if it has none.
+
+    Of a stack it is the layout of a block, which the types of a submesh can say.
+    """
     found = jax.typeof(leaf).sharding if _compat.is_tracer(leaf) else getattr(leaf, "sharding", None)
-    return found if isinstance(found, NamedSharding) and not found.mesh.empty else None
+    return layout_of_block(found) if isinstance(found, NamedSharding) and not found.mesh.empty else None
 
 
 def result_specs(avals: Sequence[Any]) -> Mapping[int, PartitionSpec]:

@@ -16,7 +16,7 @@ from jax.tree_util import SequenceKey
 from multimesh.calling.argument_types import Types
 from multimesh.core import _compat, checks
 from multimesh.core.prefixes import spread
-from multimesh.core.specs import strip
+from multimesh.core.stacks import is_stacked, layout_of_block, spec_of_blocks
 from multimesh.errors import UsageError
 
 
@@ -218,7 +218,7 @@ def spec_of(x: Any, *, or_none: bool = False) -> PartitionSpec | None:
     """Return the spec of an array or of anything with a ``sharding``. Else: replicated, or None (``or_none``)."""
     sharding = getattr(x, "sharding", None)
     if isinstance(sharding, NamedSharding):
-        return strip(sharding.spec)
+        return spec_of_blocks(sharding)
     return None if or_none else PartitionSpec()
 
 
@@ -233,13 +233,14 @@ def host_kind(kind: str | None) -> str | None:
 
 
 def layouts_of(shardings: Any, tree: Any, what: str) -> list[NamedSharding | PartitionSpec | None]:
-    """Return a layout for each leaf, as the prefix gives it."""
-    return list(_spread(shardings, tree, what))
+    """Return a layout for each leaf, as the prefix gives it; for a stack that of a block."""
+    given = _spread(shardings, tree, what)
+    return [layout_of_block(s) if isinstance(s, NamedSharding) else s for s in given]
 
 
 def per_leaf(shardings: Any, tree: Any, what: str) -> list[PartitionSpec | None]:
     """Return a spec per leaf, from a pytree prefix of ``NamedSharding``, ``PartitionSpec`` and None (= not given)."""
-    return [s.spec if isinstance(s, NamedSharding) else s for s in _spread(shardings, tree, what)]
+    return [spec_of_blocks(s) if isinstance(s, NamedSharding) else s for s in _spread(shardings, tree, what)]
 
 
 def memory_kinds(shardings: Any, tree: Any, what: str) -> dict[int, str]:
@@ -251,7 +252,8 @@ def memory_kinds(shardings: Any, tree: Any, what: str) -> dict[int, str]:
 def homes_of(leaves: Sequence[Any]) -> tuple[Mesh | None, ...]:
     """Return the mesh of each leaf that has one; nothing if they all lie on the same devices."""
     layouts = [None if _compat.is_tracer(x) else getattr(x, "sharding", None) for x in leaves]
-    homes = [s.mesh if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh) else None for s in layouts]
+    known = (s.mesh if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh) else None for s in layouts)
+    homes = [None if is_stacked(mesh) else mesh for mesh in known]  # blocks are where the function reads them
     return tuple(homes) if len({frozenset(mesh.devices.flat) for mesh in homes if mesh is not None}) > 1 else ()
 
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from multimesh.calling.arguments import Signature
 from multimesh.calling.transforms import Call
 from multimesh.core import _compat
-from multimesh.core.specs import strip
+from multimesh.core.stacks import spec_of_blocks
 from multimesh.ir.primitives import is_small
 from multimesh.passes.placing.owners import Owners
 from multimesh.passes.reading.inline import inline
@@ -122,4 +122,4 @@ def matching(signature: Signature, known: Mapping[Signature, Any]) -> Any | None
 
 
 def _agree(now: PartitionSpec | None, then: PartitionSpec | None, sharding: NamedSharding | None) -> bool:
-    return now == then or (then is None and sharding is not None and now == strip(sharding.spec))
+    return now == then or (then is None and sharding is not None and now == spec_of_blocks(sharding))

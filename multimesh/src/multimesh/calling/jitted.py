@@ -36,6 +36,7 @@ from multimesh.calling.remarks import Remarks, check_devices
 from multimesh.calling.transforms import Call
 from multimesh.core import _compat, checks
 from multimesh.core.specs import strip
+from multimesh.core.stacks import numbers
 from multimesh.core.weak_cache import keep_with, weak
 from multimesh.errors import MultiMeshError, UsageError
 from multimesh.ir.program import has_tasks
@@ -340,10 +341,13 @@ class Jitted:
         if self._devices is not None:
             check_devices(fit.passes["reductions"].made, self._devices)
         if not signature.homes:
+            blocks = numbers(len(signature.specs), fit.plan.stacks.arguments)
+            leaf = {block: n for n, at in enumerate(blocks) for block in at}
             trace.defaults.update(
-                (arg, fit.plan.submeshes[fit.plan.slots[slot].submesh]) for arg, slot in fit.plan.inputs
+                (leaf[arg], fit.plan.submeshes[fit.plan.slots[slot].submesh]) for arg, slot in fit.plan.inputs
             )
         remarks = Remarks(self._name, fit.plan, leaf_names(signature.tree, parameters))
+        remarks.warn_of_stacks()
         remarks.warn_of_copies(fit.passes["place"].made)
         remarks.warn_of_idle_axes()
         remarks.check_layouts(per_leaf(self._in_shardings, signature.tree, "in_shardings"), out_specs)

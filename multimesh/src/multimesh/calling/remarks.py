@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from multimesh import ir
 from multimesh.core import _compat
 from multimesh.core.specs import axis_names, check_fits
+from multimesh.core.stacks import numbers, repeat, split_stacks
 from multimesh.core.submesh import describe
 from multimesh.core.text import amount
 from multimesh.errors import UsageError
@@ -28,13 +29,23 @@ class Remarks:
     plan: Plan
     names: tuple[str, ...]
 
+    @property
+    def _blocks(self) -> list[str]:
+        """Names of argument leaves, with the name of a stack for each of its blocks."""
+        return split_stacks(self.names, self.plan.stacks.arguments, repeat)
+
+    def warn_of_stacks(self) -> None:
+        """Warn of arguments whose rows belong to several submeshes, and that lie or go elsewhere."""
+        for number, why in self.plan.stacks.remarks.items():
+            _compat.warn_at(_compat.caller_line(), f"{self.names[number]}: {why}")
+
     def warn_of_copies(self, placed: ir.Program) -> None:
         """Warn of arguments that an operation outside of tasks places on one more submesh."""
         for argument, meshes, op in find_extra_copies(placed):
             size = amount(placed.inputs[argument].nbytes, "bytes")
             _compat.warn_at(
                 _compat.user_line(op.source),
-                f"{self.names[argument]} ({size}) lies on {len(meshes)} submeshes: outside of tasks, {op.prim.name} "
+                f"{self._blocks[argument]} ({size}) lies on {len(meshes)} submeshes: outside of tasks, {op.prim.name} "
                 f"reads it on {describe(meshes[-1])} too; make that part of a task on the submesh that it belongs to",
             )
 
@@ -54,7 +65,9 @@ class Remarks:
     def check_layouts(self, given: Sequence[PartitionSpec | None], out: Mapping[int, PartitionSpec]) -> None:
         """Refuse a layout of an argument or result if no submesh has its axes, or if the array can't have it there."""
         plan = self.plan
-        known = {axis for mesh in plan.submeshes for axis in mesh.axis_names}
+        stacks = (*plan.stacks.arguments.values(), *plan.stacks.results.values())
+        meshes = (*plan.submeshes, *(stack.mesh for stack in stacks))
+        known = {axis for mesh in meshes for axis in mesh.axis_names}
         for spec in filter(None, (*given, *out.values())):
             missing = set(axis_names(spec)) - known
             if missing:
@@ -62,9 +75,12 @@ class Remarks:
                     f"{self.function}: in_shardings or out_shardings name axis {min(missing)!r}, which no "
                     f"submesh has; axes are {sorted(known)}"
                 )
-        asked = [(f"in_shardings: {self.names[n]}", given[n], slot) for n, slot in plan.inputs if n < len(given)]
+        specs = split_stacks(given, plan.stacks.arguments, repeat)
+        asked = [(f"in_shardings: {self._blocks[n]}", specs[n], slot) for n, slot in plan.inputs if n < len(specs)]
         made = {n: slot for n, (kind, slot) in enumerate(plan.outputs) if kind == "slot"}
-        asked += [(f"out_shardings: result {n}", out[n], made[n]) for n in out if n in made]
+        last = max(out, default=-1) + 1
+        at = numbers(last, plan.stacks.results)
+        asked += [(f"out_shardings: result {n}", out[n], made[at[n][0]]) for n in out if at[n][0] in made]
         for what, spec, slot in asked:
             if spec is not None:
                 check_fits(f"{self.function}: {what}", plan.slots[slot].shape, spec, plan.layouts[slot].mesh)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from jax.sharding import Mesh, PartitionSpec
 
 from multimesh.core import _compat
+from multimesh.core.stacks import Stacks
 from multimesh.core.submesh import Placement
 
 _numbers = itertools.count()
@@ -171,7 +172,8 @@ class Program:
 
     ``home`` is the submesh of what no task decides, and ``given`` has the submeshes that inputs are given on. A placed
     program has ``homes``, the submesh of every value that an operation or a loop makes, and may have ``specs``: those
-    of inputs on submeshes that constraints say.
+    of inputs on submeshes that constraints say. Of ``stacks``, inputs and outputs are the blocks; ``pinned`` has the
+    submesh of each block of an input, and of the rows of it that are read elsewhere.
     """
 
     inputs: tuple[Value, ...]
@@ -182,6 +184,8 @@ class Program:
     given: Mapping[Value, Mesh] = field(default_factory=dict)
     homes: Mapping[Value, Mesh] = field(default_factory=dict)
     specs: Mapping[tuple[Value, Mesh], PartitionSpec] = field(default_factory=dict)
+    stacks: Stacks = field(default_factory=Stacks)
+    pinned: Mapping[Value, Mesh] = field(default_factory=dict)
 
     @property
     def loops(self) -> tuple[Loop, ...]:

@@ -50,7 +50,7 @@ class Alone:
 
     def run(self, args: Sequence[Any]) -> Measured:
         """Measure every kernel and transfer by itself."""
-        env = _ready(self._runner.staged(_copies(args)))
+        env = _ready(self._runner.staged(self._runner.in_blocks(_copies(args))))
         times: dict[int, tuple[float, float]] = {}
         origin = clocks.now()
 
@@ -147,7 +147,7 @@ class Together:
     def run(self, args: Sequence[Any]) -> Measured:
         """Measure all processes' kernels and transfers on one clock."""
         name = f"{self._name}/{next(self._rounds)}"
-        env = _ready(self._runner.staged(_copies(args)))
+        env = _ready(self._runner.staged(self._runner.in_blocks(_copies(args))))
         ahead, error = clocks.offset(name)
         with ThreadPoolExecutor(_WAITERS) as pool:
             watch = _Watch(self._plan, pool, ahead)

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from multimesh import ir
 from multimesh.core import _compat
+from multimesh.core.stacks import Stacks, numbers, repeat, split_stacks
 from multimesh.core.submesh import same_or_apart
 from multimesh.marking.contexts import Options
 from multimesh.passes import verifying
@@ -31,6 +32,7 @@ from multimesh.passes.cutting.weights import with_weights_apart
 from multimesh.passes.placing.autoshard import autoshard
 from multimesh.passes.placing.place import place, task_meshes
 from multimesh.passes.placing.route import note_routes
+from multimesh.passes.placing.stacks import spread_numbers, stack_leaves
 from multimesh.passes.planning.build_plan import build
 from multimesh.passes.planning.layouts import fix_layouts
 from multimesh.passes.planning.transposes import fold_plan
@@ -61,6 +63,22 @@ class Traced:
     homes: tuple[Mesh | None, ...] = ()  # submesh of each argument leaf, if they lie on several
     types: Mapping[int, PartitionSpec] = field(default_factory=dict)  # result leaf to the spec that its type says
     schedules: Mapping[int, Schedule] = field(default_factory=dict)  # number of a loop to another schedule
+
+    def in_blocks(self, stacks: Stacks) -> Traced:
+        """Return the same for a program with blocks instead of stacks."""
+        if not stacks:
+            return self
+        count = len(self.closed.out_avals)
+        arguments, results = numbers(len(self.specs), stacks.arguments), numbers(count, stacks.results)
+        return replace(
+            self,
+            specs=tuple(split_stacks(self.specs, stacks.arguments, repeat)),
+            donated=frozenset(n for leaf in self.donated for n in arguments[leaf]),
+            alike=spread_numbers(self.alike, (count, len(self.specs)), stacks),
+            out_specs={n: spec for leaf, spec in self.out_specs.items() for n in results[leaf]},
+            types={n: spec for leaf, spec in self.types.items() for n in results[leaf]},
+            homes=tuple(split_stacks(self.homes, stacks.arguments, lambda _, stack: (None,) * len(stack.meshes))),
+        )
 
 
 def _inline(_: None, traced: Traced) -> ir.Program:
@@ -93,6 +111,7 @@ PASSES: Mapping[str, Callable[[Any, Traced], Any]] = {
     "slices": lambda program, _: hoist_slices(program),
     "accumulate": lambda program, _: widen_sums(program),
     # placing
+    "stacks": lambda program, traced: stack_leaves(program, traced.alike),
     "place": lambda program, traced: place(program, traced.alike),
     "route": lambda program, _: note_routes(program),
     "autoshard": lambda program, traced: autoshard(program, traced.specs),
@@ -137,6 +156,11 @@ class Pass:
         return str(self.made)
 
 
+def _stacks_of(made: Any) -> Stacks:
+    program = made.program if isinstance(made, Parts) else made
+    return program.stacks if program is not None else Stacks()
+
+
 def run(traced: Traced, after: Pass | None = None) -> Iterator[Pass]:
     """Run the passes, one at each step of the iterator: all, or those after a pass that has been run.
 
@@ -144,8 +168,11 @@ def run(traced: Traced, after: Pass | None = None) -> Iterator[Pass]:
     """
     names = [*PASSES]
     made = None if after is None else after.made
+    seen = traced.in_blocks(_stacks_of(made))
     for name in names if after is None else names[names.index(after.name) + 1 :]:
-        made = PASSES[name](made, traced)
+        made = PASSES[name](made, seen)
+        if name == "stacks":
+            seen = traced.in_blocks(made.stacks)
         if verifying.is_enabled():
             verifying.verify(name, made)
         yield Pass(name, made)

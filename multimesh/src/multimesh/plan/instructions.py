@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh import ir
 from multimesh.core.specs import axes_of, carry_over, entry
+from multimesh.core.stacks import Stacks
 from multimesh.schedules import Cell, Choice
 from multimesh.schedules.costs import map_covers
 from multimesh.schedules.stage_cuts import Cuts
@@ -204,6 +205,7 @@ class PlanData:
     settings: Mapping[str, Any] = field(default_factory=dict)
     derived: Mapping[tuple[int, int], PartitionSpec] = field(default_factory=dict)
     layouts: tuple[NamedSharding, ...] = ()
+    stacks: Stacks = field(default_factory=Stacks)
 
     def layout(self, slot: int, spec: PartitionSpec) -> NamedSharding:
         """Return the layout of a slot with a partition spec. The terms of an accumulator are its first dimension.

@@ -57,6 +57,9 @@ class Plan(PlanData):
         (argument leaf, submesh) to the spec that constraints give it there, until the pass ``layouts`` has used it.
     layouts
         Layout of each slot. Kernels are compiled for these, so that none waits for another.
+    stacks
+        Arguments and results that are one array over several submeshes. In ``inputs``, ``outputs``, ``like`` and
+        ``derived`` each of their blocks counts as a leaf.
     """
 
     def estimate(self) -> Costs:

@@ -76,6 +76,9 @@ class PartRunner(Runner):
     def _relaid(self, position: int, result: Any, layout: NamedSharding) -> Any:
         return self._moved_to(len(self._inputs) + position, result, layout)
 
+    def _move_whole(self, number: int, x: Any, layout: NamedSharding) -> Any:
+        return self._moved_to(len(self._inputs) + len(self._outputs) + number, x, layout)
+
     def _mover(self, action: Action) -> Call:
         plan, layouts = self.compiled.plan, self.compiled.plan.layouts
         if len(frozenset().union(*(self._owners[submesh] for submesh in action.submeshes))) == 1:

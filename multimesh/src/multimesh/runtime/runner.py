@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -10,11 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh.core import _compat
+from multimesh.core.stacks import gather, numbers
 from multimesh.core.submesh import describe
 from multimesh.errors import UsageError
+from multimesh.runtime import blocks
 from multimesh.runtime.actions import Action, project
 from multimesh.runtime.compile import CompiledPlan, first_invalid
 from multimesh.runtime.transport import Call, mover, put
@@ -58,12 +61,15 @@ class Runner:
         given = {slot for _, slot in plan.inputs}
         self._donated = given.intersection(slot for run in plan.runs for slot in plan.donated_by(run))
         self._aliases = _aliases(compiled, self._donated)
+        self._stacks = plan.stacks
+        self._cuts = self._block_specs() if plan.stacks else {}
 
     def __call__(self, args: Sequence[Any], moved: Mapping[int, NamedSharding] = MappingProxyType({})) -> list[Any]:
         """Run on flat arguments and return flat results, those in ``moved`` with the layout given there.
 
         It is an error if a donated argument and another one are the same buffer.
         """
+        whole, args = args, self.in_blocks(args)
         env = self.staged(args)
         if self._aliases:
             self._check_buffers(env, args)
@@ -76,7 +82,44 @@ class Runner:
             _results.update((id(x), x) for x in results)
         for position, layout in moved.items():
             results[position] = self._relaid(position, results[position], layout)
-        return results
+        return results if not self._stacks else self._join_stacks(results, whole, args)
+
+    def in_blocks(self, args: Sequence[Any]) -> Sequence[Any]:
+        """Return the arguments of a call with the blocks of stacks in their place."""
+        if not self._cuts:
+            return args
+        found: list[Any] = []
+        for n, x in enumerate(args):
+            if n in self._cuts:
+                move = functools.partial(self._move_whole, n)
+                found += blocks.split(x, self._stacks.arguments[n], self._cuts[n], move)
+            else:
+                found.append(x)
+        return found
+
+    def _block_specs(self) -> dict[int, PartitionSpec]:
+        """Return the spec of the blocks of each argument that is a stack."""
+        plan = self.compiled.plan
+        slots = dict(reversed(plan.inputs))
+        count = len(self._names) - sum(len(s.meshes) - 1 for s in plan.stacks.arguments.values())
+        found: dict[int, PartitionSpec] = {}
+        for n, at in enumerate(numbers(count, plan.stacks.arguments)):
+            if n in plan.stacks.arguments:
+                first = next((slots[leaf] for leaf in at if leaf in slots), None)
+                found[n] = PartitionSpec() if first is None else plan.layouts[first].spec
+        return found
+
+    def _join_stacks(self, results: list[Any], whole: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        """Return the results with the array of each stack in the place of its blocks."""
+        stacks = self._stacks.results
+        count = len(results) - sum(len(s.meshes) - 1 for s in stacks.values())
+        joined = list(gather(results, count, stacks, blocks.join))
+        if self._aliases:
+            _results.update((id(x), x) for x in joined)
+        return joined
+
+    def _move_whole(self, number: int, x: Any, layout: NamedSharding) -> Any:
+        return jax.device_put(x, layout)
 
     def run(self, env: list[Any], calls: Calls) -> None:
         """Make the calls, with all slots in ``env``."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from jax.extend.core import primitives
@@ -25,8 +26,9 @@ from jax.extend.core import primitives
 from multimesh import ir
 from multimesh.core import _compat
 from multimesh.core.grouping import group
+from multimesh.core.stacks import Stack
 from multimesh.ir import graph
-from multimesh.ir.primitives import elementwise, is_small, reorders
+from multimesh.ir.primitives import elementwise, is_small, links, reorders
 from multimesh.ir.program import all_ops
 from multimesh.passes.reading.inline import flatten
 
@@ -41,11 +43,16 @@ _COMBINES = {
 _SUMS = frozenset(("reduce_sum", "reduce_prod", "dot_general"))
 
 
-class _Pieces(NamedTuple):
-    """A value as the concatenation of others along a dimension."""
+_ALONG = frozenset(("broadcast_in_dim", "transpose", "reshape", "squeeze", "dot_general", *_COMBINES))
+"""Operations that may keep the dimension of the pieces: each piece of the result is made of one of the operand."""
+
+
+class Pieces(NamedTuple):
+    """A value as the concatenation of others along a dimension; those of a ``stack`` are on its submeshes."""
 
     dim: int
     parts: tuple[ir.Value, ...]
+    stack: Stack | None = None
 
     @property
     def cuts(self) -> tuple[int, ...]:
@@ -67,20 +74,26 @@ def in_pieces(program: ir.Program, mixed: Collection[ir.Value]) -> tuple[ir.Prog
     chosen = {v for v in mixed if v in conds or _gains(v, readers, alias, summed)}
     if not chosen:
         return program, set(mixed)
-    cutter = _Cutter(chosen)
-    rows = program.linked
-    items: list[ir.Item] = []
-    for item in program.items:
-        if isinstance(item, ir.Loop):
-            items += cutter.loop(item, rows)
-        else:
-            items += cutter.op(item)
+    cutter = _Cutter(dict.fromkeys(chosen))
+    items = list(cutter.items(program))
     outputs = []
     for atom in program.outputs:
         ops, (whole,) = cutter.whole([atom])
         items += ops
         outputs.append(whole)
     return replace(program, items=tuple(ir.live(items, outputs)), outputs=tuple(outputs)), {*mixed, *cutter.joined}
+
+
+def cut_arguments(
+    program: ir.Program, given: Mapping[ir.Value, Pieces], mixed: Mapping[ir.Value, Stack]
+) -> tuple[list[ir.Item], list[ir.Atom | Pieces], dict[ir.Value, Stack]]:
+    """Rewrite the users of arguments that are ``given`` in pieces, and of concatenations like stacks, piece by piece.
+
+    Return the new items, the results, of which some are in pieces, and whole values that were cut like a stack.
+    """
+    cutter = _Cutter(mixed, given)
+    items = list(cutter.items(program))
+    return items, [cutter.resolve(atom) for atom in program.outputs], cutter.like
 
 
 def _gains(
@@ -106,23 +119,39 @@ def _gains(
 class _Cutter:
     """A rewrite of operations in order. It knows which values are in pieces, and their new names."""
 
-    def __init__(self, chosen: set[ir.Value]):
+    def __init__(
+        self, chosen: Mapping[ir.Value, Stack | None], given: Mapping[ir.Value, Pieces] = MappingProxyType({})
+    ):
         self.joined: set[ir.Value] = set()
-        self._chosen = chosen
+        self.like: dict[ir.Value, Stack] = {}  # whole values that are cut as a stack is
+        self._chosen, self._given = chosen, given
         self._of_scalars: set[ir.Value] = set()  # may be made anywhere
-        self._pieces: dict[ir.Value, _Pieces] = {}
+        self._pieces: dict[ir.Value, Pieces] = dict(given)
         self._rename: dict[ir.Value, ir.Atom] = {}
+
+    def items(self, program: ir.Program) -> Iterator[ir.Item]:
+        """Yield the items that replace those of a program."""
+        rows = program.linked
+        for item in program.items:
+            yield from self.loop(item, rows) if isinstance(item, ir.Loop) else self.op(item)
+
+    def resolve(self, atom: ir.Atom) -> ir.Atom | Pieces:
+        """Return the pieces of a value, or what it is called now."""
+        atom = graph.resolve(atom, self._rename)
+        return self._pieces.get(atom, atom) if isinstance(atom, ir.Value) else atom
 
     def op(self, op: ir.Op) -> Iterator[ir.Op]:
         """Yield the operations that replace an operation."""
         new = graph.rename_op(op, self._rename)
         if new.task is None and all(is_small(v) or v in self._of_scalars for v in new.reads):
             self._of_scalars.update(new.outs)
-        if op.prim.name == "cond" and op.outs and op.outs[0] in self._chosen:
-            joins, ins = self.whole(new.ins)
-            yield from joins
-            new = replace(new, ins=tuple(ins))
+        if op.prim.name == "cond" and op.outs and (op.outs[0] in self._chosen or self._reads_stack(new)):
             inside = _select_branches(new)
+            if inside is None or not self._reads_stack(new):
+                joins, ins = self.whole(new.ins)
+                yield from joins
+                new = replace(new, ins=tuple(ins))
+                inside = inside and _select_branches(new)
             if inside is None:
                 self.joined.add(new.outs[0])
                 yield new
@@ -131,16 +160,21 @@ class _Cutter:
         elif op.prim.name == "concatenate" and op.outs[0] in self._chosen and len(list(new.reads)) == len(new.ins):
             dim = new.params["dimension"]
             parts = (part for v in new.reads for part in self._parts(v, dim))  # of concatenations, their pieces
-            self._pieces[new.outs[0]] = _Pieces(dim, tuple(part for part in parts if part.aval.shape[dim]))
+            kept = tuple(part for part in parts if part.aval.shape[dim])
+            self._pieces[new.outs[0]] = Pieces(dim, kept, self._chosen[new.outs[0]])
         elif not any(v in self._pieces for v in new.reads):
             yield new
         else:
-            done = self._piecewise(new) if new.task is None and not new.effects else None
+            rows = bool(self._given) and op.prim.name in ("slice", "split")  # of a stack, which a task cuts itself
+            done = self._piecewise(new) if (new.task is None or rows) and not new.effects else None
             if done is None:
                 ops, ins = self.whole(new.ins)
                 yield from ops
                 done = [replace(new, ins=tuple(ins))]
             yield from done
+
+    def _reads_stack(self, op: ir.Op) -> bool:
+        return op.task is None and any(v in self._pieces and self._pieces[v].stack for v in op.reads)
 
     def _parts(self, value: ir.Value, dim: int) -> tuple[ir.Value, ...]:
         pieces = self._pieces.get(value)
@@ -153,7 +187,12 @@ class _Cutter:
         for atom in atoms:
             atom = graph.resolve(atom, self._rename)
             if isinstance(atom, ir.Value) and atom in self._pieces:
-                pieces = self._pieces.pop(atom)
+                pieces = self._pieces[atom]
+                if atom not in self._given:
+                    del self._pieces[atom]
+                elif atom in self.joined:
+                    result.append(atom)
+                    continue
                 ops.append(ir.Op(primitives.concatenate_p, {"dimension": pieces.dim}, pieces.parts, (atom,)))
                 self.joined.add(atom)
             result.append(atom)
@@ -167,10 +206,10 @@ class _Cutter:
         consts: dict[ir.Value, ir.Atom] = {}
         for inner, outer in loop.consts.items():
             if isinstance(outer, ir.Value) and outer in self._pieces:
-                dim, parts = self._pieces[outer]
+                dim, parts, stack = self._pieces[outer]
                 own = tuple(ir.Value(part.aval) for part in parts)
                 consts.update(zip(own, parts, strict=True))
-                self._pieces[inner] = _Pieces(dim, own)
+                self._pieces[inner] = Pieces(dim, own, stack)
             else:
                 consts[inner] = outer
         ops = [new for op in loop.ops for new in self.op(op)]
@@ -185,10 +224,10 @@ class _Cutter:
         for s in loop.sums:
             leaf = graph.resolve(s.leaf, self._rename)
             if isinstance(leaf, ir.Value) and leaf in self._pieces:
-                dim, parts = self._pieces[leaf]
+                dim, parts, stack = self._pieces[leaf]
                 totals = tuple(ir.Value(part.aval) for part in parts)
                 sums += [ir.Sum(total, None, part) for total, part in zip(totals, parts, strict=True)]
-                self._pieces[s.out] = _Pieces(dim, totals)
+                self._pieces[s.out] = Pieces(dim, totals, stack)
             else:
                 sums.append(replace(s, leaf=leaf))
         kept = ir.live(ops, [*(s.leaf for s in sums), *wholes])
@@ -200,6 +239,9 @@ class _Cutter:
         """Return an operation for each piece of the operand, in place of one; None if it needs the whole operand."""
         if elementwise(op):
             return self._pointwise(op)
+        along = self._along(op) if op.prim.name in _ALONG else None
+        if along is not None:
+            return along
         first = op.ins[0]
         pieces = self._pieces.get(first) if isinstance(first, ir.Value) else None
         if pieces is None:
@@ -222,13 +264,16 @@ class _Cutter:
 
     def _pointwise(self, op: ir.Op) -> list[ir.Op] | None:
         given = {v: self._pieces[v] for v in op.reads if v in self._pieces}
-        dim, parts = next(iter(given.values()))
+        dim, parts, _ = next(iter(given.values()))
         cuts = next(iter(given.values())).cuts
+        stack = next((p.stack for p in given.values() if p.stack is not None), None)
         shape = op.outs[0].aval.shape
         if any((p.dim, p.cuts) != (dim, cuts) for p in given.values()):
             return None
-        rest = [v for v in op.reads if v not in given and v.aval.shape != ()]
-        if any(v.aval.shape != shape or v not in self._of_scalars for v in rest):
+        rest = [v for v in op.reads if v not in given and v.aval.shape != () and (not stack or v.aval.shape[dim] > 1)]
+        if stack is not None:
+            self.like.update((v, stack) for v in rest if v not in self._of_scalars)
+        elif any(v.aval.shape != shape or v not in self._of_scalars for v in rest):
             return None
         ops: list[ir.Op] = []
         results = []
@@ -240,13 +285,38 @@ class _Cutter:
                 elif isinstance(atom, ir.Value) and atom in rest:
                     atom = _cut(op, atom, dim, cuts[n], cuts[n + 1], ops)
                 ins.append(atom)
-            results.append(ir.Value(op.outs[0].aval.update(shape=part.aval.shape)))
+            size = (*shape[:dim], part.aval.shape[dim], *shape[dim + 1 :])
+            results.append(ir.Value(op.outs[0].aval.update(shape=size)))
             ops.append(replace(op, ins=tuple(ins), outs=(results[-1],)))
-        self._pieces[op.outs[0]] = _Pieces(dim, tuple(results))
+        self._pieces[op.outs[0]] = Pieces(dim, tuple(results), stack)
         return ops
 
+    def _along(self, op: ir.Op) -> list[ir.Op] | None:
+        """Return an operation that keeps the dimension of a stack's pieces, done for each; None if it does not."""
+        (x, *others), out = op.ins, op.outs[0]
+        if not isinstance(x, ir.Value) or x not in self._pieces or any(v in self._pieces for v in ir.values(others)):
+            return None
+        dim, parts, stack = self._pieces[x]
+        linked = next((each for each in links(op) if (x, dim) in each), ())
+        at = next((d for v, d in linked if v is out), None)
+        if stack is None or at is None or len(linked) != 2:
+            return None
+        shapes = []
+        for part in parts:
+            rows, left = divmod(part.aval.shape[dim] * out.aval.shape[at], x.aval.shape[dim])
+            if left:
+                return None
+            shapes.append((*out.aval.shape[:at], rows, *out.aval.shape[at + 1 :]))
+        size = {"broadcast_in_dim": "shape", "reshape": "new_sizes"}.get(op.prim.name)
+        results = tuple(ir.Value(out.aval.update(shape=shape)) for shape in shapes)
+        self._pieces[out] = Pieces(at, results, stack.along(at, out.aval.shape[at]))
+        return [
+            replace(op, ins=(part, *others), outs=(result,), params=op.params | ({size: shape} if size else {}))
+            for part, result, shape in zip(parts, results, shapes, strict=True)
+        ]
+
     def _slice(
-        self, op: ir.Op, pieces: _Pieces, starts: Sequence[int], limits: Sequence[int], out: ir.Value
+        self, op: ir.Op, pieces: Pieces, starts: Sequence[int], limits: Sequence[int], out: ir.Value
     ) -> list[ir.Op] | None:
         """Name a slice after the parts that it takes, and return the operations that cut them. None if it is empty."""
         dim = pieces.dim
@@ -262,10 +332,10 @@ class _Cutter:
         if len(found) == 1:
             self._rename[out] = found[0]
         elif found:
-            self._pieces[out] = _Pieces(dim, tuple(found))
+            self._pieces[out] = Pieces(dim, tuple(found), pieces.stack)
         return ops if found else None
 
-    def _split(self, op: ir.Op, pieces: _Pieces) -> list[ir.Op] | None:
+    def _split(self, op: ir.Op, pieces: Pieces) -> list[ir.Op] | None:
         shape = op.ins[0].aval.shape
         ops: list[ir.Op] = []
         ends = list(itertools.accumulate(op.params["sizes"]))

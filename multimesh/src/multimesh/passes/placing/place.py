@@ -59,7 +59,9 @@ def _place_once(
     default = order[0]
     owners = Owners(program, order, known)
     replaced = {
-        i: mesh for i, arg in alike.items() if (mesh := owners.of(given := program.inputs[arg])) and not is_small(given)
+        i: mesh
+        for i, arg in alike.items()
+        if (mesh := owners.of(given := program.inputs[arg])) and (owners.is_pinned(given) or not is_small(given))
     }
     state = State(owners, {}, _pulls(program, replaced))
     rows = program.linked

@@ -227,6 +227,7 @@ class _Builder:
             derived=self._derived(),
             like=like,
             over=self._over,
+            stacks=self.program.stacks,
             schedules=tuple(part.loop.mark.schedule.name for part in loops),
             choices=tuple(part.choice for part in loops if part.choice is not None),
         )

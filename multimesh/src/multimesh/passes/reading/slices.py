@@ -50,16 +50,18 @@ def _hoist(loop: ir.Loop, rows: Collection[ir.Value]) -> list[ir.Item]:
     sums: list[ir.Sum] = []
     for s in loop.sums:
         last = maker.get(s.leaf) if isinstance(s.leaf, ir.Value) and uses[s.leaf] == 1 else None
-        padded = _as_padding(last, maker) if last is not None and last.task is None else None
+        padded = as_padding(last, maker) if last is not None else None
         if last is None or padded is None or padded[0] not in maker:
             sums.append(s)
             continue
         part, config = padded
         total = ir.Value(part.aval)
         sums.append(replace(s, out=total, leaf=part))
-        zero = last.ins[1] if last.prim.name == "pad" else _zero_of(last, maker)
+        zero = last.ins[1] if last.prim.name == "pad" else zero_of(last, maker)
         params = {"padding_config": config}
-        after.append(replace(last, prim=primitives.pad_p, params=params, ins=(total, zero), outs=(s.out,), ctx=None))
+        after.append(
+            replace(last, prim=primitives.pad_p, params=params, ins=(total, zero), outs=(s.out,), ctx=None, task=None)
+        )
     made = replace(loop, ops=tuple(kept), sums=tuple(sums))
     if after:
         made = replace(made, ops=tuple(ir.live(kept, [*made.leaves, *given])))
@@ -67,7 +69,7 @@ def _hoist(loop: ir.Loop, rows: Collection[ir.Value]) -> list[ir.Item]:
     return [*before, replace(made, consts={i: v for i, v in consts.items() if i in used}), *after]
 
 
-def _as_padding(op: ir.Op, maker: Mapping[ir.Value, ir.Op]) -> tuple[ir.Value, tuple[Sequence[int], ...]] | None:
+def as_padding(op: ir.Op, maker: Mapping[ir.Value, ir.Op]) -> tuple[ir.Value, tuple[Sequence[int], ...]] | None:
     """Return the operand that an operation puts between zeros, and the number of these; None for any other."""
     if op.prim.name == "pad" and is_zero(op.ins[1], maker) and not isinstance(op.ins[1], ir.Value):
         part, config = op.ins[0], op.params["padding_config"]
@@ -83,7 +85,7 @@ def _as_padding(op: ir.Op, maker: Mapping[ir.Value, ir.Op]) -> tuple[ir.Value, t
     return (part, config) if isinstance(part, ir.Value) else None
 
 
-def _zero_of(op: ir.Op, maker: Mapping[ir.Value, ir.Op]) -> ir.Atom:
+def zero_of(op: ir.Op, maker: Mapping[ir.Value, ir.Op]) -> ir.Atom:
     """Return the literal from which the zeros of a concatenation are made."""
     atom = next(i for i in op.ins if is_zero(i, maker))
     while isinstance(atom, ir.Value):

@@ -121,6 +121,7 @@ _SINCE: dict[str, tuple[Rule, ...]] = {
     "separate": (leaves_are_made,),
     "slices": (),
     "accumulate": (),
+    "stacks": (),
     "place": (placed, one_home, tasks_are_at_home),
 }
 
