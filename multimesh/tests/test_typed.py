@@ -281,7 +281,7 @@ def step_of(loss, loop):
     """A step of SGD whose gradients are summed up over ``data`` once, where it says so."""
 
     def spec(p):
-        return P(*jax.typeof(p).sharding.spec.partitions)
+        return jax.typeof(p).sharding.spec.update(reduced=frozenset())
 
     def step(params, tokens):
         value, grads = loop(jax.value_and_grad(loss))(params, tokens)

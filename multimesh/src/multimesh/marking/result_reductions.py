@@ -64,7 +64,7 @@ class Total:
 
     def finalize(self, state: Any, count: int) -> Any:
         """Divide a mean."""
-        return jax.tree.map(lambda c: c / count, state) if self.mean else state
+        return jax.tree.map(lambda c: _compat.divide(c, count), state) if self.mean else state
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,8 @@ def task(
     name
         Shown in plans and profiles; by default the function's own name.
     mesh
-        The submesh. Inside the task its axes are Auto, and bare ``PartitionSpec`` constraints name them. Results lie on
-        the mesh as given, also on one with Explicit axes.
+        The submesh. Inside the task its axes are Auto or Explicit, as it says, and a bare ``PartitionSpec`` names them.
+        Results lie on the mesh as given.
     devices, device_axes
         An array of devices in the shape of the submesh, and a name for each dimension, instead of ``mesh``.
     logical_axes

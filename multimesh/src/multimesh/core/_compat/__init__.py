@@ -102,6 +102,7 @@ with check_version():
         carry_spec,
         common_mesh,
         constrain,
+        divide,
         enter_mesh,
         fill,
         fit_types,

@@ -18,9 +18,10 @@ from jax.extend import core, source_info_util
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from multimesh.core._compat.jaxprs import Literal, shape_of, subjaxprs
-from multimesh.core._compat.lines import scopes
+from multimesh.core._compat.lines import scopes, user_line
 from multimesh.core._compat.traces import is_explicit
 from multimesh.core._compat.typed import is_typed, partitions
+from multimesh.errors import UsageError
 
 _CALLS = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "closed_call": "call_jaxpr"}
 _MOVES = ("reshard", "mesh_cast")
@@ -111,6 +112,12 @@ class _Eraser:
 
     def _shard_map(self, eqn: Any, args: Sequence[Any]) -> Sequence[Any]:
         params = eqn.params
+        for spec in (*params["in_specs"], *params["out_specs"]):
+            if getattr(spec, "reduced", None) or getattr(spec, "unreduced", None):
+                raise UsageError(
+                    f"{user_line(eqn.source_info)}: jax.shard_map takes or returns {spec} here, whose terms would lie "
+                    "on several devices; reshard the operand to P(...) without reduced= before it"
+                )
         manual = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
         inner = getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
         run = jax.shard_map(

@@ -185,6 +185,16 @@ def fill(like: Any, value: Any, dtype: Any) -> jax.Array:
     return made if divided == layout else jax.sharding.reshard(made, layout)
 
 
+def divide(x: Any, count: int) -> Any:
+    """Return ``x`` divided by a number. JAX wants that in the type of terms that are not summed up."""
+    layout = jax.typeof(x).sharding
+    terms = getattr(layout.spec, "unreduced", None)
+    if not terms:
+        return x / count
+    number = jax.lax.full((), count, x.dtype)
+    return x / jax.sharding.reshard(number, NamedSharding(layout.mesh, PartitionSpec(reduced=terms)))
+
+
 def row_struct(x: Any) -> jax.ShapeDtypeStruct:
     """Return the type of a row of a stack."""
     layout = jax.typeof(x).sharding
