@@ -1,4 +1,4 @@
-"""Which kernels give their matrix products to YNNPACK, a library in XLA's CPU compiler from jaxlib 0.11 or 0.12 on.
+"""The choice of the kernels whose matrix products XLA's CPU compiler gives to YNNPACK.
 
 On a CPU of two cores, float32, each product alone in both forms (``benchmarks/products.py``): from 8 million operations
 a matrix YNNPACK saves about 10 microseconds a million, as Eigen's threads wait for each other there; a product over
