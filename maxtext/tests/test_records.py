@@ -29,7 +29,7 @@ class Result:
 class Logger:
     """MaxText's, but for what it writes."""
 
-    config = SimpleNamespace(num_target_devices=1)
+    config = SimpleNamespace(num_target_devices=1, base_output_directory="none")
 
     def __init__(self) -> None:
         self._buffered: list[Any] = []

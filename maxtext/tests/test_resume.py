@@ -19,6 +19,7 @@ pytestmark = pytest.mark.longer
 
 Run = Callable[..., Any]
 STEPS = 8
+ALL = ("--keep-checkpoints", STEPS)
 MODEL = ("--num-layers", 4, "--model-dims", 64, "--mlp-dims", 64, "--sequence-length", 32, "--attention", "dot_product")
 # MaxText loads a row per device and microbatch at least, and drops what is over: grids with fewer see other text.
 TRAINING = (*MODEL, "--batch-size", 8, "--microbatch-size", 2, "--num-steps", STEPS, "--seed", 3, "dtype=float32")
@@ -45,7 +46,7 @@ class Whole:
 @pytest.fixture(scope="module")
 def whole(run: Run, root: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     folder = tmp_path_factory.mktemp("whole")
-    arguments = (*TRAINING, *EVALUATED, "--checkpoint-every", 1, "--text", root / "LICENSE")
+    arguments = (*TRAINING, *EVALUATED, "--checkpoint-every", 1, *ALL, "--text", root / "LICENSE")
     done = run(*GRID, "--output", folder / "out", "--checkpoint", folder / "ck", *arguments)
     assert done.code == 0, done.stderr
     return Whole(folder / "out", folder / "ck", arguments)
@@ -231,6 +232,15 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
     assert {path.name for path in ck.iterdir() if path.name[0].isdigit()} == {*map(str, range(STEPS)), "2.damaged"}
 
 
+def test_the_newest_checkpoints_are_kept(run: Run, tmp_path: Path):
+    arguments = ("--backend", "spmd", *TRAINING, "--cpus", 1, "--checkpoint", tmp_path / "ck", "--checkpoint-every", 1)
+    done = run(*arguments, "--keep-checkpoints", 3, "--output", tmp_path / "out")
+    assert done.code in (0, 13), done.stderr
+    assert "the newest 3 checkpoints are kept (--keep-checkpoints)" in done.stdout
+    kept = sorted(int(path.name) for path in (tmp_path / "ck").iterdir() if path.name.isdigit())
+    assert kept == [*range(STEPS)][-3:]
+
+
 def largest(step: Path) -> Path:
     """The largest file of a checkpoint: it holds arrays."""
     return max((path for path in step.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
@@ -252,7 +262,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.full
 def test_a_full_disk_is_named_and_harms_no_checkpoint(run: Run, small_disk: Path, tmp_path: Path):
-    arguments = ("--backend", "spmd", *TRAINING, "--cpus", 1, "--checkpoint", small_disk, "--checkpoint-every", 1)
+    arguments = ("--backend", "spmd", *TRAINING, "--cpus", 1, "--checkpoint", small_disk, "--checkpoint-every", 1, *ALL)
     done = run(*arguments, "--output", tmp_path / "out")
     assert done.code == 15, done.stderr
     last = done.stderr.splitlines()[-1]

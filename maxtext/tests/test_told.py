@@ -1,8 +1,17 @@
 """Who holds up the others: lines of the trainer's log that go to stderr as well."""
 
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from multimesh_maxtext.command.told import HoldUps
+from multimesh_maxtext.command.told import HoldUps, read_speeds
+from multimesh_maxtext.handoff import MEDIAN, SLOWEST, WORST
+from multimesh_maxtext.trainer.speeds import Speeds
 
 
 def test_a_process_that_holds_up_others_is_shown_with_its_stack_and_nothing_else(capsys: pytest.CaptureFixture):
@@ -25,3 +34,36 @@ def test_so_many_lines_are_shown_of_a_run(capsys: pytest.CaptureFixture):
     told = HoldUps()
     told.show(["multimesh: process 1 of 2 is in step 1 for 9 s"] * 1000)
     assert len(capsys.readouterr().err.splitlines()) == 400
+
+
+def test_a_slow_process_is_named_beside_the_median(capsys: pytest.CaptureFixture):
+    speeds = Speeds((0.010, 0.011, 0.016, 0.010), ("n1", "n1", "n2", "n2"))
+    line = speeds.line(101)
+    assert line.startswith("multimesh: process 2 of 4 (on n2) is slow after step 101: a product takes 16.00 ms ")
+    HoldUps().show([line])
+    assert capsys.readouterr().err == f"{line}\n"
+    assert speeds.scalars() == {MEDIAN: pytest.approx(0.0105), WORST: 0.016, SLOWEST: 2.0}
+    assert not Speeds((0.010, 0.011), ("n1", "n2")).line(1)
+
+
+def test_the_newest_comparison_is_read(tmp_path: Path):
+    rows = [{"step": 1, MEDIAN: 1.0, WORST: 2.0, SLOWEST: 1.0}, {"step": 2}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_speeds(tmp_path / "metrics.jsonl") == {"median_seconds": 1.0, "worst_seconds": 2.0, "slowest": 1.0}
+    assert read_speeds(tmp_path / "none") == {}
+
+
+@pytest.mark.longer
+def test_processes_compare_themselves_while_they_train(root: Path, tmp_path: Path):
+    """Two of a pipeline; the record of the second step and --json have it."""
+    sizes = "--sequence-length 32 --model-dims 32 --num-heads 2 --batch-size 8 --microbatch-size 2 --num-steps 4"
+    line = [sys.executable, root / "maxtext/run.py", "--spawn", "--nodes", "2", "--cpus", "1", "--pp", "2", "--json"]
+    done = subprocess.run([*line, *sizes.split(), "--output", tmp_path], capture_output=True, text=True, env=os.environ)
+    assert done.returncode in (0, 13), done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])["processes"]
+    assert 0 < found["median_seconds"] <= found["worst_seconds"]
+    assert found["slowest"] in (0, 1)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if SLOWEST in row] == [1]
+    for said in re.findall("process .* is slow after .*", (tmp_path / "maxtext.log").read_text()):
+        assert re.match(r"process [01] of 2 \(on \S+\) is slow after step 1: ", said)

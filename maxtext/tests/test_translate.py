@@ -105,6 +105,8 @@ def variables(
         ("--num-steps 2 --profile", {"profiler_steps": 1, "skip_first_n_steps_for_profiler": 1}),
         ("--num-steps 5", {"enable_checkpointing": False, "eval_interval": None}),
         ("--checkpoint ck --checkpoint-every 7", {"enable_checkpointing": True, "checkpoint_period": 7}),
+        ("--checkpoint ck", {"max_num_checkpoints_to_keep": 5}),
+        ("--checkpoint ck --keep-checkpoints 2", {"max_num_checkpoints_to_keep": 2}),
         ("--eval-every 5", {"eval_interval": 5, "eval_steps": 4}),
         ("--no-scan-layers --use-iota-embed", {"scan_layers": False, "use_iota_embed": True}),
         ("--attention-type local_sliding", {"attention_type": "local_sliding"}),

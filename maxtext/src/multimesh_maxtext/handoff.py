@@ -34,6 +34,12 @@ UTILIZATION = "perf/mfu"
 """Names in the records of the time of day when a step had ended, of the most memory that a device of process 0 has had
 in use by then (on CPU devices: the process), and of the operations of the step as a share of the devices' peak."""
 
+MEDIAN = "processes/median_seconds"
+WORST = "processes/worst_seconds"
+SLOWEST = "processes/slowest"
+"""Names in the records of every hundredth step: how long a product takes in the median process and in the slowest, and
+the number of that."""
+
 
 @dataclass(frozen=True)
 class Handoff:

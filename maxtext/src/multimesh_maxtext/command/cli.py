@@ -42,6 +42,7 @@ from multimesh_maxtext.command.services import compile_text, export_parameters, 
 from multimesh_maxtext.command.settle import Settled, settle
 from multimesh_maxtext.command.spawning import SPAWNED, spawn
 from multimesh_maxtext.command.text import read_texts, write_corpus
+from multimesh_maxtext.command.told import read_speeds
 from multimesh_maxtext.command.training import (
     Follower,
     Outcome,
@@ -382,6 +383,7 @@ def _report(job: Job, console: Console, paths: Paths, outcome: Outcome, pairs: S
     if o.json and not console.quiet:
         files = {"output": paths.output, "metrics_file": paths.metrics, "log": paths.log}
         found = report.summary(steps, outcome.evaluations, pairs, files, error)
+        found |= {"processes": speeds} if (speeds := read_speeds(paths.metrics)) else {}
         print(json.dumps(report.schedule_choice(paths.schedule) | found))
     else:
         if schedule := report.schedule_choice(paths.schedule):

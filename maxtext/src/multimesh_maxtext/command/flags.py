@@ -350,6 +350,13 @@ def _checkpoints(root: argparse.ArgumentParser) -> None:
         "--checkpoint-every", type=count(1), metavar="N", help="... after steps 0, N, 2N, ... (default 100)"
     )
     group.add_argument(
+        "--keep-checkpoints",
+        type=count(1),
+        default=5,
+        metavar="N",
+        help="keep the newest N checkpoints in --checkpoint, and remove older ones there (default 5)",
+    )
+    group.add_argument(
         "--resume",
         action="store_true",
         help=(

@@ -89,6 +89,7 @@ class Options(argparse.Namespace):
     # checkpoints and evaluation
     checkpoint: Path | None
     checkpoint_every: int | None
+    keep_checkpoints: int
     resume: bool
     export: Path | None
     eval_every: int | None

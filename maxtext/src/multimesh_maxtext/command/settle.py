@@ -36,6 +36,7 @@ _FLAG_OF = {
     "base_output_directory": "--output",
     "metrics_file": "--metrics-file",
     "checkpoint_period": "--checkpoint-every",
+    "max_num_checkpoints_to_keep": "--keep-checkpoints",
     "enable_autocheckpoint": "--checkpoint, which saves when a signal ends the run",
     "eval_interval": "--eval-every",
     "eval_steps": "--eval-steps",

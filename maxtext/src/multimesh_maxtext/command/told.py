@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
 
-_HOLDS_UP = re.compile(r"multimesh: .* (?:is|has been) (?:in|after) step |multimesh: .* waits? for ")
+from multimesh_maxtext.handoff import MEDIAN, SLOWEST, WORST
+
+_HOLDS_UP = re.compile(r"multimesh: .* (?:is|has been) (?:in|after) step |multimesh: .* (?:waits? for|is slow after) ")
 _STACK = re.compile(r"\s|Thread |Current thread ")
 """Begins a line of a Python stack, which follows."""
 
@@ -28,3 +33,12 @@ class HoldUps:
             if self._within and self._shown < _MOST:
                 print(line, file=sys.stderr)
                 self._shown += 1
+
+
+def read_speeds(metrics: Path) -> dict[str, float]:
+    """Return the newest comparison of the processes in the records of a run; empty for a run of one process."""
+    newest = "{}"
+    with suppress(OSError):
+        newest = next((line for line in reversed(metrics.read_text().splitlines()) if SLOWEST in line), newest)
+    found = json.loads(newest)
+    return {name.partition("/")[2]: found[name] for name in (MEDIAN, WORST, SLOWEST) if name in found}

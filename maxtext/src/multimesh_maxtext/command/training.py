@@ -108,6 +108,8 @@ def train(
     if not o.json:
         console.print(_headline(job), highlight=False)
         console.print(f"output {paths.output}\nlog    {paths.log}", highlight=False)
+        if o.checkpoint:
+            console.print(f"the newest {o.keep_checkpoints} checkpoints are kept (--keep-checkpoints)", highlight=False)
         if o.nodes > 1 and not o.output:
             console.print("other processes log to temporary folders of their own; --output DIR keeps all in one")
     before = keep_before(paths.metrics, begin.step)

@@ -165,6 +165,7 @@ def configuration(job: Job, paths: Paths) -> dict[str, Any]:
         settings["quantization_local_shard_count"] = within_stage.quantizing_devices(o, job.mesh_devices)
     if o.checkpoint:
         settings |= {"enable_checkpointing": True, "checkpoint_period": o.checkpoint_every or DEFAULT_PERIOD}
+        settings["max_num_checkpoints_to_keep"] = o.keep_checkpoints
         settings["enable_autocheckpoint"] = True  # also where a signal says that the job is about to end
     if o.eval_every:
         settings |= {"eval_interval": o.eval_every, "eval_steps": o.eval_steps or DEFAULT_EVAL_STEPS}

@@ -12,12 +12,15 @@ import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from multimesh import planner
 from multimesh_maxtext.handoff import MEMORY, SECONDS, TIME, UTILIZATION
+from multimesh_maxtext.trainer.profiling import profile_if_asked
+from multimesh_maxtext.trainer.speeds import compare_speeds
 
 
 class _Step:
@@ -65,6 +68,8 @@ def recording(metrics: dict[str, Any], step: int, kind: str) -> bool:
     metrics["scalar"] |= {SECONDS: seconds, TIME: started.at}
     metrics["scalar"] |= read_gauges(metrics["scalar"], started.logger.config, seconds)
     _last_end = ended
+    metrics["scalar"] |= compare_speeds(step)
+    profile_if_asked(Path(started.logger.config.base_output_directory), step)
     return True
 
 
