@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from multimesh_maxtext.trainer.profiling import ASKED, FOLDER, STEPS, profile_if_asked
+from multimesh_maxtext.trainer.profiling import ASKED, FOLDER, STEPS, profile_on_request
 
 
 def steps(output: Path, first: int, last: int) -> None:
     for step in range(first, last + 1):
         jax.jit(lambda x: x @ x)(jnp.ones((8, 8))).block_until_ready()
-        profile_if_asked(output, step)
+        profile_on_request(output, step)
 
 
 def test_a_file_profiles_the_next_steps_and_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

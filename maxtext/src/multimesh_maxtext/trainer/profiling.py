@@ -19,10 +19,10 @@ STEPS = 3
 _until: int | None = None
 
 
-def profile_if_asked(output: Path, step: int) -> None:
+def profile_on_request(output: Path, step: int) -> None:
     """Start a profile of the next steps if the file is there, or end the one that runs. Called after each step.
 
-    What goes wrong is told, and ends nothing.
+    An error is told, and ends nothing.
     """
     global _until
     file, folder = output / ASKED, output / FOLDER

@@ -19,7 +19,7 @@ import jax
 
 from multimesh import planner
 from multimesh_maxtext.handoff import MEMORY, SECONDS, TIME, UTILIZATION
-from multimesh_maxtext.trainer.profiling import profile_if_asked
+from multimesh_maxtext.trainer.profiling import profile_on_request
 from multimesh_maxtext.trainer.speeds import compare_speeds
 
 
@@ -69,7 +69,7 @@ def recording(metrics: dict[str, Any], step: int, kind: str) -> bool:
     metrics["scalar"] |= read_gauges(metrics["scalar"], started.logger.config, seconds)
     _last_end = ended
     metrics["scalar"] |= compare_speeds(step)
-    profile_if_asked(Path(started.logger.config.base_output_directory), step)
+    profile_on_request(Path(started.logger.config.base_output_directory), step)
     return True
 
 

@@ -68,7 +68,9 @@ def compare_speeds(step: int) -> dict[str, float]:
         return {}
     seconds = max(map(_time_product, jax.local_devices()))
     name = socket.gethostname().encode()[:_NAME].ljust(_NAME, b"\0")
-    each, names = multimesh.distributed.gather((_shared(np.array([seconds])), _shared(np.frombuffer(name, "u1")[None])))
+    each, names = multimesh.distributed.gather(
+        (_share_row(np.array([seconds])), _share_row(np.frombuffer(name, "u1")[None]))
+    )
     hosts = tuple(bytes(row).rstrip(b"\0").decode("utf-8", "replace") for row in names)
     speeds = Speeds(tuple(map(float, each)), hosts)
     if jax.process_index() == 0 and (line := speeds.line(step)):
@@ -93,7 +95,7 @@ def _product(device: jax.Device) -> tuple[Any, jax.Array]:
     return jax.jit(lambda x: x @ x), jax.device_put(jnp.ones((width, width), jnp.bfloat16), device)
 
 
-def _shared(row: np.ndarray) -> jax.Array:
+def _share_row(row: np.ndarray) -> jax.Array:
     """Return an array with a row of each process, of which this one has its own."""
     firsts = {device.process_index: device for device in reversed(jax.devices())}
     layout = NamedSharding(Mesh(np.array([firsts[rank] for rank in sorted(firsts)]), ("process",)), P("process"))
