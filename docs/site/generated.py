@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import explorer
 import messages
 from docutils import nodes
 from sphinx.application import Sphinx
@@ -125,7 +126,14 @@ def _forecasts() -> dict[str, Any]:
     }
 
 
-MAKERS = {"api": api, "codes": codes, "errors": errors, "flags": flags, "timelines": timelines}
+MAKERS = {
+    "api": api,
+    "codes": codes,
+    "errors": errors,
+    "explorer": explorer.explorer,
+    "flags": flags,
+    "timelines": timelines,
+}
 
 
 def fill(app: Sphinx, page: str, source: list[str]) -> None:
@@ -182,6 +190,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("source-read", fill)
     app.connect("doctree-read", mark_words)
     app.connect("build-finished", draw_timelines)
+    app.connect("build-finished", explorer.write_tables)
     app.connect("autodoc-process-signature", hide_constructor)
     app.connect("autodoc-process-docstring", mend, priority=900)
     return {"parallel_read_safe": True}

@@ -15,6 +15,7 @@ import pytest
 from tests.integration.pictures import browser
 
 PAGE = Path(__file__).with_name("site.html")
+EXPLORER = Path(__file__).with_name("explorer.html")
 PAGES = {  # page: what it must hold
     "docs/index": "Where to start",
     "docs/ten-minutes": "Look at it",
@@ -109,3 +110,26 @@ def test_a_browser_shows_every_page_and_finds_words(site: Path, tmp_path: Path, 
         assert (ground < ink) == bool(flags), f"{where}: {seen['ink']} on {seen['background']}"
     for words, page in SEARCHES.items():
         assert f"/{page}" in found["found"][words][:5], found["found"]
+
+
+@pytest.mark.parametrize("flags", [(), (browser.DARK,)], ids=["light", "dark"])
+def test_the_front_page_draws_the_timeline_that_a_reader_chooses(
+    site: Path, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    from multimesh.commands import forecast
+
+    own = {"/look.html": ("text/html", EXPLORER.read_bytes())}
+    found = browser.report(site, own, "/look.html", tmp_path / "profile", *flags)
+    chosen = [("1f1b", 4, 8), ("zb-v", 4, 8), ("zb-v", 8, 8), ("zb-v", 8, 16)]
+    assert [seen["width"] for seen in found] == [400] * len(chosen) + [1280] * len(chosen)
+    for (name, submeshes, microbatches), seen in zip(chosen * 2, found, strict=True):
+        ((_, shape),) = forecast.choose_schedules(name, submeshes, None, microbatches)
+        result = forecast.simulate_schedule(name, shape)
+        assert (seen["spans"], seen["rows"]) == (len(result.timeline.spans), submeshes)
+        assert seen["said"].startswith(f"{name}: submeshes are idle for {round(100 * result.timeline.bubble, 1):g} %")
+        assert f"at most {max(result.peaks):g} microbatches" in seen["said"]
+        assert seen["reached"], "a choice can't be reached by the keyboard, or has no label"
+        assert (seen["outside"], seen["elsewhere"]) == (0, 0)
+        assert seen["sideways"] <= 0
+        ground, ink = (sum(map(int, re.findall(r"\d+", seen[key])[:3])) for key in ("ground", "ink"))
+        assert (ground < ink) == bool(flags)
