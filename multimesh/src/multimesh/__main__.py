@@ -29,6 +29,7 @@ _ROOT = """\
   python -m multimesh forecast --stages 4 --microbatches 8     # compare schedules, without devices
   python -m multimesh suggest --params 70e9 --nodes 8          # configurations for 64 GPUs, without devices
   python -m multimesh spawn -n 4 train.py                      # a program as four processes of this machine
+  srun python -m multimesh check                               # whether a cluster can run pipelines, and why not
 
 MultiMesh for JAX: parts of one jitted function on different submeshes."""
 
@@ -60,6 +61,23 @@ _SPAWN = """\
 Start a Python program several times on this machine, as the processes of one job. In each of them
 mm.distributed.initialize() finds the others; on GPUs each takes the one of its number. If one fails, all end. The
 lines that they print stay whole."""
+
+_CHECK = """\
+  python -m multimesh check -n 8
+  srun --ntasks-per-node=8 python -m multimesh check --gpus-per-stage 8 --report check.json
+  mpirun -n 16 python -m multimesh check --quick
+
+Say whether these processes can run pipelines, and why not: versions, devices, a shared folder, products, collectives in
+stages, transfers between neighboring stages (alone, and beside kernels), a plan of each schedule, a checkpoint, a
+process that is killed. Start it as the job will be started, or with -n on this machine. Each step has a time limit, and
+says what it was doing when it ended. Process 0 prints the table."""
+
+_CHECK_EXIT_CODES = """\
+    0  all steps passed
+    N  that of the class of the first step that failed:
+    1  a step failed; 2  processes or flags that do not fit together; 4  a device or version is unfit
+   14  a pipeline computes something else than one program
+   17  a process or a transfer did not answer"""
 
 _EXIT_CODES = """\
     0  the losses of every step agree to 1e-5
@@ -99,6 +117,7 @@ def parser() -> argparse.ArgumentParser:
     _add_forecast(commands)
     _add_suggest(commands)
     _add_spawn(commands)
+    _add_check(commands)
     return root
 
 
@@ -117,6 +136,33 @@ def _add_spawn(commands: Any) -> None:
     )
     several.add_argument("program", metavar="PROGRAM", help="the file of a Python program")
     several.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="its own arguments")
+
+
+def _add_check(commands: Any) -> None:
+    words = "say whether these processes and devices can run pipelines, and why not"
+    command = _command(commands, "check", words, _CHECK, _CHECK_EXIT_CODES)
+    command.add_argument("-n", "--processes", type=_positive, metavar="N", help="start N processes on this machine")
+    command.add_argument(
+        "--stages", type=_positive, metavar="N", help="stages of the pipeline (default: as many as processes)"
+    )
+    command.add_argument(
+        "--gpus-per-stage",
+        dest="per_stage",
+        type=_positive,
+        metavar="N",
+        help="devices of a stage (default: all, dealt out to the stages)",
+    )
+    command.add_argument("--quick", action="store_true", help="the steps for the start of a job, with fewer turns")
+    command.add_argument(
+        "--folder", type=Path, default=Path(), metavar="DIR", help="one that all processes share (default: here)"
+    )
+    command.add_argument(
+        "--calibrate", type=_file, metavar="FILE", help="write the measured device for suggest --devices-file"
+    )
+    command.add_argument(
+        "--report", type=_file, metavar="FILE", help="write the rows as JSON without hosts, users, addresses and paths"
+    )
+    command.add_argument("--json", action="store_true", help="one JSON object instead of the table")
 
 
 def _add_demo(commands: Any) -> None:
@@ -242,6 +288,27 @@ def _demo(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def _check(options: argparse.Namespace, argv: Sequence[str]) -> int:
+    if options.processes:
+        from multimesh.commands import spawn
+
+        words = [word for word in argv if word != "check"]
+        return spawn.spawn(["-m", "multimesh", "check", *_without_count(words)], options.processes)
+    from multimesh.check import run  # imports JAX
+
+    return run.run(options)
+
+
+def _without_count(words: Sequence[str]) -> list[str]:
+    """Return the flags of `check` without the number of processes, for each of these."""
+    kept, skip = [], False
+    for word in words:
+        if not skip and not word.startswith(("-n", "--processes")):
+            kept.append(word)
+        skip = word in ("-n", "--processes")
+    return kept
+
+
 def _forecast(options: argparse.Namespace) -> dict[str, Any]:
     if options.schedule is None and (options.html or options.svg or options.perfetto):
         raise UsageError("--html, --svg and --perfetto show one schedule; name it with --schedule")
@@ -290,6 +357,8 @@ def main(argv: Sequence[str]) -> int:
             from multimesh.commands import spawn
 
             return spawn.spawn([options.program, *options.arguments], options.processes, label=options.label)
+        if options.command == "check":
+            return _check(options, argv)
         found = {"demo": _demo, "forecast": _forecast, "suggest": suggest.run_search}[options.command](options)
         if options.json:
             print(json.dumps({**found, "exit_code": 0}))

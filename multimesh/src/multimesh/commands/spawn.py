@@ -20,7 +20,7 @@ def spawn(program: Sequence[str], processes: int, *, label: bool = False) -> int
     Parameters
     ----------
     program
-        Its file, and its arguments.
+        Its file, or ``-m`` and its module; and its arguments.
     label
         Whether the number of a process stands before each line that it prints.
 
@@ -30,7 +30,7 @@ def spawn(program: Sequence[str], processes: int, *, label: bool = False) -> int
         0, or the exit code of the first that failed, 128 more than the number of a signal that ended it. The others
         are ended then.
     """
-    if not Path(program[0]).is_file():
+    if program[0] != "-m" and not Path(program[0]).is_file():
         raise UsageError(f"spawn: there is no file {program[0]!r}; give the Python program after the flags")
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:

@@ -10,7 +10,8 @@ import platform
 import re
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from types import TracebackType
 from typing import Any, NoReturn
@@ -24,7 +25,7 @@ from multimesh.processes.launchers import ADDRESS, LAUNCHERS
 from multimesh.processes.watching.leaving import Leaving, leave
 from multimesh.processes.watching.meeting import meet
 from multimesh.processes.watching.members import machine
-from multimesh.processes.watching.watch import Watch
+from multimesh.processes.watching.watch import GRACE, Watch
 
 TRANSPORT = "MULTIMESH_TRANSPORT"
 """Environment variable with the transport of arrays between processes, where no context says one."""
@@ -354,6 +355,28 @@ def count_step() -> None:
     """Count a call of a plan. Messages about this process say how many it made."""
     if _watch is not None:
         _watch.at[:] = [_watch.at[0] + 1] * 2
+
+
+def tell_at_loss(tell: Callable[[str, int], None]) -> None:
+    """Let ``tell`` have the line and the exit code with which this process ends because of another one."""
+    if _watch is not None:
+        _watch.tell_at_loss = tell
+
+
+def end_together(code: int) -> NoReturn:
+    """Wait until all processes are done, and leave with a code that all have."""
+    if _watch is not None:
+        _watch.finish()
+    leave(code)
+
+
+def end_others(why: str, code: int) -> NoReturn:
+    """Leave although another process may not answer any more, and end that, too."""
+    if _watch is not None and _watch.rank:
+        time.sleep(2 * GRACE)  # process 0 says why
+    elif _watch is not None:
+        _watch.fail(f"failed: {why}", code)
+    leave(code)
 
 
 def fail(error: BaseException) -> NoReturn:

@@ -1,0 +1,102 @@
+"""The rows of a check: what each found, the table, and a report without names."""
+
+from __future__ import annotations
+
+import dataclasses
+import getpass
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+OK, NOTE, FAILED, ABSENT = "ok", "note", "FAILED", "-"
+_COLUMNS = ("what", "", "seconds", "measured", "expected")
+_PATH = re.compile(r"(?<![\w/.])/(?:[\w.+-]+/)*[\w.+-]+")
+_ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b|\[[0-9a-fA-F:]*::[0-9a-fA-F:]*\](?::\d+)?")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one step of the check found.
+
+    Attributes
+    ----------
+    name
+        What was tried.
+    verdict
+        `OK`; `NOTE`: worth a look; `FAILED`; `ABSENT`: there is nothing to try here.
+    measured, expected
+        Sentences for the table.
+    remedy
+        What to do, where the verdict is not `OK`.
+    code
+        Exit code of the class of the failure; 0 if it is none.
+    seconds
+        How long the step took.
+    numbers
+        Measured quantities by name, in bytes, seconds, operations a second.
+    """
+
+    name: str
+    verdict: str
+    measured: str
+    expected: str = ""
+    remedy: str = ""
+    code: int = 0
+    seconds: float = 0.0
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+
+def failed(name: str, measured: str, remedy: str, code: int = 1, **more: Any) -> Row:
+    """Return the row of a step that failed."""
+    return Row(name, FAILED, measured, remedy=remedy, code=code or 1, **more)
+
+
+def exit_code(rows: Iterable[Row]) -> int:
+    """Return the code of the first failure, or 0."""
+    return next((row.code for row in rows if row.verdict == FAILED), 0)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Draw the rows; remedies stand below theirs."""
+    cells = [_COLUMNS] + [(r.name, r.verdict, f"{r.seconds:.1f}", r.measured, r.expected) for r in rows]
+    widths = [max(len(line[column]) for line in cells) for column in range(3)]
+    lines = []
+    for number, line in enumerate(cells):
+        left = "  ".join(f"{word:{width}}" for word, width in zip(line, widths, strict=False))
+        expected = f"  ({line[4]})" if number and line[4] else ""
+        lines.append(f"{left}  {line[3]}{expected}".rstrip())
+        if number and rows[number - 1].remedy:
+            lines.append(f"{'':{sum(widths) + 4}}  -> {rows[number - 1].remedy}")
+    return "\n".join(lines)
+
+
+def without_names(value: Any, hosts: Sequence[str]) -> Any:
+    """Return JSON data without hosts, the user, addresses and paths. A host becomes ``host 0`` and so on."""
+    if isinstance(value, Mapping):
+        return {key: without_names(each, hosts) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_names(each, hosts) for each in value]
+    if not isinstance(value, str):
+        return value
+    for number, host in sorted(enumerate(dict.fromkeys(hosts)), key=lambda pair: -len(pair[1])):
+        value = re.sub(rf"(?<![\w-]){re.escape(host)}(?![\w-])", f"host {number}", value)
+    value = _ADDRESS.sub("ADDRESS", _PATH.sub("PATH", value))
+    return re.sub(rf"\b{re.escape(_user())}\b", "USER", value)
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a number that has no name, in a container
+        return "nobody"
+
+
+def to_json(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """Return the rows as JSON data."""
+    return [dataclasses.asdict(row) for row in rows]
+
+
+def from_json(data: Iterable[Mapping[str, Any]]) -> list[Row]:
+    """Return the rows of `to_json`."""
+    return [Row(**each) for each in data]

@@ -1,0 +1,138 @@
+"""The whole check: meet, try each step, tell, and end all processes with one code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import multimesh as mm
+from multimesh.check import compute, files, machine, plans, rows, transfers
+from multimesh.check.calibration import device_table
+from multimesh.check.rows import OK, Row
+from multimesh.check.steps import Bench, Step, run_steps
+from multimesh.errors import UsageError
+from multimesh.marking.contexts import TRANSPORTS
+from multimesh.processes import initialize
+
+MEET = 60.0
+_TUNING = "XLA_FLAGS=--xla_gpu_shard_autotuning=false: XLA waits for all processes to compile the same program"
+
+
+def steps(quick: bool) -> list[Step]:
+    """Return the steps in their order. A step that hangs ends the check, so the simple ones come first."""
+    slow = 1.0 if quick else 3.0
+    found = [
+        Step(
+            "devices",
+            60,
+            machine.devices,
+            machine.judge_devices,
+            "see the output of each process, CUDA_VISIBLE_DEVICES",
+        ),
+        Step("versions", 30, machine.versions, machine.judge_versions),
+        Step("shared folder", 30, files.try_files, files.judge_files, "the folder's server does not answer"),
+        Step("products", 60 * slow, compute.products, compute.judge_products, "a device does not answer: nvidia-smi"),
+        Step("collectives in stages", 60 * slow, compute.collectives, compute.judge_collectives, "NCCL_DEBUG=INFO"),
+        Step("a program of its own on each stage", 60 * slow, compute.programs, compute.judge_programs, _TUNING),
+    ]
+    for by in TRANSPORTS:
+        measure, judge, remedy = transfers.alone(by), transfers.judge_alone(by), transfers.failure(by)
+        found.append(Step(f"transfers by {by}", 60 * slow, measure, judge, remedy))
+        measure, judge = transfers.under_load(by), transfers.judge_under_load(by)
+        found.append(Step(f"{by} beside kernels and sums", 60 * slow, measure, judge, remedy))
+    found.append(Step("plans", 120 * slow, plans.schedules, plans.judge_schedules, _TUNING))
+    if not quick:
+        found.append(
+            Step("checkpoint", 60, plans.checkpoint, plans.judge_checkpoint, "the folder's server does not answer")
+        )
+        found.append(Step("a process that is killed", 90, plans.killed, plans.judge_killed))
+    return found
+
+
+def run(options: argparse.Namespace) -> NoReturn:
+    """Check as one of the processes of a job; ends this process."""
+    begun = time.monotonic()
+    every: list[Row] = []
+    job = _meet(options, every)
+    teller = _Teller(options, job.rank, job.hosts, every)
+    every.append(_met(job, time.monotonic() - begun))
+    teller.tell(every)
+    bench = Bench(job, options.stages or 0, options.per_stage or 0, options.quick, options.folder.absolute())
+    initialize.tell_at_loss(teller.lost)
+    found, answers = run_steps(steps(options.quick), bench, teller.tell)
+    code = rows.exit_code(found)
+    teller.finish(code)
+    if not answers:
+        initialize.end_others("a step of the check did not end", code)
+    initialize.end_together(code)
+
+
+def _meet(options: argparse.Namespace, every: list[Row]) -> initialize.Processes:
+    """Return the job; if the processes do not become one, process 0 tells and all end."""
+    begun = time.monotonic()
+    try:
+        return mm.distributed.initialize(alone=True)
+    except UsageError as error:
+        if getattr(error, "told", True):
+            remedy = "start all processes alike, and see the output of each"
+            row = rows.failed("meeting", str(error), remedy, error.exit_code, seconds=time.monotonic() - begun)
+            teller = _Teller(options, 0, [], every)
+            teller.tell([row])
+            teller.finish(error.exit_code)
+        sys.stdout.flush()
+        os._exit(error.exit_code)
+
+
+def _met(job: initialize.Processes, seconds: float) -> Row:
+    hosts = len(set(job.hosts))
+    text = f"{len(job.hosts)} processes on {hosts} host{'s' * (hosts > 1)}, found by {job.launcher}"
+    return Row("meeting", OK, text, seconds=seconds, numbers={"processes": len(job.hosts), "hosts": hosts})
+
+
+class _Teller:
+    """What process 0 prints and writes."""
+
+    def __init__(self, options: argparse.Namespace, rank: int, hosts: Sequence[str], every: list[Row]) -> None:
+        self._options, self._rank, self._hosts, self._rows, self._bench = options, rank, hosts, every, None
+
+    def tell(self, new: Sequence[Row]) -> None:
+        """Say each row as soon as it is known, where somebody reads along."""
+        self._rows += [row for row in new if row not in self._rows]
+        if self._rank == 0 and not self._options.json:
+            for row in new:
+                mark = f"{row.name}: {row.verdict} ({row.seconds:.1f} s)"
+                print(mark, file=sys.stderr, flush=True)
+
+    def lost(self, text: str, code: int) -> None:
+        """Tell what was found until another process was lost."""
+        row = rows.failed("all processes live", text, "see the output of that process, and of its machine", code)
+        self._rows.append(row)
+        self.finish(code)
+
+    def finish(self, code: int) -> None:
+        """Print the table or the JSON, and write the files."""
+        if self._rank:
+            return
+        data = {"rows": rows.to_json(self._rows), "exit_code": code}
+        print(json.dumps(data) if self._options.json else f"\n{rows.table(self._rows)}\n", flush=True)
+        if not self._options.json:
+            good = "ok: these processes can run pipelines"
+            bad = next((row for row in self._rows if row.verdict == rows.FAILED), None)
+            print(good if bad is None else f"FAILED: {bad.name}: {bad.measured}", flush=True)
+        if self._options.report:
+            _write("--report", self._options.report, json.dumps(rows.without_names(data, self._hosts), indent=1) + "\n")
+        if self._options.calibrate and code == 0:
+            _write("--calibrate", self._options.calibrate, device_table(self._rows))
+
+
+def _write(flag: str, path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        print(f"multimesh: {flag} {path}: {error.strerror}", file=sys.stderr)

@@ -1,0 +1,153 @@
+"""Steps of a check, each in all processes and under a time limit. A step that hangs says what it was doing."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from multimesh.check import rows
+from multimesh.check.rows import Row
+from multimesh.errors import LostProcessError, MultiMeshError
+from multimesh.processes import agree
+from multimesh.processes.initialize import Processes, named
+
+LATE = 5.0  # seconds that the answer of a process may come after its step
+
+
+@dataclass
+class Bench:
+    """A check that runs: the job, its grid of devices, and what this process is doing.
+
+    ``meshes`` has a mesh with the axis "data" for each stage, once the devices are known.
+    """
+
+    job: Processes
+    stages: int
+    per_stage: int
+    quick: bool
+    folder: Path
+    doing: str = "starting"
+    meshes: tuple[Mesh, ...] = ()
+    failed: set[str] = field(default_factory=set)  # names of rows
+
+    @property
+    def rank(self) -> int:
+        """The number of this process."""
+        return self.job.rank
+
+    @property
+    def accelerated(self) -> bool:
+        """Whether the devices are others than CPUs."""
+        return any(device.platform != "cpu" for device in self.meshes[0].devices.flat)
+
+    def own_stages(self) -> list[int]:
+        """Return the stages that have a device of this process."""
+        return [
+            stage
+            for stage, mesh in enumerate(self.meshes)
+            if any(device.process_index == self.rank for device in mesh.devices.flat)
+        ]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing to try.
+
+    Attributes
+    ----------
+    name
+        Of its row.
+    limit
+        Seconds. They are for a step that hangs; a slow one is told of, not refused.
+    measure
+        Called in every process; returns JSON data. It keeps `Bench.doing` true.
+    judge
+        Called in process 0 with what each process measured; returns the rows.
+    remedy
+        What to do if the step hangs.
+    """
+
+    name: str
+    limit: float
+    measure: Callable[[Bench], Any]
+    judge: Callable[[Bench, Sequence[Any]], list[Row]]
+    remedy: str = "look at what the process was doing; the page 'Your first hour on GPUs' has the usual causes"
+
+
+def run_steps(steps: Sequence[Step], bench: Bench, tell: Callable[[Sequence[Row]], None]) -> tuple[list[Row], bool]:
+    """Run the steps in all processes; ``tell`` gets the rows of each as soon as all know them.
+
+    Returns the rows, the same in all processes; and whether all processes answer still. Otherwise the rest was left.
+    """
+    found: list[Row] = []
+    for step in steps:
+        new, answers = _run(step, bench)
+        found += new
+        bench.failed |= {row.name for row in new if row.verdict == rows.FAILED}
+        tell(new)
+        if not answers:
+            return found, False
+    return found, True
+
+
+def _run(step: Step, bench: Bench) -> tuple[list[Row], bool]:
+    begun = time.monotonic()
+    mine = _within_limit(step, bench)
+
+    def decide(every: Sequence[bytes]) -> bytes:
+        said = [json.loads(each) for each in every]
+        new = _judge(step, bench, said, time.monotonic() - begun)
+        return json.dumps([rows.to_json(new), all("late" not in each for each in said)]).encode()
+
+    try:
+        said = agree.decided(f"check: {step.name}", json.dumps(mine).encode(), decide, step.limit + LATE)
+    except LostProcessError as error:
+        text = str(error).partition("; do all")[0]
+        return [rows.failed(step.name, text, step.remedy, error.exit_code, seconds=time.monotonic() - begun)], False
+    new, answers = json.loads(said)
+    return rows.from_json(new), answers
+
+
+def _within_limit(step: Step, bench: Bench) -> dict[str, Any]:
+    """Measure in a thread of its own, because a wait in C++ code cannot be interrupted."""
+    found: dict[str, Any] = {}
+
+    def work() -> None:
+        try:
+            found["value"] = step.measure(bench)
+        except MultiMeshError as error:
+            found["error"], found["code"] = str(error), error.exit_code
+        except Exception as error:  # noqa: BLE001 - a row tells it
+            first = next(iter(str(error).strip().splitlines()), "")
+            found["error"], found["code"] = f"{type(error).__name__}: {first}", 1
+
+    bench.doing = step.name
+    thread = threading.Thread(target=work, name=f"check: {step.name}", daemon=True)
+    thread.start()
+    thread.join(step.limit)
+    return {"late": bench.doing} if thread.is_alive() else found
+
+
+def _judge(step: Step, bench: Bench, said: Sequence[dict[str, Any]], seconds: float) -> list[Row]:
+    late = {rank: each["late"] for rank, each in enumerate(said) if "late" in each}
+    wrong = {rank: each for rank, each in enumerate(said) if "error" in each}
+    new = []
+    if wrong:  # it may be why others are late
+        rank, first = next(iter(wrong.items()))
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        new.append(rows.failed(step.name, f"{named(rank)}{more}: {first['error']}", step.remedy, first["code"]))
+    if late:
+        rank, doing = next(iter(late.items()))
+        more = f" (and {len(late) - 1} more)" if len(late) > 1 else ""
+        text = f"{named(rank)}{more} did not end within {step.limit:.0f} s: {doing}"
+        new.append(rows.failed(step.name, text, step.remedy, LostProcessError.exit_code))
+    if not new:
+        new = step.judge(bench, [each["value"] for each in said])
+    return [Row(**{**vars(row), "seconds": seconds}) for row in new]

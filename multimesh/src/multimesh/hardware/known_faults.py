@@ -1,0 +1,116 @@
+"""Versions and flags of XLA and NCCL that pipelines over several processes need, each with its reason and report.
+
+Nothing here was tried on several GPUs by MultiMesh: it is the public record of those who did.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag of ``XLA_FLAGS`` on which a pipeline over several processes depends.
+
+    Attributes
+    ----------
+    name, wanted
+        The flag, and the value that pipelines need.
+    default
+        The value that XLA takes where nobody gives one.
+    why, report
+        The fault with another value; who reported it.
+    ours
+        What MultiMesh does about it.
+    """
+
+    name: str
+    wanted: str
+    default: str
+    why: str
+    report: str
+    ours: str
+
+
+@dataclass(frozen=True)
+class BadVersion:
+    """Versions of a component from ``first`` to before ``mended`` that hang pipelines."""
+
+    component: str
+    first: tuple[int, ...]
+    mended: tuple[int, ...]
+    why: str
+    report: str
+
+
+AUTOTUNING = Flag(
+    "xla_gpu_shard_autotuning",
+    "false",
+    "true",
+    "XLA deals out the tuning of a program to all processes and waits for all to compile the same one. Stages compile "
+    "different ones, so all wait for ever, which looks like a slow compilation",
+    "marin-community/marin issue 7024",
+    "plans are compiled with false; XLA_FLAGS=--xla_gpu_shard_autotuning=false does it for your own jax.jit too",
+)
+COMMAND_BUFFERS = Flag(
+    "xla_gpu_enable_command_buffer",
+    "",
+    "FUSION,...",
+    "programs with command buffers failed while they were initialized beside transfers",
+    "marin-community/marin issue 7024",
+    "left to XLA, since it costs nothing to try: if a step fails at its first call, set it to nothing",
+)
+COMM_SPLITTING = Flag(
+    "xla_gpu_enable_nccl_comm_splitting",
+    "false",
+    "true",
+    "some devices reuse a communicator and others split a new one from its parent, and wait for them for ever",
+    "openxla/xla 37063; mended by openxla/xla 39372 in March 2026",
+    "left to XLA: a jaxlib from before that date needs false",
+)
+FLAGS = (AUTOTUNING, COMMAND_BUFFERS, COMM_SPLITTING)
+
+BAD_VERSIONS = (
+    BadVersion(
+        "NCCL",
+        (2, 30, 7),
+        (2, 31, 2),
+        "transfers beside collectives that devices start themselves hang with 2.30.7 and pass with 2.31.2",
+        "NVIDIA/jaxpp issue 11",
+    ),
+)
+
+
+def flags_of(text: str) -> dict[str, str]:
+    """Return the flags of a text like ``XLA_FLAGS``, without their dashes; one without a value is "true"."""
+    found = {}
+    for word in text.split():
+        name, equals, value = word.removeprefix("--").partition("=")
+        found[name] = value.strip("'\"") if equals else "true"
+    return found
+
+
+def overridden(environ: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each flag that the environment sets to what hangs pipelines of several processes."""
+    given = flags_of(environ.get("XLA_FLAGS", ""))
+    said = []
+    for flag in (AUTOTUNING,):  # with the others XLA's own default is the other value
+        value = given.get(flag.name, flag.wanted)
+        if value.lower() not in (flag.wanted, "0"):
+            said.append(f"XLA_FLAGS has --{flag.name}={value}: {flag.why} ({flag.report}); leave it out")
+    return said
+
+
+def bad_versions(versions: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each component whose version is known to hang pipelines."""
+    said = []
+    for bad in BAD_VERSIONS:
+        given = tuple(map(int, re.findall(r"\d+", versions.get(bad.component, ""))[:3]))
+        if given and bad.first <= given < bad.mended:
+            mended = ".".join(map(str, bad.mended))
+            said.append(
+                f"{bad.component} {versions[bad.component]}: {bad.why} ({bad.report}); install {mended} or later"
+            )
+    return said
