@@ -12,6 +12,7 @@ ROOT = Path(multimesh.__file__).parent
 FLOORS = (
     ("__main__",),
     ("commands", "jax"),
+    ("check",),
     ("__init__",),
     ("stages",),
     ("distributed", "calling", "launch"),

@@ -29,7 +29,7 @@ _ROOT = """\
   python -m multimesh forecast --stages 4 --microbatches 8     # compare schedules, without devices
   python -m multimesh suggest --params 70e9 --nodes 8          # configurations for 64 GPUs, without devices
   python -m multimesh spawn -n 4 train.py                      # a program as four processes of this machine
-  srun python -m multimesh check                               # whether a cluster can run pipelines, and why not
+  python -m multimesh check -n 8                               # whether devices can run pipelines, and why not
 
 MultiMesh for JAX: parts of one jitted function on different submeshes."""
 

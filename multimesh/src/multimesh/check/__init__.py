@@ -1,1 +1,1 @@
-"""``python -m multimesh check``: whether these processes and devices can run pipelines, and why not."""
+"""The steps of ``python -m multimesh check``."""

@@ -1,4 +1,4 @@
-"""What devices and stages compute: products, copies, collectives of a stage, programs of all stages at once."""
+"""Rates of devices and stages: products, copies, collectives of a stage, programs of all stages at once."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from multimesh.check.rows import ABSENT, NOTE, OK, Row
 from multimesh.check.steps import Bench
 from multimesh.errors import MissingPartError
 from multimesh.hardware import devices as known
-from multimesh.processes.initialize import named
+from multimesh.processes.initialize import name_process
 
 SLOW, SLOW_CPU = 0.85, 0.4  # of the usual device: one that is slower than that is named; CPU devices share cores
 BELOW = 0.6  # of what the table expects: less is worth a look
 FLIGHT = 3  # programs in flight
 
 
-def expected(kind: str) -> known.Device | None:
+def look_up_device(kind: str) -> known.Device | None:
     """Return the device of the table whose name a device's kind has, such as "NVIDIA H100 80GB HBM3"; None if none."""
     words = re.findall(r"[a-z0-9]+", kind.lower())
-    names = [name for name in known.names() if name in words]
+    names = [name for name in known.device_names() if name in words]
     if "40gb" in words and names == ["a100"]:
         names = ["a100-40gb"]
     return known.device(max(names, key=len)) if names else None
 
 
-def expected_rate(bench: Bench, *, near: bool) -> tuple[float, str]:
+def look_up_rate(bench: Bench, *, near: bool) -> tuple[float, str]:
     """Return the bytes a second that the link or the network of the devices reaches, and words for it; 0 if unknown."""
-    table = expected(bench.meshes[0].devices.flat[0].device_kind)
+    table = look_up_device(bench.meshes[0].devices.flat[0].device_kind)
     if table is None:
         return 0.0, ""
     rate = table.link * table.rates.link if near else table.network * table.rates.network
@@ -59,7 +59,7 @@ def seconds_of(run: Callable[[], Any], turns: int, repeats: int) -> float:
 def products(bench: Bench) -> list[dict[str, float]]:
     """Return operations a second of a product, and bytes a second of a copy, of each device of this process."""
     fast = bench.accelerated
-    size = (4096 if bench.quick else 8192) if fast else (256 if bench.quick else 512)
+    size = (4096 if bench.quick else 8192) if fast else 512
     count = 2**27 if fast else 2**21
     dtype = jnp.bfloat16 if fast else jnp.float32
     found = []
@@ -68,7 +68,7 @@ def products(bench: Bench) -> list[dict[str, float]]:
         with jax.default_device(device):
             square, line = jnp.full((size, size), 1 / size, dtype), jnp.ones(count, jnp.float32)
             product, copy = jax.jit(lambda a: a @ a), jax.jit(lambda x: x + 1)
-            turns, repeats = (3, 10) if fast else (5, 4)
+            turns, repeats = (3, 10 if fast else 20)  # long enough to be interrupted, where others use the device
             product_s = seconds_of(partial(product, square), turns, repeats)
             copy_s = seconds_of(partial(copy, line), turns, repeats)
         found.append({"product": 2 * size**3 / product_s, "copy": 8 * count / copy_s})
@@ -83,19 +83,21 @@ def judge_products(bench: Bench, every: Sequence[Sequence[dict[str, float]]]) ->
     rank, number = places[rates.index(least)]
     copies = min(each["copy"] for devices in every for each in devices)
     device = bench.meshes[0].devices.flat[0]
-    table = expected(device.device_kind)
-    text = f"{usual / 1e12:.3g} TFLOP/s; slowest {least / 1e12:.3g}, device {number} of {named(rank)}"
+    table = look_up_device(device.device_kind)
+    text = f"{usual / 1e12:.3g} TFLOP/s; slowest {least / 1e12:.3g}, device {number} of {name_process(rank)}"
     wanted = f"{table.matmul_rate('bf16') / 1e12:.0f} of {table.name}" if table else ""
     numbers = {"product": least, "copy": copies}
     if least < (SLOW if bench.accelerated else SLOW_CPU) * usual:
         remedy = "a pipeline is as slow as its slowest device: see the rows of GPUs, what else runs there, its cooling"
-        return [rows.failed("products", text, remedy, MissingPartError.exit_code, expected=wanted, numbers=numbers)]
+        return [
+            rows.make_failure("products", text, remedy, MissingPartError.exit_code, expected=wanted, numbers=numbers)
+        ]
     low = table is not None and usual < BELOW * table.matmul_rate("bf16")
     remedy = "clocks, power limits (nvidia-smi -q -d PERFORMANCE), or others on the same GPUs" if low else ""
     return [Row("products", NOTE if low else OK, text, wanted, remedy, numbers=numbers)]
 
 
-def summed(bench: Bench, stage: int, count: int) -> tuple[Callable[[jax.Array], jax.Array], jax.Array]:
+def make_sum(bench: Bench, stage: int, count: int) -> tuple[Callable[[jax.Array], jax.Array], jax.Array]:
     """Return a function that sums over the devices of a stage, and its argument: ``count`` floats on each device."""
     mesh = bench.meshes[stage]
     rows_, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
@@ -109,10 +111,10 @@ def collectives(bench: Bench) -> dict[str, dict[str, float]]:
     for stage in bench.own_stages() if bench.per_stage > 1 else ():
         bench.doing = f"a sum over the {bench.per_stage} devices of stage {stage}"
         count = (2**24 if bench.accelerated else 2**18) // (4 if bench.quick else 1)
-        small, large = summed(bench, stage, 256), summed(bench, stage, count)
+        small, large = make_sum(bench, stage, 256), make_sum(bench, stage, count)
         turns = 2 if bench.quick else 5
-        small_s = seconds_of(partial(*small), turns, 4)
-        large_s = seconds_of(partial(*large), turns, 2)
+        small_s = seconds_of(partial(small[0], small[1]), turns, 4)
+        large_s = seconds_of(partial(large[0], large[1]), turns, 2)
         crossed = 2 * (bench.per_stage - 1) / bench.per_stage * 4 * count
         found[str(stage)] = {"seconds": small_s, "rate": crossed / large_s}
     return found
@@ -130,7 +132,7 @@ def judge_collectives(bench: Bench, every: Sequence[dict[str, dict[str, float]]]
         f"slowest in stage {slowest}"
     )
     near = all(len({bench.job.hosts[d.process_index] for d in mesh.devices.flat}) == 1 for mesh in bench.meshes)
-    rate, wanted = expected_rate(bench, near=near)
+    rate, wanted = look_up_rate(bench, near=near)
     low = least < BELOW * rate
     remedy = "NCCL_DEBUG=INFO says which way it takes; nccl-tests measure it alone" if low else ""
     return [Row("collectives in stages", NOTE if low else OK, text, wanted, remedy, numbers={"collective": least})]
@@ -141,7 +143,7 @@ def programs(bench: Bench) -> dict[str, float]:
     begun, flying = time.monotonic(), []
     for stage in bench.own_stages():
         bench.doing = f"compiling a program that only stage {stage} has, with jax.jit"
-        total, x = summed(bench, stage, 1024 * (stage + 1))
+        total, x = make_sum(bench, stage, 1024 * (stage + 1))
         program = jax.jit(lambda x, stage=stage, total=total: jnp.tanh(total(x * (stage + 1))) * 2)
         flying.append(program(x))
         bench.doing = f"running {FLIGHT} programs of stage {stage} in flight"

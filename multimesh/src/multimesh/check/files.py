@@ -14,7 +14,7 @@ from multimesh.check.rows import OK, Row
 from multimesh.check.steps import Bench
 from multimesh.errors import UsageError
 from multimesh.processes import agree
-from multimesh.processes.initialize import named
+from multimesh.processes.initialize import name_process
 
 SEEN = 5.0  # seconds in which a file of another host must appear; NFS keeps what it knows of a folder for some
 
@@ -44,7 +44,7 @@ def try_files(bench: Bench) -> dict[str, Any]:
         bench.doing = "looking for the files of all processes"
         missing = [n for n in range(1, count) if not _appears(folder / f"{n}.done")]
         if missing:
-            fault = f"what {named(missing[0])} wrote is not there"
+            fault = f"what {name_process(missing[0])} wrote is not there"
     agree.barrier("check: folder read")
     if rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
@@ -83,8 +83,8 @@ def judge_files(bench: Bench, every: Sequence[dict[str, Any]]) -> list[Row]:
     """Name the first process for which the folder is not as it must be."""
     where = f"in {bench.folder}"
     remedy = "give --folder (and checkpoints) a folder on a file system of all hosts: NFS with locks, Lustre, GPFS"
-    for rank, each in enumerate(every):
+    for rank, each in sorted(enumerate(every), key=lambda pair: pair[0] == 0):  # process 0 sees only that one is odd
         if each["fault"]:
-            text = f"{where} of {named(rank)}: {each['fault']}"
-            return [rows.failed("shared folder", text, remedy, UsageError.exit_code)]
+            text = f"{where} of {name_process(rank)}: {each['fault']}"
+            return [rows.make_failure("shared folder", text, remedy, UsageError.exit_code)]
     return [Row("shared folder", OK, f"{where}: all see each other's files, locks and renames")]

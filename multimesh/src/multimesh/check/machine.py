@@ -1,4 +1,4 @@
-"""What processes run and see: versions, flags, devices, memory, and what ``nvidia-smi`` says of GPUs."""
+"""Versions, flags, devices and memory of processes, and the state of GPUs as ``nvidia-smi`` tells it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from multimesh.check.rows import NOTE, OK, Row
 from multimesh.check.steps import Bench
 from multimesh.errors import MissingPartError, UsageError
 from multimesh.hardware import known_faults
-from multimesh.processes.initialize import named
+from multimesh.processes.initialize import name_process
 
 _PACKAGES = ("jax", "jaxlib", "multimesh-jax", "numpy", "flax", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 _PLUGIN = re.compile(r"jax-(cuda|rocm)\w*-(plugin|pjrt)$")
@@ -86,10 +86,13 @@ def judge_versions(bench: Bench, every: Sequence[Mapping[str, str]]) -> list[Row
         for name in first.keys() | other.keys():
             mine, theirs = first.get(name, "none"), other.get(name, "none")
             if mine != theirs:
-                text = f"{name}: {named(0)} has {mine or 'nothing'!r}, {named(rank)} has {theirs or 'nothing'!r}"
-                return [rows.failed("versions", text, "start all processes from one image or folder", 2)]
-    if bad := known_faults.bad_versions(first) + known_faults.overridden({"XLA_FLAGS": first.get("XLA_FLAGS", "")}):
-        return [rows.failed("versions", bad[0].partition(": ")[0], bad[0].partition(": ")[2], 4)]
+                ours = f"{name_process(0)} has {mine or 'nothing'!r}"
+                text = f"{name}: {ours}, {name_process(rank)} has {theirs or 'nothing'!r}"
+                return [rows.make_failure("versions", text, "start all processes from one image or folder", 2)]
+    if bad := known_faults.find_bad_versions(first) + known_faults.find_overrides(
+        {"XLA_FLAGS": first.get("XLA_FLAGS", "")}
+    ):
+        return [rows.make_failure("versions", bad[0].partition(": ")[0], bad[0].partition(": ")[2], 4)]
     shown = ", ".join(f"{name} {first[name]}" for name in ("jax", "jaxlib", "NCCL", "CUDA", "driver") if name in first)
     return [Row("versions", OK, shown, "the same in all processes")]
 
@@ -142,10 +145,12 @@ def judge_devices(bench: Bench, every: Sequence[Mapping[str, Any]]) -> list[Row]
     usual = collections.Counter(tuple(each["kinds"]) for each in every).most_common(1)[0][0]
     for rank, each in enumerate(every):
         if tuple(each["kinds"]) != usual:
-            text = f"{named(rank)} sees {_counted(each['kinds'])}, most see {_counted(usual)}"
-            return [rows.failed(name, text, "give each process as many devices of one kind", UsageError.exit_code)]
+            text = f"{name_process(rank)} sees {_count_kinds(each['kinds'])}, most see {_count_kinds(usual)}"
+            return [
+                rows.make_failure(name, text, "give each process as many devices of one kind", UsageError.exit_code)
+            ]
     free = [bytes_ for each in every for bytes_ in each["free"]]
-    text = f"{len(every)} x {_counted(usual)}; a grid of {bench.stages} stages x {bench.per_stage}"
+    text = f"{len(every)} x {_count_kinds(usual)}; a grid of {bench.stages} stages x {bench.per_stage}"
     numbers = {"devices": float(sum(len(each["kinds"]) for each in every))}
     numbers |= {"memory": float(min(free))} if free else {}
     found = [Row(name, OK, text, numbers=numbers)]
@@ -158,7 +163,7 @@ def judge_devices(bench: Bench, every: Sequence[Mapping[str, Any]]) -> list[Row]
     return found + judge_gpus(every)
 
 
-def _counted(kinds: Iterable[str]) -> str:
+def _count_kinds(kinds: Iterable[str]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in collections.Counter(kinds).items()) or "nothing"
 
 
@@ -198,9 +203,13 @@ def judge_gpus(every: Sequence[Mapping[str, Any]]) -> list[Row]:
         for gpu in each["gpus"]:
             seen = True
             for wrong, remedy in _ills(gpu, usual):
-                found.append(rows.failed("GPUs", f"GPU {gpu['index']} of {named(rank)}: {wrong}", remedy, 4))
+                found.append(
+                    rows.make_failure("GPUs", f"GPU {gpu['index']} of {name_process(rank)}: {wrong}", remedy, 4)
+                )
         found += [
-            rows.failed("GPUs", f"{link} of {named(rank)} is down", "drain the node; dcgmi diag -r 3 says more", 4)
+            rows.make_failure(
+                "GPUs", f"{link} of {name_process(rank)} is down", "drain the node; dcgmi diag -r 3 says more", 4
+            )
             for link in each["links"]
         ]
     return found or ([Row("GPUs", OK, "no errors, no throttling, all links up, by nvidia-smi")] if seen else [])

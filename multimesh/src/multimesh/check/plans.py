@@ -98,12 +98,13 @@ def judge_schedules(bench: Bench, every: Sequence[Any]) -> list[Row]:
     if isinstance(found, str):
         return [Row(name, ABSENT, found)]
     far = {schedule: each["far"] for schedule, each in found.items() if "far" in each}
-    worst = max(far, key=lambda schedule: far[schedule])
+    worst = max(far, key=lambda schedule: (far[schedule] != far[schedule], far[schedule]))  # NaN is the worst
     took = max(each["seconds"] for said in every for each in said.values() if "far" in each)
-    text = f"{', '.join(far)}: loss and gradients differ from one program by at most {far[worst]:.1e}, in {worst}"
+    which = ", ".join(far) if len(far) < 4 else f"{len(far)} schedules"
+    text = f"{which}: loss and gradients differ from one program by at most {far[worst]:.1e}, in {worst}"
     if not far[worst] <= TOLERANCE:
         remedy = "report it with --report; the products or transfers of a device may be wrong"
-        return [rows.failed(name, text, remedy, DisagreementError.exit_code)]
+        return [rows.make_failure(name, text, remedy, DisagreementError.exit_code)]
     return [Row(name, OK, f"{text}; {took:.1f} s the slowest", f"at most {TOLERANCE:.0e}")]
 
 
@@ -119,7 +120,7 @@ def checkpoint(bench: Bench) -> Any:
         return NamedSharding(mesh, PartitionSpec(*axes))
 
     placed = [
-        jax.make_array_from_callback(value.shape, on(mesh, "data"), lambda index, value=value: value[index])
+        jax.make_array_from_callback(value.shape, on(mesh, "data"), value.__getitem__, dtype=value.dtype)
         for value, mesh in zip(values, bench.meshes, strict=True)
     ]
     begun = time.monotonic()
@@ -152,7 +153,7 @@ def judge_checkpoint(bench: Bench, every: Sequence[Any]) -> list[Row]:
     return [Row("checkpoint", OK, f"saved, verified, restored on other stages in another layout in {slowest:.1f} s")]
 
 
-def killed(bench: Bench) -> Any:
+def kill_one(bench: Bench) -> Any:
     """On the machine of process 0, start two processes of their own, kill one, and read what the other says."""
     if bench.rank:
         return None
@@ -162,21 +163,20 @@ def killed(bench: Bench) -> Any:
     env = clean | {"JAX_PLATFORMS": "cpu", "MULTIMESH_SILENCE_TIMEOUT": str(SILENCE)}
     command = [sys.executable, "-c", _TWO]
     address = f"127.0.0.1:{launch.free_port()}"
-    started = [
-        subprocess.Popen([*command, str(rank), address], env=env, stderr=subprocess.PIPE, text=True) for rank in (0, 1)
-    ]
+    victim = subprocess.Popen([*command, "1", address], env=env, stderr=subprocess.DEVNULL)
+    other = subprocess.Popen([*command, "0", address], env=env, stderr=subprocess.PIPE, text=True)
     try:
-        started[1].wait()
+        victim.wait()
         begun = time.monotonic()
-        said = started[0].communicate()[1]
-        return {"seconds": time.monotonic() - begun, "said": said[-500:], "code": started[0].returncode}
+        said = other.communicate()[1]
+        return {"seconds": time.monotonic() - begun, "said": said[-500:], "code": other.returncode}
     finally:
-        for process in started:
+        for process in (victim, other):
             process.kill()
-            process.communicate()
+            process.wait()
 
 
-def judge_killed(bench: Bench, every: Sequence[Any]) -> list[Row]:
+def judge_kill(bench: Bench, every: Sequence[Any]) -> list[Row]:
     """Say whether the death was told, and after how long."""
     found, name = every[0], "a process that is killed"
     told = re.search(
@@ -184,5 +184,5 @@ def judge_killed(bench: Bench, every: Sequence[Any]) -> list[Row]:
     )
     if not told or found["code"] != LostProcessError.exit_code or found["seconds"] > SOON:
         text = f"after {found['seconds']:.1f} s, with code {found['code']}: {found['said'].strip()[-200:]!r}"
-        return [rows.failed(name, text, "report it with --report", LostProcessError.exit_code)]
+        return [rows.make_failure(name, text, "report it with --report", LostProcessError.exit_code)]
     return [Row(name, OK, f"named after {found['seconds']:.1f} s: {told[1]}", f"{SOON:.0f} s")]

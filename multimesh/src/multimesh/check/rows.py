@@ -1,34 +1,36 @@
-"""The rows of a check: what each found, the table, and a report without names."""
+"""The rows of a check, their table, and a report without names."""
 
 from __future__ import annotations
 
 import dataclasses
 import getpass
 import re
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 OK, NOTE, FAILED, ABSENT = "ok", "note", "FAILED", "-"
-_COLUMNS = ("what", "", "seconds", "measured", "expected")
+_COLUMNS = ("what", "", "seconds")
+WIDTH = 110
 _PATH = re.compile(r"(?<![\w/.])/(?:[\w.+-]+/)*[\w.+-]+")
-_ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b|\[[0-9a-fA-F:]*::[0-9a-fA-F:]*\](?::\d+)?")
+_ADDRESS = re.compile(r"\b[1-9]\d{0,2}(?:\.\d{1,3}){3}(?::\d+)?\b|\[[0-9a-fA-F:]*::[0-9a-fA-F:]*\](?::\d+)?")
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one step of the check found.
+    """The finding of one step of the check.
 
     Attributes
     ----------
     name
-        What was tried.
+        The thing that was tried.
     verdict
         `OK`; `NOTE`: worth a look; `FAILED`; `ABSENT`: there is nothing to try here.
     measured, expected
         Sentences for the table.
     remedy
-        What to do, where the verdict is not `OK`.
+        The remedy, where the verdict is not `OK`.
     code
         Exit code of the class of the failure; 0 if it is none.
     seconds
@@ -47,7 +49,7 @@ class Row:
     numbers: Mapping[str, float] = field(default_factory=dict)
 
 
-def failed(name: str, measured: str, remedy: str, code: int = 1, **more: Any) -> Row:
+def make_failure(name: str, measured: str, remedy: str, code: int = 1, **more: Any) -> Row:
     """Return the row of a step that failed."""
     return Row(name, FAILED, measured, remedy=remedy, code=code or 1, **more)
 
@@ -58,17 +60,22 @@ def exit_code(rows: Iterable[Row]) -> int:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Draw the rows; remedies stand below theirs."""
-    cells = [_COLUMNS] + [(r.name, r.verdict, f"{r.seconds:.1f}", r.measured, r.expected) for r in rows]
-    widths = [max(len(line[column]) for line in cells) for column in range(3)]
+    """Draw the rows in lines of at most 110 columns; remedies stand below theirs."""
+    cells = [_COLUMNS] + [(row.name, row.verdict, f"{row.seconds:.1f}") for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    margin = sum(widths) + 2 * len(widths)
+    texts = [["measured"]] + [_wrap(row, WIDTH - margin) for row in rows]
     lines = []
-    for number, line in enumerate(cells):
-        left = "  ".join(f"{word:{width}}" for word, width in zip(line, widths, strict=False))
-        expected = f"  ({line[4]})" if number and line[4] else ""
-        lines.append(f"{left}  {line[3]}{expected}".rstrip())
-        if number and rows[number - 1].remedy:
-            lines.append(f"{'':{sum(widths) + 4}}  -> {rows[number - 1].remedy}")
+    for line, text in zip(cells, texts, strict=True):
+        left = "".join(f"{word:{width}}  " for word, width in zip(line, widths, strict=True))
+        lines += [f"{left}{text[0]}".rstrip(), *(f"{'':{margin}}{more}" for more in text[1:])]
     return "\n".join(lines)
+
+
+def _wrap(row: Row, width: int) -> list[str]:
+    text = textwrap.wrap(f"{row.measured}{f' ({row.expected})' if row.expected else ''}", width)
+    remedy = textwrap.wrap(row.remedy, width, initial_indent="-> ", subsequent_indent="   ")
+    return [*(text or [""]), *remedy]
 
 
 def without_names(value: Any, hosts: Sequence[str]) -> Any:

@@ -42,16 +42,17 @@ def steps(quick: bool) -> list[Step]:
         Step("a program of its own on each stage", 60 * slow, compute.programs, compute.judge_programs, _TUNING),
     ]
     for by in TRANSPORTS:
-        measure, judge, remedy = transfers.alone(by), transfers.judge_alone(by), transfers.failure(by)
-        found.append(Step(f"transfers by {by}", 60 * slow, measure, judge, remedy))
+        remedy = transfers.advise(by)
+        measure, judge = transfers.alone(by), transfers.judge_alone(by)
+        found.append(Step(f"transfers by {by}", 60 * slow, measure, judge, remedy, remedy))
         measure, judge = transfers.under_load(by), transfers.judge_under_load(by)
-        found.append(Step(f"{by} beside kernels and sums", 60 * slow, measure, judge, remedy))
+        found.append(Step(f"{by} beside kernels and sums", 60 * slow, measure, judge, remedy, remedy))
     found.append(Step("plans", 120 * slow, plans.schedules, plans.judge_schedules, _TUNING))
     if not quick:
         found.append(
             Step("checkpoint", 60, plans.checkpoint, plans.judge_checkpoint, "the folder's server does not answer")
         )
-        found.append(Step("a process that is killed", 90, plans.killed, plans.judge_killed))
+        found.append(Step("a process that is killed", 90, plans.kill_one, plans.judge_kill))
     return found
 
 
@@ -74,14 +75,14 @@ def run(options: argparse.Namespace) -> NoReturn:
 
 
 def _meet(options: argparse.Namespace, every: list[Row]) -> initialize.Processes:
-    """Return the job; if the processes do not become one, process 0 tells and all end."""
+    """Return the job; if the processes do not become one, the one that knows why tells it, and all end."""
     begun = time.monotonic()
     try:
         return mm.distributed.initialize(alone=True)
     except UsageError as error:
-        if getattr(error, "told", True):
+        if not getattr(error, "told", False):  # else process 0 says so
             remedy = "start all processes alike, and see the output of each"
-            row = rows.failed("meeting", str(error), remedy, error.exit_code, seconds=time.monotonic() - begun)
+            row = rows.make_failure("meeting", str(error), remedy, error.exit_code, seconds=time.monotonic() - begun)
             teller = _Teller(options, 0, [], every)
             teller.tell([row])
             teller.finish(error.exit_code)
@@ -96,7 +97,7 @@ def _met(job: initialize.Processes, seconds: float) -> Row:
 
 
 class _Teller:
-    """What process 0 prints and writes."""
+    """The voice of process 0: it prints and writes for all."""
 
     def __init__(self, options: argparse.Namespace, rank: int, hosts: Sequence[str], every: list[Row]) -> None:
         self._options, self._rank, self._hosts, self._rows, self._bench = options, rank, hosts, every, None
@@ -111,7 +112,7 @@ class _Teller:
 
     def lost(self, text: str, code: int) -> None:
         """Tell what was found until another process was lost."""
-        row = rows.failed("all processes live", text, "see the output of that process, and of its machine", code)
+        row = rows.make_failure("all processes live", text, "see the output of that process, and of its machine", code)
         self._rows.append(row)
         self.finish(code)
 
@@ -129,6 +130,8 @@ class _Teller:
             _write("--report", self._options.report, json.dumps(rows.without_names(data, self._hosts), indent=1) + "\n")
         if self._options.calibrate and code == 0:
             _write("--calibrate", self._options.calibrate, device_table(self._rows))
+        elif self._options.calibrate:
+            print("multimesh: --calibrate: nothing is written, because a step failed", file=sys.stderr)
 
 
 def _write(flag: str, path: Path, text: str) -> None:

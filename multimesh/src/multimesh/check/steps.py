@@ -16,7 +16,7 @@ from multimesh.check import rows
 from multimesh.check.rows import Row
 from multimesh.errors import LostProcessError, MultiMeshError
 from multimesh.processes import agree
-from multimesh.processes.initialize import Processes, named
+from multimesh.processes.initialize import Processes, name_process
 
 LATE = 5.0  # seconds that the answer of a process may come after its step
 
@@ -70,15 +70,16 @@ class Step:
         Called in every process; returns JSON data. It keeps `Bench.doing` true.
     judge
         Called in process 0 with what each process measured; returns the rows.
-    remedy
-        What to do if the step hangs.
+    remedy, if_wrong
+        The remedy if the step hangs, or ends with an error.
     """
 
     name: str
     limit: float
     measure: Callable[[Bench], Any]
     judge: Callable[[Bench, Sequence[Any]], list[Row]]
-    remedy: str = "look at what the process was doing; the page 'Your first hour on GPUs' has the usual causes"
+    remedy: str = "the page 'Your first hour on GPUs' has the usual causes"
+    if_wrong: str = ""
 
 
 def run_steps(steps: Sequence[Step], bench: Bench, tell: Callable[[Sequence[Row]], None]) -> tuple[list[Row], bool]:
@@ -107,10 +108,12 @@ def _run(step: Step, bench: Bench) -> tuple[list[Row], bool]:
         return json.dumps([rows.to_json(new), all("late" not in each for each in said)]).encode()
 
     try:
-        said = agree.decided(f"check: {step.name}", json.dumps(mine).encode(), decide, step.limit + LATE)
+        said = agree.decide_together(f"check: {step.name}", json.dumps(mine).encode(), decide, step.limit + LATE)
     except LostProcessError as error:
         text = str(error).partition("; do all")[0]
-        return [rows.failed(step.name, text, step.remedy, error.exit_code, seconds=time.monotonic() - begun)], False
+        return [
+            rows.make_failure(step.name, text, step.remedy, error.exit_code, seconds=time.monotonic() - begun)
+        ], False
     new, answers = json.loads(said)
     return rows.from_json(new), answers
 
@@ -126,7 +129,7 @@ def _within_limit(step: Step, bench: Bench) -> dict[str, Any]:
             found["error"], found["code"] = str(error), error.exit_code
         except Exception as error:  # noqa: BLE001 - a row tells it
             first = next(iter(str(error).strip().splitlines()), "")
-            found["error"], found["code"] = f"{type(error).__name__}: {first}", 1
+            found["error"], found["code"] = f"{type(error).__name__}: {first}, while {bench.doing}", 1
 
     bench.doing = step.name
     thread = threading.Thread(target=work, name=f"check: {step.name}", daemon=True)
@@ -142,12 +145,14 @@ def _judge(step: Step, bench: Bench, said: Sequence[dict[str, Any]], seconds: fl
     if wrong:  # it may be why others are late
         rank, first = next(iter(wrong.items()))
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        new.append(rows.failed(step.name, f"{named(rank)}{more}: {first['error']}", step.remedy, first["code"]))
+        new.append(
+            rows.make_failure(step.name, f"{name_process(rank)}{more}: {first['error']}", step.if_wrong, first["code"])
+        )
     if late:
         rank, doing = next(iter(late.items()))
         more = f" (and {len(late) - 1} more)" if len(late) > 1 else ""
-        text = f"{named(rank)}{more} did not end within {step.limit:.0f} s: {doing}"
-        new.append(rows.failed(step.name, text, step.remedy, LostProcessError.exit_code))
+        text = f"{name_process(rank)}{more} did not end within {step.limit:.0f} s: {doing}"
+        new.append(rows.make_failure(step.name, text, step.remedy, LostProcessError.exit_code))
     if not new:
         new = step.judge(bench, [each["value"] for each in said])
     return [Row(**{**vars(row), "seconds": seconds}) for row in new]

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from multimesh.check.compute import expected_rate, summed
+from multimesh.check.compute import look_up_rate, make_sum
 from multimesh.check.rows import ABSENT, NOTE, OK, Row
 from multimesh.check.steps import Bench
 from multimesh.core import _compat
 from multimesh.errors import MultiMeshError
 from multimesh.processes import agree
-from multimesh.processes.initialize import named
+from multimesh.processes.initialize import name_process
 from multimesh.runtime.actions import lanes, owner
 from multimesh.runtime.between.carriers import Carrier, carrier
 from multimesh.runtime.transport import Piece, Way
@@ -92,7 +92,7 @@ def _rounds(bench: Bench) -> Iterator[list[int]]:
 
 
 def _pairs(bench: Bench, stages: Sequence[int]) -> list[Pair]:
-    every = [mesh.devices.flat for mesh in bench.meshes]
+    every = [[*mesh.devices.flat] for mesh in bench.meshes]
     return [pair for s in stages for pair in zip(every[s], every[(s + 1) % bench.stages], strict=True)]
 
 
@@ -191,7 +191,7 @@ def judge_alone(transport: str) -> Callable[[Bench, Sequence[Any]], list[Row]]:
         far = [rate for stage, rate in rates.items() if not _near(bench, stage)]
         numbers |= {"link": min(near)} if near else {}
         numbers |= {"network": min(far)} if far else {}
-        rate, wanted = expected_rate(bench, near=not far)
+        rate, wanted = look_up_rate(bench, near=not far)
         low = transport == "device_put" and rates[slowest] < BELOW * rate
         remedy = (
             "NCCL_DEBUG=INFO says which network it takes; ib_write_bw and nccl-tests measure it alone" if low else ""
@@ -208,7 +208,7 @@ def _near(bench: Bench, stage: int) -> bool:
 
 def _between(bench: Bench, stage: int) -> str:
     ends = (bench.meshes[stage].devices.flat[0], bench.meshes[(stage + 1) % bench.stages].devices.flat[0])
-    return " and ".join(named(owner(device)) for device in ends)
+    return " and ".join(name_process(owner(device)) for device in ends)
 
 
 def under_load(transport: str) -> Callable[[Bench], Any]:
@@ -222,7 +222,7 @@ def under_load(transport: str) -> Callable[[Bench], Any]:
         back = [(target, source) for source, target in pairs]
         moves = Moves(by, pairs, SMALL, 100), Moves(by, back, SMALL, 101)
         large = Moves(by, pairs, _large(bench), 102)
-        work = [(_busy(total), x) for stage in bench.own_stages() for total, x in [summed(bench, stage, 2**16)]]
+        work = [(_busy(total), x) for stage in bench.own_stages() for total, x in [make_sum(bench, stage, 2**16)]]
         turns = 20 if bench.quick else 1000
         begun = time.perf_counter()
         for turn in range(turns):
@@ -262,7 +262,7 @@ def judge_under_load(transport: str) -> Callable[[Bench, Sequence[Any]], list[Ro
     return judge
 
 
-def failure(transport: str) -> str:
+def advise(transport: str) -> str:
     """Return the remedy where transfers fail."""
     other = "device_put" if transport == "pull" else "pull"
     way = "let no firewall close ports between the hosts" if transport == "pull" else "NCCL_DEBUG=INFO says why"

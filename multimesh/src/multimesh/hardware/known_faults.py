@@ -23,7 +23,7 @@ class Flag:
     why, report
         The fault with another value; who reported it.
     ours
-        What MultiMesh does about it.
+        The measure that MultiMesh takes.
     """
 
     name: str
@@ -83,7 +83,7 @@ BAD_VERSIONS = (
 )
 
 
-def flags_of(text: str) -> dict[str, str]:
+def parse_flags(text: str) -> dict[str, str]:
     """Return the flags of a text like ``XLA_FLAGS``, without their dashes; one without a value is "true"."""
     found = {}
     for word in text.split():
@@ -92,9 +92,9 @@ def flags_of(text: str) -> dict[str, str]:
     return found
 
 
-def overridden(environ: Mapping[str, str]) -> list[str]:
+def find_overrides(environ: Mapping[str, str]) -> list[str]:
     """Return a sentence for each flag that the environment sets to what hangs pipelines of several processes."""
-    given = flags_of(environ.get("XLA_FLAGS", ""))
+    given = parse_flags(environ.get("XLA_FLAGS", ""))
     said = []
     for flag in (AUTOTUNING,):  # with the others XLA's own default is the other value
         value = given.get(flag.name, flag.wanted)
@@ -103,7 +103,7 @@ def overridden(environ: Mapping[str, str]) -> list[str]:
     return said
 
 
-def bad_versions(versions: Mapping[str, str]) -> list[str]:
+def find_bad_versions(versions: Mapping[str, str]) -> list[str]:
     """Return a sentence for each component whose version is known to hang pipelines."""
     said = []
     for bad in BAD_VERSIONS:

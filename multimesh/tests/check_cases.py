@@ -1,0 +1,95 @@
+"""A check of some steps only, whose process 1 has a fault: ``check_cases.py FAULT STEP,STEP FLAG ...``, under spawn."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from importlib import metadata
+from typing import Any
+
+ODD = os.environ.get("MULTIMESH_PROCESS") == "1"
+
+
+def have_another_jax() -> None:
+    known = metadata.version
+    metadata.version = lambda name: "9.9" if name == "jax" else known(name)
+
+
+def have_another_folder() -> None:
+    os.makedirs("elsewhere", exist_ok=True)
+    os.chdir("elsewhere")
+
+
+def be_slow() -> None:
+    """Share one core with programs that spin and come first, while it computes."""
+    from multimesh.check import compute
+
+    usual, spin = compute.products, "import os\nwhile os.getppid() != 1: pass"
+
+    def slow(bench: Any) -> Any:
+        for thread in map(int, os.listdir("/proc/self/task")):  # XLA's own compute
+            os.sched_setaffinity(thread, sorted(os.sched_getaffinity(0))[:1])
+            os.setpriority(os.PRIO_PROCESS, thread, 10)
+        spinning = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(2)]
+        try:
+            return usual(bench)
+        finally:
+            for each in spinning:
+                each.kill()
+
+    compute.products = slow
+
+
+def be_deaf() -> None:
+    """Give others a port of which nothing comes back: its queue is full."""
+    from multimesh.processes import post
+
+    server = socket.create_server(("127.0.0.1", 0), backlog=0)
+    held = [server, *(socket.socket() for _ in range(3))]
+    for caller in held[1:]:
+        caller.setblocking(False)
+        caller.connect_ex(server.getsockname())
+    known = post.put
+    deaf = f"127.0.0.1:{held[0].getsockname()[1]}".encode()
+    post.put = lambda key, value: known(key, deaf if key.startswith("multimesh/transfer/") else value)
+
+
+def be_stopped() -> None:
+    from multimesh.check import compute
+
+    compute.products = lambda bench: os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hang() -> None:
+    from multimesh.check import compute
+
+    compute.products = lambda bench: time.sleep(600)
+
+
+FAULTS = {each.__name__: each for each in (have_another_jax, have_another_folder, be_slow, be_deaf, be_stopped, hang)}
+
+
+def main(fault: str, wanted: str, *flags: str) -> None:
+    if ODD and fault in FAULTS:
+        FAULTS[fault]()
+    import dataclasses
+
+    from multimesh.__main__ import parser
+    from multimesh.check import run
+
+    every = run.steps
+    limit = 8.0 if fault in ("hang", "be_deaf") else 60.0
+
+    def steps(quick: bool) -> list[run.Step]:
+        return [dataclasses.replace(s, limit=limit) for s in every(quick) if s.name in wanted.split(",")]
+
+    run.steps = steps
+    run.run(parser().parse_args(["check", *flags]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
