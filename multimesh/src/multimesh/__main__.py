@@ -64,8 +64,7 @@ lines that they print stay whole."""
 
 _CHECK = """\
   python -m multimesh check -n 8
-  srun --ntasks-per-node=8 python -m multimesh check --gpus-per-stage 8 --report check.json
-  mpirun -n 16 python -m multimesh check --quick
+  python -m multimesh check --gpus-per-stage 8 --report check.json  # behind srun or mpirun, on all nodes
 
 Say whether these processes can run pipelines, and why not: versions, devices, a shared folder, products, collectives in
 stages, transfers between neighboring stages (alone, and beside kernels), a plan of each schedule, a checkpoint, a
