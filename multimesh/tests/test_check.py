@@ -27,7 +27,7 @@ class Grid:
             per_stage,
             accelerated,
         )
-        self.folder = Path("/nfs")
+        self.folder = Path("/tmp")
         device = [argparse.Namespace(device_kind=kind, process_index=number) for number in range(2)]
         self.meshes = [argparse.Namespace(devices=argparse.Namespace(flat=[each] * per_stage)) for each in device]
 
@@ -241,9 +241,7 @@ def test_the_table_has_remedies_below_their_rows():
 
 def test_a_report_has_no_hosts_users_addresses_or_paths(monkeypatch):
     monkeypatch.setattr(rows, "_user", lambda: "ada")
-    said = (
-        "process 1 of 2 (gpu-10, pid 7) and gpu-1 at 10.0.0.1:41275 in /nfs/ada/ck of ada; jax 0.12.0.1, 1/2 GB/s"
-    )
+    said = "process 1 of 2 (gpu-10, pid 7) and gpu-1 at 10.0.0.1:41275 in /tmp/ada/ck of ada; jax 0.12.0.1, 1/2 GB/s"
     want = "process 1 of 2 (host 1, pid 7) and host 0 at ADDRESS in PATH of USER; jax 0.12.0.1, 1/2 GB/s"
     assert rows.without_names({"rows": [{"said": said, "code": 0}]}, ["gpu-1", "gpu-10"]) == {
         "rows": [{"said": want, "code": 0}]
