@@ -97,6 +97,43 @@ def training(split: str) -> None:
     assert len(ours.compiled) <= 2
 
 
+def stacked(split: str) -> None:
+    """Layers in one array over all submeshes: a process holds the rows of its stages; saved, restored, made here."""
+    parts, depth = SPLITS[split](), 8
+    rng = np.random.default_rng(0)
+    w = {"k": rng.normal(size=(depth, 16, 16)).astype(np.float32) / 4, "b": np.zeros((depth, 16), np.float32)}
+    x = rng.normal(size=(16, 16)).astype(np.float32)
+
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.mean(jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w["k"] + w["b"]), None), x, w)[0] ** 2)
+
+    def step(w: Any, m: Any, x: Any, loss: Any, loop: Any) -> Any:
+        total, g = loop(jax.value_and_grad(loss))(w, x)
+        m = jax.tree.map(lambda a, b: 0.9 * a + b, m, g)
+        return jax.tree.map(lambda a, b: a - 0.1 * b, w, m), m, total
+
+    cut = mm.pipeline(loss, parts)
+    loop = lambda fn: mm.microbatch(fn, size=4, argnum=1, reduce="mean")  # noqa: E731
+    ours = mm.jit(lambda w, m, x: step(w, m, x, cut, loop), donate_argnums=(0, 1))
+    plain = jax.jit(lambda w, m, x: step(w, m, x, loss, lambda fn: fn))
+    zeros = jax.tree.map(np.zeros_like, w)
+    got, want = (w, zeros), (w, zeros)
+    for _ in range(3):
+        *got, total = ours(*got, x)
+        *want, expected = plain(*want, x)
+    assert_shards((got, total), (want, expected))
+    assert len(ours.compiled) == 1
+    rows = depth // len(parts)
+    for shard in got[0]["k"].addressable_shards:
+        assert shard.data.shape[0] == rows
+        assert shard.device in parts[shard.index[0].start // rows].devices
+    init = lambda: jax.tree.map(lambda a: jnp.sin(jnp.arange(a.size, dtype=a.dtype)).reshape(a.shape), w)  # noqa: E731
+    train, make = mm.parallelize(loop(jax.value_and_grad(cut)), init_params=init, initial_batch=x)
+    made = make()
+    assert made["k"].sharding.shard_shape((depth, 16, 16))[0] == rows
+    assert_shards(train(made, x), jax.jit(jax.value_and_grad(loss))(jax.jit(init)(), x))
+
+
 def retrace(split: str) -> None:
     """A second shape and a second dtype, then the first again."""
     parts = SPLITS[split]()

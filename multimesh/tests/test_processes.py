@@ -18,6 +18,7 @@ SHORT = {
     (2, 1): (
         "pipeline:halves:mlp:1f1b",
         "training:halves",
+        "stacked:halves",
         "retrace:halves",
         "dtypes:None",
         "arguments:None",
@@ -39,6 +40,8 @@ SHORT = {
         "pipeline:crossed:mlp:1f1b",
         "pipeline:one in all:skip:gpipe",
         "training:crossed",
+        "stacked:crossed",
+        "stacked:quarters",
         "nans:crossed",
         "graphs:100:4",
     ),

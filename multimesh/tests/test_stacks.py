@@ -341,3 +341,78 @@ def test_explicit_axes():
     assert_same(step(WEIGHTS, BATCH), want)
     _, grads = step(params, BATCH)
     assert_same(step(grads, BATCH), jax.jit(jax.value_and_grad(scanned))(jax.device_get(grads), BATCH))
+
+
+def test_saved_and_restored_on_other_stages(tmp_path):
+    """One array in a checkpoint, which four stages wrote and two read."""
+    step, (params, state) = check()
+    mm.distributed.save(tmp_path / "four", (params, state))
+    fewer = submeshes(2)
+    other = mm.jit(step_of(mm.pipeline(scanned, fewer)))
+    where, _ = other.lower(params, state, BATCH).compile().input_shardings
+    like = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s or NamedSharding(fewer[0], P())),
+        (params, state),
+        where[:2],
+        is_leaf=lambda x: x is None,
+    )
+    back = mm.distributed.restore(tmp_path / "four", like)
+    assert held(back, fewer)[0] - held(back, fewer)[1] <= 16
+    assert_same(jax.device_get(other(*back, BATCH)), jax.device_get(step(params, state, BATCH)))
+
+
+@pytest.mark.flax
+def test_nnx_layers():
+    """A stack by ``nnx.vmap``, run by ``nnx.scan``, with a tied embedding."""
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
+            self.up, self.down = nnx.Linear(WIDTH, 32, rngs=rngs), nnx.Linear(32, WIDTH, rngs=rngs)
+
+        def __call__(self, x):
+            return x + self.down(nnx.gelu(self.up(self.norm(x))))
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.embed = nnx.Embed(32, WIDTH, rngs=rngs)
+            self.layers = nnx.vmap(Block)(rngs.fork(split=LAYERS))
+
+        def __call__(self, tokens):
+            run = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+            return self.embed.attend(run(self.embed(tokens), self.layers))
+
+    layout, params, rest = nnx.split(Model(nnx.Rngs(0)), nnx.Param, ...)
+    tokens = np.random.default_rng(0).integers(0, 32, (16, 9))
+
+    def loss(params, tokens):
+        made = nnx.merge(layout, params, rest, copy=True)(tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(made, tokens[:, 1:]).mean()
+
+    step = mm.jit(step_of(mm.pipeline(loss, MESHES)))
+    state = optax.adam(1e-3).init(params)
+    new, moments, value = step(params, state, tokens)
+    want = jax.jit(step_of(loss, loop=microbatched))(params, state, tokens)
+    np.testing.assert_allclose(value, want[2], rtol=1e-5)
+    for tree in (new["layers"], moments[0].mu["layers"], moments[0].nu["layers"]):
+        assert len(set(held(tree))) == 1
+        assert {x.sharding.mesh.axis_names for x in jax.tree.leaves(tree)} == {("stage", "data")}
+
+
+def test_equinox_layers():
+    eqx = pytest.importorskip("equinox")
+    make = eqx.filter_vmap(lambda key: eqx.nn.MLP(WIDTH, WIDTH, 32, 1, key=key))
+    params, rest = eqx.partition(make(jax.random.split(jax.random.key(0), LAYERS)), eqx.is_inexact_array)
+
+    def loss(params, batch):
+        def one(x, p):
+            return x + jax.vmap(eqx.combine(p, rest))(x), None
+
+        return error(jax.lax.scan(one, batch["x"], params)[0], batch)
+
+    step = mm.jit(step_of(mm.pipeline(loss, MESHES)))
+    state = optax.adam(1e-3).init(params)
+    new, moments, value = step(params, state, BATCH)
+    np.testing.assert_allclose(value, jax.jit(step_of(loss, loop=microbatched))(params, state, BATCH)[2], rtol=1e-5)
+    assert len(set(held((new, moments[0].mu, moments[0].nu)))) == 1
