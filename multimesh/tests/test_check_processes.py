@@ -84,3 +84,15 @@ def test_processes_that_are_well_pass_every_row(tmp_path, count, flags):
     assert str(tmp_path) not in report
     assert [row["name"] for row in json.loads(report)["rows"]] == names
     assert not [*tmp_path.glob(".multimesh-check-*")]
+
+
+def test_a_flag_that_hangs_pipelines_is_told_once(tmp_path):
+    """Given to both processes, it is refused by `check`, too."""
+    flags = ENV | {"XLA_FLAGS": "--xla_gpu_shard_autotuning=true"}
+    words = [str(CASES), "none", "devices,versions", "--json"]
+    done = subprocess.run(
+        [*MULTIMESH, "spawn", "-n", "2", *words], capture_output=True, text=True, env=flags, cwd=tmp_path
+    )
+    assert done.stderr.count("XLA_FLAGS has --xla_gpu_shard_autotuning=true") == 1, done.stderr
+    assert done.returncode == 4
+    assert "marin issue 7024" in json.loads(done.stdout.splitlines()[-1])["rows"][-1]["remedy"]

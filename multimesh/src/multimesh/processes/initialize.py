@@ -20,6 +20,7 @@ import jax
 
 from multimesh.core import _compat
 from multimesh.errors import UsageError
+from multimesh.hardware import known_faults
 from multimesh.processes import timeouts
 from multimesh.processes.launchers import ADDRESS, LAUNCHERS
 from multimesh.processes.watching.leaving import Leaving, leave
@@ -214,6 +215,9 @@ def _initialize(
         del facts["command line"]
     _hosts, known = meet(own | {"facts": facts}, address, bind, waits.start)
     timeouts.use(waits)
+    if not rank and count > 1:
+        for said in known_faults.find_overrides(os.environ):
+            sys.stderr.write(f"multimesh: {said}\n")
     preemptible = os.environ.get("JAX_ENABLE_PREEMPTION_SERVICE", "").lower() in ("1", "true", "yes", "on")
     jax.config.update("jax_enable_preemption_service", preemptible)  # by default it swallows SIGTERM
     jax.config.update("jax_enable_recoverability", True)  # else JAX ends all others before they can say a word

@@ -20,6 +20,7 @@ from multimesh.core import _compat, checks
 from multimesh.core._compat import executables
 from multimesh.core.progress import progress
 from multimesh.errors import MultiMeshError, UsageError
+from multimesh.hardware import known_faults
 from multimesh.ir.evaluate import evaluate
 from multimesh.marking.tracing import compiling
 from multimesh.plan.instructions import Kernel, Run
@@ -152,7 +153,7 @@ def with_defaults(plan: Plan, options: Mapping[str, Any] | None) -> dict[str, An
     chosen = {} if options is None else dict(checks.pairs("compile: compiler_options", options))
     platforms = {d.platform for mesh in plan.submeshes for d in mesh.devices.flat}
     if platforms != {"cpu"}:
-        alone = {"xla_gpu_shard_autotuning": False} if "gpu" in platforms and jax.process_count() > 1 else {}
+        alone = {known_faults.AUTOTUNING.name: False} if "gpu" in platforms and jax.process_count() > 1 else {}
         return alone | chosen
     defaults: dict[str, Any] = {"xla_backend_optimization_level": 2}
     if all(mesh.size >= cores() for mesh in plan.submeshes):
