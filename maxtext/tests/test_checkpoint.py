@@ -387,3 +387,15 @@ def test_metrics_of_steps_that_will_be_repeated_are_cut_off(tmp_path: Path):
     metrics.write_text("\n".join([*lines, '{"learning/loss": 1.']))
     assert [step.number for step in keep_before(metrics, 2)] == [0, 1]
     assert metrics.read_text() == "\n".join(lines[:4]) + "\n"
+
+
+def test_the_evaluation_after_the_last_step_that_counts_stays(tmp_path: Path):
+    """MaxText writes the running means of its batches, numbered from 0, and then the whole, with the step."""
+    metrics, lines = tmp_path / "metrics.jsonl", []
+    for step in range(4):
+        lines.append(json.dumps({"learning/loss": 1.0, "learning/total_weights": 1.0, "step": float(step)}))
+        lines += [json.dumps({"eval/avg_loss": 1.0, "step": float(batch)}) for batch in range(2)]
+        lines.append(json.dumps({"eval/avg_loss": 1.0, "eval/total_loss": 2.0, "step": float(step)}))
+    metrics.write_text("\n".join(lines) + "\n")
+    assert [step.number for step in keep_before(metrics, 2)] == [0, 1]
+    assert metrics.read_text() == "\n".join(lines[:8]) + "\n"

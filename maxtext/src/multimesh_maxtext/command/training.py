@@ -431,13 +431,16 @@ def _step(record: dict[str, float]) -> Step:
 
 
 def keep_before(metrics: Path, step: int) -> list[Step]:
-    """Cut the records of a step and all later ones off a metrics file; return the steps that remain."""
+    """Cut the records of a step and all later ones off a metrics file; return the steps that remain.
+
+    The evaluation after the step before it stays.
+    """
     end = position = 0
     if metrics.exists():
         for line in metrics.read_bytes().splitlines(keepends=True):
             position += len(line)
             record = _parse(line.decode("utf-8", "replace")) or {}
-            if "learning/loss" in record and record["step"] < step:
+            if record.keys() & {"learning/loss", "eval/total_loss"} and record["step"] < step:
                 end = position
         os.truncate(metrics, end)
     return Follower(metrics).poll()
