@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from multimesh.observe.collectives import collectives
 
 import multimesh as mm
 
@@ -132,3 +133,21 @@ def test_a_large_collective_that_nothing_hides_is_told_for_gpus():
     assert waits
     assert "all-reduce" in waits[0].text
     assert waits[0].nbytes > 10e6
+
+
+@pytest.mark.parametrize(
+    ("groups", "found"),
+    [
+        ("{{0,1},{2,3}}", ((0, 1), (2, 3))),
+        ("[2,2]<=[4]", ((0, 1), (2, 3))),
+        ("[2,2]<=[2,2]T(1,0)", ((0, 2), (1, 3))),
+        ("mesh['a'=2,'b'=2] {'a'}", ((0, 2), (1, 3))),
+        ("mesh['a'=1,'b'=2,'c'=2], device_ids=([2,2]T(1,0)) {'b'}", ((0, 1), (2, 3))),
+        ("mesh['a'=2,'b'=2], device_ids=([4]) {'b'}", ((0, 1), (2, 3))),
+    ],
+)
+def test_devices_of_a_collective_are_read_in_every_form(groups, found):
+    line = f"  ROOT %g = f32[8]{{0}} all-gather(%x), replica_groups={groups}, dimensions={{0}}"
+    text = f"ENTRY %main (x: f32[4]) -> f32[8] {{\n{line}\n}}"
+    (only,) = collectives(text)
+    assert only.groups == found

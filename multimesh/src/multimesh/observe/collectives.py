@@ -22,7 +22,7 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _ARRAY = re.compile(r"([a-z]+)(\d*)([a-z0-9]*)\[([\d,]*)\]")
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}")
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}")
 _PATH = re.compile(r'op_name="([^"]*)"')
 _SYNCHRONOUS = re.compile(r'"is_sync":true')
 
@@ -145,20 +145,23 @@ def _groups(text: str) -> tuple[tuple[int, ...], ...]:
     if listed := _LISTED.search(text):
         return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1]))
     if iota := _IOTA.search(text):
-        rows, columns = int(iota[1]), int(iota[2])
-        shape = tuple(map(int, iota[3].split(",")))
-        order = tuple(map(int, iota[4].split(","))) if iota[4] else tuple(range(len(shape)))
-        numbers = np.arange(rows * columns).reshape(shape).transpose(order).reshape(rows, columns)
-        return tuple(tuple(map(int, row)) for row in numbers)
+        return tuple(tuple(map(int, row)) for row in _iota(iota[3], iota[4]).reshape(int(iota[1]), int(iota[2])))
     if mesh := _MESH.search(text):
         sizes = {name.strip(" '"): int(size) for name, _, size in (part.partition("=") for part in mesh[1].split(","))}
-        among = [name.strip(" '") for name in mesh[2].split(",")]
+        among = [name.strip(" '") for name in mesh[4].split(",")]
         if set(among) <= set(sizes):
-            numbers = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+            shape = tuple(sizes.values())
+            numbers = _iota(mesh[2] or ",".join(map(str, shape)), mesh[3]).reshape(shape)
             places = [[*sizes].index(name) for name in among]
             moved = np.moveaxis(numbers, places, range(-len(places), 0))
             return tuple(tuple(map(int, row)) for row in moved.reshape(-1, math.prod(sizes[n] for n in among)))
     return ()
+
+
+def _iota(sizes: str, order: str | None) -> np.ndarray:
+    """Return numbers from 0 on in an array of these sizes, with its dimensions in another order: ``[2,4]T(1,0)``."""
+    numbers = np.arange(math.prod(map(int, sizes.split(",")))).reshape(tuple(map(int, sizes.split(","))))
+    return numbers.transpose(tuple(map(int, order.split(",")))) if order else numbers
 
 
 class _Lines:
