@@ -58,11 +58,11 @@ def memory_table(needs: Sequence[Need]) -> Table:
 def tabulate_stages(needs: Sequence[Need], stages: CompiledStages, limit: int | None) -> Table:
     """Return the memory of all stages as XLA compiled them, beside their forecast, and whether each fits."""
     result = Table(box=None, pad_edge=False)
-    for name in ("stage", "params", "optimizer", "batch", "gradients", "live", "workspace", "total", "forecast", "off"):
+    for name in ("stage", "gradients", "live", "workspace", "total", "forecast", "off"):
         result.add_column(name, justify="right")
     result.add_column("fits" if limit is not None else "")
     result.add_column("largest")
-    names = ("parameters", "optimizer", "batch", "gradients", "activations", "workspace", "total")
+    names = ("gradients", "activations", "workspace", "total")
     for stage, (forecast, need) in enumerate(zip(needs, stages.needs, strict=True)):
         largest = max(asdict(need).items(), key=lambda item: item[1])[0]
         result.add_row(
