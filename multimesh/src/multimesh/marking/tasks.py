@@ -151,10 +151,11 @@ def mark_function(fn: Callable[..., Any], placed: Placement) -> Callable[..., An
         if not is_partitioning():
             return note_task(mark, placed.name, call_under_mark(mark, run, args, kwargs))
         around, own = jax.sharding.get_abstract_mesh(), placed.types or placed.mesh
-        args, kwargs = jax.tree.map(lambda x: _compat.enter_mesh(x, own), (args, kwargs))
+        enter = functools.partial(_compat.enter_mesh, cut=placed.types is not None)
+        args, kwargs = jax.tree.map(lambda x: enter(x, own), (args, kwargs))
         with inside(placed) if _compat.is_typed(own) else contextlib.nullcontext():
             made = note_task(mark, placed.name, call_under_mark(mark, run, args, kwargs))
-        return jax.tree.map(lambda x: _compat.enter_mesh(x, around), made)
+        return jax.tree.map(lambda x: enter(x, around), made)
 
     with contextlib.suppress(AttributeError, TypeError):
         functools.update_wrapper(call, fn)

@@ -112,14 +112,18 @@ def _retype_to(x: Any, layout: NamedSharding) -> Any:
     return x if jax.typeof(x).sharding == layout else _retype_p.bind(x, layout=layout)
 
 
-def enter_mesh(x: Any, mesh: AnyMesh) -> Any:
-    """Return ``x`` itself, as a value on the mesh of a task: its type keeps what it can say there."""
+def enter_mesh(x: Any, mesh: AnyMesh, *, cut: bool = False) -> Any:
+    """Return ``x`` itself, as a value on the mesh of a task: its type keeps what it can say there.
+
+    If the task is a ``cut`` of a function that was traced on this mesh, a value inside of `jax.sharding.auto_axes` keeps
+    the Auto axes of its type.
+    """
     if not is_typed(mesh):
         return leave_mesh(x)
     if not isinstance(x, jax.Array):
         return x
     own, target = jax.typeof(x).sharding, mesh.abstract_mesh
-    if own.mesh == target:
+    if own.mesh == target or (cut and own.mesh.shape == target.shape and not own.mesh.empty):
         return x
     return _retype_to(x, NamedSharding(target, carry_spec(own.spec, x.shape, target)))
 

@@ -1,0 +1,157 @@
+"""Typed programs from seeds: layouts, submeshes, bodies, schedules and gradients that a pipeline may have.
+
+``typed_program(seed)`` draws one; ``check_typed(program)`` compares it with the same code under plain ``jax.jit`` on one
+mesh: values, and the layouts in the types of gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, auto_axes, reshard
+from jax.sharding import PartitionSpec as P
+from pipelines import assert_same
+from typed_models import ROWS, SIZE, batch, block, decoder, init, looped, on_tasks, owners, place, plain, typed_meshes
+
+import multimesh as mm
+
+SHAPES = ((2, 2), (4, 1), (1, 4), (2, 1), (1, 2), (1, 1))
+ROWS_SPEC = P("data", None)
+
+
+def _scan(w: Any, x: Any) -> Any:
+    return lax.scan(
+        lambda x, scale: (block(jax.tree.map(lambda a: scale * a, w), x), x.mean()), x, jnp.array([1.0, 0.5])
+    )[0]
+
+
+def _sharded(w: Any, x: Any) -> Any:
+    def local(up: Any, down: Any, x: Any) -> Any:
+        return x + lax.psum(jnp.sin(x @ up) @ down, "model")
+
+    specs = (P(None, "model"), P("model", None), ROWS_SPEC)
+    return jax.shard_map(local, in_specs=specs, out_specs=ROWS_SPEC)(w["up"], w["down"], x)
+
+
+def _auto(w: Any, x: Any) -> Any:
+    return auto_axes(lambda w, x: x + jnp.tanh(x @ w["up"]) @ w["down"], out_sharding=ROWS_SPEC)(w, x)
+
+
+def _gathered(w: Any, x: Any) -> Any:
+    """All-gathers weights before their products, as in FSDP."""
+    up, down = reshard(w["up"], P()), reshard(w["down"], P())
+    return x + jnp.tanh(x @ up) @ down
+
+
+BODIES: dict[str, Callable[[Any, Any], Any]] = {
+    "block": block,
+    "checkpoint": jax.checkpoint(block),
+    "scan": _scan,
+    "shard_map": _sharded,
+    "auto_axes": _auto,
+    "gathered": _gathered,
+    "cond": lambda w, x: lax.cond(x.sum() > 0, lambda x: block(w, x), lambda x: jnp.sin(x), x),
+}
+SCHEDULES = ("gpipe", "1f1b", "zb-h1", "wavefront", "eager-1f1b")
+GRADIENTS = ("none", "inside", "outside", "no loop")
+
+
+@dataclasses.dataclass(frozen=True)
+class TypedProgram:
+    """A decoder of four layers on two submeshes."""
+
+    seed: int
+    shapes: tuple[tuple[int, int], ...]
+    bodies: tuple[str, ...]  # of each layer
+    schedule: str
+    gradient: str
+    form: str
+    reduced: bool
+    ambient: int | None  # the submesh of an enclosing jax.set_mesh
+
+
+def typed_program(seed: int) -> TypedProgram:
+    """Draw a program."""
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+
+    def choose(options: Sequence[Any]) -> Any:
+        return options[int(rng.integers(len(options)))]
+
+    first = choose(SHAPES)
+    shapes = (first, first if rng.random() < 0.6 else choose(SHAPES))
+    form = choose(("task", "pipeline"))
+    bodies = [name for name in BODIES if name != "shard_map" or form == "task" or shapes[0] == shapes[1]]
+    return TypedProgram(
+        seed,
+        shapes,
+        tuple(choose(bodies) for _ in range(4)),
+        choose(SCHEDULES),
+        choose(GRADIENTS),
+        form,
+        bool(rng.random() < 0.3),
+        choose((None, None, 0, 1)),
+    )
+
+
+def check_typed(given: TypedProgram) -> None:
+    """Run a program both ways, and compare values and types."""
+    meshes = typed_meshes(given.shapes)
+    params, specs = init()
+    if given.reduced:
+        specs = specs | {"embed": P(reduced={"data"})}
+    rows = batch()
+    assert len(rows) == ROWS
+
+    def make(stage: Any, loop: Any, cut: Any = lambda loss: loss) -> Callable[..., Any]:
+        bodies = iter(given.bodies * 8)
+
+        def body(w: Any, x: Any) -> Any:
+            return BODIES[next(bodies)](w, x)
+
+        def loss(params: Any, tokens: Any) -> Any:
+            nonlocal bodies
+            bodies = iter(given.bodies)
+            return decoder(stage, body)(params, tokens)
+
+        run = cut(loss)
+        whole = lambda g, p: reshard(g, jax.typeof(p).sharding.spec.update(reduced=frozenset()))  # noqa: E731
+        if given.gradient == "none":
+            return loop(run)
+        if given.gradient == "outside":
+            grad = jax.value_and_grad(lambda p, t: loop(run)(p, t))
+        else:
+            grad = jax.value_and_grad(run) if given.gradient == "no loop" else loop(jax.value_and_grad(run))
+
+        def step(p: Any, t: Any) -> Any:
+            value, grads = grad(p, t)
+            return value, jax.tree.map(whole, grads, p)
+
+        return step
+
+    where = owners(params)
+    args = place(params, specs, where, meshes), jax.device_put(rows, NamedSharding(meshes[0], P("data")))
+    alone = place(params, specs, jax.tree.map(lambda _: 0, where), meshes), args[1]
+    loop = functools.partial(mm.microbatch, size=SIZE, argnum=1, reduce="mean", schedule=given.schedule)
+    if given.form == "task":
+        jitted = mm.jit(make(on_tasks(meshes), loop))
+    else:
+        jitted = mm.jit(make(plain, loop, lambda loss: mm.pipeline(loss, meshes)))
+    with jax.set_mesh(meshes[0]):
+        want = jax.jit(make(plain, looped))(*alone)
+    if given.ambient is None:
+        got = jitted(*args)
+    else:
+        with jax.set_mesh(meshes[given.ambient]):
+            got = jitted(*args)
+    assert_same(got, jax.device_get(want))
+    if meshes[0].abstract_mesh == meshes[1].abstract_mesh:
+        types = [jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tree) for tree in (got, want)]
+        assert types[0] == types[1]
