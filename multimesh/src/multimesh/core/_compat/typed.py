@@ -86,19 +86,21 @@ def _aval_with(aval: Any, layout: NamedSharding) -> Any:
 
 
 _retype_p = core.Primitive("multimesh_retype")
-_retype_p.def_abstract_eval(lambda x, *, layout: _aval_with(x, layout))
-mlir.register_lowering(_retype_p, lambda ctx, x, *, layout: [x])
+_retype_p.def_abstract_eval(lambda x, *, layout, own: _aval_with(x, layout))
+mlir.register_lowering(_retype_p, lambda ctx, x, *, layout, own: [x])
 
 
-def _transpose(cotangent: Any, x: Any, *, layout: NamedSharding) -> list[Any]:
-    wanted = x.aval.to_ct_aval() if hasattr(x.aval, "to_ct_aval") else x.aval
-    return [_retype_to(ad.instantiate_zeros(cotangent), wanted.sharding)]
+def _transpose(cotangent: Any, _: Any, *, layout: NamedSharding, own: NamedSharding) -> list[Any]:
+    """The cotangent of a ``reduced`` operand is unreduced, and the reverse."""
+    marks = {"reduced": getattr(own.spec, "unreduced", ()), "unreduced": getattr(own.spec, "reduced", ())}
+    given = {name: frozenset(axes) for name, axes in marks.items() if axes}
+    spec = PartitionSpec(*partitions(own.spec), **given)
+    return [_retype_to(ad.instantiate_zeros(cotangent), NamedSharding(own.mesh, spec))]
 
 
-def _batch(args: Sequence[Any], dims: Sequence[int], *, layout: NamedSharding) -> tuple[Any, int]:
+def _batch(args: Sequence[Any], dims: Sequence[int], *, layout: NamedSharding, own: NamedSharding) -> tuple[Any, int]:
     (x,), (d,) = args, dims
-    spec = jax.typeof(x).sharding.spec
-    rows = carry_spec(spec, x.shape, layout.mesh)
+    rows = carry_spec(jax.typeof(x).sharding.spec, x.shape, layout.mesh)
     entries = list(partitions(layout.spec))
     entries.insert(d, partitions(rows)[d] if not layout.mesh.empty else None)
     return _retype_to(x, NamedSharding(layout.mesh, layout.spec.update(partitions=entries))), d
@@ -109,14 +111,15 @@ batching.primitive_batchers[_retype_p] = _batch
 
 
 def _retype_to(x: Any, layout: NamedSharding) -> Any:
-    return x if jax.typeof(x).sharding == layout else _retype_p.bind(x, layout=layout)
+    own = jax.typeof(x).sharding
+    return x if own == layout else _retype_p.bind(x, layout=layout, own=own)
 
 
 def enter_mesh(x: Any, mesh: AnyMesh, *, cut: bool = False) -> Any:
     """Return ``x`` itself, as a value on the mesh of a task: its type keeps what it can say there.
 
-    If the task is a ``cut`` of a function that was traced on this mesh, a value inside of `jax.sharding.auto_axes` keeps
-    the Auto axes of its type.
+    If the task is a ``cut`` of a function that was traced on this mesh, a value inside of `jax.sharding.auto_axes`
+    keeps the Auto axes of its type.
     """
     if not is_typed(mesh):
         return leave_mesh(x)
