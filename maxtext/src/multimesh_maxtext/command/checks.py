@@ -75,7 +75,7 @@ _ABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "parameter_memory_host_offload": ((False,), "host memory is not placed"),
     "optimizer_memory_host_offload": ((False,), "host memory is not placed"),
     "shard_optimizer_over_data": ((False,), "--zero does that for stages"),
-    "shard_mode": (("auto",), "explicit shardings name one mesh"),
+    "shard_mode": (("auto",), "layouts in types were never tried with its layers"),
     "opt_type": (("adamw", "adam_pax", "sgd", "muon"), "its state was never placed"),
     "compile_xla_flags": (("",), "it is for one program"),
     "compiled_trainstep_file": (("",), "it holds one program"),
