@@ -31,10 +31,12 @@ def be_slow() -> None:
     usual, spin = compute.products, "import os\nwhile os.getppid() != 1: pass"
 
     def slow(bench: Any) -> Any:
-        for thread in map(int, os.listdir("/proc/self/task")):  # XLA's own compute
-            os.sched_setaffinity(thread, sorted(os.sched_getaffinity(0))[:1])
-            os.setpriority(os.PRIO_PROCESS, thread, 10)
         spinning = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(2)]
+        core = sorted(os.sched_getaffinity(0))[:1]
+        for number in (*(each.pid for each in spinning), *map(int, os.listdir("/proc/self/task"))):
+            os.sched_setaffinity(number, core)
+        for thread in map(int, os.listdir("/proc/self/task")):  # XLA's own compute
+            os.setpriority(os.PRIO_PROCESS, thread, 12)
         try:
             return usual(bench)
         finally:
