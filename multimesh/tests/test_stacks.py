@@ -317,6 +317,21 @@ def test_uneven_stages():
     assert held(got["layers"], MESHES[:2]) == [STATE // 2, STATE // 2]
 
 
+def test_rows_that_two_stages_share_make_no_stack():
+    """A tied weight, of which the first and the last task read the same row, stays on one submesh."""
+
+    def loss(w, batch):
+        first, last = (mm.task(lambda w, x: jnp.tanh(x + w[0]), mesh=mesh) for mesh in MESHES[::3])
+        return error(last(w, first(w, batch["x"])), batch)
+
+    w = WEIGHTS["kernel"][0]
+    got = mm.jit(jax.value_and_grad(loss))(w, BATCH)
+    assert_same(
+        got, jax.jit(jax.value_and_grad(lambda w, b: error(jnp.tanh(jnp.tanh(b["x"] + w[0]) + w[0]), b)))(w, BATCH)
+    )
+    assert got[1].devices() in [set(mesh.devices.flat) for mesh in MESHES]
+
+
 def test_a_stack_that_a_task_reads_whole_stays_whole():
     step = mm.jit(jax.value_and_grad(lambda p, b: by_hand("outside")(p, b) + jnp.float32(0)))
     whole = mm.jit(

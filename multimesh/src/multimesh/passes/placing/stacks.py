@@ -97,7 +97,7 @@ class _Finder:
             owners = owners or Owners(self._program, self._meshes, {})
             dim, reads = self._reads(v, owners)
             meshes = tuple(dict.fromkeys(mesh for *_, mesh in sorted(reads, key=lambda each: each[:2])))
-            if len(meshes) < 2:
+            if len(meshes) < 2 or not _each_has_own_rows(reads):
                 continue
             count = v.aval.shape[dim]
             if why := _obstacle(count, meshes):
@@ -177,6 +177,16 @@ def _rows_of(op: ir.Op) -> Iterator[tuple[ir.Value, int, int, int]]:
     spans = list(zip(op.params["start_indices"], op.params["limit_indices"], strict=True))
     cut = [d for d, span in enumerate(spans) if span != (0, shape[d])]
     yield (op.outs[0], cut[0], *spans[cut[0]]) if len(cut) == 1 else (op.outs[0], -1, 0, 0)
+
+
+def _each_has_own_rows(reads: _Reads) -> bool:
+    """Return whether each submesh reads a row that no other reads. Tied weights, of which two read one row, do not."""
+    readers: dict[int, set[Mesh]] = collections.defaultdict(set)
+    for low, high, mesh in reads:
+        for row in range(low, high):
+            readers[row].add(mesh)
+    own = {mesh for on in readers.values() if len(on) == 1 for mesh in on}
+    return own.issuperset(mesh for *_, mesh in reads)
 
 
 def _obstacle(count: int, meshes: Sequence[Mesh]) -> str:
