@@ -15,7 +15,7 @@ from multimesh_maxtext.command import cli, suggesting
 from multimesh_maxtext.command.checks import Job
 from multimesh_maxtext.command.model import describe_model
 from multimesh_maxtext.command.options import parse, read
-from multimesh_maxtext.command.sizes import configuration, precision, transformer
+from multimesh_maxtext.command.sizes import planner_configuration, precision, transformer
 from multimesh_maxtext.command.suggesting import Asked
 from multimesh_maxtext.command.values import DEVICES
 from multimesh_maxtext.errors import DoesNotFitError, UnsupportedError, UsageError
@@ -77,7 +77,7 @@ def test_data_parallel_devices_share_the_state_of_the_optimizer_in_a_pipeline(
     argv = (*JOB, "--no-confirm", "--json", "--dp", "2", "--fsdp", "1", "--tp", "4", "--microbatch-size", "1")
     pipeline = suggested(maxtext, capsys, *argv, "--pp", "2")
     assert "--zero 2" in pipeline["command"]
-    assert configuration(job(pipeline["command"].split()[1:])).sharded == "optimizer"
+    assert planner_configuration(job(pipeline["command"].split()[1:])).sharded == "optimizer"
     whole = suggested(maxtext, capsys, *argv, "--pp", "2", "--zero", "0")
     assert whole["command"].count("--zero") == 1
     bytes_of = [found["suggestions"][0]["bytes"] for found in (pipeline, whole)]
@@ -93,7 +93,7 @@ def test_parameters_may_be_gathered_once(
     found = suggested(maxtext, capsys, *argv)
     assert found["suggestions"][0]["how"]["gather_once"]
     assert "--gather-once" in found["command"]
-    assert configuration(job(found["command"].split()[1:])).gather_once
+    assert planner_configuration(job(found["command"].split()[1:])).gather_once
     fixed = suggested(maxtext, capsys, *argv, "--no-gather-once")
     assert not any(row["how"]["gather_once"] for row in fixed["suggestions"])
     assert found["suggestions"][0]["seconds"] < fixed["suggestions"][0]["seconds"]

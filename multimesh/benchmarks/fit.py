@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import rows
 from multimesh.hardware.devices import Device, Rates
-from multimesh.hardware.stacks import Stack, make_stack
+from multimesh.hardware.software import Stack, make_stack
 from multimesh.planner import layer, stage_layers, step
 
 Values = dict[str, float]

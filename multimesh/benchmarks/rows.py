@@ -11,7 +11,7 @@ from pathlib import Path
 
 from multimesh.errors import UsageError
 from multimesh.hardware.devices import Device, device
-from multimesh.hardware.stacks import Stack, stack
+from multimesh.hardware.software import Stack, stack
 from multimesh.planner import footprint, layer, models, stage_layers
 from multimesh.planner.configuration import RECOMPUTE, Configuration
 from multimesh.planner.transformer import Transformer

@@ -86,7 +86,7 @@ def main(fault: str, wanted: str, *flags: str) -> None:
     every = run.steps
     limit = 8.0 if fault in ("hang", "be_deaf") else 60.0
 
-    def steps(quick: bool) -> list[run.Step]:
+    def steps(quick: bool) -> list[run.Probe]:
         return [dataclasses.replace(s, limit=limit) for s in every(quick) if s.name in wanted.split(",")]
 
     run.steps = steps

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from multimesh.__main__ import main
-from multimesh.check import calibration, compute, files, machine, plans, rows, run, steps, transfers
-from multimesh.check.rows import Row
+from multimesh.check import compute, device_file, files, machine, run, steps, transfers, verdicts, workloads
+from multimesh.check.verdicts import Row
 from multimesh.hardware import devices, known_faults
 from multimesh.processes.initialize import Processes
 
@@ -169,18 +169,18 @@ def test_a_folder_that_is_not_shared_names_the_process():
 @pytest.mark.parametrize("far", [1.0, float("nan")])
 def test_a_pipeline_that_computes_something_else_fails(far):
     every = [{"gpipe": {"far": 1e-7, "seconds": 1}, "1f1b": {"far": far, "seconds": 1}, "zb-v": {"refused": "odd"}}]
-    (row,) = plans.judge_schedules(Grid(), every)
+    (row,) = workloads.judge_schedules(Grid(), every)
     assert (row.verdict, row.code) == ("FAILED", 14)
     every[0]["1f1b"]["far"] = 1e-7
-    assert plans.judge_schedules(Grid(), every)[0].verdict == "ok"
+    assert workloads.judge_schedules(Grid(), every)[0].verdict == "ok"
 
 
 def test_a_death_that_nobody_tells_in_time_fails():
     said = "multimesh: process 0 of 2 (n1, pid 1) ends because process 1 of 2 (n1, pid 2) was killed by SIGKILL\n"
     good = {"seconds": 0.5, "said": said, "code": 17}
-    assert plans.judge_kill(Grid(), [good, None])[0].verdict == "ok"
+    assert workloads.judge_kill(Grid(), [good, None])[0].verdict == "ok"
     for bad in ({"seconds": 60.0}, {"said": "Terminating process"}, {"code": -6}):
-        assert plans.judge_kill(Grid(), [good | bad])[0].code == 17
+        assert workloads.judge_kill(Grid(), [good | bad])[0].code == 17
 
 
 def bench(**more):
@@ -194,15 +194,15 @@ def test_a_step_that_hangs_says_what_it_was_doing_and_the_rest_is_left():
 
     told = []
     every = [
-        steps.Step("first", 60, lambda bench: 1, lambda bench, every: [Row("first", "ok", str(every))]),
-        steps.Step("second", 0.2, hang, lambda bench, every: [], "wait"),
-        steps.Step("third", 60, lambda bench: 1, lambda bench, every: []),
+        steps.Probe("first", 60, lambda bench: 1, lambda bench, every: [Row("first", "ok", str(every))]),
+        steps.Probe("second", 0.2, hang, lambda bench, every: [], "wait"),
+        steps.Probe("third", 60, lambda bench: 1, lambda bench, every: []),
     ]
     found, answers = steps.run_steps(every, bench(), told.append)
     assert [row.name for row in found] == ["first", "second"]
     assert not answers
     assert found[1].measured.endswith("did not end within 0 s: waiting for nobody")
-    assert (found[1].code, found[1].remedy, rows.exit_code(found)) == (17, "wait", 17)
+    assert (found[1].code, found[1].remedy, verdicts.exit_code(found)) == (17, "wait", 17)
     assert [len(new) for new in told] == [1, 1]
 
 
@@ -214,8 +214,8 @@ def test_an_error_is_a_row_and_the_next_step_knows():
         return "first" in bench.failed
 
     every = [
-        steps.Step("first", 60, wrong, lambda bench, every: []),
-        steps.Step("second", 60, ask, lambda bench, every: [Row("second", "ok", str(every[0]))]),
+        steps.Probe("first", 60, wrong, lambda bench, every: []),
+        steps.Probe("second", 60, ask, lambda bench, every: [Row("second", "ok", str(every[0]))]),
     ]
     found, answers = steps.run_steps(every, bench(), lambda new: None)
     assert answers
@@ -230,20 +230,20 @@ def test_every_step_has_a_limit_and_the_quick_ones_are_a_part():
 
 
 def test_the_table_has_remedies_below_their_rows():
-    found = [Row("a", "ok", "1", "2"), rows.make_failure("b", "wrong", "mend it", 4)]
-    assert rows.table(found).splitlines()[1:] == [
+    found = [Row("a", "ok", "1", "2"), verdicts.make_failure("b", "wrong", "mend it", 4)]
+    assert verdicts.table(found).splitlines()[1:] == [
         "a     ok      0.0      1 (2)",
         "b     FAILED  0.0      wrong",
         "                       -> mend it",
     ]
-    assert rows.from_json(rows.to_json(found)) == found
+    assert verdicts.from_json(verdicts.to_json(found)) == found
 
 
 def test_a_report_has_no_hosts_users_addresses_or_paths(monkeypatch):
-    monkeypatch.setattr(rows, "_user", lambda: "ada")
+    monkeypatch.setattr(verdicts, "_user", lambda: "ada")
     said = "process 1 of 2 (gpu-10, pid 7) and gpu-1 at 10.0.0.1:41275 in /tmp/ada/ck of ada; jax 0.12.0.1, 1/2 GB/s"
     want = "process 1 of 2 (host 1, pid 7) and host 0 at ADDRESS in PATH of USER; jax 0.12.0.1, 1/2 GB/s"
-    assert rows.without_names({"rows": [{"said": said, "code": 0}]}, ["gpu-1", "gpu-10"]) == {
+    assert verdicts.without_names({"rows": [{"said": said, "code": 0}]}, ["gpu-1", "gpu-10"]) == {
         "rows": [{"said": want, "code": 0}]
     }
 
@@ -257,7 +257,7 @@ def test_the_measured_device_serves_the_planner(tmp_path, capsys):
         Row("transfers by device_put", "ok", "", numbers={"latency": 1e-5, "network": 4e10}),
     ]
     file = tmp_path / "measured.toml"
-    file.write_text(calibration.device_table(found))
+    file.write_text(device_file.device_table(found))
     device = devices.device("measured", file)
     assert (device.bf16, device.link, device.network, device.domain) == (6e14, 3e11, 4e10, 8)
     words = ["suggest", "--model", "llama3-8b", "--device", "measured", "--devices-file", str(file), "--nodes", "2"]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from multimesh.hardware import kernels
 from multimesh.hardware.devices import device
-from multimesh.hardware.stacks import stack
+from multimesh.hardware.software import stack
 from pipelines import submeshes
 
 import multimesh as mm

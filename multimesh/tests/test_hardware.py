@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from multimesh.errors import UsageError
-from multimesh.hardware import kernels, stacks
+from multimesh.hardware import kernels, software
 from multimesh.hardware.devices import PRECISIONS, device, device_names
 
 
@@ -75,4 +75,4 @@ def test_a_group_within_a_domain_uses_the_link():
 
 def test_an_unknown_stack_is_named():
     with pytest.raises(UsageError, match="stack: there is no 'nemo'; known are modern, megatron-2026"):
-        stacks.stack("nemo")
+        software.stack("nemo")

@@ -157,7 +157,7 @@ def test_the_passes_of_a_lowered_function_end_in_its_plan():
     split = Split(submeshes(2, (2,)))
     lowered = mm.jit(gradient(MLP, split, size=2, rows=8)).lower(MLP.init(2), split.lay_out(MLP.batch(8, 0)))
     done = lowered.passes()
-    assert [p.name for p in done][:7] == ["inline", "fuse", "separate", "slices", "accumulate", "place", "route"]
+    assert [p.name for p in done][:7] == ["inline", "fuse", "separate", "slices", "accumulate", "stacks", "place"]
     assert done[-1].made.instructions == lowered.plan.instructions
     assert done[-1].made.over == lowered.plan.over != {}  # what delayed reductions leave: it was no other program
     assert all(str(p) for p in done)

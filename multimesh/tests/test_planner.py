@@ -15,7 +15,7 @@ import loso
 import pytest
 from multimesh.errors import UsageError
 from multimesh.hardware.devices import device
-from multimesh.hardware.stacks import stack
+from multimesh.hardware.software import stack
 from multimesh.planner import bands, calibration, loop, models
 from multimesh.planner.configuration import Configuration
 from multimesh.planner.products import Times

@@ -12,7 +12,7 @@ import pytest
 from multimesh.__main__ import main
 from multimesh.errors import DoesNotFitError, UsageError
 from multimesh.hardware.devices import device
-from multimesh.hardware.stacks import stack
+from multimesh.hardware.software import stack
 from multimesh.planner import footprint, models, picture
 from multimesh.planner.bill import RESTART, Terms
 from multimesh.planner.configuration import RECOMPUTE, Configuration

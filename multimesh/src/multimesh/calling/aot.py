@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from multimesh.calling.arguments import abstract
 from multimesh.core import _compat, checks
+from multimesh.core.row_blocks import Blocks, gather, numbers, split_stacks
 from multimesh.core.specs import strip
-from multimesh.core.stacks import Stack, gather, numbers, split_stacks
 from multimesh.errors import UsageError
 from multimesh.marking.tracing import pause_gc
 from multimesh.observe import collectives, custom_calls, inspection
@@ -148,11 +148,11 @@ class Lowered:
         return "\n\n".join(parts)
 
 
-def _name_blocks(name: str, stack: Stack) -> tuple[str, ...]:
+def _name_blocks(name: str, stack: Blocks) -> tuple[str, ...]:
     return tuple(f"{name}[{', '.join([':'] * stack.dim + [f'{a}:{b}'])}]" for a, b in stack.bounds)
 
 
-def _layout_of(layouts: Sequence[NamedSharding | None], stack: Stack) -> NamedSharding:
+def _layout_of(layouts: Sequence[NamedSharding | None], stack: Blocks) -> NamedSharding:
     """Return the layout of an array, from those of its blocks."""
     first = next((layout for layout in layouts if layout is not None), None)
     return stack.sharding(PartitionSpec()) if first is None else stack.sharding(strip(first.spec), first.memory_kind)
@@ -240,7 +240,7 @@ class Compiled:
                 moved[position] = NamedSharding(layout.mesh, kept, memory_kind=layout.memory_kind)
         return moved
 
-    def _apart(self, positions: range, stack: Stack) -> Iterator[tuple[int, NamedSharding]]:
+    def _apart(self, positions: range, stack: Blocks) -> Iterator[tuple[int, NamedSharding]]:
         """Yield the blocks of a result that are not on their submesh, or not laid out as the first."""
         found = [
             self.plan.layouts[v] if kind == "slot" else None

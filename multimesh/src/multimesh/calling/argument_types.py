@@ -10,8 +10,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from multimesh.core import _compat
+from multimesh.core.row_blocks import layout_of_block
 from multimesh.core.specs import strip
-from multimesh.core.stacks import layout_of_block
 from multimesh.errors import UsageError
 
 

@@ -16,7 +16,7 @@ from jax.tree_util import SequenceKey
 from multimesh.calling.argument_types import Types
 from multimesh.core import _compat, checks
 from multimesh.core.prefixes import spread
-from multimesh.core.stacks import is_stacked, layout_of_block, spec_of_blocks
+from multimesh.core.row_blocks import is_stacked, layout_of_block, spec_of_blocks
 from multimesh.errors import UsageError
 
 

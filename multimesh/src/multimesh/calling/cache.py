@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from multimesh.calling.arguments import Signature
 from multimesh.calling.transforms import Call
 from multimesh.core import _compat
-from multimesh.core.stacks import spec_of_blocks
+from multimesh.core.row_blocks import spec_of_blocks
 from multimesh.ir.primitives import is_small
 from multimesh.passes.placing.owners import Owners
 from multimesh.passes.reading.inline import inline

@@ -35,8 +35,8 @@ from multimesh.calling.cache import Cache, Recent, Trace, matching, traits
 from multimesh.calling.remarks import Remarks, check_devices
 from multimesh.calling.transforms import Call
 from multimesh.core import _compat, checks
+from multimesh.core.row_blocks import numbers
 from multimesh.core.specs import strip
-from multimesh.core.stacks import numbers
 from multimesh.core.weak_cache import keep_with, weak
 from multimesh.errors import MultiMeshError, UsageError
 from multimesh.ir.program import has_tasks

@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec
 
 from multimesh import ir
 from multimesh.core import _compat
+from multimesh.core.row_blocks import numbers, repeat, split_stacks
 from multimesh.core.specs import axis_names, check_fits
-from multimesh.core.stacks import numbers, repeat, split_stacks
 from multimesh.core.submesh import describe
 from multimesh.core.text import amount
 from multimesh.errors import UsageError

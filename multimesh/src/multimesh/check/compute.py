@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from multimesh.check import rows
-from multimesh.check.rows import ABSENT, NOTE, OK, Row
 from multimesh.check.steps import Bench
+from multimesh.check.verdicts import ABSENT, NOTE, OK, Row, make_failure
 from multimesh.errors import MissingPartError
 from multimesh.hardware import devices as known
 from multimesh.processes.initialize import name_process
@@ -89,9 +88,7 @@ def judge_products(bench: Bench, every: Sequence[Sequence[dict[str, float]]]) ->
     numbers = {"product": least, "copy": copies}
     if least < (SLOW if bench.accelerated else SLOW_CPU) * usual:
         remedy = "a pipeline is as slow as its slowest device: see the rows of GPUs, what else runs there, its cooling"
-        return [
-            rows.make_failure("products", text, remedy, MissingPartError.exit_code, expected=wanted, numbers=numbers)
-        ]
+        return [make_failure("products", text, remedy, MissingPartError.exit_code, expected=wanted, numbers=numbers)]
     low = table is not None and usual < BELOW * table.matmul_rate("bf16")
     remedy = "clocks, power limits (nvidia-smi -q -d PERFORMANCE), or others on the same GPUs" if low else ""
     return [Row("products", NOTE if low else OK, text, wanted, remedy, numbers=numbers)]

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from multimesh.check import rows
-from multimesh.check.rows import OK, Row
 from multimesh.check.steps import Bench
+from multimesh.check.verdicts import OK, Row, make_failure
 from multimesh.errors import UsageError
 from multimesh.processes import agree
 from multimesh.processes.initialize import name_process
@@ -86,5 +85,5 @@ def judge_files(bench: Bench, every: Sequence[dict[str, Any]]) -> list[Row]:
     for rank, each in sorted(enumerate(every), key=lambda pair: pair[0] == 0):  # process 0 sees only that one is odd
         if each["fault"]:
             text = f"{where} of {name_process(rank)}: {each['fault']}"
-            return [rows.make_failure("shared folder", text, remedy, UsageError.exit_code)]
+            return [make_failure("shared folder", text, remedy, UsageError.exit_code)]
     return [Row("shared folder", OK, f"{where}: all see each other's files, locks and renames")]

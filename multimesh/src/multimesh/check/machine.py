@@ -19,9 +19,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from multimesh.check import rows
-from multimesh.check.rows import NOTE, OK, Row
 from multimesh.check.steps import Bench
+from multimesh.check.verdicts import NOTE, OK, Row, make_failure
 from multimesh.errors import MissingPartError, UsageError
 from multimesh.hardware import known_faults
 from multimesh.processes.initialize import name_process
@@ -88,11 +87,11 @@ def judge_versions(bench: Bench, every: Sequence[Mapping[str, str]]) -> list[Row
             if mine != theirs:
                 ours = f"{name_process(0)} has {mine or 'nothing'!r}"
                 text = f"{name}: {ours}, {name_process(rank)} has {theirs or 'nothing'!r}"
-                return [rows.make_failure("versions", text, "start all processes from one image or folder", 2)]
+                return [make_failure("versions", text, "start all processes from one image or folder", 2)]
     if bad := known_faults.find_bad_versions(first) + known_faults.find_overrides(
         {"XLA_FLAGS": first.get("XLA_FLAGS", "")}
     ):
-        return [rows.make_failure("versions", bad[0].partition(": ")[0], bad[0].partition(": ")[2], 4)]
+        return [make_failure("versions", bad[0].partition(": ")[0], bad[0].partition(": ")[2], 4)]
     shown = ", ".join(f"{name} {first[name]}" for name in ("jax", "jaxlib", "NCCL", "CUDA", "driver") if name in first)
     return [Row("versions", OK, shown, "the same in all processes")]
 
@@ -146,9 +145,7 @@ def judge_devices(bench: Bench, every: Sequence[Mapping[str, Any]]) -> list[Row]
     for rank, each in enumerate(every):
         if tuple(each["kinds"]) != usual:
             text = f"{name_process(rank)} sees {_count_kinds(each['kinds'])}, most see {_count_kinds(usual)}"
-            return [
-                rows.make_failure(name, text, "give each process as many devices of one kind", UsageError.exit_code)
-            ]
+            return [make_failure(name, text, "give each process as many devices of one kind", UsageError.exit_code)]
     free = [bytes_ for each in every for bytes_ in each["free"]]
     text = f"{len(every)} x {_count_kinds(usual)}; a grid of {bench.stages} stages x {bench.per_stage}"
     numbers = {"devices": float(sum(len(each["kinds"]) for each in every))}
@@ -203,11 +200,9 @@ def judge_gpus(every: Sequence[Mapping[str, Any]]) -> list[Row]:
         for gpu in each["gpus"]:
             seen = True
             for wrong, remedy in _ills(gpu, usual):
-                found.append(
-                    rows.make_failure("GPUs", f"GPU {gpu['index']} of {name_process(rank)}: {wrong}", remedy, 4)
-                )
+                found.append(make_failure("GPUs", f"GPU {gpu['index']} of {name_process(rank)}: {wrong}", remedy, 4))
         found += [
-            rows.make_failure(
+            make_failure(
                 "GPUs", f"{link} of {name_process(rank)} is down", "drain the node; dcgmi diag -r 3 says more", 4
             )
             for link in each["links"]

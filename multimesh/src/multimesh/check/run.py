@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import NoReturn
 
 import multimesh as mm
-from multimesh.check import compute, files, machine, plans, rows, transfers
-from multimesh.check.calibration import device_table
-from multimesh.check.rows import OK, Row
-from multimesh.check.steps import Bench, Step, run_steps
+from multimesh.check import compute, files, machine, transfers, verdicts, workloads
+from multimesh.check.device_file import device_table
+from multimesh.check.steps import Bench, Probe, run_steps
+from multimesh.check.verdicts import OK, Row, make_failure
 from multimesh.errors import UsageError
 from multimesh.marking.contexts import TRANSPORTS
 from multimesh.processes import initialize
@@ -24,35 +24,41 @@ MEET = 60.0
 _TUNING = "XLA_FLAGS=--xla_gpu_shard_autotuning=false: XLA waits for all processes to compile the same program"
 
 
-def steps(quick: bool) -> list[Step]:
+def steps(quick: bool) -> list[Probe]:
     """Return the steps in their order. A step that hangs ends the check, so the simple ones come first."""
     slow = 1.0 if quick else 3.0
     found = [
-        Step(
+        Probe(
             "devices",
             60,
             machine.devices,
             machine.judge_devices,
             "see the output of each process, CUDA_VISIBLE_DEVICES",
         ),
-        Step("versions", 30, machine.versions, machine.judge_versions),
-        Step("shared folder", 30, files.try_files, files.judge_files, "the folder's server does not answer"),
-        Step("products", 60 * slow, compute.products, compute.judge_products, "a device does not answer: nvidia-smi"),
-        Step("collectives in stages", 60 * slow, compute.collectives, compute.judge_collectives, "NCCL_DEBUG=INFO"),
-        Step("a program of its own on each stage", 60 * slow, compute.programs, compute.judge_programs, _TUNING),
+        Probe("versions", 30, machine.versions, machine.judge_versions),
+        Probe("shared folder", 30, files.try_files, files.judge_files, "the folder's server does not answer"),
+        Probe("products", 60 * slow, compute.products, compute.judge_products, "a device does not answer: nvidia-smi"),
+        Probe("collectives in stages", 60 * slow, compute.collectives, compute.judge_collectives, "NCCL_DEBUG=INFO"),
+        Probe("a program of its own on each stage", 60 * slow, compute.programs, compute.judge_programs, _TUNING),
     ]
     for by in TRANSPORTS:
         remedy = transfers.advise(by)
         measure, judge = transfers.alone(by), transfers.judge_alone(by)
-        found.append(Step(f"transfers by {by}", 60 * slow, measure, judge, remedy, remedy))
+        found.append(Probe(f"transfers by {by}", 60 * slow, measure, judge, remedy, remedy))
         measure, judge = transfers.under_load(by), transfers.judge_under_load(by)
-        found.append(Step(f"{by} beside kernels and sums", 60 * slow, measure, judge, remedy, remedy))
-    found.append(Step("plans", 120 * slow, plans.schedules, plans.judge_schedules, _TUNING))
+        found.append(Probe(f"{by} beside kernels and sums", 60 * slow, measure, judge, remedy, remedy))
+    found.append(Probe("plans", 120 * slow, workloads.schedules, workloads.judge_schedules, _TUNING))
     if not quick:
         found.append(
-            Step("checkpoint", 60, plans.checkpoint, plans.judge_checkpoint, "the folder's server does not answer")
+            Probe(
+                "checkpoint",
+                60,
+                workloads.checkpoint,
+                workloads.judge_checkpoint,
+                "the folder's server does not answer",
+            )
         )
-        found.append(Step("a process that is killed", 90, plans.kill_one, plans.judge_kill))
+        found.append(Probe("a process that is killed", 90, workloads.kill_one, workloads.judge_kill))
     return found
 
 
@@ -67,7 +73,7 @@ def run(options: argparse.Namespace) -> NoReturn:
     bench = Bench(job, options.stages or 0, options.per_stage or 0, options.quick, options.folder.absolute())
     initialize.tell_at_loss(teller.lost)
     found, answers = run_steps(steps(options.quick), bench, teller.tell)
-    code = rows.exit_code(found)
+    code = verdicts.exit_code(found)
     teller.finish(code)
     if not answers:
         initialize.end_others("a step of the check did not end", code)
@@ -82,7 +88,7 @@ def _meet(options: argparse.Namespace, every: list[Row]) -> initialize.Processes
     except UsageError as error:
         if not getattr(error, "told", False):  # else process 0 says so
             remedy = "start all processes alike, and see the output of each"
-            row = rows.make_failure("meeting", str(error), remedy, error.exit_code, seconds=time.monotonic() - begun)
+            row = make_failure("meeting", str(error), remedy, error.exit_code, seconds=time.monotonic() - begun)
             teller = _Teller(options, 0, [], every)
             teller.tell([row])
             teller.finish(error.exit_code)
@@ -112,7 +118,7 @@ class _Teller:
 
     def lost(self, text: str, code: int) -> None:
         """Tell what was found until another process was lost."""
-        row = rows.make_failure("all processes live", text, "see the output of that process, and of its machine", code)
+        row = make_failure("all processes live", text, "see the output of that process, and of its machine", code)
         self._rows.append(row)
         self.finish(code)
 
@@ -120,14 +126,16 @@ class _Teller:
         """Print the table or the JSON, and write the files."""
         if self._rank:
             return
-        data = {"rows": rows.to_json(self._rows), "exit_code": code}
-        print(json.dumps(data) if self._options.json else f"\n{rows.table(self._rows)}\n", flush=True)
+        data = {"rows": verdicts.to_json(self._rows), "exit_code": code}
+        print(json.dumps(data) if self._options.json else f"\n{verdicts.table(self._rows)}\n", flush=True)
         if not self._options.json:
             good = "ok: these processes can run pipelines"
-            bad = next((row for row in self._rows if row.verdict == rows.FAILED), None)
+            bad = next((row for row in self._rows if row.verdict == verdicts.FAILED), None)
             print(good if bad is None else f"FAILED: {bad.name}: {bad.measured}", flush=True)
         if self._options.report:
-            _write("--report", self._options.report, json.dumps(rows.without_names(data, self._hosts), indent=1) + "\n")
+            _write(
+                "--report", self._options.report, json.dumps(verdicts.without_names(data, self._hosts), indent=1) + "\n"
+            )
         if self._options.calibrate and code == 0:
             _write("--calibrate", self._options.calibrate, device_table(self._rows))
         elif self._options.calibrate:

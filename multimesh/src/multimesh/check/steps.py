@@ -12,8 +12,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from multimesh.check import rows
-from multimesh.check.rows import Row
+from multimesh.check import verdicts
+from multimesh.check.verdicts import Row, make_failure
 from multimesh.errors import LostProcessError, MultiMeshError
 from multimesh.processes import agree
 from multimesh.processes.initialize import Processes, name_process
@@ -57,7 +57,7 @@ class Bench:
 
 
 @dataclass(frozen=True)
-class Step:
+class Probe:
     """One thing to try.
 
     Attributes
@@ -82,7 +82,7 @@ class Step:
     if_wrong: str = ""
 
 
-def run_steps(steps: Sequence[Step], bench: Bench, tell: Callable[[Sequence[Row]], None]) -> tuple[list[Row], bool]:
+def run_steps(steps: Sequence[Probe], bench: Bench, tell: Callable[[Sequence[Row]], None]) -> tuple[list[Row], bool]:
     """Run the steps in all processes; ``tell`` gets the rows of each as soon as all know them.
 
     Returns the rows, the same in all processes; and whether all processes answer still. Otherwise the rest was left.
@@ -91,34 +91,32 @@ def run_steps(steps: Sequence[Step], bench: Bench, tell: Callable[[Sequence[Row]
     for step in steps:
         new, answers = _run(step, bench)
         found += new
-        bench.failed |= {row.name for row in new if row.verdict == rows.FAILED}
+        bench.failed |= {row.name for row in new if row.verdict == verdicts.FAILED}
         tell(new)
         if not answers:
             return found, False
     return found, True
 
 
-def _run(step: Step, bench: Bench) -> tuple[list[Row], bool]:
+def _run(step: Probe, bench: Bench) -> tuple[list[Row], bool]:
     begun = time.monotonic()
     mine = _within_limit(step, bench)
 
     def decide(every: Sequence[bytes]) -> bytes:
         said = [json.loads(each) for each in every]
         new = _judge(step, bench, said, time.monotonic() - begun)
-        return json.dumps([rows.to_json(new), all("late" not in each for each in said)]).encode()
+        return json.dumps([verdicts.to_json(new), all("late" not in each for each in said)]).encode()
 
     try:
         said = agree.decide_together(f"check: {step.name}", json.dumps(mine).encode(), decide, step.limit + LATE)
     except LostProcessError as error:
         text = str(error).partition("; do all")[0]
-        return [
-            rows.make_failure(step.name, text, step.remedy, error.exit_code, seconds=time.monotonic() - begun)
-        ], False
+        return [make_failure(step.name, text, step.remedy, error.exit_code, seconds=time.monotonic() - begun)], False
     new, answers = json.loads(said)
-    return rows.from_json(new), answers
+    return verdicts.from_json(new), answers
 
 
-def _within_limit(step: Step, bench: Bench) -> dict[str, Any]:
+def _within_limit(step: Probe, bench: Bench) -> dict[str, Any]:
     """Measure in a thread of its own, because a wait in C++ code cannot be interrupted."""
     found: dict[str, Any] = {}
 
@@ -138,7 +136,7 @@ def _within_limit(step: Step, bench: Bench) -> dict[str, Any]:
     return {"late": bench.doing} if thread.is_alive() else found
 
 
-def _judge(step: Step, bench: Bench, said: Sequence[dict[str, Any]], seconds: float) -> list[Row]:
+def _judge(step: Probe, bench: Bench, said: Sequence[dict[str, Any]], seconds: float) -> list[Row]:
     late = {rank: each["late"] for rank, each in enumerate(said) if "late" in each}
     wrong = {rank: each for rank, each in enumerate(said) if "error" in each}
     new = []
@@ -146,13 +144,13 @@ def _judge(step: Step, bench: Bench, said: Sequence[dict[str, Any]], seconds: fl
         rank, first = next(iter(wrong.items()))
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         new.append(
-            rows.make_failure(step.name, f"{name_process(rank)}{more}: {first['error']}", step.if_wrong, first["code"])
+            make_failure(step.name, f"{name_process(rank)}{more}: {first['error']}", step.if_wrong, first["code"])
         )
     if late:
         rank, doing = next(iter(late.items()))
         more = f" (and {len(late) - 1} more)" if len(late) > 1 else ""
         text = f"{name_process(rank)}{more} did not end within {step.limit:.0f} s: {doing}"
-        new.append(rows.make_failure(step.name, text, step.remedy, LostProcessError.exit_code))
+        new.append(make_failure(step.name, text, step.remedy, LostProcessError.exit_code))
     if not new:
         new = step.judge(bench, [each["value"] for each in said])
     return [Row(**{**vars(row), "seconds": seconds}) for row in new]

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from multimesh.check.compute import look_up_rate, make_sum
-from multimesh.check.rows import ABSENT, NOTE, OK, Row
 from multimesh.check.steps import Bench
+from multimesh.check.verdicts import ABSENT, NOTE, OK, Row
 from multimesh.core import _compat
 from multimesh.errors import MultiMeshError
 from multimesh.processes import agree

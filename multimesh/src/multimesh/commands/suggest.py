@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from multimesh.errors import UsageError
-from multimesh.hardware import devices, stacks
+from multimesh.hardware import devices
 from multimesh.hardware.devices import Device
-from multimesh.hardware.stacks import Stack
+from multimesh.hardware.software import Stack, stack
 from multimesh.planner import bands, bill, calibration, models, page
 from multimesh.planner.bands import UNKNOWN, MeasuredStep
 from multimesh.planner.best_first import Option
@@ -130,7 +130,7 @@ def run_search(options: argparse.Namespace) -> dict[str, Any]:
 
 def _one(options: argparse.Namespace, name: str, terms: Terms | None, progress: Progress | None) -> Answer:
     """Search for one device."""
-    on, software = devices.device(name, options.devices_file), stacks.stack(options.software)
+    on, software = devices.device(name, options.devices_file), stack(options.software)
     if options.network is not None:
         on = dataclasses.replace(on, network=options.network)
     job = training(options, on, software)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from multimesh import schedules
 from multimesh.commands import values
-from multimesh.hardware import devices, stacks
+from multimesh.hardware import devices, software
 from multimesh.hardware.devices import PRECISIONS
 from multimesh.planner import models
 from multimesh.planner.configuration import RECOMPUTE, SHARDED
@@ -86,9 +86,9 @@ def _cluster(cluster: argparse._ArgumentGroup) -> None:
     )
     cluster.add_argument(
         "--software",
-        choices=stacks.stack_names(),
+        choices=software.stack_names(),
         default="modern",
-        help="what runs it: " + "; ".join(f"{name}: {stacks.stack(name).about}" for name in stacks.stack_names()),
+        help="what runs it: " + "; ".join(f"{name}: {software.stack(name).about}" for name in software.stack_names()),
     )
     cluster.add_argument(
         "--calibrate",

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from jax.sharding import Mesh, PartitionSpec
 
 from multimesh.core import _compat
-from multimesh.core.stacks import Stacks
+from multimesh.core.row_blocks import Stacks
 from multimesh.core.submesh import Placement
 
 _numbers = itertools.count()

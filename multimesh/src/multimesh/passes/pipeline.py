@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from multimesh import ir
 from multimesh.core import _compat
-from multimesh.core.stacks import Stacks, numbers, repeat, split_stacks
+from multimesh.core.row_blocks import Stacks, numbers, repeat, split_stacks
 from multimesh.core.submesh import same_or_apart
 from multimesh.marking.contexts import Options
 from multimesh.passes import verifying

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh import ir
+from multimesh.core.row_blocks import Stacks
 from multimesh.core.specs import axes_of, carry_over, entry
-from multimesh.core.stacks import Stacks
 from multimesh.schedules import Cell, Choice
 from multimesh.schedules.costs import map_covers
 from multimesh.schedules.stage_cuts import Cuts

@@ -10,7 +10,7 @@ from multimesh.core import checks
 from multimesh.errors import UsageError
 from multimesh.hardware.devices import Device, device
 from multimesh.hardware.kernels import send
-from multimesh.hardware.stacks import stack
+from multimesh.hardware.software import stack
 from multimesh.ir.flops import count_flops
 from multimesh.ir.seconds import estimate_kernel as of_device
 from multimesh.plan.instructions import PlanData, Run, Send

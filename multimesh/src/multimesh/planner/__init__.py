@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from multimesh.hardware.devices import Device, device
 from multimesh.hardware.devices import device_names as devices
-from multimesh.hardware.stacks import Stack, stack
+from multimesh.hardware.software import Stack, stack
 from multimesh.hardware.targets import names as targets
 from multimesh.planner.bands import UNKNOWN, band
 from multimesh.planner.best_first import Option

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from multimesh.hardware import kernels
-from multimesh.hardware.stacks import Stack
+from multimesh.hardware.software import Stack
 from multimesh.planner import traffic
 from multimesh.planner.configuration import Configuration
 from multimesh.planner.transformer import Transformer

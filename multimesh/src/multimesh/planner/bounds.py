@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from multimesh import schedules
-from multimesh.hardware.stacks import Stack
+from multimesh.hardware.software import Stack
 from multimesh.planner import footprint, layer, loop, stage_layers, step
 from multimesh.planner.best_first import Bounded, Option
 from multimesh.planner.configuration import Configuration

@@ -12,7 +12,7 @@ from typing import Any
 
 from multimesh.errors import UsageError
 from multimesh.hardware.devices import Device
-from multimesh.hardware.stacks import Stack
+from multimesh.hardware.software import Stack
 from multimesh.planner import bands, models
 from multimesh.planner.configuration import Configuration
 from multimesh.planner.step import forecast

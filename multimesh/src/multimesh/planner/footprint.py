@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from multimesh import schedules
-from multimesh.hardware.stacks import Stack
+from multimesh.hardware.software import Stack
 from multimesh.planner import activations, loop, stage_layers, traffic
 from multimesh.planner.configuration import Configuration
 from multimesh.planner.transformer import Transformer

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from multimesh.hardware import kernels
 from multimesh.hardware.devices import Device
-from multimesh.hardware.stacks import Stack
+from multimesh.hardware.software import Stack
 from multimesh.planner import activations, products, traffic
 from multimesh.planner.configuration import Configuration
 from multimesh.planner.products import Times

@@ -14,7 +14,7 @@ from multimesh.core.text import amount
 from multimesh.errors import DoesNotFitError, UsageError
 from multimesh.hardware import kernels
 from multimesh.hardware.devices import Device, device
-from multimesh.hardware.stacks import stack
+from multimesh.hardware.software import stack
 from multimesh.planner import loop, lost
 from multimesh.planner.bands import UNKNOWN
 from multimesh.planner.best_first import Bounded, Option, Search

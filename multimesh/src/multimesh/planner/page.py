@@ -8,7 +8,7 @@ from importlib import resources
 
 from multimesh import schedules
 from multimesh.hardware.devices import Device
-from multimesh.hardware.stacks import Stack
+from multimesh.hardware.software import Stack
 from multimesh.planner import layer, picture, stage_layers
 from multimesh.planner.best_first import Option
 from multimesh.planner.bill import OVERHEAD, Bill, Terms

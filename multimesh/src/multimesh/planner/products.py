@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from multimesh.hardware import kernels
 from multimesh.hardware.devices import Device
-from multimesh.hardware.stacks import Stack
+from multimesh.hardware.software import Stack
 from multimesh.planner.configuration import Configuration
 from multimesh.planner.transformer import Transformer
 

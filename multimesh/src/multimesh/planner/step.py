@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from multimesh.hardware import kernels
 from multimesh.hardware.devices import Device, device
-from multimesh.hardware.stacks import Stack, stack
+from multimesh.hardware.software import Stack, stack
 from multimesh.planner import footprint, layer, loop, stage_layers, traffic
 from multimesh.planner.configuration import Configuration
 from multimesh.planner.transformer import Transformer

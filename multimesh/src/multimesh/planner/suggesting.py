@@ -11,7 +11,7 @@ from multimesh.core.text import amount
 from multimesh.errors import DoesNotFitError, UsageError
 from multimesh.hardware import devices as known
 from multimesh.hardware.devices import Device
-from multimesh.hardware.stacks import Stack, stack
+from multimesh.hardware.software import Stack, stack
 from multimesh.planner import lost
 from multimesh.planner.best_first import Option, Search, Told, Where
 from multimesh.planner.bounds import Transformers

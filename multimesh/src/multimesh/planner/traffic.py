@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from multimesh.hardware import kernels
 from multimesh.hardware.devices import Device
-from multimesh.hardware.stacks import Stack
+from multimesh.hardware.software import Stack
 from multimesh.planner.configuration import Configuration
 from multimesh.planner.products import Times
 from multimesh.planner.transformer import Transformer

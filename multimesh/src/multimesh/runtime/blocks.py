@@ -9,10 +9,10 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from multimesh.core.stacks import Stack, spec_of_blocks
+from multimesh.core.row_blocks import Blocks, spec_of_blocks
 
 
-def split(x: Any, stack: Stack, spec: PartitionSpec, move: Callable[[Any, NamedSharding], Any]) -> list[Any]:
+def split(x: Any, stack: Blocks, spec: PartitionSpec, move: Callable[[Any, NamedSharding], Any]) -> list[Any]:
     """Return the blocks of an array. One that lies elsewhere is moved first, to blocks with ``spec``."""
     sharding, target = getattr(x, "sharding", None), stack.sharding(spec)
     if isinstance(sharding, NamedSharding) and sharding.mesh == stack.mesh and stack.has(sharding.spec):
@@ -32,7 +32,7 @@ def split(x: Any, stack: Stack, spec: PartitionSpec, move: Callable[[Any, NamedS
     ]
 
 
-def join(blocks: Sequence[Any], stack: Stack) -> jax.Array:
+def join(blocks: Sequence[Any], stack: Blocks) -> jax.Array:
     """Return the array of blocks, which have one spec, each on its submesh."""
     first = blocks[0]
     shape = (*first.shape[: stack.dim], stack.rows * len(blocks), *first.shape[stack.dim + 1 :])

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh.core import _compat
-from multimesh.core.stacks import gather, numbers
+from multimesh.core.row_blocks import gather, numbers
 from multimesh.core.submesh import describe
 from multimesh.errors import UsageError
 from multimesh.runtime import blocks

@@ -26,7 +26,7 @@ from jax.extend.core import primitives
 from multimesh import ir
 from multimesh.core import _compat
 from multimesh.core.grouping import group
-from multimesh.core.stacks import Stack
+from multimesh.core.row_blocks import Blocks
 from multimesh.ir import graph
 from multimesh.ir.primitives import elementwise, is_small, links, reorders
 from multimesh.ir.program import all_ops
@@ -52,7 +52,7 @@ class Pieces(NamedTuple):
 
     dim: int
     parts: tuple[ir.Value, ...]
-    stack: Stack | None = None
+    stack: Blocks | None = None
 
     @property
     def cuts(self) -> tuple[int, ...]:
@@ -85,8 +85,8 @@ def in_pieces(program: ir.Program, mixed: Collection[ir.Value]) -> tuple[ir.Prog
 
 
 def cut_arguments(
-    program: ir.Program, given: Mapping[ir.Value, Pieces], mixed: Mapping[ir.Value, Stack]
-) -> tuple[list[ir.Item], list[ir.Atom | Pieces], dict[ir.Value, Stack]]:
+    program: ir.Program, given: Mapping[ir.Value, Pieces], mixed: Mapping[ir.Value, Blocks]
+) -> tuple[list[ir.Item], list[ir.Atom | Pieces], dict[ir.Value, Blocks]]:
     """Rewrite the users of arguments that are ``given`` in pieces, and of concatenations like stacks, piece by piece.
 
     Return the new items, the results, of which some are in pieces, and whole values that were cut like a stack.
@@ -120,10 +120,10 @@ class _Cutter:
     """A rewrite of operations in order. It knows which values are in pieces, and their new names."""
 
     def __init__(
-        self, chosen: Mapping[ir.Value, Stack | None], given: Mapping[ir.Value, Pieces] = MappingProxyType({})
+        self, chosen: Mapping[ir.Value, Blocks | None], given: Mapping[ir.Value, Pieces] = MappingProxyType({})
     ):
         self.joined: set[ir.Value] = set()
-        self.like: dict[ir.Value, Stack] = {}  # whole values that are cut as a stack is
+        self.like: dict[ir.Value, Blocks] = {}  # whole values that are cut as a stack is
         self._chosen, self._given = chosen, given
         self._of_scalars: set[ir.Value] = set()  # may be made anywhere
         self._pieces: dict[ir.Value, Pieces] = dict(given)

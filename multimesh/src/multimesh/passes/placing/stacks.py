@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from multimesh import ir
 from multimesh.core import _compat
 from multimesh.core.grouping import group
-from multimesh.core.stacks import Stack, Stacks, numbers, split_stacks
+from multimesh.core.row_blocks import Blocks, Stacks, numbers, split_stacks
 from multimesh.ir import graph
 from multimesh.ir.primitives import elementwise, is_small
 from multimesh.ir.program import all_ops
@@ -82,11 +82,11 @@ class _Finder:
         self._maker = graph.makers(item for item in program.items if isinstance(item, ir.Op))
         self._by_row = {v for loop in program.loops for v in loop.slices.values()}
         self._by_row.update(v for loop in program.loops for v in ir.values(c.init for c in loop.carries.values()))
-        self.cells: dict[Stack, tuple[tuple[int, int, Mesh], ...]] = {}  # rows of each stack, and who reads them
+        self.cells: dict[Blocks, tuple[tuple[int, int, Mesh], ...]] = {}  # rows of each stack, and who reads them
 
-    def stacks(self) -> tuple[dict[int, Stack], dict[int, str]]:
+    def stacks(self) -> tuple[dict[int, Blocks], dict[int, str]]:
         """Return the arguments that tasks of several submeshes read in slices, and why some can't be stacks."""
-        found: dict[int, Stack] = {}
+        found: dict[int, Blocks] = {}
         remarks: dict[int, str] = {}
         if len(self._meshes) < 2:
             return found, remarks
@@ -103,7 +103,7 @@ class _Finder:
             if why := _obstacle(count, meshes):
                 remarks[n] = why
                 continue
-            stack = Stack(dim, count // len(meshes), meshes)
+            stack = Blocks(dim, count // len(meshes), meshes)
             found[n] = stack
             self.cells.setdefault(stack, tuple(_cells(stack, reads)))
             sent = sum(high - low for (low, high, mesh) in self.cells[stack] if mesh != _home(stack, low))
@@ -115,9 +115,9 @@ class _Finder:
                 )
         return found, remarks
 
-    def of_same_shape(self, met: Mapping[ir.Value, Stack], known: Mapping[int, Stack]) -> dict[int, Stack]:
+    def of_same_shape(self, met: Mapping[ir.Value, Blocks], known: Mapping[int, Blocks]) -> dict[int, Blocks]:
         """Return the arguments that elementwise operations make values of, which met blocks of a stack."""
-        found: dict[int, Stack] = {}
+        found: dict[int, Blocks] = {}
         for value, stack in met.items():
             left = [value]
             while left:
@@ -201,11 +201,11 @@ def _obstacle(count: int, meshes: Sequence[Mesh]) -> str:
     return ""
 
 
-def _home(stack: Stack, row: int) -> Mesh:
+def _home(stack: Blocks, row: int) -> Mesh:
     return stack.meshes[row // stack.rows]
 
 
-def _cells(stack: Stack, reads: _Reads) -> Iterator[tuple[int, int, Mesh]]:
+def _cells(stack: Blocks, reads: _Reads) -> Iterator[tuple[int, int, Mesh]]:
     """Yield the runs of rows that lie in one block and that the same submeshes read, with the first of these."""
     ends = sorted(
         {end for low, high, _ in reads for end in (low, high)} | {end for span in stack.bounds for end in span}
@@ -231,17 +231,17 @@ class _Maker:
     def __init__(
         self,
         program: ir.Program,
-        stacks: Mapping[int, Stack],
-        cells: Mapping[Stack, Sequence[tuple[int, int, Mesh]]],
+        stacks: Mapping[int, Blocks],
+        cells: Mapping[Blocks, Sequence[tuple[int, int, Mesh]]],
     ):
         self._program, self._stacks, self._cells = program, stacks, cells
-        self.met: dict[ir.Value, Stack] = {}  # whole values that were cut
+        self.met: dict[ir.Value, Blocks] = {}  # whole values that were cut
         self._pinned: dict[ir.Value, Mesh] = {}
         self._on = _map_tasks(program)
 
     def program(self, alike: Mapping[int, int]) -> ir.Program:
         """Return the program, and note the whole values that were cut."""
-        like: dict[ir.Value, Stack] = {}
+        like: dict[ir.Value, Blocks] = {}
         program, _ = join_tiles(self._program, functools.partial(self._cuts, like))
         blocks: dict[int, tuple[ir.Value, ...]] = {}
         given: dict[ir.Value, Pieces] = {}
@@ -265,7 +265,7 @@ class _Maker:
             pinned=self._pinned,
         )
 
-    def _runs(self, stack: Stack) -> Sequence[tuple[int, int, Mesh]]:
+    def _runs(self, stack: Blocks) -> Sequence[tuple[int, int, Mesh]]:
         even = ((*span, mesh) for span, mesh in zip(stack.bounds, stack.meshes, strict=True))
         return self._cells.get(stack) or tuple(even)
 
@@ -273,7 +273,7 @@ class _Maker:
         return self._program.inputs.index(value)
 
     def _cuts(
-        self, like: dict[ir.Value, Stack], value: ir.Value, dim: int, parts: Sequence[ir.Value]
+        self, like: dict[ir.Value, Blocks], value: ir.Value, dim: int, parts: Sequence[ir.Value]
     ) -> list[int] | None:
         """Return where to cut a sum of padded rows: as a stack of its shape, best one on the submeshes of these."""
         inputs = self._program.inputs
@@ -284,7 +284,7 @@ class _Maker:
         like[value] = max(same, key=lambda stack: len(made_on.intersection(stack.meshes)))
         return [0, *(high for _, high, _ in self._runs(like[value]))]
 
-    def _rows(self, blocks: Sequence[ir.Value], stack: Stack, head: list[ir.Op]) -> Iterator[ir.Value]:
+    def _rows(self, blocks: Sequence[ir.Value], stack: Blocks, head: list[ir.Op]) -> Iterator[ir.Value]:
         """Yield the values that tasks read of blocks. Rows that go to another submesh are taken where they are."""
         for low, high, mesh in self._runs(stack):
             n = low // stack.rows
@@ -301,10 +301,10 @@ class _Maker:
 
     def _outputs(
         self, results: Sequence[ir.Atom | Pieces], alike: Mapping[int, int], items: list[ir.Item]
-    ) -> tuple[list[list[ir.Atom]], dict[int, Stack]]:
+    ) -> tuple[list[list[ir.Atom]], dict[int, Blocks]]:
         """Return what stands for each result, and the results that are stacks. Adds operations to ``items``."""
         outputs: list[list[ir.Atom]] = []
-        stacks: dict[int, Stack] = {}
+        stacks: dict[int, Blocks] = {}
         for n, (result, old) in enumerate(zip(results, self._program.outputs, strict=True)):
             argument = alike.get(n)
             stack = self._stacks.get(argument) if argument is not None else None
@@ -326,7 +326,7 @@ class _Maker:
         items += join(_like(old), result.parts, result.dim, found)
         return found[0]
 
-    def _blocks(self, result: ir.Atom | Pieces, old: ir.Atom, stack: Stack, items: list[ir.Item]) -> Iterator[ir.Atom]:
+    def _blocks(self, result: ir.Atom | Pieces, old: ir.Atom, stack: Blocks, items: list[ir.Item]) -> Iterator[ir.Atom]:
         """Yield the blocks of a result."""
         if not isinstance(result, Pieces) or result.dim != stack.dim:
             result = Pieces(stack.dim, (self._whole(result, old, items),))

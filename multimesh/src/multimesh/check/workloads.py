@@ -18,9 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import multimesh as mm
 from multimesh import launch
-from multimesh.check import rows
-from multimesh.check.rows import ABSENT, OK, Row
 from multimesh.check.steps import Bench
+from multimesh.check.verdicts import ABSENT, OK, Row, make_failure
 from multimesh.errors import DisagreementError, LostProcessError, UsageError
 from multimesh.processes import agree
 
@@ -104,7 +103,7 @@ def judge_schedules(bench: Bench, every: Sequence[Any]) -> list[Row]:
     text = f"{which}: loss and gradients differ from one program by at most {far[worst]:.1e}, in {worst}"
     if not far[worst] <= TOLERANCE:
         remedy = "report it with --report; the products or transfers of a device may be wrong"
-        return [rows.make_failure(name, text, remedy, DisagreementError.exit_code)]
+        return [make_failure(name, text, remedy, DisagreementError.exit_code)]
     return [Row(name, OK, f"{text}; {took:.1f} s the slowest", f"at most {TOLERANCE:.0e}")]
 
 
@@ -184,5 +183,5 @@ def judge_kill(bench: Bench, every: Sequence[Any]) -> list[Row]:
     )
     if not told or found["code"] != LostProcessError.exit_code or found["seconds"] > SOON:
         text = f"after {found['seconds']:.1f} s, with code {found['code']}: {found['said'].strip()[-200:]!r}"
-        return [rows.make_failure(name, text, "report it with --report", LostProcessError.exit_code)]
+        return [make_failure(name, text, "report it with --report", LostProcessError.exit_code)]
     return [Row(name, OK, f"named after {found['seconds']:.1f} s: {told[1]}", f"{SOON:.0f} s")]

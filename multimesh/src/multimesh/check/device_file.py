@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from multimesh.check.rows import Row
+from multimesh.check.verdicts import Row
 from multimesh.hardware import measured
 
 _HEAD = """\

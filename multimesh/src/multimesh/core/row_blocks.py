@@ -18,7 +18,7 @@ _FIRST: dict[Mesh, Mesh] = {}  # meshes of stacks, to the first submesh
 
 
 @dataclass(frozen=True)
-class Stack:
+class Blocks:
     """Blocks of ``rows`` rows along ``dim``, one on each of some submeshes of the same axes, in order.
 
     To the caller it is one array over the devices of all of them: the first axis of `mesh` has the submeshes.
@@ -47,9 +47,9 @@ class Stack:
         """Return whether a spec on `mesh` puts each block on its submesh."""
         return len(spec) > self.dim and self.mesh.axis_names[0] in axes_of(spec[self.dim])[:1]
 
-    def along(self, dim: int, size: int) -> Stack:
+    def along(self, dim: int, size: int) -> Blocks:
         """Return the stack of the same blocks in an array that has ``size`` rows along another dimension."""
-        return Stack(dim, size // len(self.meshes), self.meshes)
+        return Blocks(dim, size // len(self.meshes), self.meshes)
 
     def cut(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of a block of an array."""
@@ -67,7 +67,7 @@ def _join_meshes(meshes: tuple[Mesh, ...]) -> Mesh:
 
 
 @functools.cache
-def _sharding(stack: Stack, spec: PartitionSpec, memory: str | None) -> NamedSharding:
+def _sharding(stack: Blocks, spec: PartitionSpec, memory: str | None) -> NamedSharding:
     entries = [*spec, *(None for _ in range(stack.dim + 1 - len(spec)))]
     entries[stack.dim] = entry((stack.mesh.axis_names[0], *axes_of(entries[stack.dim])))
     return NamedSharding(stack.mesh, PartitionSpec(*entries), memory_kind=memory)
@@ -107,25 +107,25 @@ class Stacks:
     whose rows are sent in each call, with the reason.
     """
 
-    arguments: Mapping[int, Stack] = field(default_factory=dict)
-    results: Mapping[int, Stack] = field(default_factory=dict)
+    arguments: Mapping[int, Blocks] = field(default_factory=dict)
+    results: Mapping[int, Blocks] = field(default_factory=dict)
     remarks: Mapping[int, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.arguments or self.results)
 
 
-def split_stacks(leaves: Iterable[T], stacks: Mapping[int, Stack], cut: Callable[[T, Stack], Iterable[T]]) -> list[T]:
+def split_stacks(leaves: Iterable[T], stacks: Mapping[int, Blocks], cut: Callable[[T, Blocks], Iterable[T]]) -> list[T]:
     """Return leaves with the blocks of each stack in its place; ``cut`` makes these."""
     return [part for n, leaf in enumerate(leaves) for part in (cut(leaf, stacks[n]) if n in stacks else (leaf,))]
 
 
-def repeat(leaf: T, stack: Stack) -> tuple[T, ...]:
+def repeat(leaf: T, stack: Blocks) -> tuple[T, ...]:
     """Return the leaf once for each block."""
     return (leaf,) * len(stack.meshes)
 
 
-def numbers(count: int, stacks: Mapping[int, Stack]) -> list[range]:
+def numbers(count: int, stacks: Mapping[int, Blocks]) -> list[range]:
     """Return the numbers of the leaves that stand for each of ``count`` leaves when all stacks are in blocks."""
     found: list[range] = []
     start = 0
@@ -136,7 +136,7 @@ def numbers(count: int, stacks: Mapping[int, Stack]) -> list[range]:
 
 
 def gather(
-    leaves: Sequence[T], count: int, stacks: Mapping[int, Stack], join: Callable[[Sequence[T], Stack], T]
+    leaves: Sequence[T], count: int, stacks: Mapping[int, Blocks], join: Callable[[Sequence[T], Blocks], T]
 ) -> Iterator[T]:
     """Yield ``count`` leaves, stacks as ``join`` makes them of their blocks; the inverse of `split_stacks`."""
     for n, at in enumerate(numbers(count, stacks)):
