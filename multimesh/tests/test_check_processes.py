@@ -78,7 +78,7 @@ def test_processes_that_are_well_pass_every_row(tmp_path, count, flags):
     assert {row["verdict"] for row in found["rows"]} <= {"ok", "-"}, found
     names = [row["name"] for row in found["rows"]]
     assert names[:5] == ["meeting", "devices", "versions", "shared folder", "products"]
-    measured = mm.planner.devices.device("measured", tmp_path / "measured.toml")
+    measured = mm.planner.device("measured", tmp_path / "measured.toml")
     assert measured.bf16 == pytest.approx(found["rows"][4]["numbers"]["product"], rel=1e-3)
     report = (tmp_path / "report.json").read_text()
     assert str(tmp_path) not in report

@@ -89,7 +89,7 @@ def typed_program(seed: int) -> TypedProgram:
     shapes = (first, first if rng.random() < 0.6 else choose(SHAPES))
     form = choose(("task", "pipeline"))
     alike = shapes[0] == shapes[1]  # on meshes of other sizes JAX does not transpose a shard_map
-    whole = form == "task" or np.prod(shapes[0]) == np.prod(shapes[1])  # else bodies of scans keep one mesh
+    whole = form == "task" or alike  # else bodies of scans keep the mesh that shapes have in common
     bodies = [n for n in BODIES if (n != "shard_map" or alike) and (n not in ("scan", "cond") or whole)]
     reduced = bool(rng.random() < 0.2)  # JAX does not divide terms: the mean over microbatches is ours alone
     return TypedProgram(

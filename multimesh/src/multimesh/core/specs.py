@@ -84,6 +84,8 @@ def find(what: str, x: Any, mesh: AnyMesh | None, spec: P | None) -> tuple[AnyMe
 
     It is an error if neither is given or carried, or if the given ones do not fit the array.
     """
+    if spec is not None and not isinstance(spec, P):
+        raise UsageError(f"{what}: spec must be a PartitionSpec, got {spec!r}")
     known = sharding_of(x)
     if spec is None and known is not None and (mesh is None or set(mesh.axis_names) >= set(axis_names(known.spec))):
         spec = known.spec
@@ -95,8 +97,6 @@ def find(what: str, x: Any, mesh: AnyMesh | None, spec: P | None) -> tuple[AnyMe
             f"{what}: found no sharding of the array of shape {x.shape}. Shard it with jax.device_put(x, "
             "NamedSharding(mesh, spec)), or pass mesh= and spec=; under jax.jit an array only carries its Explicit axes"
         )
-    if not isinstance(spec, P):
-        raise UsageError(f"{what}: spec must be a PartitionSpec, got {spec!r}")
     if len(spec) > x.ndim:
         raise UsageError(f"{what}: {spec} has {len(spec)} entries, and the array only {x.ndim} dimensions")
     entries = [axes_of(e) for e in spec] + [()] * (x.ndim - len(spec))
