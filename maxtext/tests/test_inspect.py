@@ -117,7 +117,7 @@ def test_stages_are_compiled_for_gpus_that_are_not_there(run: Run, tmp_path: Pat
     done = run(*job, "--json")
     assert done.code == 0, done.stderr
     found = done.json
-    assert found["compilation"]["kernels"] > found["compilation"]["compiled"] > 0
+    assert found["compilation"]["kernels"] >= found["compilation"]["compiled"] > 0  # no two of these stages are alike
     assert any("cudnn" in name for calls in found["calls"] for name in calls)
     for need, compiled in zip(found["forecast"], found["compiled"], strict=True):
         same = ("parameters", "optimizer", "batch")
