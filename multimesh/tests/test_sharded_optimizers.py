@@ -1,7 +1,6 @@
 """State of an optimizer that is laid out over data parallelism, where its parameters are not (ZeRO)."""
 
 import collections
-import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -129,13 +128,7 @@ def test_parallelize_says_it_by_a_constraint():
     assert_same((both, value), (want, expected))
 
 
-needs_plugin = pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda12_plugin") is None or importlib.util.find_spec("nvidia") is None,
-    reason="requirements/compile-gpu.txt is not installed",
-)
-
-
-@needs_plugin
+@pytest.mark.compile_gpu
 @pytest.mark.parametrize("name", ["adamw", "clipped adamw"])
 def test_a_stage_scatters_gradients_once_and_gathers_parameters_once(name):
     """As XLA compiles it for H100; CPUs have no reduce-scatter."""
