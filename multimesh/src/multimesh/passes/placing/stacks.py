@@ -14,7 +14,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import jax
@@ -181,12 +181,15 @@ def _rows_of(op: ir.Op) -> Iterator[tuple[ir.Value, int, int, int]]:
 
 def _each_has_own_rows(reads: _Reads) -> bool:
     """Return whether each submesh reads a row that no other reads. Tied weights, of which two read one row, do not."""
-    readers: dict[int, set[Mesh]] = collections.defaultdict(set)
-    for low, high, mesh in reads:
-        for row in range(low, high):
-            readers[row].add(mesh)
-    own = {mesh for on in readers.values() if len(on) == 1 for mesh in on}
+    own = {on[0] for *_, on in _spans(reads) if len(set(on)) == 1}
     return own.issuperset(mesh for *_, mesh in reads)
+
+
+def _spans(reads: _Reads, ends: Iterable[int] = ()) -> Iterator[tuple[int, int, list[Mesh]]]:
+    """Yield the runs of rows between the ends of reads, and ``ends``, with the submeshes that read all of each."""
+    cuts = sorted({*ends, *(end for low, high, _ in reads for end in (low, high))})
+    for low, high in itertools.pairwise(cuts):
+        yield low, high, [mesh for first, end, mesh in reads if first <= low and high <= end]
 
 
 def _obstacle(count: int, meshes: Sequence[Mesh]) -> str:
@@ -207,13 +210,9 @@ def _home(stack: Blocks, row: int) -> Mesh:
 
 def _cells(stack: Blocks, reads: _Reads) -> Iterator[tuple[int, int, Mesh]]:
     """Yield the runs of rows that lie in one block and that the same submeshes read, with the first of these."""
-    ends = sorted(
-        {end for low, high, _ in reads for end in (low, high)} | {end for span in stack.bounds for end in span}
-    )
     last: tuple[int, int, Mesh] | None = None
-    for low, high in itertools.pairwise(ends):
+    for low, high, on in _spans(reads, itertools.chain.from_iterable(stack.bounds)):
         home = _home(stack, low)
-        on = [mesh for first, end, mesh in reads if first <= low and high <= end]
         mesh = home if home in on or not on else on[0]
         if last is not None and last[2] == mesh and low % stack.rows:
             last = (last[0], high, mesh)
