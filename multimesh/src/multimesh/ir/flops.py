@@ -24,6 +24,14 @@ def count_program(jaxpr: Any) -> float:
     return sum(operations(e.primitive.name, e.params, e.invars, e.outvars) for e in jaxpr.eqns)
 
 
+def product_sizes(params: dict[str, Any], ins: Sequence[Any]) -> tuple[int, float, int, float]:
+    """Return the sizes of a ``dot_general``: ``batch`` products of ``[m, k]`` and ``[k, n]``, as (batch, m, k, n)."""
+    (contracted, _), (batched, _) = params["dimension_numbers"]
+    left, right = ir.shape(ins[0]), ir.shape(ins[1])
+    batch, k = (math.prod(left[d] for d in dims) for dims in (batched, contracted))
+    return batch, math.prod(left) / max(1, batch * k), k, math.prod(right) / max(1, batch * k)
+
+
 def operations(name: str, params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> float:
     """Return the number of floating-point operations of a primitive. ``ins`` and ``outs`` have an ``aval``."""
     size = float(sum(math.prod(ir.shape(o)) for o in outs))

@@ -17,6 +17,7 @@ from multimesh.core import _compat
 from multimesh.hardware import kernels
 from multimesh.hardware.devices import Device
 from multimesh.ir import primitives
+from multimesh.ir.flops import product_sizes
 
 _WIDE, _WIDEST = 2.0, 16.0  # times the seconds of bfloat16: float32 as TF32, float64 in half of NVIDIA's data sheets
 
@@ -88,10 +89,7 @@ def _seconds(lines: Sequence[Costed], outs: Sequence[Any], device: Device, devic
 def _alone(line: Costed, device: Device, devices: int, start: float) -> float:
     """Return the seconds of an operation that is not fused with others."""
     if line.prim.name == "dot_general":
-        (contracted, _), (batched, _) = line.params["dimension_numbers"]
-        left, right = ir.shape(line.ins[0]), ir.shape(line.ins[1])
-        batch, k = math.prod(left[d] for d in batched), math.prod(left[d] for d in contracted)
-        m, n = math.prod(left) / max(1, batch * k), math.prod(right) / max(1, batch * k)
+        batch, m, k, n = product_sizes(line.params, line.ins)
         return batch * _scale(line.ins[0]) * kernels.matmul(device, m, k, n) / devices + start
     if line.prim.name == "conv_general_dilated":
         kernel, out = ir.shape(line.ins[1]), math.prod(ir.shape(line.outs[0]))

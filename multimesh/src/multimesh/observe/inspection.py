@@ -145,6 +145,19 @@ class _Kernel:
     def find(self, rule: str, nbytes: int, line: str, text: str) -> Finding:
         return Finding(rule, self.number, nbytes, line, f"{self.kernel.name!r}: {text}")
 
+    def find_moving(self, rule: str, collective: Collective, text: str) -> Finding:
+        """Return a finding about a collective."""
+        return self.find(rule, self.bytes_of(collective), self.line(collective), text)
+
+    def bytes_of(self, collective: Collective) -> int:
+        """Return the bytes of a collective in a call, which runs the kernel several times."""
+        return collective.nbytes * collective.times * self.times
+
+    @property
+    def in_loop(self) -> Sequence[Collective]:
+        """Collectives that run for each microbatch."""
+        return self.collectives if self.times > 1 else ()
+
 
 def _shard(shape: tuple[int, ...], layout: NamedSharding, without: set[str]) -> tuple[int, ...]:
     """Return the shape of a shard where some axes divide nothing."""
@@ -155,12 +168,11 @@ def _shard(shape: tuple[int, ...], layout: NamedSharding, without: set[str]) -> 
 
 def _find_gathered_weights(of: _Kernel) -> Iterator[Finding]:
     """Yield parameters that each microbatch gathers along an axis that divides no rows: no FSDP means that."""
-    for each in of.collectives if of.times > 1 else ():
+    for each in of.in_loop:
         axes = of.gathered(each)
         if axes and not axes & of.data_axes:
-            size = each.nbytes * each.times * of.times
-            yield of.find(
-                "gathered-weights", size, of.line(each),
+            yield of.find_moving(
+                "gathered-weights", each,
                 f"gathers a parameter along {_names(axes)} for each microbatch: {_cost(each, of)}; "
                 "constrain operand or result so that features, not tokens, are divided along that axis",
             )  # fmt: skip
@@ -169,13 +181,12 @@ def _find_gathered_weights(of: _Kernel) -> Iterator[Finding]:
 def _find_per_microbatch(of: _Kernel) -> Iterator[Finding]:
     """Yield collectives over axes of the data in the loop, apart from those of parameters divided over them."""
     sharded = {axis for _, layout in of.weights for part in layout.spec for axis in axes_of(part)} & of.data_axes
-    for each in of.collectives if of.times > 1 else ():
+    for each in of.in_loop:
         axes = set(each.axes(of.mesh)) & of.data_axes
         if not axes or of.gathered(each) or (sharded & axes and each.kind in ("reduce-scatter", "all-reduce")):
             continue
-        size = each.nbytes * each.times * of.times
-        yield of.find(
-            "per-microbatch", size, of.line(each),
+        yield of.find_moving(
+            "per-microbatch", each,
             f"runs {_cost(each, of)} along {_names(axes)}, over which rows are divided, for each microbatch; "
             "sum on each device and reduce after the loop, or keep rows divided",
         )  # fmt: skip
@@ -198,9 +209,8 @@ def _find_synchronous(of: _Kernel) -> Iterator[Finding]:
         return
     for each in of.collectives:
         if not each.asynchronous and each.nbytes > _WAITS:
-            size = each.nbytes * each.times * of.times
-            yield of.find(
-                "synchronous", size, of.line(each),
+            yield of.find_moving(
+                "synchronous", each,
                 f"waits for {_cost(each, of)} along {_names(each.axes(of.mesh))}: XLA found nothing to run beside it; "
                 "smaller microbatches or fewer devices along the axis make it shorter, and of two independent "
                 "halves each hides the other's",
@@ -227,16 +237,15 @@ def _find_all_to_alls(of: _Kernel) -> Iterator[Finding]:
     """Yield all-to-alls that no operation of the user is: the partitioner changes a layout."""
     for each in of.collectives:
         if each.kind == "all-to-all" and "all_to_all" not in each.operation and "ragged" not in each.operation:
-            size = each.nbytes * each.times * of.times
-            yield of.find(
-                "all-to-all", size, of.line(each),
+            yield of.find_moving(
+                "all-to-all", each,
                 f"changes a layout along {_names(each.axes(of.mesh))} by {_cost(each, of)}; a "
                 "with_sharding_constraint of the operand that has the layout of the result saves it",
             )  # fmt: skip
 
 
 def _cost(collective: Collective, of: _Kernel) -> str:
-    return f"{collective} ({amount(collective.nbytes * collective.times * of.times, 'bytes')} a call)"
+    return f"{collective} ({amount(of.bytes_of(collective), 'bytes')} a call)"
 
 
 def _names(axes: Iterable[str]) -> str:

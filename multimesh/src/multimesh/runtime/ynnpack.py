@@ -7,7 +7,6 @@ many small matrices, those of attention, costs it about 5 microseconds more for 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 
 from multimesh import ir
 from multimesh.core import _compat
+from multimesh.ir.flops import product_sizes
 
 OPTION = "xla_cpu_experimental_ynn_fusion_type"
 """Kinds of operations that YNNPACK gets, by name; none where it is empty."""
@@ -31,10 +31,8 @@ def loses(ops: Sequence[ir.Op], devices: int) -> bool:
 def _seconds(name: str, params: dict[str, Any], ins: Sequence[Any], devices: int) -> float:
     """Return the seconds that YNNPACK saves in an operation; devices share the batch, or else the matrix."""
     if name == "dot_general" and ins[0].aval.dtype == ins[1].aval.dtype == jnp.float32:
-        (contracted, _), (batched, _) = params["dimension_numbers"]
-        left, right = ir.shape(ins[0]), ir.shape(ins[1])
-        batch, k = (math.prod(left[d] for d in dims) for dims in (batched, contracted))
-        each = 2.0 * math.prod(left) * math.prod(right) / max(1, batch * batch * k)
+        batch, m, k, n = product_sizes(params, ins)
+        each = 2.0 * m * k * n
         matrices, each = (batch / devices, each) if batch >= devices else (batch, each / devices)
         if each >= _LARGE:
             return matrices * each * _SAVED
