@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tooling.environment import find_python
 from tooling.image import reference
 
 FOLDER = Path(__file__).resolve().parents[2] / ".github" / "workflows"
@@ -120,3 +123,14 @@ def test_every_owner_of_github_has_an_image(owner: str, registry: str, tmp_path:
     name = f"{registry}/{owner.lower()}/multimesh-jax"
     assert (tmp_path / "output").read_text() == f"image={name}\n"
     assert str(reference.make(name, None, "1")) == f"{name}:1", "build.py takes it"
+
+
+def test_the_script_of_ci_finds_a_python_of_a_version() -> None:
+    """The code stands in a shell script, where neither mypy nor a test of its module sees a name that has moved."""
+    root = FOLDER.parents[1]
+    [code] = re.findall(r"<<'END'[^\n]*\n(.*?)\nEND\n", (root / ".ci" / "run").read_text(encoding="utf-8"), re.DOTALL)
+    for version, status in ((find_python.in_dots(sys.version_info[:2]), 0), ("2.7", 1)):
+        done = subprocess.run(
+            [sys.executable, "-", version], cwd=root, input=code, capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, bool(done.stdout.strip())) == (status, not status), done.stderr
