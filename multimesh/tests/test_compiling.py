@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable
@@ -11,6 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from models import MLP, TRANSFORMER, Model
 from multimesh.core._compat import executables
 from multimesh.runtime import ynnpack
@@ -186,3 +190,50 @@ def test_small_matrices_of_a_batch_weigh_against_large_products(rows, width, hea
     (call,) = jax.make_jaxpr(jax.jit(f))(jnp.ones((rows, width)), jnp.ones((width, width))).eqns
     op = ir.Op(call.primitive, call.params, tuple(call.invars), tuple(call.outvars))
     assert ynnpack.loses([op], devices) == loses
+
+
+def scaled_by(halve: Callable[..., Any]) -> Any:
+    """Return a function that says by itself how it is partitioned, as cuDNN's attention does."""
+
+    def partition(factor: float, mesh: Any, given: Any, result: Any) -> Any:
+        shardings = tuple(x.sharding for x in given)
+        return mesh, lambda x: halve(x) * factor, result.sharding, shardings
+
+    @functools.partial(custom_partitioning, static_argnums=(1,))
+    def scale(x: jax.Array, factor: float) -> jax.Array:
+        return halve(x) * factor
+
+    scale.def_partition(
+        partition=partition,
+        infer_sharding_from_operands=lambda factor, mesh, given, result: given[0].sharding,
+        sharding_rule="i j -> i j",
+    )
+    return scale
+
+
+@pytest.mark.parametrize(
+    ("factors", "functions", "compiled"),
+    [((2.0, 2.0), (0, 0), 1), ((2.0, 3.0), (0, 0), 2), ((2.0, 2.0), (0, 1), 2)],
+    ids=["like", "other static arguments", "other functions"],
+)
+def test_stages_that_partition_by_a_function_share_a_compilation_where_the_function_is_one(
+    compilations, factors, functions, compiled
+):
+    scales = [scaled_by(lambda x: x / 2), scaled_by(lambda x: x / 4)]
+    meshes, layout = submeshes(2, (2,)), P("data")
+
+    def stages(x: jax.Array) -> jax.Array:
+        for mesh, factor, function in zip(meshes, factors, functions, strict=True):
+            with mm.task(mesh=mesh, name="stage"):
+                x = mm.with_sharding_constraint(scales[function](jnp.tanh(x), factor), layout)
+        return x
+
+    x = jax.device_put(jnp.arange(32.0).reshape(8, 4), NamedSharding(meshes[0], layout))
+    lowered = mm.jit(stages).lower(x)
+    before = len(compilations)
+    run = lowered.compile()
+    assert len(compilations) - before == compiled
+    want = x
+    for factor, function in zip(factors, functions, strict=True):
+        want = jnp.tanh(want) / (2, 4)[function] * factor
+    np.testing.assert_allclose(run(x), want, rtol=1e-6)

@@ -107,17 +107,23 @@ def test_a_plan_on_other_devices_runs_there_and_needs_as_many():
     assert jax.tree.leaves(there[1])[0].devices() != jax.tree.leaves(here[1])[0].devices()
 
 
+def attend(w, x):
+    heads = (x @ w).reshape(2, 64, 4, 64)
+    return jax.nn.dot_product_attention(heads, heads, heads, implementation="cudnn").reshape(x.shape)
+
+
 @compile_gpu
-def test_equal_stages_are_compiled_once():
+@pytest.mark.parametrize("layer", [lambda w, x: jax.numpy.tanh(x @ w), attend], ids=["product", "cuDNN's attention"])
+def test_equal_stages_are_compiled_once(layer):
     meshes = [Mesh(devices, ("data",)) for devices in np.array(mm.topology("h100", gpus=8)).reshape(4, 2)]
 
     def forward(params, x):
         for number, mesh in enumerate(meshes):
-            x = mm.task(lambda w, x: jax.numpy.tanh(x @ w), f"stage{number}", mesh=mesh)(params[number], x)
+            x = mm.task(layer, f"stage{number}", mesh=mesh)(params[number], x)
         return x
 
-    params = [jax.ShapeDtypeStruct((64, 64), "float32")] * 4
-    compiled = mm.jit(forward).lower(params, jax.ShapeDtypeStruct((8, 64), "float32")).compile()
+    params = [jax.ShapeDtypeStruct((256, 256), "bfloat16")] * 4
+    compiled = mm.jit(forward).lower(params, jax.ShapeDtypeStruct((2, 64, 256), "bfloat16")).compile()
     assert len(compiled.compile_seconds) == 4
     assert sum(seconds > 0 for seconds in compiled.compile_seconds) == 1
     assert len(set(compiled.kernel_memory())) == 1

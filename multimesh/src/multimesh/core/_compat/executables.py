@@ -112,8 +112,10 @@ def code_key(lowered: Any, mesh: Mesh) -> tuple[Any, ...] | None:
     """Return a key of the code of a kernel that was lowered for ``mesh``: equal code has equal keys on all devices.
 
     None for a kernel that can't be shared (see `shares_executables`), and with versions of JAX that were not tried:
-    loading code for the wrong devices ends the process. With a persistent compilation cache each submesh has its own
-    entry there, as XLA can't store an executable that it loaded from the cache.
+    loading code for the wrong devices ends the process. The text names a function of ``custom_partitioning``, such as
+    cuDNN's attention, by the address of its record, so the contents of the record are in the key. With a persistent
+    compilation cache each submesh has its own entry there, as XLA can't store an executable that it loaded from the
+    cache.
     """
     absent = all(map(_compat.is_compile_only, mesh.devices.flat))
     cached = bool(jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir)
@@ -121,7 +123,7 @@ def code_key(lowered: Any, mesh: Mesh) -> tuple[Any, ...] | None:
         return None
     lowering = lowered._lowering
     arguments = lowering.compile_args
-    own = ("unordered_effects", "ordered_effects", "host_callbacks", "keepalive", "mut", "pgle_profiler")
+    own = ("unordered_effects", "ordered_effects", "host_callbacks", "mut", "pgle_profiler")
     devices = list(mesh.devices.flat)
     if any(arguments.get(name) for name in own) or lowering.const_args or list(lowering._device_list) != devices:
         return None
@@ -130,8 +132,15 @@ def code_key(lowered: Any, mesh: Mesh) -> tuple[Any, ...] | None:
         return None
     free = tuple(type(s) for name in ("in_shardings", "out_shardings") for s in arguments[name])
     text = str(lowered.compiler_ir()).partition(" attributes ")[2]  # the module's name comes before
+    partitioners = []
+    for number, kept in enumerate(arguments.get("keepalive") or ()):
+        if type(kept).__name__ != "_ShardingCallbackInfo" or list(kept.mesh.devices.flat) != devices:
+            return None
+        text = text.replace(f'"{id(kept)}"', f'"partitioner {number}"')
+        functions = kept.propagate_user_sharding, kept.partition, kept.infer_sharding_from_operands
+        partitioners.append((*functions, kept.in_tree, kept.out_tree, kept.static_args, kept.mesh.axis_names))
     owners = tuple(d.process_index - devices[0].process_index for d in devices) if absent else ()
-    return text, free, mesh.axis_names, mesh.devices.shape, mesh.axis_types, owners
+    return text, free, mesh.axis_names, mesh.devices.shape, mesh.axis_types, owners, tuple(partitioners)
 
 
 @_else_none
