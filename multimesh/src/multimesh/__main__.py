@@ -128,121 +128,88 @@ def _command(commands: Any, name: str, words: str, description: str, codes: str)
 def _add_spawn(commands: Any) -> None:
     words = "start a program as several processes of one job on this machine"
     several = _command(commands, "spawn", words, _SPAWN, _SPAWN_EXIT_CODES)
+    add = several.add_argument
     several.usage = "%(prog)s -n N [--label] PROGRAM [ARGUMENT ...]"
-    several.add_argument("-n", "--processes", type=_positive, required=True, metavar="N", help="how many of them")
-    several.add_argument(
-        "-l", "--label", action="store_true", help="the number of its process before each line, as srun -l does"
-    )
-    several.add_argument("program", metavar="PROGRAM", help="the file of a Python program")
-    several.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="its own arguments")
+    add("-n", "--processes", type=_positive, required=True, metavar="N", help="how many of them")
+    text = "the number of its process before each line, as srun -l does"
+    add("-l", "--label", action="store_true", help=text)
+    add("program", metavar="PROGRAM", help="the file of a Python program")
+    add("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="its own arguments")
 
 
 def _add_check(commands: Any) -> None:
     words = "say whether these processes and devices can run pipelines, and why not"
-    command = _command(commands, "check", words, _CHECK, _CHECK_EXIT_CODES)
-    command.add_argument("-n", "--processes", type=_positive, metavar="N", help="start N processes on this machine")
-    command.add_argument(
-        "--stages", type=_positive, metavar="N", help="stages of the pipeline (default: as many as processes)"
-    )
-    command.add_argument(
-        "--gpus-per-stage",
-        dest="per_stage",
-        type=_positive,
-        metavar="N",
-        help="devices of a stage (default: all, dealt out to the stages)",
-    )
-    command.add_argument("--quick", action="store_true", help="the steps for the start of a job, with fewer turns")
-    command.add_argument(
-        "--folder", type=Path, default=Path(), metavar="DIR", help="one that all processes share (default: here)"
-    )
-    command.add_argument(
-        "--calibrate", type=_file, metavar="FILE", help="write the measured device for suggest --devices-file"
-    )
-    command.add_argument(
-        "--report", type=_file, metavar="FILE", help="write the rows as JSON without hosts, users, addresses and paths"
-    )
-    command.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    add = _command(commands, "check", words, _CHECK, _CHECK_EXIT_CODES).add_argument
+    add("-n", "--processes", type=_positive, metavar="N", help="start N processes on this machine")
+    text = "stages of the pipeline (default: as many as processes)"
+    add("--stages", type=_positive, metavar="N", help=text)
+    text = "devices of a stage (default: all, dealt out to the stages)"
+    add("--gpus-per-stage", dest="per_stage", type=_positive, metavar="N", help=text)
+    add("--quick", action="store_true", help="the steps for the start of a job, with fewer turns")
+    text = "one that all processes share (default: here)"
+    add("--folder", type=Path, default=Path(), metavar="DIR", help=text)
+    text = "write the measured device for suggest --devices-file"
+    add("--calibrate", type=_file, metavar="FILE", help=text)
+    text = "write the rows as JSON without hosts, users, addresses and paths"
+    add("--report", type=_file, metavar="FILE", help=text)
+    add("--json", action="store_true", help="one JSON object instead of the table")
 
 
 def _add_demo(commands: Any) -> None:
     words = "train a small transformer as a pipeline, beside the same function on one device"
     demo = _command(commands, "demo", words, _DEMO, _EXIT_CODES)
-    demo.add_argument(
-        "--schedule",
-        type=_schedule,
-        metavar="NAME",
-        default="1f1b",
-        help="order in which a submesh runs its microbatches: "
+    add = demo.add_argument
+    text = (
+        "order in which a submesh runs its microbatches: "
         + "; ".join(f"{each.name}: {each.summary}" for each in schedules.PUBLISHED)
-        + "; auto: the best table for the estimated costs of the stages (default: %(default)s)",
+        + "; auto: the best table for the estimated costs of the stages (default: %(default)s)"
     )
-    demo.add_argument("--steps", type=_positive, default=8, metavar="N", help="training steps (default: %(default)s)")
-    demo.add_argument(
-        "--microbatches",
-        type=_positive,
-        default=4,
-        metavar="N",
-        help="microbatches a step, of 4 sequences each (default: %(default)s)",
-    )
-    demo.add_argument(
-        "--devices",
-        choices=("virtual", "real"),
-        default="virtual",
-        help="8 virtual CPU devices, or the first 8 that JAX finds (default: %(default)s)",
-    )
-    demo.add_argument("--plan", action="store_true", help="show the plan first: what each submesh runs, in order")
-    demo.add_argument(
-        "--profile",
-        action="store_true",
-        help="after the training, measure each kernel of a step and show a table of measured against forecast",
-    )
+    add("--schedule", type=_schedule, metavar="NAME", default="1f1b", help=text)
+    add("--steps", type=_positive, default=8, metavar="N", help="training steps (default: %(default)s)")
+    text = "microbatches a step, of 4 sequences each (default: %(default)s)"
+    add("--microbatches", type=_positive, default=4, metavar="N", help=text)
+    text = "8 virtual CPU devices, or the first 8 that JAX finds (default: %(default)s)"
+    add("--devices", choices=("virtual", "real"), default="virtual", help=text)
+    add("--plan", action="store_true", help="show the plan first: what each submesh runs, in order")
+    text = "after the training, measure each kernel of a step and show a table of measured against forecast"
+    add("--profile", action="store_true", help=text)
     _add_pictures(demo)
-    demo.add_argument(
-        "--timeline",
-        choices=("forecast", "measured"),
-        default="forecast",
-        help="what --html, --svg and --perfetto show: the measured kernels on submeshes that run at the same time, or "
-        "the measured run, one kernel at a time (default: %(default)s)",
+    text = (
+        "what --html, --svg and --perfetto show: the measured kernels on submeshes that run at the same time, or "
+        "the measured run, one kernel at a time (default: %(default)s)"
     )
-    demo.add_argument("--json", action="store_true", help="one JSON object instead of the tables")
+    add("--timeline", choices=("forecast", "measured"), default="forecast", help=text)
+    add("--json", action="store_true", help="one JSON object instead of the tables")
 
 
 def _add_pictures(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--html",
-        type=_file,
-        metavar="FILE",
-        help="write a timeline as a page that explains each box you point at",
-    )
-    command.add_argument("--svg", type=_file, metavar="FILE", help="draw the timeline: a row a submesh, a box a kernel")
-    command.add_argument(
-        "--perfetto", type=_file, metavar="FILE", help="write it as Chrome-trace JSON for ui.perfetto.dev"
-    )
+    add = command.add_argument
+    text = "write a timeline as a page that explains each box you point at"
+    add("--html", type=_file, metavar="FILE", help=text)
+    add("--svg", type=_file, metavar="FILE", help="draw the timeline: a row a submesh, a box a kernel")
+    text = "write it as Chrome-trace JSON for ui.perfetto.dev"
+    add("--perfetto", type=_file, metavar="FILE", help=text)
 
 
 def _add_forecast(commands: Any) -> None:
     words = "simulate pipeline schedules, beside the published formulas"
     command = _command(commands, "forecast", words, _FORECAST, _FORECAST_EXIT_CODES)
-    command.add_argument(
-        "--schedule",
-        type=_schedule,
-        metavar="NAME",
-        help=f"by default all published ones are compared: {', '.join(schedules.names())}; auto searches for a shorter "
-        "table in the memory of 1f1b",
+    add = command.add_argument
+    text = (
+        f"by default all published ones are compared: {', '.join(schedules.names())}; auto searches for a shorter "
+        "table in the memory of 1f1b"
     )
-    command.add_argument(
-        "--stages", type=_positive, default=4, metavar="P", help="submeshes of the pipeline (default: %(default)s)"
-    )
-    command.add_argument(
-        "--interleave", type=_positive, metavar="V", help="stages on each submesh (default: 2 or 1, as it is usual)"
-    )
-    command.add_argument("--microbatches", type=_positive, default=8, metavar="M", help="default: %(default)s")
-    command.add_argument("--costs", default="F=1,B=1,W=1", metavar="F=1,B=1,W=1", help="times; default: all 1")
-    command.add_argument(
-        "--transfer", type=_time, default=0.0, metavar="T", help="time of a transfer; formulas are for 0, the default"
-    )
+    add("--schedule", type=_schedule, metavar="NAME", help=text)
+    text = "submeshes of the pipeline (default: %(default)s)"
+    add("--stages", type=_positive, default=4, metavar="P", help=text)
+    text = "stages on each submesh (default: 2 or 1, as it is usual)"
+    add("--interleave", type=_positive, metavar="V", help=text)
+    add("--microbatches", type=_positive, default=8, metavar="M", help="default: %(default)s")
+    add("--costs", default="F=1,B=1,W=1", metavar="F=1,B=1,W=1", help="times; default: all 1")
+    text = "time of a transfer; formulas are for 0, the default"
+    add("--transfer", type=_time, default=0.0, metavar="T", help=text)
     _add_pictures(command)
-    command.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    add("--json", action="store_true", help="one JSON object instead of the table")
 
 
 def _add_suggest(commands: Any) -> None:

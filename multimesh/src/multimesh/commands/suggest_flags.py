@@ -35,22 +35,18 @@ def add(command: argparse.ArgumentParser) -> None:
     _cluster(command.add_argument_group("cluster and batch"))
     _add_constraints(command.add_argument_group("what stays as you say; all else is searched"))
     _bill(command.add_argument_group("the bill"))
-    out = command.add_argument_group("output")
-    out.add_argument(
-        "--picture", type=values.file, metavar="FILE", help="draw memory against the time of a step, as SVG"
-    )
-    out.add_argument(
-        "--html", type=values.file, metavar="FILE", help="write a page: the picture, parts of steps, timeline, bill"
-    )
-    out.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    add = command.add_argument_group("output").add_argument
+    text = "draw memory against the time of a step, as SVG"
+    add("--picture", type=values.file, metavar="FILE", help=text)
+    text = "write a page: the picture, parts of steps, timeline, bill"
+    add("--html", type=values.file, metavar="FILE", help=text)
+    add("--json", action="store_true", help="one JSON object instead of the table")
 
 
 def _model(model: argparse._ArgumentGroup) -> None:
-    model.add_argument(
-        "--model",
-        metavar="NAME",
-        help=f"a file config.json of Hugging Face or its folder, or one of {', '.join(models.names())}",
-    )
+    add = model.add_argument
+    text = f"a file config.json of Hugging Face or its folder, or one of {', '.join(models.names())}"
+    add("--model", metavar="NAME", help=text)
     for flag, text in (
         ("--layers", "decoder layers"),
         ("--hidden", "width of the model"),
@@ -59,107 +55,68 @@ def _model(model: argparse._ArgumentGroup) -> None:
         ("--kv-heads", "heads of keys and values (default: as --heads)"),
         ("--vocab", "tokens of the vocabulary"),
     ):
-        model.add_argument(flag, type=values.positive, metavar="N", help=text)
+        add(flag, type=values.positive, metavar="N", help=text)
     for flag, text in (("--experts", "experts of a layer"), ("--active", "experts that a token passes")):
-        model.add_argument(flag, type=values.positive, default=0, metavar="N", help=text)
-    model.add_argument("--plain-mlp", action="store_true", help="the MLP has no gate: two matrices in place of three")
-    model.add_argument("--tied", action="store_true", help="the head is the embedding transposed")
-    model.add_argument(
-        "--params",
-        type=values.time,
-        metavar="N",
-        help="parameters, where no more is known: 70e9; the band is wider then",
-    )
-    model.add_argument("--name", metavar="NAME", help="for the title")
+        add(flag, type=values.positive, default=0, metavar="N", help=text)
+    add("--plain-mlp", action="store_true", help="the MLP has no gate: two matrices in place of three")
+    add("--tied", action="store_true", help="the head is the embedding transposed")
+    text = "parameters, where no more is known: 70e9; the band is wider then"
+    add("--params", type=values.time, metavar="N", help=text)
+    add("--name", metavar="NAME", help="for the title")
 
 
 def _cluster(cluster: argparse._ArgumentGroup) -> None:
-    cluster.add_argument(
-        "--device",
-        default="h100",
-        metavar="NAME[,NAME]",
-        help=f"{', '.join(devices.device_names())}; several are compared; default h100",
-    )
-    cluster.add_argument("--devices-file", type=Path, metavar="FILE", help="TOML file of further devices")
-    cluster.add_argument(
-        "--network", type=values.amount, metavar="BYTES", help="that a device sends to other nodes in a second: 25e9"
-    )
-    cluster.add_argument(
-        "--software",
-        choices=software.stack_names(),
-        default="modern",
-        help="what runs it: " + "; ".join(f"{name}: {software.stack(name).about}" for name in software.stack_names()),
-    )
-    cluster.add_argument(
-        "--calibrate",
-        type=Path,
-        metavar="FILE",
-        help="JSON file of a run of yours, to which three constants are fitted",
-    )
-    cluster.add_argument(
-        "--gpus", type=values.positive, default=8, metavar="N", help="GPUs of a node (default: %(default)s)"
-    )
-    cluster.add_argument("--nodes", type=values.positive, default=1, metavar="N", help="default: %(default)s")
-    cluster.add_argument(
-        "--sequence-length", type=values.positive, default=8192, metavar="N", help="default: %(default)s"
-    )
-    cluster.add_argument(
-        "--batch-size", type=values.positive, metavar="N", help="sequences of a step (default: 2 x devices)"
-    )
-    cluster.add_argument(
-        "--memory",
-        type=values.time,
-        metavar="BYTES",
-        help="of a device that may be used: 72e9 (default: 3/4, as JAX takes)",
-    )
-    cluster.add_argument(
-        "--budget",
-        type=values.time,
-        metavar="TOKENS",
-        help="find the fewest nodes up to --nodes that reach so many a second",
-    )
+    add = cluster.add_argument
+    text = f"{', '.join(devices.device_names())}; several are compared; default h100"
+    add("--device", default="h100", metavar="NAME[,NAME]", help=text)
+    add("--devices-file", type=Path, metavar="FILE", help="TOML file of further devices")
+    text = "that a device sends to other nodes in a second: 25e9"
+    add("--network", type=values.amount, metavar="BYTES", help=text)
+    text = "what runs it: " + "; ".join(f"{name}: {software.stack(name).about}" for name in software.stack_names())
+    add("--software", choices=software.stack_names(), default="modern", help=text)
+    text = "JSON file of a run of yours, to which three constants are fitted"
+    add("--calibrate", type=Path, metavar="FILE", help=text)
+    text = "GPUs of a node (default: %(default)s)"
+    add("--gpus", type=values.positive, default=8, metavar="N", help=text)
+    add("--nodes", type=values.positive, default=1, metavar="N", help="default: %(default)s")
+    text = "default: %(default)s"
+    add("--sequence-length", type=values.positive, default=8192, metavar="N", help=text)
+    text = "sequences of a step (default: 2 x devices)"
+    add("--batch-size", type=values.positive, metavar="N", help=text)
+    text = "of a device that may be used: 72e9 (default: 3/4, as JAX takes)"
+    add("--memory", type=values.time, metavar="BYTES", help=text)
+    text = "find the fewest nodes up to --nodes that reach so many a second"
+    add("--budget", type=values.time, metavar="TOKENS", help=text)
 
 
 def _add_constraints(fixed: argparse._ArgumentGroup) -> None:
+    add = fixed.add_argument
     for name in ("dp", "fsdp", "tp", "pp", "cp", "ep", "etp", "interleave", "microbatch"):
-        fixed.add_argument(f"--{name}", type=values.positive, metavar="N")
-    fixed.add_argument(
-        "--schedule", type=values.schedule, choices=schedules.names(), metavar="NAME", help=", ".join(schedules.names())
-    )
-    fixed.add_argument("--recompute", choices=RECOMPUTE, help="what the backward pass computes again")
-    fixed.add_argument(
-        "--sharded", choices=SHARDED, help="over data parallelism beside the batch (default: optimizer, ZeRO-1)"
-    )
-    fixed.add_argument(
-        "--precision", choices=(*PRECISIONS, "any"), help="of products (default bf16); any: all that the device has"
-    )
-    fixed.add_argument(
-        "--offload", action="store_true", help="try also activations in the host's memory (default: they are not)"
-    )
-    fixed.add_argument(
-        "--load", type=values.at_least(1, float, "a number"), metavar="X", help="of the busiest experts, over the mean"
-    )
-    fixed.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, help="default: wherever tp > 1")
-    fixed.add_argument("--partition", type=values.sizes, metavar="N,N,...", help="layers of each stage")
+        add(f"--{name}", type=values.positive, metavar="N")
+    text = ", ".join(schedules.names())
+    add("--schedule", type=values.schedule, choices=schedules.names(), metavar="NAME", help=text)
+    add("--recompute", choices=RECOMPUTE, help="what the backward pass computes again")
+    text = "over data parallelism beside the batch (default: optimizer, ZeRO-1)"
+    add("--sharded", choices=SHARDED, help=text)
+    text = "of products (default bf16); any: all that the device has"
+    add("--precision", choices=(*PRECISIONS, "any"), help=text)
+    text = "try also activations in the host's memory (default: they are not)"
+    add("--offload", action="store_true", help=text)
+    text = "of the busiest experts, over the mean"
+    add("--load", type=values.at_least(1, float, "a number"), metavar="X", help=text)
+    add("--sequence-parallel", action=argparse.BooleanOptionalAction, help="default: wherever tp > 1")
+    add("--partition", type=values.sizes, metavar="N,N,...", help="layers of each stage")
 
 
 def _bill(bill: argparse._ArgumentGroup) -> None:
-    bill.add_argument("--tokens", type=values.amount, metavar="N", help="of the whole training: 15e12")
-    bill.add_argument(
-        "--price", type=_prices, metavar="X[,X]", help="of a device for an hour; several are those of --device in turn"
-    )
-    bill.add_argument(
-        "--power",
-        type=values.amount,
-        metavar="WATTS",
-        help="of a device with its part of hosts, network and cooling (default: 1.5 times its own)",
-    )
-    bill.add_argument(
-        "--goodput",
-        type=_goodput,
-        metavar="FAILURES,SECONDS",
-        help="failures a day of 1,000 devices, and seconds of a checkpoint: 0.5,60 (default: none)",
-    )
+    add = bill.add_argument
+    add("--tokens", type=values.amount, metavar="N", help="of the whole training: 15e12")
+    text = "of a device for an hour; several are those of --device in turn"
+    add("--price", type=_prices, metavar="X[,X]", help=text)
+    text = "of a device with its part of hosts, network and cooling (default: 1.5 times its own)"
+    add("--power", type=values.amount, metavar="WATTS", help=text)
+    text = "failures a day of 1,000 devices, and seconds of a checkpoint: 0.5,60 (default: none)"
+    add("--goodput", type=_goodput, metavar="FAILURES,SECONDS", help=text)
 
 
 def _prices(text: str) -> tuple[float, ...]:
