@@ -64,10 +64,7 @@ class Checkpoints:
     def paths(self) -> frozenset[tuple[str, ...]]:
         """Return the paths of the leaves of the newest checkpoint.
 
-        Raises
-        ------
-        CheckpointError
-            Where Orbax's description of the checkpoint cannot be read.
+        Raises ``CheckpointError`` where Orbax's description of the checkpoint cannot be read.
         """
         items = self.folder / str(self.steps[-1]) / "items"
         try:
@@ -93,10 +90,7 @@ def layers_of(paths: Iterable[tuple[str, ...]]) -> frozenset[str]:
 def look(folder: Path) -> Checkpoints:
     """Return the checkpoints in a folder.
 
-    Raises
-    ------
-    CheckpointError
-        For a folder that cannot be read, or one with a checkpoint that was copied in part.
+    Raises ``CheckpointError`` for a folder that cannot be read, or one with a checkpoint that was copied in part.
     """
     try:
         names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
@@ -120,10 +114,7 @@ def aside(path: Path) -> None:
 def going_back(error: DamagedCheckpointError, folder: Path) -> str:
     """Say from where a run goes on whose newest checkpoint was damaged and set aside.
 
-    Raises
-    ------
-    CheckpointError
-        If no checkpoint is left.
+    Raises ``CheckpointError`` if no checkpoint is left.
     """
     steps = look(folder).steps
     if not steps:

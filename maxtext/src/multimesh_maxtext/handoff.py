@@ -118,10 +118,7 @@ class Handoff:
 def receive(environment: Mapping[str, str]) -> Handoff:
     """Return the `Handoff` in an environment.
 
-    Raises
-    ------
-    UsageError
-        Where the variable does not hold a `Handoff`.
+    Raises ``UsageError`` where the variable does not hold a `Handoff`.
     """
     try:
         given = json.loads(environment[VARIABLE])

@@ -172,10 +172,7 @@ def _check_position(job: Job, found: Checkpoints) -> None:
 def link(checkpoints: Path, folder: Path) -> None:
     """Make the folder appear where MaxText keeps its checkpoints.
 
-    Raises
-    ------
-    UsageError
-        Where something else is there already.
+    Raises ``UsageError`` where something else is there already.
     """
     checkpoints.parent.mkdir(parents=True, exist_ok=True)
     if checkpoints.is_symlink():

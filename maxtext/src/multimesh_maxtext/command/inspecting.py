@@ -27,12 +27,7 @@ def forecast(start: Launch, paths: Paths, tell: Callable[[str], object] = lambda
 def inspect(start: Launch, paths: Paths, tell: Callable[[str], object] = lambda _: None) -> None:
     """Run a process that ends before it trains. ``tell`` gets the newest line on compilation, about once a second.
 
-    Raises
-    ------
-    UsageError
-        Where MaxText refuses its settings.
-    TrainerFailedError
-        Where it fails otherwise.
+    Raises ``UsageError`` where MaxText refuses its settings, and ``TrainerFailedError`` where it fails otherwise.
     """
     told = ""
     with trainer(start, paths) as process:

@@ -22,13 +22,7 @@ def python() -> str:
 
 
 def check_environment(root: Path) -> None:
-    """Raise where ``.venv`` was copied: its packages are those of another checkout.
-
-    Raises
-    ------
-    MissingPartError
-        Naming where it was made.
-    """
+    """Raise ``MissingPartError`` where ``.venv`` was copied, and so has the packages of another checkout."""
     venv = root / ".venv"
     try:
         lines = (venv / "pyvenv.cfg").read_text(encoding="utf-8").splitlines()

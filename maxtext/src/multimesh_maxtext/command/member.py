@@ -53,10 +53,8 @@ def find_alone(o: Options) -> Iterator[UnsupportedError]:
 def member(options: Options, environment: Mapping[str, str]) -> Member:
     """Return which of ``--nodes`` processes this is.
 
-    Raises
-    ------
-    UsageError
-        No launcher started this process, or not as many as the flag says, or its variables make no sense.
+    Raises ``UsageError`` if no launcher started this process, or not as many as the flag says, or its variables make
+    no sense.
     """
     if options.nodes == 1:
         return ALONE
@@ -98,10 +96,7 @@ def any_member(parsed: Parsed, environment: Mapping[str, str]) -> Member:
 def find_launcher(environment: Mapping[str, str]) -> tuple[Launcher | None, Member]:
     """Return the launcher of this process, if it is one of several, and its place among them.
 
-    Raises
-    ------
-    UsageError
-        For variables that no launcher sets so.
+    Raises ``UsageError`` for variables that no launcher sets so.
     """
     for launcher in (_OWN, *LAUNCHERS):
         if launcher.mark not in environment:

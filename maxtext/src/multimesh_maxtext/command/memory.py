@@ -79,10 +79,7 @@ def tabulate_stages(needs: Sequence[Need], stages: CompiledStages, limit: int | 
 def check_fits(needs: Sequence[Need], limit: int) -> None:
     """Raise where a stage needs more than a device has.
 
-    Raises
-    ------
-    DoesNotFitError
-        With the numbers of the stage that needs most, and a remedy.
+    Raises ``DoesNotFitError`` with the numbers of the stage that needs most, and a remedy.
     """
     stage = max(range(len(needs)), key=lambda i: needs[i].total)
     need = needs[stage]

@@ -252,10 +252,7 @@ class Parsed:
 def parse(argv: Sequence[str]) -> Options:
     """Parse a command line.
 
-    Raises
-    ------
-    UsageError
-        For flags that are not known and values of the wrong kind; the message names the nearest flag.
+    Raises ``UsageError`` for flags that are not known and values of the wrong kind; the message names the nearest flag.
     """
     parsed = read(argv)
     raise_all(parsed.wrong)

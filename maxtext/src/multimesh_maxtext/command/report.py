@@ -210,13 +210,7 @@ def largest(pairs: Sequence[Pair]) -> float:
 
 
 def check_agreement(pairs: Sequence[Pair], *, dtype: str) -> None:
-    """Raise where the runs differ by more than `TOLERANCE`.
-
-    Raises
-    ------
-    DisagreementError
-        Naming the first step that differs.
-    """
+    """Raise ``DisagreementError``, which names the step, where the runs differ by more than `TOLERANCE`."""
     for pair in pairs:
         if pair.difference > TOLERANCE:
             hint = "report it with both logs" if dtype == "float32" else f"{dtype} rounds; compare with dtype=float32"

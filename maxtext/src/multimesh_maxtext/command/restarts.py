@@ -75,10 +75,7 @@ def continue_attempts(parsed: Parsed, environment: Mapping[str, str]) -> Parsed:
 def attempt(options: Options, environment: Mapping[str, str]) -> int:
     """Return how often this job was started again.
 
-    Raises
-    ------
-    UsageError
-        For ``--max-restarts`` where nothing would start it again.
+    Raises ``UsageError`` for ``--max-restarts`` where nothing would start it again.
     """
     if options.max_restarts and not options.spawn and VARIABLE not in environment:
         raise UsageError(

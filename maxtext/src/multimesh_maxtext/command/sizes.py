@@ -53,10 +53,8 @@ def precision(model: Model) -> str:
 def planner_configuration(job: Job) -> Configuration:
     """Return the planner's configuration of a job. A searched schedule counts as a published one of its shape.
 
-    Raises
-    ------
-    UsageError
-        Where a device would have a part of a sequence of a microbatch, which the planner does not cost.
+    Raises ``UsageError`` where a device would have a part of a sequence of a microbatch, which the planner does not
+    cost.
     """
     o = job.options
     groups = o.dp * o.fsdp * o.ep

@@ -45,10 +45,7 @@ def tokenize(texts: Sequence[str]) -> np.ndarray:
 def read_texts(files: Sequence[Path]) -> list[str]:
     """Read UTF-8 files.
 
-    Raises
-    ------
-    UsageError
-        For a file that cannot be read or is not UTF-8, with the offset of the first wrong byte.
+    Raises ``UsageError`` for a file that cannot be read or is not UTF-8, with the offset of the first wrong byte.
     """
     texts = []
     for file in files:
@@ -64,10 +61,7 @@ def read_texts(files: Sequence[Path]) -> list[str]:
 def write_corpus(texts: Sequence[str], folder: Path, *, sequence_length: int) -> Corpus:
     """Write ``tokens.bin`` and ``index.json`` into a folder.
 
-    Raises
-    ------
-    UsageError
-        Where the text does not fill one sequence.
+    Raises ``UsageError`` where the text does not fill one sequence.
     """
     tokens = tokenize(texts)
     sequences = len(tokens) // sequence_length

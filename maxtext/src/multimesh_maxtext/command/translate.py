@@ -336,10 +336,7 @@ def fbmem_mib(fbmem: int) -> int:
 def memory_fraction(fbmem: int, device_memory: int) -> float:
     """Return JAX's memory fraction for ``--fbmem``, of a device's memory in MiB. JAX takes at most the whole device.
 
-    Raises
-    ------
-    UsageError
-        Where that is next to nothing.
+    Raises ``UsageError`` where that is next to nothing.
     """
     fraction = round(min(1.0, fbmem_mib(fbmem) / device_memory), 4)
     if fraction < _LEAST_FRACTION:

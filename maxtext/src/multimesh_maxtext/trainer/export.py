@@ -20,10 +20,7 @@ def export(folder: Path, step: int, target: Path, *, unrolled: bool = False) -> 
     The stacks of a pipeline's pieces (``layers_0_3``, ``layers_4_7``) become the one of a scan over all layers. Layers
     that are scanned stay so, unless they are to be ``unrolled``.
 
-    Raises
-    ------
-    CheckpointError
-        Where layers that are not alike are scanned, and are to be unrolled.
+    Raises ``CheckpointError`` where layers that are not alike are scanned, and are to be unrolled.
     """
     source = Checkpoints(folder, (step,), ())
     kept = [path for path in source.paths() if path[0] == "params"]

@@ -137,10 +137,7 @@ class Together:
     def set_state(self, state: bytes) -> None:
         """Go on from a position.
 
-        Raises
-        ------
-        CheckpointError
-            Where other processes read.
+        Raises ``CheckpointError`` where other processes read.
         """
         found = json.loads(state)
         if "readers" not in found:  # one process wrote MaxText's own form once

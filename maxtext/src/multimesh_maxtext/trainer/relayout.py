@@ -221,10 +221,7 @@ class Relayout:
     def leaf(self, path: Entry, shape: tuple[int, ...], arrays: Mapping[Entry, np.ndarray]) -> np.ndarray:
         """Return a leaf of the run's state, which has this shape.
 
-        Raises
-        ------
-        CheckpointError
-            Where the checkpoint's has another.
+        Raises ``CheckpointError`` where the checkpoint's has another.
         """
         result = self.joined(path, arrays)
         if result.shape != shape:

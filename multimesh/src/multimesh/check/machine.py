@@ -116,10 +116,7 @@ def devices(bench: Bench) -> dict[str, Any]:
 def grid(every: Sequence[jax.Device], bench: Bench) -> tuple[Mesh, ...]:
     """Return a mesh for each stage, of the devices in their order. Sets what the flags left open.
 
-    Raises
-    ------
-    MissingPartError
-        If there are fewer devices than asked for.
+    Raises ``MissingPartError`` if there are fewer devices than asked for.
     """
     stages = bench.stages or (len(every) // bench.per_stage if bench.per_stage else _stages(len(every), bench))
     size = bench.per_stage or max(1, len(every) // max(1, stages))

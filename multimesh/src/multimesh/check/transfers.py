@@ -71,10 +71,7 @@ class Moves:
     def check(self, arrived: Sequence[jax.Array]) -> None:
         """Compare what arrived with what was sent.
 
-        Raises
-        ------
-        MultiMeshError
-            If they differ.
+        Raises ``MultiMeshError`` if they differ.
         """
         for array in arrived:
             (device,) = array.devices()

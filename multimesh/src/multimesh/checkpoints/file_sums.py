@@ -47,10 +47,7 @@ def write_record(folder: Path, share: int = 0, shares: int = 1) -> None:
 def read_record(folder: Path) -> tuple[dict[str, Sums], bool]:
     """Return the checksums in a folder, and whether every share has its own.
 
-    Raises
-    ------
-    DamagedError
-        If a record is not what was written.
+    Raises ``DamagedError`` if a record is not what was written.
     """
     files = sorted(folder.glob(RECORD.format("*", "*")))
     found: dict[str, Sums] = {}
@@ -68,10 +65,8 @@ def read_record(folder: Path) -> tuple[dict[str, Sums], bool]:
 def check_share(folder: Path, sums: dict[str, Sums], share: int = 0, shares: int = 1) -> None:
     """Read a share of the files, and compare their checksums.
 
-    Raises
-    ------
-    DamagedError
-        If bytes are not those that were written; names the first such file, and arrays in it where Orbax tells.
+    Raises ``DamagedError`` if bytes are not those that were written; names the first such file, and arrays in it where
+    Orbax tells.
     """
     mine = sorted(sums)[share::shares]
     for name, why in zip(mine, _each(functools.partial(_compare, sums), folder, mine), strict=True):

@@ -178,10 +178,7 @@ def _damage(file: Path, shard: Shard, why: str) -> DamagedError:
 def check(folder: Path, shard: Shard) -> None:
     """Read a shard, and compare its checksums.
 
-    Raises
-    ------
-    DamagedError
-        If bytes are not those that were written; names the file and the shard.
+    Raises ``DamagedError`` if bytes are not those that were written; names the file and the shard.
     """
     for start in range(0, shard.size, BLOCK):
         _blocks(folder, shard, start, min(start + BLOCK, shard.size))
@@ -190,10 +187,7 @@ def check(folder: Path, shard: Shard) -> None:
 def check_sizes(folder: Path, shards: Iterable[Shard]) -> None:
     """Compare the sizes of the files with those that their shards make.
 
-    Raises
-    ------
-    DamagedError
-        If a file is missing, or has fewer or more bytes.
+    Raises ``DamagedError`` if a file is missing, or has fewer or more bytes.
     """
     last: dict[str, Shard] = {}
     for shard in shards:
@@ -234,14 +228,8 @@ def unseal(data: bytes) -> bytes | None:
 def read_table(folder: Path) -> tuple[dict[str, Any], dict[str, list[Shard]]]:
     """Return the contents of a checkpoint, and the shards of each leaf.
 
-    Raises
-    ------
-    FileNotFoundError
-        If there is none.
-    DamagedError
-        If it is not what was written.
-    UsageError
-        If it is of another version of MultiMesh.
+    Raises ``FileNotFoundError`` if there is none, and ``DamagedError`` if it is not what was written, and
+    ``UsageError`` if it is of another version of MultiMesh.
     """
     file = folder / TABLE
     try:

@@ -105,10 +105,7 @@ class Device:
     def peak(self, precision: str) -> float:
         """Return the operations per second of the data sheet in ``bf16``, ``fp8`` or ``fp4``.
 
-        Raises
-        ------
-        UsageError
-            If the device has no such unit.
+        Raises ``UsageError`` if the device has no such unit.
         """
         found: float = getattr(self, _check_precision(precision))
         if not found:

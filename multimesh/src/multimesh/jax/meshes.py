@@ -172,10 +172,7 @@ class MultiMesh(contextlib.ContextDecorator):
     def slice(self, **at: int) -> Mesh:
         """Return the submesh at these positions. An axis that is sliced stays, with size 1.
 
-        Raises
-        ------
-        UsageError
-            For an unknown axis or a position outside of it.
+        Raises ``UsageError`` for an unknown axis or a position outside of it.
         """
         shape = self.global_mesh.shape
         for axis, position in at.items():

@@ -58,10 +58,7 @@ def _linen_copy(module: Any, wrap: Wrap) -> Any:
 def refuse_changes(what: Callable[[], str], args: Any) -> Iterator[None]:
     """Refuse changes of NNX objects among a traced function's arguments: they change copies, and would be lost.
 
-    Raises
-    ------
-    UsageError
-        If an object has other arrays at the end than at the beginning.
+    Raises ``UsageError`` if an object has other arrays at the end than at the beginning.
     """
     before = _variables(args)
     yield

@@ -291,10 +291,7 @@ def _scan(
 def _update(part: ReducedPart, state: Any, leaves: Sequence[Any]) -> Any:
     """Return the state of a reduction with one more result.
 
-    Raises
-    ------
-    UsageError
-        If the state changes its tree or types.
+    Raises ``UsageError`` if the state changes its tree or types.
     """
     new = part.how.update(state, part.of(leaves))
     if difference := _difference(state, new):

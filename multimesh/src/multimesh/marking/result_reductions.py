@@ -207,10 +207,7 @@ def _merge_addends(above: Any, trees: Sequence[Any]) -> Any:
 def _way(name: str, leaf: Any, way: Any, dim: int, size: int | None, dtype: Any) -> Any:
     """Return how one leaf is reduced.
 
-    Raises
-    ------
-    UsageError
-        If it can't be.
+    Raises ``UsageError`` if it can't be.
     """
     if way == "stack" or way in NAMED:
         return NAMED.get(way, way)

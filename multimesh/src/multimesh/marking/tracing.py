@@ -166,10 +166,7 @@ def inside(task: Placement) -> Iterator[None]:
 def in_a_mesh(what: str) -> Iterator[None]:
     """Add the remedy to JAX's error if code with bare partition specs runs where no mesh has their axes.
 
-    Raises
-    ------
-    UsageError
-        In place of JAX's error, which does not know of submeshes.
+    Raises ``UsageError`` in place of JAX's error, which does not know of submeshes.
     """
     try:
         yield

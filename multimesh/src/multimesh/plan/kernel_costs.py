@@ -57,10 +57,7 @@ def on_device(plan: PlanData, name: str | Device) -> Costs:
     its compiler knows them, and so are fused attention and other kernels that a library would put in place of several
     operations.
 
-    Raises
-    ------
-    UsageError
-        If there is no such device.
+    Raises ``UsageError`` if there is no such device.
     """
     known, start = device(name), stack("modern").kernel
     times = tuple(of_device(k.ops, k.outs, known, plan.submeshes[k.submesh].size, start) for k in plan.kernels)
@@ -82,10 +79,7 @@ def costs_of(plan: PlanData, given: Mapping[Any, float]) -> Costs:
     its forward where `jit` joined the two. ``transfer`` is the time of each transfer, by default 0. A kernel outside
     of microbatch loops is free unless its task is named.
 
-    Raises
-    ------
-    UsageError
-        For a key that nothing in the plan has, a phase without a cost, and a value that is no cost.
+    Raises ``UsageError`` for a key that nothing in the plan has, a phase without a cost, and a value that is no cost.
     """
     given = dict(checks.pairs("costs", given, "a mapping of a phase, task or stage to a time"))
     runs, covers = plan.first_runs, plan.covers

@@ -19,10 +19,7 @@ from multimesh.plan.plan import Plan
 def move_plan(plan: Plan, devices: Sequence[jax.Device]) -> Plan:
     """Return the plan on other devices: each takes the place of one of the plan's, in the order of their ids.
 
-    Raises
-    ------
-    UsageError
-        If there are fewer devices than the plan has.
+    Raises ``UsageError`` if there are fewer devices than the plan has.
     """
     old = sorted({device for mesh in plan.submeshes for device in mesh.devices.flat}, key=lambda device: device.id)
     if len(devices) < len(old):

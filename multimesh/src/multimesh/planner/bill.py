@@ -59,10 +59,7 @@ class Terms:
         With a checkpoint every ``sqrt(2 save between)`` seconds (Young 1974), where ``between`` are the seconds between
         failures, the saves and the steps that are lost take equal shares.
 
-        Raises
-        ------
-        UsageError
-            If failures come faster than the run restarts.
+        Raises ``UsageError`` if failures come faster than the run restarts.
         """
         if not self.failures:
             return 1.0

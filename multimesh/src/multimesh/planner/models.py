@@ -72,10 +72,7 @@ def model(name: str) -> Transformer:
 def of_config(config: object, file: str = "config.json") -> Transformer:
     """Return the model that a configuration of Hugging Face describes.
 
-    Raises
-    ------
-    UsageError
-        If sizes are missing or no numbers, or some layers are no attention.
+    Raises ``UsageError`` if sizes are missing or no numbers, or some layers are no attention.
     """
     if isinstance(config, dict) and isinstance(config.get("text_config"), dict):
         config = {**config, **config["text_config"]}

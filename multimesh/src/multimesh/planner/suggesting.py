@@ -80,10 +80,7 @@ class Training:
     def search(self, devices: int, told: Told | None = None) -> Search:
         """Search all configurations of so many devices.
 
-        Raises
-        ------
-        UsageError
-            If there is none.
+        Raises ``UsageError`` if there is none.
         """
         costs, space = self._costs(devices)
         found = Search(costs, self.bytes, told)

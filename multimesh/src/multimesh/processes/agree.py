@@ -36,10 +36,7 @@ def decide_together(
 
     After a minute process 0 says who has not come.
 
-    Raises
-    ------
-    LostProcessError
-        In every process, if one has not come here in time; names all that have not.
+    Raises ``LostProcessError`` in every process, if one has not come here in time; names all that have not.
     """
     if not several():
         return decide([mine])

@@ -36,10 +36,7 @@ def to_first(name: str, value: bytes) -> None:
 def from_all(name: str, mine: bytes, timeout: float | None = None) -> list[bytes]:
     """At process 0, wait for what all others leave `to_first`. Returns it by rank, with ``mine`` as that of process 0.
 
-    Raises
-    ------
-    LostProcessError
-        If one has not come here in time; names all that have not.
+    Raises ``LostProcessError`` if one has not come here in time; names all that have not.
     """
     folder, count, wait, found = _broadcast_key(name), _compat.process_count(), _Wait(name, timeout), {0: mine}
     while missing := [rank for rank in range(count) if rank not in found]:
@@ -123,10 +120,7 @@ class _Wait:
     def slice(self, missing: Sequence[int]) -> float:
         """Return the seconds to wait now. After a minute process 0 names those who are ``missing``.
 
-        Raises
-        ------
-        LostProcessError
-            If the time is over.
+        Raises ``LostProcessError`` if the time is over.
         """
         waited = time.monotonic() - self._begun
         many = len(missing) - 8

@@ -45,10 +45,7 @@ def choose(given: Mapping[str, float | None]) -> Timeouts:
 
     Leave out a name, or give None, for what is not given.
 
-    Raises
-    ------
-    UsageError
-        If one is no positive number; ``stall`` may be 0.
+    Raises ``UsageError`` if one is no positive number; ``stall`` may be 0.
     """
     found: dict[str, float] = {}
     for name in (field.name for field in dataclasses.fields(Timeouts)):

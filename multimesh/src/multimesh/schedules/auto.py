@@ -220,10 +220,7 @@ class Auto(Schedule):
     def choose(self, submeshes: int, chunks: int, microbatches: int, backward: bool = True) -> Choice:
         """Simulate the published tables of a shape, search for a shorter one, and choose.
 
-        Raises
-        ------
-        UsageError
-            If no table fits into memory, or the costs are of another number of stages.
+        Raises ``UsageError`` if no table fits into memory, or the costs are of another number of stages.
         """
         return _choose(self, submeshes, chunks, microbatches, backward)
 

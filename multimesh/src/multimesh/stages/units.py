@@ -339,10 +339,7 @@ def _substitute(atom: Any, names: Mapping[Any, Any]) -> Any:
 def _is_mark(eqn: Any, calls: Sequence[Any]) -> bool:
     """Whether a call is a constraint of ours, which stays whole.
 
-    Raises
-    ------
-    UsageError
-        For a task or a microbatch loop.
+    Raises ``UsageError`` for a task or a microbatch loop.
     """
     name = eqn.params.get("name", "")
     for kind, problem in ((marks.TASKS, _TASK), (marks.LOOPS, KEPT_LOOP)):

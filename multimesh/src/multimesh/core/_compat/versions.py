@@ -116,10 +116,7 @@ _device_sharding = private("sharding_impls.GSPMDSharding")
 def without_type(x: Any) -> Any:
     """Return an array that lies as before, but whose type has no layout; keys stay as they are.
 
-    Raises
-    ------
-    UsageError
-        If JAX lacks the private parts.
+    Raises ``UsageError`` if JAX lacks the private parts.
     """
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
         return x

@@ -43,10 +43,7 @@ class Exchange:
 
         All processes call it when they have made the same movers.
 
-        Raises
-        ------
-        LostProcessError
-            If a process does not come here, or a first transfer does not arrive, in time.
+        Raises ``LostProcessError`` if a process does not come here, or a first transfer does not arrive, in time.
         """
         what = f"moves {self._starts} of plan {self.plan} are" if self._starts else f"plan {self.plan} is"
         agree.barrier(f"{what} compiled")

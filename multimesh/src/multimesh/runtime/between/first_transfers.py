@@ -25,10 +25,8 @@ _PIECE = jax.ShapeDtypeStruct((1 << 14,), np.float32)  # more than a packet: som
 def try_ways(carrier: Carrier, wanted: Iterable[Lane], key: Key) -> None:
     """Send something small on each new way between two devices. Both processes of each way are here.
 
-    Raises
-    ------
-    LostProcessError
-        If something does not arrive within the timeout ``transfer``; names the two processes and the remedy.
+    Raises ``LostProcessError`` if something does not arrive within the timeout ``transfer``; names the two processes
+    and the remedy.
     """
     new = dict.fromkeys((parcel.piece.source, parcel.piece.target) for lane in wanted for parcel in lane.parcels)
     pairs = [pair for pair in new if pair not in carrier.tried]
