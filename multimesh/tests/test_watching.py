@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -110,21 +111,43 @@ def test_many_that_say_nothing_do_not_keep_a_job_from_meeting():
     hub.both_meet()
 
 
-@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400\r\n", b"{}\n", b"[1]\n", b'{"hosts": 1}\n'])
-def test_one_that_finds_a_stranger_says_so(answer):
+def reset(link):
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def wait_for_its_end(link):
+    while link.recv(1 << 16):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("behave", "said"),
+    [
+        *(
+            (lambda link, answer=answer: link.sendall(answer), "is no process of this job, or ended")
+            for answer in (b"", b"HTTP/1.1 400\r\n", b"{}\n", b"[1]\n", b'{"hosts": 1}\n')
+        ),
+        (reset, "is no process of this job, or ended"),
+        (wait_for_its_end, "does not answer"),
+    ],
+    ids=["closes", "http", "object", "list", "hosts", "resets", "waits"],
+)
+def test_one_that_finds_a_stranger_says_so(behave, said):
     with socket.create_server(("127.0.0.1", 0)) as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
         address = f"127.0.0.1:{server.getsockname()[1]}"
 
         def serve():
             server.settimeout(2)
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(TimeoutError):
                 while True:
-                    with server.accept()[0] as link:
-                        link.sendall(answer)
+                    with server.accept()[0] as link, contextlib.suppress(OSError):
+                        behave(link)
 
         served = pool.submit(serve)
-        with pytest.raises(mm.UsageError, match="within 1 s: what listens there is no process of this job, or ended"):
+        with pytest.raises(mm.UsageError, match=f"within 1 s: what listens there {said}; does process 0 run"):
             meeting.meet(member(1), address, address, 1.0)
+        with pytest.raises(mm.UsageError, match=r"process 0 of 4 .* cannot listen at .*: Address already in use; if"):
+            meeting.meet(member(0), address, address, 1.0)
         served.result()
 
 

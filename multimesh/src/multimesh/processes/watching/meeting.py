@@ -39,6 +39,10 @@ class RefusedError(UsageError):
         self.told = told
 
 
+class _StrangerError(OSError):
+    """Another program, or one that ended, listens at the address of process 0."""
+
+
 def meet(own: Member, address: str, bind: str, timeout: float) -> tuple[list[str], dict[int, Member]]:
     """Meet the other processes, for process 0 at ``bind``.
 
@@ -127,10 +131,11 @@ class _Hub:
     def _taken(self, error: OSError) -> str:
         """Say why process 0 cannot listen. If another process 0 of this job has the port, tell it too."""
         if error.errno == errno.EADDRINUSE:
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError, KeyError):
                 return str(_ask(self._own, self._address, 5.0)["refused"])
+        why = str(error.strerror or error).partition(" (while attempting")[0]  # Python says the address again
         return (
-            f"{name_of(self._own)} cannot listen at {self._bind}: {error.strerror or error}; if another job has that "
+            f"{name_of(self._own)} cannot listen at {self._bind}: {why}; if another job has that "
             "port, choose another coordinator_address"
         )
 
@@ -198,30 +203,35 @@ class _Hub:
 
 def _visit(own: Member, address: str, timeout: float) -> dict[str, Any]:
     """Say to process 0 who this process is, as soon as it listens; returns its answer."""
-    why, strange, deadline = "no answer", "", time.monotonic() + timeout
+    why, deadline = OSError("no answer"), time.monotonic() + timeout
     while time.monotonic() < deadline:
         try:
-            answer = _ask(own, address, deadline + GRACE - time.monotonic())
+            return _ask(own, address, deadline + GRACE - time.monotonic())
         except OSError as error:
-            why = strange or error.strerror or str(error)
-        else:
-            if "refused" in answer or {"hosts", "known"} <= answer.keys():
-                return answer
-            why = strange = "what listens there is no process of this job, or ended"
+            why = why if isinstance(why, _StrangerError) else error
         time.sleep(0.2)
     host, port = _split(address)
     raise RefusedError(
         f"process {own['rank']} of {own['count']} cannot meet process 0 at {host}:{port} within {timeout:.0f} s: "
-        f"{why}; does process 0 run, and is that its address?"
+        f"{why.strerror or why}; does process 0 run, and is that its address?"
     )
 
 
 def _ask(own: Member, address: str, patience: float) -> dict[str, Any]:
-    with socket.create_connection(_split(address), 2) as link:
-        link.settimeout(patience)
-        link.sendall(json.dumps({"hello": own}).encode() + b"\n")
-        with link.makefile("rb") as answer:
-            return _message(answer.readline(64 * LONGEST))
+    """Return the answer of process 0. Raises `_StrangerError` if another program listens there, whatever that does."""
+    said: dict[str, Any] = {}
+    broken = contextlib.suppress(ConnectionResetError, ConnectionAbortedError, BrokenPipeError)
+    with broken, socket.create_connection(_split(address), 2) as link:
+        try:
+            link.settimeout(patience)
+            link.sendall(json.dumps({"hello": own}).encode() + b"\n")
+            with link.makefile("rb") as answer:
+                said = _message(answer.readline(64 * LONGEST))
+        except TimeoutError:
+            raise _StrangerError("what listens there does not answer") from None
+    if "refused" in said or {"hosts", "known"} <= said.keys():
+        return said
+    raise _StrangerError("what listens there is no process of this job, or ended")
 
 
 def _answer(link: socket.socket, said: dict[str, Any]) -> None:
