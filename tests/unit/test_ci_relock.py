@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+import subprocess
 import sys
 import zipfile
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ import pytest
 
 from tests import locks
 from tooling.ci import relock
+from tooling.environment import find_python
+from tooling.sources.workspace import ROOT
 
 JAX = ("jax", "jax-cuda12-pjrt", "jax-cuda12-plugin")
 EARLIER, NEWEST = 'python_version < "3.12"', 'python_version >= "3.12"'
@@ -120,3 +123,30 @@ def test_our_locks_hold_the_jax_of_both_lines(root: Path, tmp_path: Path) -> Non
         for cuda in ("cuda12", "cuda13"):
             plugins = locks.locked_versions(root / "requirements" / f"{cuda}.txt", python)
             assert (plugins[f"jax-{cuda}-pjrt"], plugins[f"jax-{cuda}-plugin"]) == (jax, jax)
+
+
+RECORDS = ("any-model", "images", "jax-internals", "maxtext-parity", "performance", "processes", "sources")
+"""Pages that say which Python ran something, and so what is true of the one that goes."""
+
+
+def test_three_files_say_which_python_is_the_oldest() -> None:
+    """``ci lock`` writes what it says for pip and mypy; doors, workflows and ``.ci/run`` ask ``find_python``."""
+    for name in relock.PROJECTS:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert relock.name_oldest(text) == text, f"{name}: python -m tooling ci lock"
+    major, minor = find_python.OLDEST
+    bound = rf"(?<![\w.-]){major}\.{minor}(?!\.?[0-9])|\({major}, {minor}\)"
+    apart = [
+        "tests",
+        "multimesh/tests",
+        "maxtext/tests",
+        "requirements",
+        "patches",
+        "sources.*",
+        "docs/pictures",
+        *(f"docs/{page}.md" for page in RECORDS),
+    ]
+    asked = ["git", "grep", "-lIP", bound, "--", *relock.PROJECTS, ".", *(f":!{each}" for each in apart)]
+    named = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    by_hand = set(named) - set(relock.PROJECTS)
+    assert by_hand == {"README.md", "docs/getting-started.md", "tooling/environment/find_python.py"}

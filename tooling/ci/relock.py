@@ -1,4 +1,4 @@
-"""Locks ``requirements/*.in`` for every Python that we support; the sources of JAX follow."""
+"""Locks ``requirements/*.in`` for every Python that we support; the sources of JAX and ``requires-python`` follow."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 
-from tooling.core import console, errors, proc
+from tooling.core import console, errors, files, proc
 from tooling.core.console import Subparsers, command
 from tooling.environment import find_python
 from tooling.sources import manifest, named, pins
@@ -31,6 +31,7 @@ GROUPS = (
 ALONE = ("compile-gpu",)  # without what their packages ask for
 OLDEST = find_python.in_dots(find_python.OLDEST)
 SOURCES_ONLY = ("docopt", "promise")
+PROJECTS = ("pyproject.toml", "multimesh/pyproject.toml", "maxtext/pyproject.toml")
 
 
 def add_step(parts: Subparsers) -> None:
@@ -46,10 +47,17 @@ def run_lock(args: argparse.Namespace) -> None:
     if strange := sorted(set(args.group) - set(GROUPS)):
         raise errors.UsageError(f"{strange[0]}: is no group; choose from {' '.join(GROUPS)}")
     here = Workspace()
+    for name in PROJECTS:
+        files.write(here.root / name, name_oldest((here.root / name).read_text(encoding="utf-8")))
     for group in GROUPS:
         if not args.group or group in args.group:
             lock(here.root, group, *(["--upgrade"] if args.upgrade else []))
     follow(here)
+
+
+def name_oldest(text: str) -> str:
+    """Return a ``pyproject.toml`` with the oldest Python that we support, for pip and for mypy."""
+    return re.sub(r'(?m)^((?:requires-python = ">=|python_version = ")\d)[\d.]+', rf"\g<1>{OLDEST[1:]}", text)
 
 
 def follow(here: Workspace) -> None:

@@ -24,7 +24,6 @@ from tooling.sources.workspace import ROOT
 
 _TAG = re.compile(r"v\d+\.\d+\.\d+")
 _DUNDER = re.compile(r"^__version__ = \"([^\"]+)\"$", re.MULTILINE)
-PROJECTS = ("pyproject.toml", "multimesh/pyproject.toml", "maxtext/pyproject.toml")
 WHEELS = {
     "multimesh": ("multimesh-jax", "multimesh.jax"),
     "maxtext": ("multimesh-maxtext", "multimesh_maxtext.command.cli"),
@@ -91,7 +90,7 @@ def run_notes(args: argparse.Namespace) -> None:
 
 def versions(root: Path) -> dict[str, str]:
     """Return the version that each file of a clone names."""
-    texts = {name: (root / name).read_text(encoding="utf-8") for name in PROJECTS}
+    texts = {name: (root / name).read_text(encoding="utf-8") for name in relock.PROJECTS}
     found = {name: str(tomllib.loads(text)["project"]["version"]) for name, text in texts.items()}
     match = _DUNDER.search((root / PACKAGE).read_text(encoding="utf-8"))
     return found | {PACKAGE: match[1] if match else "none"}

@@ -1,7 +1,7 @@
 """Which Python ``.venv`` is made with: ``bootstrap.sh`` runs this in any Python from 3.6 on, with nothing installed.
 
-It is ``$PYTHON`` if that is set; else that of the ``.venv`` that is here; else the first of ``candidates`` that
-is 3.12 or later; else one that uv fetches into ``third_party/.python``; else a Python 3.11.
+It is ``$PYTHON`` if that is set; else that of the ``.venv`` that is here; else the first of ``candidates``
+from ``PREFERRED`` on; else one that uv fetches into ``third_party/.python``; else an older one.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 FETCHED = os.path.join(ROOT, "third_party", ".python")
-OLDEST, PREFERRED, NEWEST = (3, 11), (3, 12), (3, 14)
+OLDEST, PREFERRED, NEWEST = (3, 11), (3, 12), (3, 14)  # `python -m tooling ci lock` writes what follows
 PATIENCE = 20  # seconds that a program gets to answer
 
 # Modules that pip and our packages need. Some builds of Python leave them out, and some systems package them apart.
@@ -199,7 +199,7 @@ def bring(command: List[str], what: str) -> None:
 
 
 def search() -> List[Python]:
-    """Look at the Pythons of this machine, in order, up to the first from 3.12 on that can be taken."""
+    """Look at the Pythons of this machine, in order, up to the first that is preferred and can be taken."""
     seen: Dict[str, Python] = {}
     for program, origin in candidates():
         if os.path.realpath(program) not in seen:
@@ -210,7 +210,7 @@ def search() -> List[Python]:
 
 
 def best(found: List[Python]) -> Optional[Python]:
-    """Return the Python to take: the first from 3.12 on, which a search ends with, else the first 3.11."""
+    """Return the Python to take: the first preferred one, which a search ends with, else the first."""
     fit = [each for each in found if not each.fault]
     return next((each for each in fit if each.version >= PREFERRED), fit[0] if fit else None)
 
@@ -218,7 +218,7 @@ def best(found: List[Python]) -> Optional[Python]:
 def candidates() -> Iterator[Tuple[str, str]]:
     """Yield the programs to try, and where each is from."""
     folders = [folder for folder in os.environ.get("PATH", "").split(os.pathsep) if os.path.isabs(folder)]
-    for name in ("python3", "python3.14", "python3.13", "python3.12", "python3.11"):
+    for name in ("python3", *(f"python3.{minor}" for minor in range(NEWEST[1], OLDEST[1] - 1, -1))):
         programs = [os.path.join(folder, name) for folder in folders]
         programs = [each for each in programs if os.path.isfile(each) and os.access(each, os.X_OK)]
         for program in programs[:1] if name == "python3" else programs:
