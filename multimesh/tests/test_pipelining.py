@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from models import mlp_block
 from multimesh.schedules import LayerCosts
-from multimesh.schedules.cuts import SLACK, Chain, Need, cut_chain
+from multimesh.schedules.cuts import SLACK, WIDE_SLACK, Chain, Need, cut_chain
 from multimesh.stages.chains import chain_of, orders
 from multimesh.stages.units import read
 from pipelines import submeshes
@@ -189,8 +189,9 @@ def test_no_cut_is_much_more_even_or_as_even_with_fewer_bytes(chain, stages):
     found = cut_chain(chain, stages)
     every = list(all_cuts(chain, stages))
     least = min(slowest for slowest, _ in every)
-    assert found.slowest <= (1 + SLACK) * least
-    assert found.sent == min(sent for slowest, sent in every if slowest <= (1 + SLACK) * least)
+    even, wide = (min(sent for slowest, sent in every if slowest <= (1 + s) * least) for s in (SLACK, WIDE_SLACK))
+    assert found.sent == (wide if 2 * wide <= even else even)
+    assert found.slowest <= (1 + (SLACK if found.sent == even else WIDE_SLACK)) * least
 
 
 def test_a_long_chain_is_cut_where_blocks_end():
@@ -256,7 +257,7 @@ def test_a_stage_keeps_what_its_backward_pass_reads():
     kept = sum(leaf.nbytes for leaf in jax.tree.leaves(backward) if leaf.shape not in weights)
     stages = mm.pipeline(products, submeshes(4, (1,))).cuts(adapters, frozen, batch).stages
     assert sum(s.costs.activation for s in stages) == kept
-    assert stages[0].costs.activation == 0
+    assert stages[0].costs.activation == batch["x"].nbytes  # what the first adapter reads
     forward = mm.pipeline(products, submeshes(4, (1,)), argnums=()).cuts(adapters, frozen, batch).stages
     given = jax.tree.leaves((adapters, frozen, batch["x"]))
     assert sum(s.costs.held for s in forward) == sum(leaf.nbytes for leaf in given)
@@ -403,8 +404,10 @@ def test_without_meshes_it_is_one_program():
 def test_the_table_names_lines_and_shares():
     model = MODELS["backward scan"]
     table = str(mm.pipeline(model.loss, submeshes(4, (1,))).cuts(model.params(), microbatch_of(model.batch())))
-    assert re.search(r"1 +\d+ +2\d\.\d % .* 128 bytes  \S+unmarked.py:\d+, row 2 of 8: x, seen = jax.lax.scan", table)
-    assert table.endswith("the slowest stage has 1.01 x the mean; 408 bytes are sent")
+    assert re.search(
+        r"1( +\d+){3} +2\d\.\d % .* 128 bytes  \S+unmarked.py:\d+, row 2 of 8: x, seen = jax.lax.scan", table
+    )
+    assert table.endswith("the slowest stage has 1.00 x the mean; 408 bytes are sent")
 
 
 def test_a_plan_tells_where_its_function_is_cut(monkeypatch):
@@ -419,9 +422,9 @@ def test_a_plan_tells_where_its_function_is_cut(monkeypatch):
 
     cut = mm.pipeline(model.loss, meshes)
     lines = str(plan(cut)).splitlines()
-    at = lines.index("mlp is cut into 2 stages; the slowest has 1.00 x the mean")
+    at = lines.index(f"mlp is cut into 2 stages; the slowest has {plan(cut).cuts[0].slowest:.2f} x the mean")
     assert lines[at + 1].split() == ["stage", "share", "starts", "at"]
-    assert re.fullmatch(r" +0  49\.\d %  \S*models.py:\d+: .*p\[.up.\].*", lines[at + 2])
+    assert re.fullmatch(r" +0  48\.\d %  \S*models.py:\d+: .*p\[.up.\].*", lines[at + 2])
     assert len(str(plan(cut, "1f1b")).splitlines()) == len(lines)  # JAX had kept the trace
     monkeypatch.setenv("COLUMNS", "60")
     assert max(map(len, str(plan(cut)).splitlines())) <= 60

@@ -303,7 +303,7 @@ def test_rows_that_submeshes_do_not_divide():
 
 
 def test_uneven_stages():
-    """Four rows and four and a head, in blocks of four: the rows of the middle stage come from both."""
+    """Six rows, two and a half of the head, in blocks of four: two rows of the first stage lie on the second."""
 
     def headed(params, batch):
         x, _ = jax.lax.scan(layer, batch["x"], params["layers"])
@@ -312,7 +312,7 @@ def test_uneven_stages():
         return error(x, batch)
 
     params = {"layers": WEIGHTS, "head": (draw(size=(WIDTH, 2 * WIDTH)) / 4).astype("float32")}
-    with pytest.warns(UserWarning, match=r"1 of its 8 rows are sent in each call"):
+    with pytest.warns(UserWarning, match=r"2 of its 8 rows are sent in each call"):
         _, (got, _) = check(params=params, plain=headed, meshes=MESHES[:3])
     assert held(got["layers"], MESHES[:2]) == [STATE // 2, STATE // 2]
 

@@ -14,6 +14,9 @@ from multimesh.schedules.partitioning import LayerCosts, least_largest
 SLACK = 0.05
 """How much longer than needed the slowest stage may take where fewer bytes are sent for it."""
 
+WIDE_SLACK = 0.1
+"""How much longer it may take where that at least halves the bytes: a cut inside of a block must gain more."""
+
 _ALL, _BINS = 64, 16  # places that are all tried; bins of a stage's cost, in each of which the best place is tried
 _PER_BIN = 2
 
@@ -123,9 +126,9 @@ def cut_chain(chain: Chain, stages: int, fits: Fits | None = None) -> ChainCut |
     """Cut a chain into stages of at least one operation.
 
     Of the cuts whose slowest stage takes at most ``1 + SLACK`` times the least possible, take one that sends fewest
-    bytes; of equal ones the most even. Dynamic programming does it, for all places in a short chain. In a long one it
-    tries places where few bytes are alive, ``_BINS`` for each stage and more, so that time grows with the number of
-    stages and not with that of operations.
+    bytes; of equal ones the most even. Take one within ``1 + WIDE_SLACK`` if it sends at most half of that. Dynamic
+    programming does it, for all places in a short chain. In a long one it tries places where few bytes are alive,
+    ``_BINS`` for each stage and more, so that time grows with the number of stages and not with that of operations.
 
     Parameters
     ----------
@@ -157,12 +160,15 @@ def cut_chain(chain: Chain, stages: int, fits: Fits | None = None) -> ChainCut |
     least, _ = least_largest(stages, len(places) - 1, time)
     if math.isinf(least):
         return None
-    limit = least * (1 + SLACK)
-    found = _fewest_bytes(chain, stages, places, time, limit)
-    ends = tuple(places[i] for i in found)
-    pieces = list(itertools.pairwise(ends))
-    slowest = max(times[b] - times[a] for a, b in pieces)
-    return ChainCut(ends, slowest, sum(chain.received(a, b) for a, b in pieces))
+
+    def cheapest(slack: float) -> ChainCut:
+        ends = tuple(places[i] for i in _fewest_bytes(chain, stages, places, time, least * (1 + slack)))
+        pieces = list(itertools.pairwise(ends))
+        slowest = max(times[b] - times[a] for a, b in pieces)
+        return ChainCut(ends, slowest, sum(chain.received(a, b) for a, b in pieces))
+
+    even, wide = cheapest(SLACK), cheapest(WIDE_SLACK)
+    return wide if 2 * wide.sent <= even.sent and wide.sent < even.sent else even
 
 
 def _places(chain: Chain, stages: int, before: Sequence[float]) -> list[int]:

@@ -5,9 +5,30 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from multimesh.core.text import amount, columns
 from multimesh.schedules.partitioning import LayerCosts
+
+_NONE = 5e-4  # share of a stage's work that a table shows as 0.0 %
+
+
+class Work(NamedTuple):
+    """Operations on a microbatch in a training step, as far as something needs their results.
+
+    Attributes
+    ----------
+    forward
+        Of F.
+    backward
+        Of B: gradients of activations, and what `jax.checkpoint` computes again.
+    weights
+        Of W: gradients of parameters.
+    """
+
+    forward: float
+    backward: float = 0.0
+    weights: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -21,15 +42,19 @@ class StageCut:
     text
         The text of that line; empty if nobody knows.
     costs
-        Operations, bytes that it holds all the time, and bytes that it keeps of a microbatch. See `pipeline`.
+        Operations of F, B and W (or your measured seconds), bytes that it holds all the time, and bytes that it keeps
+        of a microbatch. See `pipeline`.
     received
         Bytes that it gets from stages before it, for each microbatch; a shared parameter counts too.
+    work
+        Operations of F, B and W apart.
     """
 
     line: str
     text: str
     costs: LayerCosts
     received: float
+    work: Work
 
     @property
     def start(self) -> str:
@@ -57,7 +82,7 @@ class Cuts:
 
     @property
     def slowest(self) -> float:
-        """The operations of the longest stage, as a multiple of the mean."""
+        """The operations (or measured seconds) of the longest stage, as a multiple of the mean."""
         times = [stage.costs.time for stage in self.stages]
         return max(times) * len(times) / sum(times) if any(times) else 1.0
 
@@ -72,21 +97,34 @@ class Cuts:
         total = sum(stage.costs.time for stage in self.stages) or 1.0
         return tuple(f"{100 * stage.costs.time / total:.1f} %" for stage in self.stages)
 
+    @property
+    def remark(self) -> str:
+        """A sentence about stages that have nothing to do; empty if all have."""
+        times = [stage.costs.time for stage in self.stages]
+        idle = [str(s) for s, time in enumerate(times) if time < _NONE * sum(times)]
+        if not idle:
+            return ""
+        many, best = "stages" if len(idle) > 1 else "stage", len(times) - len(idle)
+        return (
+            f"{many} {' and '.join(idle)} of {len(times)} would have 0.0 % of the work: {best} "
+            f"stage{'s are' if best > 1 else ' is'} as good"
+        )
+
     def short(self) -> list[str]:
         """Return the lines of a table of where stages start and how even they are."""
         starts = [stage.start for stage in self.stages]
         parts = [("stage", [*map(str, range(len(starts)))]), ("share", self.shares), ("starts at", starts)]
         head = f"{self.name} is cut into {len(starts)} stages; the slowest has {self.slowest:.2f} x the mean"
-        return [head, *columns(parts, left=(2,))]
+        return [head, *columns(parts, left=(2,)), *filter(None, [self.remark])]
 
     def __str__(self) -> str:
         parts: list[tuple[str, Sequence[str]]] = [
             ("stage", [str(s) for s in range(len(self.stages))]),
-            ("operations", [amount(stage.costs.time, "") for stage in self.stages]),
+            *((part, [amount(getattr(s.work, part), "") for s in self.stages]) for part in Work._fields),
             ("share", self.shares),
             ("state", [amount(stage.costs.held, "bytes") for stage in self.stages]),
             ("receives", [amount(stage.received, "bytes") for stage in self.stages]),
             ("starts at", [stage.start for stage in self.stages]),
         ]
         end = f"the slowest stage has {self.slowest:.2f} x the mean; {amount(self.sent, 'bytes')} are sent"
-        return "\n".join([*columns(parts, left=(5,)), end])
+        return "\n".join([*columns(parts, left=(7,)), end, *filter(None, [self.remark])])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +14,11 @@ from multimesh.core import _compat
 from multimesh.ir import primitives
 from multimesh.schedules.cuts import Chain, Need
 from multimesh.schedules.partitioning import STATES, LayerCosts
+from multimesh.schedules.stage_cuts import Work
 from multimesh.stages.units import Carried, Rows, Unit, Units
+from multimesh.stages.work import PRODUCTS, Gradients, count_work, find_gradients, find_residuals, scale_work
 
 _COPY = 2  # a copy of it, with its part of the gradient
-_PRODUCTS = frozenset(("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"))
 _PIECES = 64  # of a scan, at most
 
 
@@ -38,7 +40,7 @@ def chain_of(units: Units, order: Sequence[Unit]) -> Chain:
     a product each operand whose partner has a gradient.
     """
     origin = _origins(units)
-    active = _active(units)
+    gradients = _gradients(units)
     parts: dict[Any, list[Any]] = collections.defaultdict(list)
     made_rows: dict[Any, list[Any]] = collections.defaultdict(list)
     for unit in order:
@@ -48,19 +50,46 @@ def chain_of(units: Units, order: Sequence[Unit]) -> Chain:
                     found[v.of].append(v)
     given = set(units.given) | set(origin)
     reads, makes, costs, needs = [], [], [], []
-    for unit in order:
+    for unit, work in zip(order, work_of(units, order), strict=True):
         read = [v for y in unit.makes for v in made_rows[y]] if unit.joins else _read_by(unit, origin)
         made = [part for v in unit.makes for part in (v, *parts.get(v, ()))]
-        kept = set() if primitives.fuses(unit.eqn.primitive) else _for_backward(unit, origin, active)
-        costs.append(LayerCosts(_share(unit)))
-        needs.append(tuple(_need(v, kept, active, given=_base(v) in given) for v in read))
+        kept = set() if primitives.fuses(unit.eqn.primitive) else _for_backward(unit, origin, gradients)
+        costs.append(LayerCosts(sum(work)))
+        needs.append(tuple(_need(v, kept, gradients.active, given=_base(v) in given) for v in read))
         reads.append(tuple(read))
         makes.append(tuple(made))
     sizes = {v: ir.nbytes(v) for group in (*reads, *makes) for v in group}
     return Chain(tuple(costs), tuple(reads), tuple(makes), sizes, tuple(needs))
 
 
-def _need(value: Any, kept: set[Any], active: set[Any], *, given: bool) -> Need:
+def work_of(units: Units, order: Sequence[Unit]) -> list[Work]:
+    """Return the operations of units in a training step: of backward passes those that something needs."""
+    gradients = _gradients(units)
+    weights = {*units.given, *(v for eqn in units.free for v in eqn.outvars)}
+    calls: dict[Any, list[Any]] = collections.defaultdict(list)
+    for unit in units.units:
+        if unit.within is not None:
+            calls[unit.within].append(unit.eqn)
+    saved = {eqns[i] for within, eqns in calls.items() for i in find_residuals(eqns, within.policy)}
+    whole: dict[Any, Work] = {}
+    for unit in order:
+        if unit.eqn not in whole:
+            again = unit.within is not None and unit.eqn not in saved
+            whole[unit.eqn] = count_work(unit.eqn, gradients, weights, again=again)
+    return [scale_work(whole[unit.eqn], _share(unit)) for unit in order]
+
+
+def rescale(chain: Chain, ends: Sequence[int], seconds: Sequence[float]) -> Chain:
+    """Return the chain in seconds: the operations of each stage between ``ends`` took those of its number."""
+    costs = list(chain.costs)
+    for (start, end), took in zip(itertools.pairwise(ends), seconds, strict=True):
+        total = sum(c.time for c in costs[start:end])
+        for i in range(start, end):
+            costs[i] = replace(costs[i], time=costs[i].time * took / total if total else took / (end - start))
+    return replace(chain, costs=tuple(costs))
+
+
+def _need(value: Any, kept: set[Any], active: Set[Any], *, given: bool) -> Need:
     size = ir.nbytes(value)
     if not given:
         return Need(value, 0.0, 0.0, size if value in kept else 0.0)
@@ -69,9 +98,7 @@ def _need(value: Any, kept: set[Any], active: set[Any], *, given: bool) -> Need:
 
 
 def _share(unit: Unit) -> float:
-    if unit.rows is None:
-        return unit.cost
-    return unit.cost * len(unit.rows) / unit.eqn.params["length"]
+    return 1.0 if unit.rows is None else len(unit.rows) / unit.eqn.params["length"]
 
 
 def _base(value: Any) -> Any:
@@ -79,24 +106,16 @@ def _base(value: Any) -> Any:
     return value.of if isinstance(value, Rows | Carried) else value
 
 
-def _active(units: Units) -> set[Any]:
-    """Values that have a gradient: trained arguments, and what is computed from them."""
-    active = {v for v in units.trained if _differentiable(v)}
-    for eqn in (*units.free, *(unit.eqn for unit in units.units)):
-        if any(not isinstance(a, _compat.Literal) and a in active for a in eqn.invars):
-            active.update(filter(_differentiable, eqn.outvars))
-    return active
+def _gradients(units: Units) -> Gradients:
+    return find_gradients([*units.free, *(unit.eqn for unit in units.units)], units.trained, units.roots or units.outs)
 
 
-def _differentiable(value: Any) -> bool:
-    return getattr(value.aval.dtype, "kind", "V") in "fcV"
-
-
-def _for_backward(unit: Unit, origin: Mapping[Any, frozenset[Any]], active: set[Any]) -> set[Any]:
+def _for_backward(unit: Unit, origin: Mapping[Any, frozenset[Any]], gradients: Gradients) -> set[Any]:
     """Return the residuals of a unit: values that its backward pass may read."""
     ins = [v for v in unit.reads if not isinstance(v, _compat.Literal)]
-    with_gradient = [v for v in ins if _base(v) in active]
-    if unit.eqn.primitive.name in _PRODUCTS and len(ins) == 2:
+    wanted = set(gradients.of(unit.eqn.invars, unit.eqn.outvars))
+    with_gradient = [v for v in ins if _base(v) in wanted or (isinstance(v, Carried) and wanted)]
+    if unit.eqn.primitive.name in PRODUCTS and len(ins) == 2:
         ins = [v for v, partner in zip(ins, ins[::-1], strict=True) if partner in with_gradient]
     return {source for v in ins for source in origin.get(v, (v,))} if with_gradient else set()
 

@@ -26,9 +26,10 @@ from multimesh.schedules.costs import cost
 from multimesh.schedules.cuts import SLACK, Chain, ChainCut, cut_chain
 from multimesh.schedules.partitioning import LayerCosts, alive
 from multimesh.schedules.stage_cuts import Cuts, StageCut
-from multimesh.stages.chains import chain_of, orders
+from multimesh.stages.chains import chain_of, orders, rescale, work_of
 from multimesh.stages.staged import run
 from multimesh.stages.units import KEPT_LOOP, Unit, Units, read
+from multimesh.stages.work import add_work
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
@@ -43,6 +44,7 @@ class Pipelined:
     memory: float
     placement: tuple[int, ...]
     argnums: frozenset[int]
+    seconds: tuple[float, ...]
     logical_axes: AxisMap | None = field(hash=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -150,7 +152,9 @@ class Pipelined:
                 "arguments; name those that are trained, counted from 0"
             )
         number = [n for n, arg in enumerate(args) for _ in jax.tree.leaves(arg)]  # keywords follow
-        trained = (place for place, i in enumerate(where) if i < len(number) and number[i] in self.argnums)
+        trained = [place for place, array in enumerate(arrays) if _compat.is_differentiated(array)] or [
+            place for place, i in enumerate(where) if i < len(number) and number[i] in self.argnums
+        ]
         return _Traced(closed, jax.tree.structure(shapes), arrays, tuple(trained), given, loops.number > 0)
 
     @property
@@ -170,7 +174,11 @@ class Pipelined:
                     f"{self.interleave}); give fewer meshes"
                 )
             chain = chain_of(found.forward, order)
-            cut = cut_chain(chain, number, None if math.isinf(self.memory) else self._fits)
+            fits = None if math.isinf(self.memory) else self._fits
+            cut = cut_chain(chain, number, fits)
+            if cut is not None and self.seconds:
+                chain = rescale(chain, cut.ends, self.seconds)
+                cut = cut_chain(chain, number, fits)
             if cut is not None and (best is None or _worth(cut, best[0])):
                 best = cut, chain, order
         if best is None:
@@ -180,7 +188,11 @@ class Pipelined:
             )
         cut, chain, order = best
         pieces = list(itertools.pairwise(cut.ends))
-        cuts = (StageCut(*_line(order[a:b]), chain.costs_of(a, b), chain.received(a, b)) for a, b in pieces)
+        work = work_of(found.forward, order)
+        cuts = (
+            StageCut(*_line(order[a:b]), chain.costs_of(a, b), chain.received(a, b), add_work(work[a:b]))
+            for a, b in pieces
+        )
         return found, tuple(order[a:b] for a, b in pieces), Cuts(tuple(cuts), getattr(self.fn, "__name__", "pipeline"))
 
     def _fits(self, stage: int, costs: LayerCosts) -> bool:
@@ -243,6 +255,7 @@ def pipeline(
     memory: float | None = None,
     placement: Sequence[int] | None = None,
     argnums: int | Sequence[int] = 0,
+    seconds: Sequence[float] | None = None,
     logical_axes: AxisMap | None = None,
 ) -> Pipelined:
     """Cut a function without marks into the stages of a pipeline.
@@ -269,8 +282,12 @@ def pipeline(
     placement
         The submesh of stages 0, 1, ..., as `Schedule.placement` of the loop's schedule gives it; by default in turn.
     argnums
-        With ``memory``: the arguments that are trained, as of `jax.grad`. ``()``: none, as in a forward pass. Where
-        `multimesh.microbatch` is inside, those of its function.
+        The arguments that are trained, as of `jax.grad`: a stage computes no gradient, and holds no moments, of others.
+        ``()``: none, as in a forward pass. Where `multimesh.microbatch` is inside, those of its function. Where
+        `jax.grad` is around the call, the arrays that it differentiates count instead.
+    seconds
+        Measured seconds of F, B and W together of each stage of the cut that is made without them. The function is cut
+        again, by seconds: an operation takes its part of those of its stage.
     logical_axes
         For `multimesh.with_sharding_constraint` in ``fn``, as in `multimesh.task`. All meshes then need the same axes.
 
@@ -302,4 +319,7 @@ def pipeline(
     listed = (argnums,) if isinstance(argnums, int) else argnums
     numbers = checks.many("pipeline: argnums", listed, "numbers of arguments")
     trained = frozenset(checks.whole("pipeline: argnums", number, 0) for number in numbers)
-    return Pipelined(fn, grids, interleave, room, route, trained, logical_axes)
+    took = tuple(cost(x, "pipeline: seconds of a stage") for x in seconds or ())
+    if seconds is not None and len(took) != len(grids) * interleave:
+        raise UsageError(f"pipeline: {len(grids) * interleave} stages, but seconds of {len(took)}; give one for each")
+    return Pipelined(fn, grids, interleave, room, route, trained, took, logical_axes)

@@ -152,6 +152,8 @@ class Units:
         Arguments with a gradient.
     after
         Backward passes that the function has itself, and what follows them. ``units`` has what comes before.
+    roots
+        Results of which a gradient is taken; empty: all.
     """
 
     given: tuple[Any, ...]
@@ -161,6 +163,7 @@ class Units:
     outs: tuple[Any, ...]
     trained: frozenset[Any]
     after: tuple[Unit, ...] = ()
+    roots: tuple[Any, ...] = ()
 
     def live(self) -> Units:
         """Drop units that neither a result nor an effect needs."""
@@ -208,7 +211,14 @@ def read(closed: Any, stages: int, trained: Iterable[int]) -> Units:
         if _leads_to_scalar(after, outs):
             before, after = units, ()
         free = tuple(map(_compat.without_transpositions, free))
-    return Units(given, reader.consts, free, before, outs, frozenset(given[i] for i in trained), after).live()
+    roots = _losses(outs, {v for unit in before for v in unit.eqn.outvars})
+    return Units(given, reader.consts, free, before, outs, frozenset(given[i] for i in trained), after, roots).live()
+
+
+def _losses(outs: Sequence[Any], made: set[Any]) -> tuple[Any, ...]:
+    """Return the scalars among the results if the first is one, as of a loss with metrics beside it; else none."""
+    scalars = tuple(v for v in outs if _is_of(v, made) and getattr(v.aval, "shape", None) == ())
+    return scalars if scalars and scalars[0] is outs[0] else ()
 
 
 class _Reader:

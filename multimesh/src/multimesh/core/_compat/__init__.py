@@ -34,6 +34,7 @@ with check_version():
         dce,
         device_put_p,
         hoist,
+        is_differentiated,
         is_ref,
         is_tracer,
         jaxpr_as_fun,

@@ -204,6 +204,11 @@ def primal(x: Any) -> Any:
     return x
 
 
+def is_differentiated(x: Any) -> bool:
+    """Return whether an enclosing `jax.grad`, or another derivative, depends on ``x``."""
+    return is_tracer(x) and hasattr(x, "primal")
+
+
 def abstractify(x: Any) -> jax.ShapeDtypeStruct:
     """Return shape, dtype and weak type of an argument, without its sharding."""
     return shape_of(jax.typeof(x))
