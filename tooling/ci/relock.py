@@ -43,7 +43,7 @@ def add_step(parts: Subparsers) -> None:
 
 
 def run_lock(args: argparse.Namespace) -> None:
-    """Print what follows in ``sources.yaml``; git shows what else changed."""
+    """Lock the groups. Print which sources follow; git shows what else changed."""
     if strange := sorted(set(args.group) - set(GROUPS)):
         raise errors.UsageError(f"{strange[0]}: is no group; choose from {' '.join(GROUPS)}")
     here = Workspace()

@@ -89,7 +89,7 @@ class Cache(NamedTuple):
 
     @property
     def settings(self) -> Settings | None:
-        """Those of the last cache here."""
+        """The settings with which this cache was last started; None before."""
         try:
             return Settings(**json.loads((self.folder / "settings.json").read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
@@ -97,7 +97,7 @@ class Cache(NamedTuple):
 
     @property
     def state(self) -> str:
-        """As that of its settings."""
+        """``running``, ``not answering`` or ``stopped``."""
         return self.settings.state if self.settings else "stopped"
 
     def password(self) -> str:

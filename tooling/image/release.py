@@ -181,7 +181,7 @@ def publish(root: Path, engine: Engine, built: Built, check: Check, request: Req
 
 
 def telling(place: Path, document: dict[str, Any]) -> Callable[[Sequence[tags.Moved]], None]:
-    """Return what writes moved tags into a ``release.json``, one after the other."""
+    """Return a function that writes moved tags into a ``release.json`` as they move."""
 
     def told(moved: Sequence[tags.Moved]) -> None:
         document["image"]["tags"] = [each._asdict() for each in moved]

@@ -23,7 +23,7 @@ _JOBS = {"small": "validate-cpu.sh", "medium": "validate-gpu.sh"}
 
 
 class Check(NamedTuple):
-    """A check that an image passed: which job, how long it took and its last line."""
+    """A passed check of an image: the job, its seconds and its last line."""
 
     job: str
     seconds: float

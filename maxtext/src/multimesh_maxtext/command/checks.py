@@ -102,7 +102,7 @@ class Job:
 
     @property
     def readers(self) -> int:
-        """How many processes read, the first ones: those with devices of MaxText's mesh, in a pipeline stage 0's."""
+        """Number of processes that read data: the first ones, which have the devices of MaxText's mesh."""
         return -(-self.mesh_devices * self.options.nodes // self.devices)
 
     @property
@@ -377,7 +377,7 @@ def _not_placeable(job: Job) -> Iterator[LauncherError]:
 
 
 def _wrong_shares(job: Job) -> Iterator[LauncherError]:
-    """Processes that read real data take equal shares of it."""
+    """Yield an error if the processes that read real data cannot take equal shares of a batch."""
     o, readers = job.options, job.readers
     if read_dataset(o) in ("synthetic", "olmo_grain"):
         return  # every process has every row

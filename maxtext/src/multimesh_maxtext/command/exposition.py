@@ -115,7 +115,7 @@ class Exposition:
 
 
 def listeners(options: Options, restarts: int) -> list[Callable[[Mapping[str, float]], None]]:
-    """Return what looks at the records of a run: always a `Watch`, and what a flag asks for."""
+    """Return the functions that get each record of a run: a `Watch`; with ``--prometheus`` also an `Exposition`."""
     watch = Watch()
     if not options.prometheus:
         return [watch]

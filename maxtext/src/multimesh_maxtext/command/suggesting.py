@@ -217,7 +217,7 @@ def _wrong(o: Options) -> Iterator[tuple[object, LauncherError]]:
 
 
 def make_training(asked: Asked, limit: float) -> planner.Training:
-    """Return what the planner is asked for, where a device may use ``limit`` bytes; 0: what JAX takes of it."""
+    """Return the planner's task. A device may use ``limit`` bytes; 0: JAX's usual part of its memory."""
     o, sizes = asked.options, transformer(asked.model)
     return planner.Training(
         sizes,

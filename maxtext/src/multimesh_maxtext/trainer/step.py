@@ -295,7 +295,7 @@ def _is_stacked(path: Any, like: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Microbatch:
-    """MaxText's loop body, traced once: a function like it.
+    """MaxText's loop body as a function, which evaluates a jaxpr that was traced once.
 
     Attributes
     ----------
@@ -335,7 +335,7 @@ _Count = tuple[int, int] | None
 
 
 def _count(jaxpr: Any, arguments: Sequence[_Count]) -> list[_Count]:
-    """Follow counters through a jaxpr. An operation that does more than count ends them."""
+    """Return which results of a jaxpr are an argument plus a constant, as counters are; None for any other result."""
     known: dict[Any, _Count] = dict(zip(jaxpr.invars, arguments, strict=True))
 
     def look(atom: Any) -> _Count:

@@ -405,7 +405,7 @@ class Compiled:
 
 @dataclass(frozen=True, eq=False)
 class Plain:
-    """A compiled function without tasks, as of ``jax.jit``. If tasks are ignored, it runs on ``gather``."""
+    """A compiled function without tasks, as of ``jax.jit``. Arguments on several devices move to ``gather`` first."""
 
     jitted: Any
     gather: jax.Device | None = None

@@ -44,7 +44,7 @@ def types_of(layouts: Sequence[Any], mesh: AbstractMesh | str | None, more: Iter
 
 
 def widen(types: Types | None, count: int, met: Iterable[Mesh]) -> Types | None:
-    """Return types on a mesh that those of tasks are met on too. Before the trace only arguments say a mesh."""
+    """Return argument types on a mesh that has the axes of all arguments and of the meshes ``met`` by tasks."""
     known = () if types is None else (types.mesh,)
     mesh = _compat.common_mesh([*known, *met])
     if mesh is None or (types is not None and mesh == types.mesh):

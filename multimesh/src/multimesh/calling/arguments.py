@@ -183,7 +183,7 @@ def _paths(tree: Any) -> list[tuple[Any, ...]]:
 
 
 def _dummy(tree: Any) -> Any:
-    """Return a pytree whose leaves are bare objects: what JAX asks of a container is that it can hold these."""
+    """Return the tree with bare objects as leaves, as JAX builds it too: every container must take these."""
     return jax.tree.unflatten(tree, [object() for _ in range(tree.num_leaves)])
 
 

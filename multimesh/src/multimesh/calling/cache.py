@@ -53,7 +53,7 @@ def traits(leaf: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """A function that was traced: the call, the values of an enclosing transformation that it captures first."""
+    """A traced function: its `Call`, and the values of an enclosing transformation, which are its first arguments."""
 
     call: Call
     captured: list[Any]

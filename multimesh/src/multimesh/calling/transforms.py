@@ -169,7 +169,7 @@ def _jvp(
 def _transpose(
     cotangents: Sequence[Any], args: Sequence[Any], wanted: Sequence[Any], *, jaxpr: Any, call: Call
 ) -> Sequence[Any]:
-    """Cotangents have the types of their arguments, which JAX compares."""
+    """Return the cotangents of linear arguments, in the types of these (JAX compares them), and None for the others."""
     linear = tuple(arg is None for arg in args)
     transposed = call.transposed(linear, tuple(map(_compat.explicit_spec, wanted)))
     pulled = transposed(*(arg for arg in args if arg is not None), *cotangents)

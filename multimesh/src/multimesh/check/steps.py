@@ -58,7 +58,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class Probe:
-    """One thing to try.
+    """A step of a check: how it is measured in all processes, and judged in process 0.
 
     Attributes
     ----------

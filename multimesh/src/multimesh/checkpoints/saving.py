@@ -140,7 +140,7 @@ def _refuse(path: Path) -> None:
 
 
 def _is_from(path: Path, half: Path) -> bool:
-    """Return whether a checkpoint was written to the folder ``half``, which is not there any more."""
+    """Return whether a checkpoint was written as the unfinished folder ``half``, which has been renamed since."""
     with contextlib.suppress(OSError, UsageError):
         return not half.exists() and shard_files.read_table(path)[0]["writer"] == half.name
     return False

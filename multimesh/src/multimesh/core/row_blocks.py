@@ -48,7 +48,7 @@ class Blocks:
         return len(spec) > self.dim and self.mesh.axis_names[0] in axes_of(spec[self.dim])[:1]
 
     def along(self, dim: int, size: int) -> Blocks:
-        """Return the stack of the same blocks in an array that has ``size`` rows along another dimension."""
+        """Return blocks on the same submeshes, of an array that is cut along ``dim``, which has ``size`` rows."""
         return Blocks(dim, size // len(self.meshes), self.meshes)
 
     def cut(self, shape: Sequence[int]) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ _SIZE, _BYTES, _TURNS = 768, 2**26, 3
 
 
 class Machine(NamedTuple):
-    """Measure a CPU device of this machine: operations per second of float32 products, bytes per second, and bytes."""
+    """A CPU device of this machine: its operations per second in float32, bytes per second, and bytes."""
 
     product: float
     bandwidth: float

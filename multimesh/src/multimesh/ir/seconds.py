@@ -24,7 +24,7 @@ _WIDE, _WIDEST = 2.0, 16.0  # times the seconds of bfloat16: float32 as TF32, fl
 
 @dataclass(frozen=True)
 class Costed:
-    """An operation or an equation."""
+    """The fields of an operation or equation that its cost depends on."""
 
     prim: Any
     params: dict[str, Any]
@@ -33,7 +33,7 @@ class Costed:
 
     @property
     def inner(self) -> list[Any]:
-        """Its programs."""
+        """The jaxprs among its parameters."""
         return list(_compat.subjaxprs(self.params))
 
 

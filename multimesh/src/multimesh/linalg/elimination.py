@@ -59,7 +59,7 @@ def _winners(panel: Array, layout: Layout) -> tuple[Array, Array]:
 
 
 def _here(numbers: Array, layout: Layout) -> Array:
-    """My row for each global number; a number of rows that is too large where it is on another device."""
+    """Return the number of each global row among mine; for a row of another device, a number beyond the last."""
     device, row = numbers // layout.padded, numbers % layout.padded
     return jnp.where(device == lax.axis_index(layout.axes), row, layout.padded)
 

@@ -199,7 +199,7 @@ def parts_of(
 
 
 def _merge_addends(above: Any, trees: Sequence[Any]) -> Any:
-    """Return the tree with the leaves of ``above`` replaced by trees."""
+    """Return the tree ``above`` with one of ``trees`` in the place of each leaf."""
     parts = [jax.tree.unflatten(tree, [object()] * tree.num_leaves) for tree in trees]
     return jax.tree.structure(jax.tree.unflatten(above, parts))
 

@@ -96,7 +96,7 @@ def note_task(mark: str, name: str, result: Any) -> Any:
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """Lower kernels of a plan: tasks in a loop of theirs are where they should be."""
+    """Note that kernels of a plan are lowered: tasks are on their submeshes, so no warning of one program is due."""
     token = _compiling.set(True)
     try:
         yield

@@ -61,7 +61,7 @@ def offset(name: str) -> tuple[float, float]:
 
 
 def rounds(clocks: int) -> int:
-    """Return the number of questions that each of so many clocks asks."""
+    """Return how often each of so many clocks is compared with that of process 0."""
     return max(FEWEST, min(ROUNDS, QUESTIONS // max(1, clocks)))
 
 

@@ -111,7 +111,7 @@ class _Kernel:
 
     @property
     def data_axes(self) -> set[str]:
-        """Axes of the mesh that rows are divided over: of the first dimension of what is no parameter."""
+        """Axes of the mesh that divide rows of the batch: the first dimension of values that are no parameters."""
         slots = (slot for slot in (*self.run.ins, *self.run.outs) if slot not in self.plan.given)
         layouts = [self.plan.layouts[slot] for slot in slots if slot not in self.run.ins[: len(self.kernel.sums)]]
         before = len(self.kernel.sums) + bool(self.kernel.rows)
@@ -146,7 +146,7 @@ class _Kernel:
         return Finding(rule, self.number, nbytes, line, f"{self.kernel.name!r}: {text}")
 
     def find_moving(self, rule: str, collective: Collective, text: str) -> Finding:
-        """Return a finding about a collective."""
+        """Return the finding of a rule about a collective, with its bytes and its line."""
         return self.find(rule, self.bytes_of(collective), self.line(collective), text)
 
     def bytes_of(self, collective: Collective) -> int:
@@ -167,7 +167,7 @@ def _shard(shape: tuple[int, ...], layout: NamedSharding, without: set[str]) -> 
 
 
 def _find_gathered_weights(of: _Kernel) -> Iterator[Finding]:
-    """Yield parameters that each microbatch gathers along an axis that divides no rows: no FSDP means that."""
+    """Yield parameters that each microbatch gathers along an axis that divides no rows, and so not for FSDP."""
     for each in of.in_loop:
         axes = of.gathered(each)
         if axes and not axes & of.data_axes:

@@ -113,7 +113,7 @@ def write(run: MeasuredStep) -> list[str]:
 def describe(
     step: Step, name: str = "", error: float = 0.0, memory_error: float = math.nan, seconds: float = 0.0
 ) -> MeasuredStep:
-    """Return what a forecast is to measured runs; ``seconds`` are those measured, where it is one."""
+    """Return the features of a forecast as a `MeasuredStep`, to be compared with measured runs."""
     model, how = step.model, step.how
     family = step.device.generation.split("-")[0]
     kinds = ("1" if model.experts else "0", family, step.software, how.precision, step.device.name)

@@ -109,7 +109,7 @@ class Bill:
 
 
 def bill(option: Option, device: Device, terms: Terms) -> Bill:
-    """Return what a configuration takes."""
+    """Return the bill of a configuration."""
     count = option.how.devices
     goodput = terms.goodput(count)
     rate = option.tokens_per_second * count * goodput

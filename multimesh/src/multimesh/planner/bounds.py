@@ -57,7 +57,7 @@ class Transformers:
         return Bounded(how, self.seconds(how) if least <= self.limit else 0.0, least)
 
     def _worth(self, cuts: Iterator[Bounded]) -> Iterator[Bounded]:
-        """Equal stages, and balanced ones where they are clearly faster or the equal ones do not fit."""
+        """Yield the first cut into stages, and those that are clearly faster or follow one that does not fit."""
         before: Bounded | None = None
         for cut in cuts:
             if before is None or before.bytes > self.limit or cut.seconds < (1 - _CLOSE) * before.seconds:
@@ -120,7 +120,7 @@ class Transformers:
         return self._after[key]
 
     def _least(self, how: Configuration, in_flight: int) -> float:
-        """Bytes at least of the submeshes at the ends, of which the first holds so many activations of stages."""
+        """Return the fewest bytes of the fullest device among the first and the last submesh."""
         if how.pp == 1:
             return self.bytes(how)
         least = (
@@ -130,7 +130,7 @@ class Transformers:
 
     @staticmethod
     def _in_flight(how: Configuration) -> int:
-        """Activations of stages that the first submesh holds at least."""
+        """Return a lower bound of the activations of stages that the first submesh holds at once."""
         p, v, m = how.pp, how.interleave, how.microbatches
         if v == 1:
             return {"1f1b": min(m, p), "zb-h1": min(m, p), "eager-1f1b": min(m, 2 * p - 1)}.get(how.schedule, 1)
@@ -139,7 +139,7 @@ class Transformers:
         return 1
 
     def _cuts(self, how: Configuration) -> Iterator[Configuration]:
-        """The same with layers for its stages: equal ones if that is possible, and balanced ones."""
+        """Yield the configuration with layers for its stages: equal ones if these divide, and balanced ones."""
         if "layers" in self.space.fixed:
             sizes = self.space.fixed["layers"]
             if isinstance(sizes, tuple) and len(sizes) == how.stages:

@@ -111,7 +111,7 @@ class Configuration:
 
     @property
     def devices(self) -> int:
-        """Of the mesh."""
+        """Number of devices of the mesh."""
         return self.dp * self.fsdp * self.tp * self.pp * self.cp
 
     @property
@@ -136,17 +136,17 @@ class Configuration:
 
     @property
     def stages(self) -> int:
-        """Of the pipeline."""
+        """Number of stages of the pipeline."""
         return self.pp * self.interleave
 
     @property
     def microbatches(self) -> int:
-        """Of a step."""
+        """Number of microbatches of a step."""
         return self.batch // (self.microbatch * self.dp * self.fsdp)
 
     @property
     def tokens(self) -> float:
-        """Of a microbatch on a device, before tensor parallelism."""
+        """Tokens of a microbatch on a device, before tensor parallelism."""
         return self.microbatch * self.sequence / self.cp
 
     def shown(self) -> str:

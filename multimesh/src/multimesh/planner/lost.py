@@ -51,7 +51,7 @@ def sentences(search: Search, best: Option) -> Iterator[str]:
 
 
 def _slower(option: Option, best: Option) -> str:
-    """How much slower than the best, and by what most."""
+    """Say how much slower an option is than the best, and which part of the step makes most of that."""
     of, of_best = dict(option.shares), dict(best.shares)
     more = {cause: of.get(part, 0.0) - of_best.get(part, 0.0) for part, cause in _CAUSES.items()}
     recomputes = RECOMPUTE.index(option.how.recompute) > RECOMPUTE.index(best.how.recompute)

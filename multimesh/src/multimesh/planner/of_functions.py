@@ -144,7 +144,7 @@ class Functions:
         self.space = Space(model, self.device, devices, rows, 1, {**fixed, **absent}, ("none", "full"))
 
     def _made(self, rows: int) -> tuple[Portion, ...]:
-        """Segments of the function on so many rows; the same number for every number of rows."""
+        """Return the pieces of the function on so many rows. Their number does not depend on the rows."""
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), self.batch)
         return pieces(self.fn, self.params, batch, self.device, self.software.kernel)
 
@@ -160,7 +160,7 @@ class Functions:
                     yield Bounded(cut, self._longest(cut), self._state(cut))
 
     def bytes(self, how: Configuration) -> float:
-        """Of the fullest device: parameters with gradients and moments, and what microbatches in flight keep."""
+        """Return the bytes of the fullest device: parameters, gradients, moments, and activations in flight."""
         in_flight: tuple[int, ...] = (how.stages,)
         if how.pp > 1:
             few = min(how.microbatches, 4 * how.pp + how.microbatches % how.pp)
@@ -202,7 +202,7 @@ class Functions:
         )
 
     def _longest(self, how: Configuration) -> float:
-        """Seconds at least: as `multimesh.planner.bounds` says."""
+        """Return a lower bound of the seconds of a step, as in `multimesh.planner.bounds`."""
         times, work = self._times(how), [0.0] * how.pp
         for time, row in zip(times, self._places(how), strict=True):
             work[row] += time.total
@@ -215,7 +215,7 @@ class Functions:
         return STATES * max(sum(p.parameters for s in row for p in s) for row in self._rows(how)) / how.fsdp
 
     def _after(self, how: Configuration) -> dict[str, float]:
-        """Seconds after the loop: gradients between replicas, and the optimizer."""
+        """Return the seconds after the loop, by part: gradients between replicas, and the optimizer."""
         rows = self._rows(how)
         held = max(sum(p.parameters for s in row for p in s) for row in rows) / how.fsdp
         numbers = max(sum(p.numbers for s in row for p in s) for row in rows) / how.fsdp
@@ -226,7 +226,7 @@ class Functions:
         }
 
     def _times(self, how: Configuration, *, sharded: bool = True) -> tuple[Times, ...]:
-        """Seconds of a microbatch of each stage."""
+        """Return the seconds of a microbatch on each stage."""
         found = []
         for stage in self._stages(how):
             forward = sum(p.seconds for p in stage)
@@ -263,7 +263,7 @@ class Functions:
         return tuple(route[stage % len(route)] for stage in range(how.stages))
 
     def _rows(self, how: Configuration) -> list[list[list[Portion]]]:
-        """Stages of each submesh."""
+        """Return the stages of each submesh."""
         found: list[list[list[Portion]]] = [[] for _ in range(how.pp)]
         for stage, row in zip(self._stages(how), self._places(how), strict=True):
             found[row].append(stage)

@@ -166,7 +166,7 @@ def _join(
 
 
 def _places(crossing: Sequence[float], seconds: Sequence[float]) -> list[bool]:
-    """Where a pipeline may cut: near no place, by seconds, does much less cross."""
+    """Return for each place whether a pipeline may cut there: no place near it, in seconds, sends far fewer bytes."""
     ends = list(itertools.accumulate(seconds))
     near = ends[-1] * _NEAR
     found, first, last = [], 0, 0

@@ -37,7 +37,7 @@ class Times:
 
     @property
     def total(self) -> float:
-        """Of all three."""
+        """Seconds of all three."""
         return self.forward + self.backward + self.weights
 
 

@@ -55,7 +55,7 @@ class Step:
 
     @property
     def tokens_per_second(self) -> float:
-        """On each device."""
+        """Tokens a second on each device."""
         return self.how.batch * self.how.sequence / self.seconds / self.how.devices
 
     @property

@@ -74,7 +74,7 @@ class Training:
 
     @property
     def bytes(self) -> float:
-        """Of a device that may be used."""
+        """Bytes of a device that may be used."""
         return self.limit or SHARE * self.device.memory
 
     def search(self, devices: int, told: Told | None = None) -> Search:

@@ -186,7 +186,7 @@ def _rate(number: float) -> str:
 
 
 def _consists(option: Option) -> str:
-    """Shares of the seconds above a percent, the largest first."""
+    """Return the parts that take more than a percent of a step, the largest first."""
     shares = sorted(((seconds, name) for name, seconds in option.shares), reverse=True)
     return ", ".join(
         f"{name} {100 * seconds / option.seconds:.0f} %" for seconds, name in shares if seconds > 0.01 * option.seconds

@@ -11,7 +11,7 @@ from multimesh.planner.transformer import Transformer
 
 
 def tensor(model: Transformer, how: Configuration, device: Device, stack: Stack) -> Times:
-    """Return those of tensor parallelism.
+    """Return the seconds of the collectives of tensor parallelism.
 
     Four gathers or scatters of a layer forward, four backward, and with sequence parallelism two more.
     """
@@ -20,7 +20,7 @@ def tensor(model: Transformer, how: Configuration, device: Device, stack: Stack)
 
 
 def context(model: Transformer, how: Configuration, device: Device, stack: Stack) -> Times:
-    """Return those of context parallelism: keys and values of the other devices, and their gradients."""
+    """Return the seconds of context parallelism: keys and values of the other devices, and their gradients."""
     size = (
         2.0 * how.tokens * model.keys_and_values / how.tp * how.cp * min(1.0, model.seen(how.sequence) / how.sequence)
     )
@@ -29,7 +29,7 @@ def context(model: Transformer, how: Configuration, device: Device, stack: Stack
 
 
 def experts(model: Transformer, how: Configuration, device: Device, stack: Stack) -> Times:
-    """Return those of expert parallelism: tokens to their experts and back."""
+    """Return the seconds of expert parallelism: tokens to their experts and back."""
     if not model.experts or how.ep == 1:
         return Times()
     size = 2.0 * how.tokens * model.hidden / how.tp * model.active * how.load
@@ -38,7 +38,7 @@ def experts(model: Transformer, how: Configuration, device: Device, stack: Stack
 
 
 def sharding(model: Transformer, how: Configuration, device: Device, stack: Stack, layer: Times) -> Times:
-    """Return what gathers of sharded parameters and scatters of their gradients add to a layer.
+    """Return the seconds that gathers of sharded parameters and scatters of their gradients add to a layer.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ def _gather(model: Transformer, how: Configuration, device: Device, stack: Stack
 
 
 def offloading(how: Configuration, device: Device, layer: Times, kept: float) -> Times:
-    """Return what ``kept`` bytes of a layer add on their way to the host and back, where computation hides them not."""
+    """Return the seconds that ``kept`` bytes of a layer, sent to the host and back, add beside the computation."""
     if not how.offload:
         return Times()
     one = kept / device.host

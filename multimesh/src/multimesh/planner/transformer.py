@@ -11,7 +11,7 @@ from multimesh.errors import UsageError
 
 @dataclass(frozen=True)
 class Transformer:
-    """A decoder.
+    """The sizes of a transformer that predicts the next token.
 
     Attributes
     ----------
@@ -159,17 +159,17 @@ class Transformer:
 
     @property
     def always_parameters(self) -> float:
-        """Of a layer with experts, without the routed ones: attention, shared experts and the router."""
+        """Parameters of a layer with experts, without the routed ones: attention, shared experts and the router."""
         shared = self.hidden * (self.shared_ffn * (self.gates + 1) + self.experts)
         return self.attention_parameters + shared
 
     @property
     def dense_layer_parameters(self) -> float:
-        """Of a layer with a dense MLP."""
+        """Parameters of a layer with a dense MLP."""
         return self.attention_parameters + self.hidden * self.ffn * (self.gates + 1)
 
     def held_parameters(self, ep: int) -> float:
-        """Of a layer, with the experts of one of ``ep`` devices that share them."""
+        """Return the parameters of a layer on one of ``ep`` devices that share its experts."""
         if not self.experts:
             return self.dense_layer_parameters
         return self.always_parameters + self.expert_parameters / ep
@@ -186,7 +186,7 @@ class Transformer:
 
     @property
     def parameters(self) -> float:
-        """Of all layers, the embedding and the head, without those that predict further tokens."""
+        """Parameters of all layers, the embedding and the head, without those that predict further tokens."""
         dense = self.dense_layers if self.experts else self.layers
         layers = dense * self.dense_layer_parameters + (self.layers - dense) * self.layer_parameters
         return layers + self.embedding_parameters * (1 if self.tied else 2)

@@ -122,7 +122,7 @@ def agree_on_plan(name: str, lines: Iterable[str]) -> int:
 
 
 def pack(value: Any) -> bytes:
-    """Something that JSON holds, in few bytes."""
+    """Return data that JSON can hold as compressed bytes."""
     return zlib.compress(json.dumps(value).encode(), 1)
 
 

@@ -249,7 +249,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 
 def _complete(given: Sequence[Any], method: str | None, timeout: int) -> tuple[str, Sequence[Any]]:
-    """Find what the arguments leave open.
+    """Complete the arguments of `initialize` from the environment and the launcher.
 
     Returns the launcher; then the coordinator's address, the number of processes, that of this one, and its devices.
     """

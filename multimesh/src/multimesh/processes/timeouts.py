@@ -75,6 +75,6 @@ def current() -> Timeouts:
 
 
 def use(timeouts: Timeouts) -> None:
-    """Let them be those of this job."""
+    """Set the timeouts of this job."""
     global _now
     _now = timeouts

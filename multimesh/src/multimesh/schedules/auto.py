@@ -210,7 +210,7 @@ class Auto(Schedule):
         checks.whole("schedules.Auto: seed", self.seed)
 
     def placement(self, submeshes: int) -> tuple[int, ...]:
-        """Return the route, or round and round."""
+        """Return the submesh of each stage: the given route, or each submesh in turn."""
         return self.route or super().placement(submeshes)
 
     def table(self, submeshes: int, chunks: int, microbatches: int, backward: bool) -> Table:

@@ -102,7 +102,7 @@ def _share(unit: Unit) -> float:
 
 
 def _base(value: Any) -> Any:
-    """The stack of rows, and the last carry of an earlier one."""
+    """Return the array that rows or a carry of a scan belong to; any other value as it is."""
     return value.of if isinstance(value, Rows | Carried) else value
 
 
@@ -166,7 +166,7 @@ def _late(units: Units) -> list[Unit]:
 
 
 def _beside(units: Units, order: Sequence[Unit]) -> list[Unit]:
-    """Units in order, but small results of parameters beside the first unit that needs the same parameter."""
+    """Return units in order, but each small result of a parameter moved to the first unit that uses that parameter."""
     origin = _origins(units)
     arguments = set(units.given)
     small: dict[Unit, Any] = {}

@@ -111,7 +111,7 @@ class Pipelined:
         return found[0]
 
     def _in_loops(self, cut: Change, args: Any, kwargs: Any) -> Any:
-        """Run the function with what its microbatch loops run cut, in place of the function itself."""
+        """Run the function, and cut the functions of its microbatch loops instead of the function itself."""
         loops = _Loops(cut)
         with in_loops(loops):
             out = self.fn(*args, **kwargs)

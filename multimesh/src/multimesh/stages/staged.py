@@ -89,7 +89,7 @@ def _backward_stages(
 
 
 def _stages_with(value: Any, at: Mapping[Any, set[int]]) -> set[int]:
-    """Stages that have a value of the forward pass, or a part of these rows; none of what lies everywhere."""
+    """Return the stages that have a forward value, or some of its rows; none for a value that is everywhere."""
     if not isinstance(value, Rows) or value in at:
         return at.get(value, set())
     parts = (v for v in at if isinstance(v, Rows) and v.of is value.of)

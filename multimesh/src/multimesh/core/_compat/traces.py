@@ -91,7 +91,7 @@ def abstract_mesh_context(mesh: Mesh | AbstractMesh, *, typed: bool = False) -> 
 
 
 def identity_primitive(name: str, lowered: Callable[..., None]) -> Any:
-    """Make a primitive that does nothing, whose parameters ``lowered`` gets when it becomes a part of a program."""
+    """Make a primitive that returns its operand, and calls ``lowered`` with its parameters when it is lowered."""
     prim = core.Primitive(name)
 
     def lower(_: Any, x: Any, **params: Any) -> list[Any]:

@@ -91,7 +91,7 @@ mlir.register_lowering(_retype_p, lambda ctx, x, *, layout, own: [x])
 
 
 def _transpose(cotangent: Any, _: Any, *, layout: NamedSharding, own: NamedSharding) -> list[Any]:
-    """The cotangent of a ``reduced`` operand is unreduced, and the reverse."""
+    """Transpose the change of a type: the cotangent of a ``reduced`` operand is unreduced, and the reverse."""
     marks = {"reduced": getattr(own.spec, "unreduced", ()), "unreduced": getattr(own.spec, "reduced", ())}
     given = {name: frozenset(axes) for name, axes in marks.items() if axes}
     spec = PartitionSpec(*partitions(own.spec), **given)
@@ -193,7 +193,7 @@ def fill(like: Any, value: Any, dtype: Any) -> jax.Array:
 
 
 def divide(x: Any, count: int) -> Any:
-    """Return ``x`` divided by a number. JAX wants that in the type of terms that are not summed up."""
+    """Return ``x`` divided by a number; for an unreduced ``x``, by one that is ``reduced`` along the same axes."""
     layout = jax.typeof(x).sharding
     terms = getattr(layout.spec, "unreduced", None)
     if not terms:

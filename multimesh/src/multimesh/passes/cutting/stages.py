@@ -27,7 +27,7 @@ from multimesh.schedules.published import VShaped
 
 
 def number_stages(pipeline: Pipeline) -> Pipeline:
-    """Number the stages of a loop; ``auto`` takes the way down and up where the tasks of the loop go that way.
+    """Number the stages of a loop. If its tasks go down and up the submeshes, ``auto`` takes the V of `VShaped`.
 
     They must go it once: no published table goes down and up twice.
     """

@@ -114,7 +114,7 @@ def _split(
 def _split_body(
     ops: Sequence[ir.Op], needed: set[ir.Value], cotangents: set[ir.Value]
 ) -> tuple[tuple[ir.Op, ...], tuple[ir.Op, ...]]:
-    """Split the body of a scan: its carries are the cotangents, and each row may repeat operations without any."""
+    """Split the body of a scan: ``needed`` values, then the rest, which may repeat what depends on no cotangent."""
     return _split(ops, needed, cotangents, {o for op in ops for o in op.outs} - _taint(ops, cotangents))
 
 

@@ -292,7 +292,7 @@ class _Cutter:
         return ops
 
     def _along(self, op: ir.Op) -> list[ir.Op] | None:
-        """Return an operation that keeps the dimension of a stack's pieces, done for each; None if it does not."""
+        """Return the operation once for each piece of a stack; None if its result loses the dimension of pieces."""
         (x, *others), out = op.ins, op.outs[0]
         if not isinstance(x, ir.Value) or x not in self._pieces or any(v in self._pieces for v in ir.values(others)):
             return None

@@ -163,7 +163,7 @@ def _only_ops(items: Iterable[ir.Item]) -> tuple[ir.Op, ...]:
 
 
 def _place_loop(loop: ir.Loop, state: State, default: Mesh, rows: set[ir.Value], moved: Moved) -> ir.Loop:
-    """Place a loop's body. ``moved`` follows the ``rows`` that later loops are linked to when they are cloned."""
+    """Place the body of a loop. ``moved`` gets the clones of ``rows``, which later loops read."""
     homes = state.homes
     loop = replace(loop, linked={k: moved.get(v, v) for k, v in loop.linked.items()})
     homes.update({inner: homes[row] for inner, row in loop.linked.items() if row in homes})

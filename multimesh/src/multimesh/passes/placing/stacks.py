@@ -116,7 +116,7 @@ class _Finder:
         return found, remarks
 
     def of_same_shape(self, met: Mapping[ir.Value, Blocks], known: Mapping[int, Blocks]) -> dict[int, Blocks]:
-        """Return the arguments that elementwise operations make values of, which met blocks of a stack."""
+        """Return the arguments from which elementwise operations make the values that ``met`` blocks of a stack."""
         found: dict[int, Blocks] = {}
         for value, stack in met.items():
             left = [value]
@@ -186,7 +186,7 @@ def _each_has_own_rows(reads: _Reads) -> bool:
 
 
 def _spans(reads: _Reads, ends: Iterable[int] = ()) -> Iterator[tuple[int, int, list[Mesh]]]:
-    """Yield the runs of rows between the ends of reads, and ``ends``, with the submeshes that read all of each."""
+    """Yield spans of rows and the submeshes that read all of each; a span ends where a read does, and at ``ends``."""
     cuts = sorted({*ends, *(end for low, high, _ in reads for end in (low, high))})
     for low, high in itertools.pairwise(cuts):
         yield low, high, [mesh for first, end, mesh in reads if first <= low and high <= end]
@@ -274,7 +274,7 @@ class _Maker:
     def _cuts(
         self, like: dict[ir.Value, Blocks], value: ir.Value, dim: int, parts: Sequence[ir.Value]
     ) -> list[int] | None:
-        """Return where to cut a sum of padded rows: as a stack of its shape, best one on the submeshes of these."""
+        """Return where to cut a sum of padded rows: as a stack of its shape, preferably on the parts' submeshes."""
         inputs = self._program.inputs
         same = [s for n, s in self._stacks.items() if s.dim == dim and inputs[n].aval.shape == value.aval.shape]
         if not same:
@@ -344,7 +344,7 @@ def _like(old: ir.Atom) -> ir.Op:
 
 
 def _map_tasks(program: ir.Program) -> dict[ir.Value, Mesh]:
-    """Map values that tasks make, and sums of them, to the submesh."""
+    """Map values that tasks make, and sums of these on one submesh, to the submesh."""
     on = {o: op.task.mesh for op in all_ops(program) if op.task is not None for o in op.outs}
     on.update(
         (out, on[leaf])

@@ -195,7 +195,7 @@ class Flow:
         return max(sizes, default=0)
 
     def _bytes(self, value: ir.Value) -> int:
-        """Bytes to move for a value: what it was made of is laid out in its place where that is less."""
+        """Return the bytes to move for a value: its own, or those of its operands if these are fewer."""
         return self._origin.get(value, value.nbytes)
 
     def _loop(

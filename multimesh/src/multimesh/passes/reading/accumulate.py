@@ -1,4 +1,4 @@
-"""Sums results of few bits in more: each microbatch adds less than bfloat16 can tell from what is there.
+"""Accumulates sums over microbatches in a wider dtype: what one adds to a large sum is lost in bfloat16.
 
 ``fn`` of a microbatch loop may return such results, which the loop itself sums in more bits. Here are the others: sums
 of cotangents, where the gradient is taken outside of the loop.

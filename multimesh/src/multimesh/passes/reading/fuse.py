@@ -32,7 +32,7 @@ def fuse(program: ir.Program) -> ir.Program:
 
 
 def _go_forward_again(loop: ir.Loop) -> ir.Loop:
-    """Make a forward pass of several stages that `jax.checkpoint` repeats in a loop without one.
+    """Make a loop without backward pass of a forward pass over several stages that `jax.checkpoint` repeats.
 
     The loop of the forward pass is in another program, as with ``jax.grad`` around `multimesh.jit`, or can't be joined.
     """

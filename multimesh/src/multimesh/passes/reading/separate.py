@@ -1,4 +1,4 @@
-"""Make each sum of a loop one of its own: of one leaf, of one addend of a cotangent, without an initial value.
+"""Split the sums of a loop: each gets one leaf, which is one addend of a cotangent, and no initial value.
 
 Initial values other than zero are added last. A sum of cotangents becomes several sums, if its dtype allows that
 (`primitives.reorders`).

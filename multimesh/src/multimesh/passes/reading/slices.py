@@ -28,7 +28,7 @@ def hoist_slices(program: ir.Program) -> ir.Program:
 
 
 def _hoist(loop: ir.Loop, rows: Collection[ir.Value]) -> list[ir.Item]:
-    """Return the loop between the slices cut before it and the sums padded after it. Later loops read ``rows``."""
+    """Return slices before a loop, the loop, and padding after it. Map the ``rows`` of later loops to the new ones."""
     maker = graph.makers(loop.ops)
     given = [o for o in maker if o in rows]
     results = {*ir.values(loop.leaves), *given}

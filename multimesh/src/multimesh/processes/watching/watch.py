@@ -276,7 +276,7 @@ def _after(how: str, steps: int) -> str:
 
 
 def _alive(ranks: Sequence[int]) -> set[int]:
-    """Wait until each of these processes asks the same, has ended or has left; returns those that ask.
+    """Wait until each of these processes waits here too, has ended or has left; return those that wait.
 
     No process asks what another one does, so this is a wait for the end of all others.
     """
