@@ -36,21 +36,11 @@ RECORDS = "multimesh-sums.*-of-*.json"
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints in a folder.
+    """The checkpoints in a folder."""
 
-    Attributes
-    ----------
-    folder
-        It need not exist.
-    steps
-        Numbers of the complete ones, in order.
-    half_written
-        Folders that a run was writing when it was ended.
-    """
-
-    folder: Path
-    steps: tuple[int, ...]
-    half_written: tuple[Path, ...]
+    folder: Path  # it need not exist
+    steps: tuple[int, ...]  # numbers of the complete ones, in order
+    half_written: tuple[Path, ...]  # folders that a run was writing when it was ended
 
     @property
     def next_step(self) -> int:

@@ -43,68 +43,35 @@ the number of that."""
 
 @dataclass(frozen=True)
 class Handoff:
-    """How to run the pipeline.
+    """How to run the pipeline."""
 
-    Attributes
-    ----------
-    stages
-        Number of pipeline stages; the devices are dealt to them in equal shares.
-    interleave
-        Pieces of the model per stage.
-    schedule
-        A name that `multimesh.schedules` knows, or ``custom``.
-    table
-        File of the custom schedule.
-    sizes
-        Decoder layers of each piece, in the order of the model; empty: all have as many.
-    route
-        Of the schedule ``auto``: stage of each piece; empty: in turn.
-    chosen
-        File for the choice of the schedule ``auto``.
-    limit
-        Bytes that a device has, for the schedule ``auto``; 0 where that is not known.
-    placement
-        File to be written with the devices of every parameter and optimizer moment.
-    forecast
-        File to be written with the memory that each stage will need; nothing is allocated, compiled or trained then.
-    dump, dump_passes, dump_only
-        Folder for the plan of the step; whether every pass of MultiMesh goes there too, and whether that is all to do.
-    profile
-        Folder for measured timelines of the step.
-    context
-        Options of `multimesh.context` that the step is compiled under.
-    replicate_below
-        Arrays of the train state with fewer elements than this lie whole on each device of their stage.
-    platform
-        Platform of the devices that a forecast is for; it may run on another.
-    zero
-        1: the state of the optimizer is laid out over the axis of data parallelism too; 2: sums of gradients as well.
-    gather_once
-        Whether parameters are gathered before the loop over microbatches, and not in it.
-    target, target_nodes, target_gpus, target_process
-        With a forecast: GPUs to compile the kernels for, where ``target`` names some; so many nodes with so many; and
-        whether each "gpu" or each "node" has a process.
-    """
-
-    stages: int
-    interleave: int
-    schedule: str
-    table: str | None
-    placement: str
+    stages: int  # number of pipeline stages; the devices are dealt to them in equal shares
+    interleave: int  # pieces of the model per stage
+    schedule: str  # a name that `multimesh.schedules` knows, or ``custom``
+    table: str | None  # file of the custom schedule
+    placement: str  # file to be written with the devices of every parameter and optimizer moment
+    # file to be written with the memory that each stage will need; nothing is allocated, compiled or trained then
     forecast: str = ""
-    sizes: tuple[int, ...] = ()
-    route: tuple[int, ...] = ()
-    chosen: str = ""
-    limit: int = 0
+    sizes: tuple[int, ...] = ()  # decoder layers of each piece, in the order of the model; empty: all have as many
+    route: tuple[int, ...] = ()  # of the schedule ``auto``: stage of each piece; empty: in turn
+    chosen: str = ""  # file for the choice of the schedule ``auto``
+    limit: int = 0  # bytes that a device has, for the schedule ``auto``; 0 where that is not known
+    # dump, dump_passes, dump_only: folder for the plan of the step; whether every pass of MultiMesh goes there too,
+    # and whether that is all to do
     dump: str = ""
     dump_passes: bool = False
     dump_only: bool = False
-    profile: str = ""
+    profile: str = ""  # folder for measured timelines of the step
+    # options of `multimesh.context` that the step is compiled under
     context: Mapping[str, bool] = field(default_factory=dict)
+    # arrays of the train state with fewer elements than this lie whole on each device of their stage
     replicate_below: int = 0
-    platform: str = ""
-    gather_once: bool = False
+    platform: str = ""  # platform of the devices that a forecast is for; it may run on another
+    gather_once: bool = False  # whether parameters are gathered before the loop over microbatches, and not in it
+    # 1: the state of the optimizer is laid out over the axis of data parallelism too; 2: sums of gradients as well
     zero: int = 0
+    # target, target_nodes, target_gpus, target_process: with a forecast: GPUs to compile the kernels for, where
+    # ``target`` names some; so many nodes with so many; and whether each "gpu" or each "node" has a process
     target: str = ""
     target_nodes: int = 0
     target_gpus: int = 0
@@ -135,22 +102,14 @@ def find_schedule(name: str, table: Path | str | None) -> multimesh.schedules.Sc
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes on each device of one stage.
+    """Bytes on each device of one stage."""
 
-    Attributes
-    ----------
-    parameters, optimizer
-        Held all the time.
-    batch
-        Rows of the step and its other arguments, copies of parameters for other stages among them.
-    gradients, activations, workspace
-        At the moment of the step when most memory is in use: sums of gradients, values that the schedule keeps
-        between kernels, and the running kernel's own memory.
-    """
-
+    # parameters, optimizer: held all the time
     parameters: int
     optimizer: int
-    batch: int
+    batch: int  # rows of the step and its other arguments, copies of parameters for other stages among them
+    # gradients, activations, workspace: at the moment of the step when most memory is in use: sums of gradients,
+    # values that the schedule keeps between kernels, and the running kernel's own memory
     gradients: int
     activations: int
     workspace: int
@@ -163,24 +122,14 @@ class Need:
 
 @dataclass(frozen=True)
 class CompiledStages:
-    """The stages as XLA compiled them.
+    """The stages as XLA compiled them."""
 
-    Attributes
-    ----------
-    needs
-        The memory of each stage, with the workspace of kernels by XLA's buffer assignment.
-    kernels, compiled
-        Number of kernels, and how many of them had to be compiled: those of equal stages are equal.
-    seconds
-        Time that the compilation took.
-    calls
-        Of each stage, in how many places its kernels call cuBLASLt, cuDNN, Triton and the like.
-    """
-
-    needs: tuple[Need, ...]
+    needs: tuple[Need, ...]  # the memory of each stage, with the workspace of kernels by XLA's buffer assignment
+    # kernels, compiled: number of kernels, and how many of them had to be compiled: those of equal stages are equal
     kernels: int
     compiled: int
-    seconds: float
+    seconds: float  # time that the compilation took
+    # of each stage, in how many places its kernels call cuBLASLt, cuDNN, Triton and the like
     calls: tuple[Mapping[str, int], ...]
 
 

@@ -24,21 +24,11 @@ from multimesh_maxtext.errors import LauncherError, Several, UsageError
 
 @dataclass(frozen=True)
 class Grid:
-    """A grid for a number of processes.
+    """A grid for a number of processes."""
 
-    Attributes
-    ----------
-    name
-        ``dp 2 pp 4``.
-    processes
-        How many it takes.
-    words
-        Flags that come after those of the job.
-    """
-
-    name: str
-    processes: int
-    words: tuple[str, ...] = ()
+    name: str  # ``dp 2 pp 4``
+    processes: int  # how many it takes
+    words: tuple[str, ...] = ()  # flags that come after those of the job
 
 
 def grids(job: Job, argv: Sequence[str], maxtext: Path) -> tuple[Grid, ...]:

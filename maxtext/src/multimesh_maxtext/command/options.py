@@ -232,21 +232,11 @@ def parser() -> _Parser:
 
 @dataclass(frozen=True)
 class Parsed:
-    """A command line as far as it can be read.
+    """A command line as far as it can be read."""
 
-    Attributes
-    ----------
-    options
-        Flags whose value is wrong have their default.
-    wrong
-        Errors of the words that cannot be read.
-    doubtful
-        Flags that those words may have meant. Their values are not known.
-    """
-
-    options: Options
-    wrong: tuple[UsageError, ...]
-    doubtful: frozenset[str]
+    options: Options  # flags whose value is wrong have their default
+    wrong: tuple[UsageError, ...]  # errors of the words that cannot be read
+    doubtful: frozenset[str]  # flags that those words may have meant. Their values are not known.
 
 
 def parse(argv: Sequence[str]) -> Options:

@@ -38,31 +38,16 @@ _WIDTH = 160  # of the table: reasons are not broken
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of all processes.
+    """One start of all processes."""
 
-    Attributes
-    ----------
-    began, ended
-        When, in ISO 8601; ``ended`` is empty while it goes on.
-    grid
-        The parallelism: ``dp 2 pp 4``.
-    processes
-        How many there are.
-    first
-        The step that it began with.
-    done
-        The step after the last one that it did.
-    because
-        Why it ended.
-    """
-
+    # began, ended: when, in ISO 8601; ``ended`` is empty while it goes on
     began: str
-    grid: str
-    processes: int
-    first: int
-    done: int = 0
+    grid: str  # the parallelism: ``dp 2 pp 4``
+    processes: int  # how many there are
+    first: int  # the step that it began with
+    done: int = 0  # the step after the last one that it did
     ended: str = ""
-    because: str = ""
+    because: str = ""  # why it ended
 
 
 def continue_attempts(parsed: Parsed, environment: Mapping[str, str]) -> Parsed:

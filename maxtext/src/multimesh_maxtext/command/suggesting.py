@@ -64,25 +64,14 @@ _WORKSPACE = 3e9  # bytes of the kernels of a stage, about
 
 @dataclass
 class Asked:
-    """A command line that asks for suggestions.
+    """A command line that asks for suggestions."""
 
-    Attributes
-    ----------
-    options, argv
-        The flags, parsed and as words.
-    maxtext
-        The folder that holds MaxText's package.
-    model
-        Its sizes.
-    refused
-        Errors of configurations that would be refused.
-    """
-
+    # options, argv: the flags, parsed and as words
     options: Options
     argv: tuple[str, ...]
-    maxtext: Path
-    model: Model
-    refused: list[str] = field(default_factory=list)
+    maxtext: Path  # the folder that holds MaxText's package
+    model: Model  # its sizes
+    refused: list[str] = field(default_factory=list)  # errors of configurations that would be refused
 
     @property
     def given(self) -> frozenset[str]:

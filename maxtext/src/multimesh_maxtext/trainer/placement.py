@@ -37,30 +37,15 @@ Stack = tuple[str, int, Any]
 
 @dataclass(frozen=True)
 class Stages:
-    """A submesh per stage. A piece has contiguous layers, and the schedule's placement gives each piece its stage.
+    """A submesh per stage. A piece has contiguous layers, and the schedule's placement gives each piece its stage."""
 
-    Attributes
-    ----------
-    meshes
-        One a stage, equal but for their devices.
-    layers
-        Number of decoder layers.
-    interleave
-        Pieces a stage.
-    placement
-        The stage of each piece, as ``multimesh.schedules.Schedule.placement`` gives it; by default in turn.
-    sizes
-        Layers of each piece; by default all have as many.
-    dense
-        Number of the first layers that are dense, where MaxText counts those and the others apart.
-    """
-
-    meshes: tuple[Mesh, ...]
-    layers: int
-    interleave: int = 1
+    meshes: tuple[Mesh, ...]  # one a stage, equal but for their devices
+    layers: int  # number of decoder layers
+    interleave: int = 1  # pieces a stage
+    # the stage of each piece, as ``multimesh.schedules.Schedule.placement`` gives it; by default in turn
     placement: tuple[int, ...] = ()
-    sizes: tuple[int, ...] = ()
-    dense: int = 0
+    sizes: tuple[int, ...] = ()  # layers of each piece; by default all have as many
+    dense: int = 0  # number of the first layers that are dense, where MaxText counts those and the others apart
 
     @functools.cached_property
     def pieces(self) -> list[range]:

@@ -295,21 +295,11 @@ def _is_stacked(path: Any, like: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Microbatch:
-    """MaxText's loop body as a function, which evaluates a jaxpr that was traced once.
+    """MaxText's loop body as a function, which evaluates a jaxpr that was traced once."""
 
-    Attributes
-    ----------
-    traced
-        The jaxpr.
-    state
-        Which of its arguments are the state.
-    result
-        Types of the results.
-    """
-
-    traced: Any
-    state: list[int]
-    result: Any
+    traced: Any  # the jaxpr
+    state: list[int]  # which of its arguments are the state
+    result: Any  # types of the results
 
     def __call__(self, carry: Any, rows: Any) -> Any:
         results = jaxpr_as_fun(self.traced)(*jax.tree.leaves((carry, rows)))

@@ -58,26 +58,14 @@ class Bench:
 
 @dataclass(frozen=True)
 class Probe:
-    """A step of a check: how it is measured in all processes, and judged in process 0.
+    """A step of a check: how it is measured in all processes, and judged in process 0."""
 
-    Attributes
-    ----------
-    name
-        Of its row.
-    limit
-        Seconds. They are for a step that hangs; a slow one is told of, not refused.
-    measure
-        Called in every process; returns JSON data. It keeps `Bench.doing` true.
-    judge
-        Called in process 0 with what each process measured; returns the rows.
-    remedy, if_wrong
-        The remedy if the step hangs, or ends with an error.
-    """
-
-    name: str
-    limit: float
-    measure: Callable[[Bench], Any]
+    name: str  # of its row
+    limit: float  # seconds. They are for a step that hangs; a slow one is told of, not refused.
+    measure: Callable[[Bench], Any]  # called in every process; returns JSON data. It keeps `Bench.doing` true.
+    # called in process 0 with what each process measured; returns the rows
     judge: Callable[[Bench, Sequence[Any]], list[Row]]
+    # remedy, if_wrong: the remedy if the step hangs, or ends with an error
     remedy: str = "the page 'Your first hour on GPUs' has the usual causes"
     if_wrong: str = ""
 

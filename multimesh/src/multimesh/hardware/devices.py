@@ -23,28 +23,19 @@ _GROWING = ("matmul_bf16", "matmul_fp8", "matmul_fp4", "attention")
 
 @dataclass(frozen=True)
 class Rates:
-    """Shares of a device's rates that kernels and collectives reach.
+    """Shares of a device's rates that kernels and collectives reach."""
 
-    Attributes
-    ----------
-    matmul_bf16, matmul_fp8, matmul_fp4
-        A large matrix product, of the peak of its precision.
-    attention
-        Fused attention, of the bfloat16 peak.
-    memory, link, network
-        Of the bandwidth of the memory, the fast link and the network.
-    since, early
-        The year in which software began to know the device, and the share of the rates of products and attention that
-        it lacked then; it is gone after two years.
-    """
-
+    # matmul_bf16, matmul_fp8, matmul_fp4: a large matrix product, of the peak of its precision
     matmul_bf16: float
-    attention: float
+    attention: float  # fused attention, of the bfloat16 peak
+    # memory, link, network: of the bandwidth of the memory, the fast link and the network
     memory: float
     link: float
     network: float
     matmul_fp8: float = 0.0
     matmul_fp4: float = 0.0
+    # since, early: the year in which software began to know the device, and the share of the rates of products and
+    # attention that it lacked then; it is gone after two years
     since: float = 0.0
     early: float = 0.0
 

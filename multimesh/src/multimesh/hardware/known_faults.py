@@ -12,26 +12,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag of ``XLA_FLAGS`` on which a pipeline over several processes depends.
+    """A flag of ``XLA_FLAGS`` on which a pipeline over several processes depends."""
 
-    Attributes
-    ----------
-    name, wanted
-        The flag, and the value that pipelines need.
-    default
-        The value that XLA takes where nobody gives one.
-    why, report
-        The fault with another value; who reported it.
-    ours
-        The measure that MultiMesh takes.
-    """
-
+    # name, wanted: the flag, and the value that pipelines need
     name: str
     wanted: str
-    default: str
+    default: str  # the value that XLA takes where nobody gives one
+    # why, report: the fault with another value; who reported it
     why: str
     report: str
-    ours: str
+    ours: str  # the measure that MultiMesh takes
 
 
 @dataclass(frozen=True)

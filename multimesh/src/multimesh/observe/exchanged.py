@@ -13,18 +13,10 @@ from multimesh.passes.planning.layouts import Known, ways
 
 @dataclass(frozen=True)
 class Exchanged:
-    """Bytes on each device, beside operands and results as they are laid out.
+    """Bytes on each device, beside operands and results as they are laid out."""
 
-    Attributes
-    ----------
-    gathered
-        Operands that are gathered, with the bytes of the copy.
-    part
-        Bytes of the result before the devices sum it; 0 where they do not.
-    """
-
-    gathered: tuple[tuple[ir.Value, int], ...] = ()
-    part: int = 0
+    gathered: tuple[tuple[ir.Value, int], ...] = ()  # operands that are gathered, with the bytes of the copy
+    part: int = 0  # bytes of the result before the devices sum it; 0 where they do not
 
 
 def find_exchanges(op: ir.Op, known: Known, mesh: Mesh) -> Exchanged:

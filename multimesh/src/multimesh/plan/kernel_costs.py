@@ -22,27 +22,14 @@ NOTE = "estimated: operations on each device, from shapes; transfers take no tim
 
 @dataclass(frozen=True)
 class Costs:
-    """The time of every kernel of a plan, and of its transfers.
+    """The time of every kernel of a plan, and of its transfers."""
 
-    Attributes
-    ----------
-    programs
-        For each of the plan's kernels.
-    transfers
-        (from submesh, to submesh, bytes) to the time of such a transfer.
-    transfer
-        Time of all other transfers.
-    unit
-        ``s``, or empty for relative times.
-    note
-        Where the times are from.
-    """
-
-    programs: tuple[float, ...]
+    programs: tuple[float, ...]  # for each of the plan's kernels
+    # (from submesh, to submesh, bytes) to the time of such a transfer
     transfers: Mapping[tuple[int, int, int], float] = field(default_factory=dict)
-    transfer: float = 0.0
-    unit: str = ""
-    note: str = ""
+    transfer: float = 0.0  # time of all other transfers
+    unit: str = ""  # ``s``, or empty for relative times
+    note: str = ""  # where the times are from
 
 
 def estimate(plan: PlanData) -> Costs:

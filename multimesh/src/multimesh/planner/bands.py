@@ -42,33 +42,15 @@ _KINDS = (("experts", 3.0), ("generation", 2.0), ("software", 1.2), ("precision"
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """The features by which runs are compared: sizes, kinds, and shares of the step.
+    """The features by which runs are compared: sizes, kinds, and shares of the step."""
 
-    Attributes
-    ----------
-    id
-        Of the published run; empty: a forecast.
-    error
-        Logarithm of forecast over measured seconds, by a fit without the run's source.
-    memory_error
-        The same of bytes; NaN: not published.
-    kinds
-        Whether it has experts, the generation of its device, its software, precision and device.
-    sizes
-        Logarithms to base 2 of width, sequence, tokens of a microbatch on a device, devices.
-    shares
-        Of the step, of the parts in ``_SHARES``.
-    utilization
-        Measured, or forecast where it is no run.
-    """
-
-    id: str
-    error: float
-    memory_error: float
-    kinds: tuple[str, ...]
-    sizes: tuple[float, ...]
-    shares: tuple[float, ...]
-    utilization: float
+    id: str  # of the published run; empty: a forecast
+    error: float  # logarithm of forecast over measured seconds, by a fit without the run's source
+    memory_error: float  # the same of bytes; NaN: not published
+    kinds: tuple[str, ...]  # whether it has experts, the generation of its device, its software, precision and device
+    sizes: tuple[float, ...]  # logarithms to base 2 of width, sequence, tokens of a microbatch on a device, devices
+    shares: tuple[float, ...]  # of the step, of the parts in ``_SHARES``
+    utilization: float  # measured, or forecast where it is no run
 
     @property
     def source(self) -> str:

@@ -24,27 +24,14 @@ _DAY = 86400.0
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms of a bill: tokens, prices, power.
+    """The terms of a bill: tokens, prices, power."""
 
-    Attributes
-    ----------
-    tokens
-        Of the whole training.
-    price
-        Of a device for an hour; None: no costs are told.
-    power
-        Watts of a device with its part of all else; None: ``OVERHEAD`` times those of its data sheet.
-    failures
-        Failures a day of 1,000 devices.
-    save
-        Seconds that a checkpoint stops the steps.
-    """
-
-    tokens: float
-    price: float | None = None
+    tokens: float  # of the whole training
+    price: float | None = None  # of a device for an hour; None: no costs are told
+    # watts of a device with its part of all else; None: ``OVERHEAD`` times those of its data sheet
     power: float | None = None
-    failures: float = 0.0
-    save: float = 0.0
+    failures: float = 0.0  # failures a day of 1,000 devices
+    save: float = 0.0  # seconds that a checkpoint stops the steps
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -76,28 +63,17 @@ class Terms:
 
 @dataclass(frozen=True)
 class Bill:
-    """The days, device hours, money and energy of a configuration, for all tokens.
+    """The days, device hours, money and energy of a configuration, for all tokens."""
 
-    Attributes
-    ----------
-    device, devices
-        Of the cluster.
-    seconds, band
-        Of a step, and half the width of the band around it, relative: that of each number below.
-    goodput
-        Share of the time in which steps run that count.
-    tokens_a_day
-        On all devices.
-    days, device_hours, cost, megawatt_hours
-        Of the training; None: not asked for, or not known.
-    """
-
+    # device, devices: of the cluster
     device: str
     devices: int
+    # seconds, band: of a step, and half the width of the band around it, relative: that of each number below
     seconds: float
     band: float
-    goodput: float
-    tokens_a_day: float
+    goodput: float  # share of the time in which steps run that count
+    tokens_a_day: float  # on all devices
+    # days, device_hours, cost, megawatt_hours: of the training; None: not asked for, or not known
     days: float
     device_hours: float
     cost: float | None

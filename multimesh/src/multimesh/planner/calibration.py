@@ -26,27 +26,17 @@ _MEASURED = {"matmul_bf16": "bf16", "memory": "bandwidth", "link": "link", "netw
 
 @dataclass(frozen=True)
 class Calibration:
-    """Factors of three constants, and the run that they were fitted to.
+    """Factors of three constants, and the run that they were fitted to."""
 
-    Attributes
-    ----------
-    products, traffic, rest
-        Times that kernels of products, collectives, and all else take of what they took before.
-    before, after
-        Forecast over measured seconds of the run, with the constants before and after.
-    run
-        The run, as bands see it; None: only rates were measured.
-    rates
-        Shares of a device's rates that were measured in place.
-    """
-
+    # products, traffic, rest: times that kernels of products, collectives, and all else take of what they took before
     products: float = 1.0
     traffic: float = 1.0
     rest: float = 1.0
+    # before, after: forecast over measured seconds of the run, with the constants before and after
     before: float = 1.0
     after: float = 1.0
-    run: bands.MeasuredStep | None = None
-    rates: tuple[tuple[str, float], ...] = ()
+    run: bands.MeasuredStep | None = None  # the run, as bands see it; None: only rates were measured
+    rates: tuple[tuple[str, float], ...] = ()  # shares of a device's rates that were measured in place
 
     def moved(self, at: Mapping[str, float]) -> Calibration:
         """Return the same with other factors, of which ``at`` has the logarithms."""

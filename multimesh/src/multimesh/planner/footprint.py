@@ -14,26 +14,15 @@ from multimesh.planner.transformer import Transformer
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of a device of a submesh.
+    """Bytes of a device of a submesh."""
 
-    Attributes
-    ----------
-    parameters, gradients, optimizer
-        Held all the time.
-    activations
-        Of the microbatches in flight.
-    workspace
-        Of a layer that runs again, and the logits.
-    rest
-        Of the driver, libraries and buffers of collectives.
-    """
-
+    # parameters, gradients, optimizer: held all the time
     parameters: float
     gradients: float
     optimizer: float
-    activations: float
-    workspace: float
-    rest: float
+    activations: float  # of the microbatches in flight
+    workspace: float  # of a layer that runs again, and the logits
+    rest: float  # of the driver, libraries and buffers of collectives
 
     @property
     def total(self) -> float:

@@ -17,30 +17,18 @@ _EMBEDDING_PASSES, _UPDATE_PASSES = 4.0, 8.0
 
 @dataclass(frozen=True)
 class LayerParts:
-    """Seconds of the parts of a model that stages are made of.
+    """Seconds of the parts of a model that stages are made of."""
 
-    Attributes
-    ----------
-    layer, embedding, head
-        Of a microbatch.
-    first
-        The same of a layer at the start whose MLP is dense though the others have experts.
-    hop
-        Of a transfer between neighboring stages.
-    blocked
-        Part of the two transfers of a cell, one that it waits for and one that it sends, in which its submesh does not
-        compute.
-    shares
-        Parts of a layer's seconds, by name.
-    """
-
+    # layer, embedding, head: of a microbatch
     layer: Times
     embedding: Times
     head: Times
-    hop: float
+    hop: float  # of a transfer between neighboring stages
+    # part of the two transfers of a cell, one that it waits for and one that it sends, in which its submesh does not
+    # compute
     blocked: float
-    shares: tuple[tuple[str, float], ...]
-    first: Times
+    shares: tuple[tuple[str, float], ...]  # parts of a layer's seconds, by name
+    first: Times  # the same of a layer at the start whose MLP is dense though the others have experts
 
 
 def parts(model: Transformer, how: Configuration, device: Device, stack: Stack) -> LayerParts:

@@ -25,28 +25,15 @@ _NEAR = 1 / 16  # share of the seconds that is near by
 
 @dataclass(frozen=True)
 class Portion:
-    """Some operations of a function on a microbatch.
+    """Some operations of a function on a microbatch."""
 
-    Attributes
-    ----------
-    seconds
-        Of its forward.
-    operations
-        Of its forward, those of matrix products and convolutions.
-    parameters, numbers
-        Bytes and elements of the parameters that it is the first to read.
-    kept
-        Bytes that its backward reads.
-    crossing
-        Bytes that later pieces read of this one and those before.
-    """
-
-    seconds: float
-    operations: float
+    seconds: float  # of its forward
+    operations: float  # of its forward, those of matrix products and convolutions
+    # parameters, numbers: bytes and elements of the parameters that it is the first to read
     parameters: float
     numbers: float
-    kept: float
-    crossing: float
+    kept: float  # bytes that its backward reads
+    crossing: float  # bytes that later pieces read of this one and those before
 
 
 @dataclass(frozen=True)

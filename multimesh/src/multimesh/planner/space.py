@@ -32,43 +32,25 @@ _KEPT = ("etp", "load", "recomputed", "sharded", "gather_once", "offload")
 
 @dataclass(frozen=True)
 class Space:
-    """All configurations of so many devices.
+    """All configurations of so many devices."""
 
-    Attributes
-    ----------
-    model, device
-        The model, and where it runs. Tensor parallelism stays within ``device.domain``.
-    devices, batch, sequence
-        As in `Configuration`.
-    fixed
-        Fields of `Configuration` that keep a value. Sequence parallelism is on wherever tp is above 1. Experts that are
-        narrow are not cut by tp.
-    policies
-        Of recomputation: those that the software has, the most frugal last.
-    precisions
-        Of products, all of which are tried.
-    sharded
-        The state that data parallelism shards beside the batch. To shard the optimizer costs no time and less memory.
-    sharded_alone
-        The same where there is one stage; empty: no other.
-    offloads
-        Whether activations in the host's memory are tried, where nothing is computed again.
-    gathers
-        Whether parameters that FSDP shards are also tried gathered once a step, in a pipeline.
-    """
-
+    # model, device: the model, and where it runs. Tensor parallelism stays within ``device.domain``.
     model: Transformer
     device: Device
+    # devices, batch, sequence: as in `Configuration`
     devices: int
     batch: int
     sequence: int
+    # fields of `Configuration` that keep a value. Sequence parallelism is on wherever tp is above 1. Experts that are
+    # narrow are not cut by tp
     fixed: Mapping[str, object]
-    policies: tuple[str, ...] = RECOMPUTE
-    precisions: tuple[str, ...] = ("bf16",)
+    policies: tuple[str, ...] = RECOMPUTE  # of recomputation: those that the software has, the most frugal last
+    precisions: tuple[str, ...] = ("bf16",)  # of products, all of which are tried
+    # the state that data parallelism shards beside the batch. To shard the optimizer costs no time and less memory.
     sharded: str = "optimizer"
-    offloads: bool = False
-    sharded_alone: str = ""
-    gathers: bool = False
+    offloads: bool = False  # whether activations in the host's memory are tried, where nothing is computed again
+    sharded_alone: str = ""  # the same where there is one stage; empty: no other
+    gathers: bool = False  # whether parameters that FSDP shards are also tried gathered once a step, in a pipeline
 
     def __post_init__(self) -> None:
         """Check the numbers and the names of what is fixed, and that its values can be."""

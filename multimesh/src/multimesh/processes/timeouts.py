@@ -12,27 +12,16 @@ from multimesh.errors import UsageError
 
 @dataclasses.dataclass(frozen=True)
 class Timeouts:
-    """Seconds; ``MULTIMESH_START_TIMEOUT`` and so on in the environment.
+    """Seconds; ``MULTIMESH_START_TIMEOUT`` and so on in the environment."""
 
-    Attributes
-    ----------
-    start
-        In which all processes must have started and met.
-    silence
-        Without a heartbeat of JAX, because a process is stopped, or its machine or the network is down.
-    compile
-        That processes wait for each other elsewhere: until the others have compiled, saved, gathered.
-    transfer
-        In which the first transfer between two processes must have arrived, once both have come to it.
-    stall
-        After which a process that makes no progress ends the job; 0: never, it is told only.
-    """
-
-    start: float = 60.0
+    start: float = 60.0  # in which all processes must have started and met
+    # without a heartbeat of JAX, because a process is stopped, or its machine or the network is down
     silence: float = 8.0
+    # that processes wait for each other elsewhere: until the others have compiled, saved, gathered
     compile: float = 3600.0
+    # in which the first transfer between two processes must have arrived, once both have come to it
     transfer: float = 300.0
-    stall: float = 0.0
+    stall: float = 0.0  # after which a process that makes no progress ends the job; 0: never, it is told only
 
 
 def variable(name: str) -> str:

@@ -22,44 +22,26 @@ _PER_BIN = 2
 
 
 class Need(NamedTuple):
-    """The bytes of a value that a stage holds once if any of its operations needs the value.
+    """The bytes of a value that a stage holds once if any of its operations needs the value."""
 
-    Attributes
-    ----------
-    value
-        Which; a stage has it once.
-    held, copied
-        All the time: in the first stage that reads it, and in each later one.
-    kept
-        Of each microbatch in flight.
-    """
-
-    value: Hashable
+    value: Hashable  # which; a stage has it once
+    # held, copied: all the time: in the first stage that reads it, and in each later one
     held: float
     copied: float
-    kept: float
+    kept: float  # of each microbatch in flight
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Operations in the order in which they run.
+    """Operations in the order in which they run."""
 
-    Attributes
-    ----------
-    costs
-        Of each operation.
-    reads, makes
-        Values that each operation reads and makes. A value that none makes is given, and lies where it is first read.
-    size
-        Bytes of each value.
-    needs
-        Needs of memory that each operation adds to its stage, beside its ``costs``; empty: nothing.
-    """
-
-    costs: tuple[LayerCosts, ...]
+    costs: tuple[LayerCosts, ...]  # of each operation
+    # reads, makes: values that each operation reads and makes. A value that none makes is given, and lies where it is
+    # first read
     reads: tuple[tuple[Hashable, ...], ...]
     makes: tuple[tuple[Hashable, ...], ...]
-    size: Mapping[Hashable, float]
+    size: Mapping[Hashable, float]  # bytes of each value
+    # needs of memory that each operation adds to its stage, beside its ``costs``; empty: nothing
     needs: tuple[tuple[Need, ...], ...] = ()
     home: Mapping[Hashable, int] = field(init=False, repr=False)
 
@@ -101,21 +83,11 @@ class Chain:
 
 @dataclass(frozen=True)
 class ChainCut:
-    """Ends of the stages, from 0, and how good they are.
+    """Ends of the stages, from 0, and how good they are."""
 
-    Attributes
-    ----------
-    ends
-        Operation numbers: stage ``s`` has the operations from ``ends[s]`` to ``ends[s + 1]``.
-    slowest
-        Time of the stage that takes longest.
-    sent
-        Bytes that stages get from stages before them.
-    """
-
-    ends: tuple[int, ...]
-    slowest: float
-    sent: float
+    ends: tuple[int, ...]  # operation numbers: stage ``s`` has the operations from ``ends[s]`` to ``ends[s + 1]``
+    slowest: float  # time of the stage that takes longest
+    sent: float  # bytes that stages get from stages before them
 
 
 Fits = Callable[[int, LayerCosts], bool]

@@ -14,21 +14,11 @@ _NONE = 5e-4  # share of a stage's work that a table shows as 0.0 %
 
 
 class Work(NamedTuple):
-    """Operations on a microbatch in a training step, as far as something needs their results.
+    """Operations on a microbatch in a training step, as far as something needs their results."""
 
-    Attributes
-    ----------
-    forward
-        Of F.
-    backward
-        Of B: gradients of activations, and what `jax.checkpoint` computes again.
-    weights
-        Of W: gradients of parameters.
-    """
-
-    forward: float
-    backward: float = 0.0
-    weights: float = 0.0
+    forward: float  # of F
+    backward: float = 0.0  # of B: gradients of activations, and what `jax.checkpoint` computes again
+    weights: float = 0.0  # of W: gradients of parameters
 
 
 @dataclass(frozen=True)

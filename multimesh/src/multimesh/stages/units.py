@@ -60,27 +60,13 @@ class Carried:
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """An equation, rows of a scan, or the join of a scan's results.
+    """An equation, rows of a scan, or the join of a scan's results."""
 
-    Attributes
-    ----------
-    eqn
-        With the variables of the whole function.
-    cost
-        Operations.
-    rows
-        Which iterations of a scan: in the order of time, from the first.
-    within
-        The checkpointed call that it is a part of.
-    parts
-        Of a join: the rows of each result.
-    """
-
-    eqn: Any
-    cost: float
-    rows: range | None = None
-    within: Any = None
-    parts: tuple[tuple[Rows, ...], ...] = ()
+    eqn: Any  # with the variables of the whole function
+    cost: float  # operations
+    rows: range | None = None  # which iterations of a scan: in the order of time, from the first
+    within: Any = None  # the checkpointed call that it is a part of
+    parts: tuple[tuple[Rows, ...], ...] = ()  # of a join: the rows of each result
 
     @property
     def joins(self) -> bool:
@@ -134,36 +120,17 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Units:
-    """A traced function.
+    """A traced function."""
 
-    Attributes
-    ----------
-    given
-        Its arguments and constants.
-    consts
-        Values of the constants.
-    free
-        Cheap equations of arguments alone; they run where they are read.
-    units
-        All others, in an order in which they can run.
-    outs
-        Results: variables and literals.
-    trained
-        Arguments with a gradient.
-    after
-        Backward passes that the function has itself, and what follows them. ``units`` has what comes before.
-    roots
-        Results of which a gradient is taken; empty: all.
-    """
-
-    given: tuple[Any, ...]
-    consts: dict[Any, Any]
-    free: tuple[Any, ...]
-    units: tuple[Unit, ...]
-    outs: tuple[Any, ...]
-    trained: frozenset[Any]
+    given: tuple[Any, ...]  # its arguments and constants
+    consts: dict[Any, Any]  # values of the constants
+    free: tuple[Any, ...]  # cheap equations of arguments alone; they run where they are read
+    units: tuple[Unit, ...]  # all others, in an order in which they can run
+    outs: tuple[Any, ...]  # results: variables and literals
+    trained: frozenset[Any]  # arguments with a gradient
+    # backward passes that the function has itself, and what follows them. ``units`` has what comes before
     after: tuple[Unit, ...] = ()
-    roots: tuple[Any, ...] = ()
+    roots: tuple[Any, ...] = ()  # results of which a gradient is taken; empty: all
 
     def live(self) -> Units:
         """Drop units that neither a result nor an effect needs."""

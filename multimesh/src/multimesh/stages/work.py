@@ -23,18 +23,10 @@ _STOPS = "stop_gradient"
 
 @dataclass(frozen=True)
 class Gradients:
-    """Values that have a gradient in a training step.
+    """Values that have a gradient in a training step."""
 
-    Attributes
-    ----------
-    active
-        Trained arguments, and what is computed from them.
-    needed
-        Those of them whose cotangent a backward pass computes.
-    """
-
-    active: Set[Any]
-    needed: Set[Any]
+    active: Set[Any]  # trained arguments, and what is computed from them
+    needed: Set[Any]  # those of them whose cotangent a backward pass computes
 
     def of(self, ins: Iterable[Any], outs: Iterable[Any]) -> list[Any]:
         """Return the operands of an equation whose cotangents its backward pass computes."""

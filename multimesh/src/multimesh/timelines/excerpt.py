@@ -15,18 +15,10 @@ Window = tuple[float, float]
 
 @dataclass(frozen=True)
 class Excerpt:
-    """The parts of a timeline that a picture shows.
+    """The parts of a timeline that a picture shows."""
 
-    Attributes
-    ----------
-    windows
-        Start and end of each, in order.
-    note
-        A sentence on the parts shown and left out; empty if all is shown.
-    """
-
-    windows: tuple[Window, ...]
-    note: str = ""
+    windows: tuple[Window, ...]  # start and end of each, in order
+    note: str = ""  # a sentence on the parts shown and left out; empty if all is shown
 
     @property
     def shown(self) -> float:

@@ -12,27 +12,16 @@ from multimesh.core.text import amount
 
 @dataclass(frozen=True)
 class Span:
-    """One run of a kernel on a submesh, from ``start`` to ``end``.
+    """One run of a kernel on a submesh, from ``start`` to ``end``."""
 
-    Attributes
-    ----------
-    row
-        Index of the submesh.
-    start, end
-        In the unit of the timeline.
-    phases
-        The phases of the kernel: ``F``, ``B``, ``W``, several of them (``FB``), or empty outside of microbatch loops.
-    name
-        Task names, or the name of the kernel.
-    stage, microbatch
-        In a pipeline; None elsewhere.
-    """
-
-    row: int
+    row: int  # index of the submesh
+    # start, end: in the unit of the timeline
     start: float
     end: float
+    # the phases of the kernel: ``F``, ``B``, ``W``, several of them (``FB``), or empty outside of microbatch loops
     phases: str = ""
-    name: str = ""
+    name: str = ""  # task names, or the name of the kernel
+    # stage, microbatch: in a pipeline; None elsewhere
     stage: int | None = None
     microbatch: int | None = None
 
