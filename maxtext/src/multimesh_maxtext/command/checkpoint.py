@@ -57,21 +57,12 @@ class Beginning:
 def beginning(job: Job, checkpoints: Path, *, first: bool = True, patience: float = 0.0) -> Iterator[Beginning]:
     """Reserve ``--checkpoint`` for this run, find the step that it begins with, and print that to stderr.
 
-    Parameters
-    ----------
-    checkpoints
-        Where MaxText keeps its checkpoints.
-    first
-        Whether this is the first of several processes. Only that reserves the folder and prints.
-    patience
-        Seconds to wait for another run that is about to end.
+    ``checkpoints``: where MaxText keeps its checkpoints.
+    ``first``: whether this is the first of several processes. Only that reserves the folder and prints.
+    ``patience``: seconds to wait for another run that is about to end.
 
-    Raises
-    ------
-    UsageError
-        For checkpoints that nobody asked to go on from.
-    CheckpointError
-        For a folder that cannot be used, or a checkpoint that this run cannot go on from.
+    Raises ``UsageError`` for checkpoints that nobody asked to go on from, and ``CheckpointError`` for a folder that
+    cannot be used, or a checkpoint that this run cannot go on from.
     """
     o = job.options
     _check_parameters(job)
@@ -192,10 +183,7 @@ def is_written_to(checkpoints: Path, folder: Path) -> bool:
 def explain(log: str, folder: Path | None) -> CheckpointError | None:
     """Return the error that the trainer's log tells of a checkpoint; ``None`` if it tells none.
 
-    Parameters
-    ----------
-    folder
-        That of ``--checkpoint``, if there is one.
+    ``folder``: that of ``--checkpoint``, if there is one.
     """
     if folder and (damaged := _DAMAGED.search(log)):
         return DamagedCheckpointError(damaged[1])

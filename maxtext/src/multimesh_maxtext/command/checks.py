@@ -466,12 +466,8 @@ def _wrong_model(o: Options, model: Model) -> Iterator[LauncherError]:
 def check_machine(options: Options, *, gpu_memory: Sequence[int] | None, has_plugin: bool) -> None:
     """Raise where this machine lacks something that the job needs.
 
-    Parameters
-    ----------
-    gpu_memory
-        Memory of every GPU that the driver shows, in MiB, ``None`` if there is no driver.
-    has_plugin
-        Whether JAX has its plugin for CUDA: without it JAX runs on the CPU, and only warns.
+    ``gpu_memory``: memory of every GPU that the driver shows, in MiB, ``None`` if there is no driver.
+    ``has_plugin``: whether JAX has its plugin for CUDA: without it JAX runs on the CPU, and only warns.
     """
     visible = len(gpu_memory or ())
     processes = options.nodes if options.spawn else 1

@@ -79,12 +79,8 @@ def command(argv: Sequence[str], *, root: Path | None = None) -> NoReturn:
 def main(argv: Sequence[str], *, root: Path | None = None) -> int:
     """Run the command line and return its exit code; nothing but ``--help`` leaves by an exception.
 
-    Parameters
-    ----------
-    argv
-        The arguments, without the program's name.
-    root
-        The repository, if this runs from one. It may hold ``third_party/maxtext``.
+    ``argv``: the arguments, without the program's name.
+    ``root``: the repository, if this runs from one. It may hold ``third_party/maxtext``.
     """
     try:
         code = _main(argv, root)
@@ -239,15 +235,9 @@ def _find_gpus(options: Options) -> list[int] | None:
 def _make_way(o: Options, first: Paths, paths: Paths) -> None:
     """Keep the files of another run, or remove them where a flag asks for that. Call it while `writing`.
 
-    Parameters
-    ----------
-    first
-        Paths of the first process, which may be this one.
+    ``first``: paths of the first process, which may be this one.
 
-    Raises
-    ------
-    FileError
-        Where this run would write over another.
+    Raises ``FileError`` where this run would write over another.
     """
     for each in dict.fromkeys((first, paths)):
         goes_on = o.checkpoint and o.resume and is_written_to(each.checkpoints, o.checkpoint)

@@ -25,12 +25,8 @@ def variables(inherited: Mapping[str, str], *, cpu: bool) -> dict[str, str]:
     Processes share the folder: JAX locks it, and in a job of several processes the first writes. An entry that can't
     be read is compiled again.
 
-    Parameters
-    ----------
-    inherited
-        The environment of this process.
-    cpu
-        Whether programs are for CPUs. Machines with other instructions then have other folders.
+    ``inherited``: the environment of this process.
+    ``cpu``: whether programs are for CPUs. Machines with other instructions then have other folders.
     """
     off = inherited.get(SWITCH, "1").lower() in ("0", "false", "f", "no", "n", "off")
     folder = default_folder(inherited, cpu=cpu)

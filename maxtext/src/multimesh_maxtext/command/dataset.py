@@ -79,15 +79,9 @@ def find_missing_settings(job: Job) -> Iterator[LauncherError]:
 def check_dataset(job: Job, package: Path) -> None:
     """Raise where this machine lacks what it takes to read the dataset: packages, files, the tokenizer.
 
-    Parameters
-    ----------
-    package
-        MaxText's package folder, which has some tokenizers.
+    ``package``: MaxText's package folder, which has some tokenizers.
 
-    Raises
-    ------
-    LauncherError
-        With all that is wrong.
+    Raises ``LauncherError`` with all that is wrong.
     """
     o, settings = job.options, job.model.resolved
     kind = read_dataset(o)

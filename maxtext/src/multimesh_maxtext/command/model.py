@@ -114,15 +114,9 @@ class Model:
 def find_maxtext(root: Path | None) -> Path:
     """Return the folder that holds MaxText's package ``maxtext``, to be put on ``PYTHONPATH``.
 
-    Parameters
-    ----------
-    root
-        The repository's folder, whose patched ``third_party/maxtext`` comes before an installed MaxText.
+    ``root``: the repository's folder, whose patched ``third_party/maxtext`` comes before an installed MaxText.
 
-    Raises
-    ------
-    MissingPartError
-        Where there is neither.
+    Raises ``MissingPartError`` where there is neither.
     """
     places = [str(root / "third_party/maxtext/src")] if root else []
     for place in [*places, *sys.path]:
@@ -141,17 +135,10 @@ def has_package(name: str) -> bool:
 def describe_model(options: Options, package: Path) -> Model:
     """Return the model's sizes.
 
-    Parameters
-    ----------
-    options
-        The parsed flags.
-    package
-        MaxText's package folder; its ``configs`` are read.
+    ``options``: the parsed flags.
+    ``package``: MaxText's package folder; its ``configs`` are read.
 
-    Raises
-    ------
-    UsageError
-        For a model that MaxText does not know or a configuration file that cannot be read.
+    Raises ``UsageError`` for a model that MaxText does not know or a configuration file that cannot be read.
     """
     base_file = options.maxtext_config or package / "configs/base.yml"
     base = _read(base_file, package)

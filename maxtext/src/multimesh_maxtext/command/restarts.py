@@ -83,12 +83,8 @@ def now() -> str:
 def begin(options: Options, paths: Paths, number: int) -> list[Attempt]:
     """Note an attempt that begins, and why the one before it ended; return all of this job.
 
-    Parameters
-    ----------
-    paths
-        Those of process 0.
-    number
-        How many attempts came before.
+    ``paths``: those of process 0.
+    ``number``: how many attempts came before.
     """
     found = read_attempts(paths.restarts) if number else []
     if found and not found[-1].ended:

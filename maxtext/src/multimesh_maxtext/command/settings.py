@@ -75,10 +75,7 @@ def read_dataset(options: Options) -> str:
 def find_wrong_settings(settings: Sequence[str], package: Path) -> Iterator[tuple[str, UsageError]]:
     """Yield the settings that MaxText would refuse by their name or by their value, and why, with the nearest ones.
 
-    Parameters
-    ----------
-    package
-        MaxText's package folder.
+    ``package``: MaxText's package folder.
     """
     for setting in settings:
         key, value = setting.split("=", 1)

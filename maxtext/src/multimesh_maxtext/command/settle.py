@@ -69,15 +69,9 @@ class Settled:
 def settle(parsed: Parsed, package: Path) -> Settled:
     """Return the job of a command line.
 
-    Parameters
-    ----------
-    package
-        MaxText's package folder; its ``configs`` are read.
+    ``package``: MaxText's package folder; its ``configs`` are read.
 
-    Raises
-    ------
-    LauncherError
-        With all errors, but for those that may only follow from a flag that could not be read.
+    Raises ``LauncherError`` with all errors, but for those that may only follow from a flag that could not be read.
     """
     options = parsed.options
     found = [*find_wrong_flags(options), *find_wrong_buckets(options), *find_alone(options)]

@@ -27,10 +27,7 @@ SPAWNED = "MULTIMESH_MAXTEXT_SPAWNED"
 def spawn(argv: Sequence[str], options: Options, root: Path | None, grids: Sequence[Grid]) -> int:
     """Start the command of every process and wait for them; the first that fails ends all, with its exit code.
 
-    Parameters
-    ----------
-    grids
-        Those that the job may have, the first of them at first.
+    ``grids``: those that the job may have, the first of them at first.
     """
     words = [word for word in argv if word != "--spawn"]
     output = options.output or Path(tempfile.mkdtemp(prefix="multimesh-maxtext-"))
@@ -61,12 +58,8 @@ def _room(options: Options) -> int:
 def _run(words: Sequence[str], processes: int, root: Path | None, number: int | None, *, saves: bool) -> int:
     """Run the job once; its exit code.
 
-    Parameters
-    ----------
-    number
-        How often it was started again; none for a job that is not.
-    saves
-        Whether a signal that ends the job is handed on to the processes, which write a checkpoint first.
+    ``number``: how often it was started again; none for a job that is not.
+    ``saves``: whether a signal that ends the job is handed on to the processes, which write a checkpoint first.
     """
     door = [str(root / "maxtext/run.py")] if root else ["-P", "-m", "multimesh_maxtext"]
     shared = job_variables() | {"MULTIMESH_MAXTEXT_SIZE": str(processes), SPAWNED: "1"}

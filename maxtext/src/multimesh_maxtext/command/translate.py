@@ -293,14 +293,9 @@ def environment(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_mem
 def xla_flags(options: Options, *, devices: int, users: str = "", process: str = "") -> list[str]:
     """Return the flags for ``XLA_FLAGS``.
 
-    Parameters
-    ----------
-    devices
-        Devices of this process; on the CPU platform XLA makes so many of the host.
-    users
-        Flags that are set already. They win over our defaults, and the command line wins over them.
-    process
-        Folder of one of several processes in that of ``--dump``.
+    ``devices``: devices of this process; on the CPU platform XLA makes so many of the host.
+    ``users``: flags that are set already. They win over our defaults, and the command line wins over them.
+    ``process``: folder of one of several processes in that of ``--dump``.
     """
     flags: list[str] = []
     if options.platform == "cpu":
@@ -350,10 +345,7 @@ def memory_fraction(fbmem: int, device_memory: int) -> float:
 def notes(options: Options, *, gpu_memory: int | None) -> list[str]:
     """Return lines about flags that became something else, or nothing.
 
-    Parameters
-    ----------
-    gpu_memory
-        Memory of a visible GPU in MiB, ``None`` if unknown.
+    ``gpu_memory``: memory of a visible GPU in MiB, ``None`` if unknown.
     """
     lines = []
     if options.fbmem is not None and options.gpus and gpu_memory is not None:

@@ -20,12 +20,8 @@ from multimesh_maxtext.handoff import CompiledStages, Forecast, Handoff, Need
 def forecast_stages(lowered: multimesh.Lowered, state: Any, handoff: Handoff) -> Forecast:
     """Return the forecast of a step, and draw its timeline beside the file that will have it.
 
-    Parameters
-    ----------
-    lowered
-        The train step.
-    state
-        The train state, as for `needs`.
+    ``lowered``: the train step.
+    ``state``: the train state, as for `needs`.
     """
     timeline = lowered.plan.forecast(lowered.plan.estimate())
     timeline.to_svg(Path(handoff.forecast).with_suffix(".svg"))

@@ -131,10 +131,7 @@ def deal(
 ) -> Stages:
     """Make the submeshes of all stages from that of the first.
 
-    Parameters
-    ----------
-    mesh
-        Over the first ``len(devices) / stages`` devices, in any order.
+    ``mesh``: over the first ``len(devices) / stages`` devices, in any order.
     """
     number = {device: i for i, device in enumerate(devices)}
 

@@ -83,14 +83,9 @@ def saving() -> None:
 def read_gauges(scalars: dict[str, Any], config: Any, seconds: float) -> dict[str, float]:
     """Return memory and utilization at the end of a step.
 
-    Parameters
-    ----------
-    scalars
-        MaxText's record of the step. It divides a step's operations by the devices of its own mesh.
-    config
-        MaxText's, which has the number of those.
-    seconds
-        How long the step took.
+    ``scalars``: MaxText's record of the step. It divides a step's operations by the devices of its own mesh.
+    ``config``: MaxText's, which has the number of those.
+    ``seconds``: how long the step took.
     """
     found = {MEMORY: _peak_bytes()}
     operations, peak = 1e12 * scalars.get("perf/per_device_tflops", 0.0) * config.num_target_devices, _peak_rate()

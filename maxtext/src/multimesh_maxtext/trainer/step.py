@@ -151,10 +151,7 @@ _like_flash.defvjp(_like_flash_forward, _like_flash_backward)
 def like_flash_attention(query: jax.Array, key: jax.Array, value: jax.Array, **_settings: Any) -> Any:
     """Return arrays of the types of an attention's result and its sums, with residuals of the same types.
 
-    Parameters
-    ----------
-    query, key, value
-        Of shape [batch, tokens, heads, width]; the kernel calls that ``BTNH``.
+    ``query``, ``key``, ``value``: of shape [batch, tokens, heads, width]; the kernel calls that ``BTNH``.
     """
     return _like_flash(query, key, value)
 
@@ -231,26 +228,15 @@ def accumulate_microbatches(
     A pipeline has no order in which one microbatch could hand its state to the next. But MaxText's state only counts,
     so microbatch i gets its counters from i.
 
-    Parameters
-    ----------
-    body
-        MaxText's, of carry and microbatch: the carry's sums grow, its parameters stay, the state counts.
-    init
-        The carry; its sums are zero.
-    batch
-        Arrays whose first dimension is the rows of the step. Microbatch i takes rows i, i + length, ..., in MaxText
-        as in `multimesh.microbatch`.
-    length
-        Number of microbatches.
-    home
-        Submesh of a leaf of the state, by its path.
-    loop
-        Further arguments of `multimesh.microbatch`.
+    ``body``: MaxText's, of carry and microbatch: the carry's sums grow, its parameters stay, the state counts.
+    ``init``: the carry; its sums are zero.
+    ``batch``: arrays whose first dimension is the rows of the step. Microbatch i takes rows i, i + length, ..., in
+    MaxText as in `multimesh.microbatch`.
+    ``length``: number of microbatches.
+    ``home``: submesh of a leaf of the state, by its path.
+    ``loop``: further arguments of `multimesh.microbatch`.
 
-    Raises
-    ------
-    UnsupportedError
-        Where the state does more than count.
+    Raises ``UnsupportedError`` where the state does more than count.
     """
     rows = jax.tree.leaves(batch)[0].shape[0]
     sums = {key: value for key, value in init.items() if key not in (PARAMETERS, _STATE)}

@@ -38,16 +38,10 @@ def attention(device: Device, operations: float, head: float = _HEAD, length: fl
     Short sequences and small heads reach a part of the rate of long and wide ones, as published tables of
     FlashAttention 2 and 3 and of cuDNN show on each generation.
 
-    Parameters
-    ----------
-    device
-        Where it runs.
-    operations
-        Multiplications and additions of both products.
-    head
-        Elements of a head.
-    length
-        Tokens of a sequence on a device.
+    ``device``: where it runs.
+    ``operations``: multiplications and additions of both products.
+    ``head``: elements of a head.
+    ``length``: tokens of a sequence on a device.
     """
     rate = device.bf16 * device.rates.attention
     return operations / (rate * min(1.0, head / _HEAD) ** _HALF) * (1 + _LENGTH / length)
@@ -61,15 +55,10 @@ def move(device: Device, size: float) -> float:
 def ring(device: Device, ranks: float, within: float = 1) -> float:
     """Return the bytes a second that a rank of a ring sends.
 
-    Parameters
-    ----------
-    device
-        Where a rank runs.
-    ranks
-        Devices of the ring.
-    within
-        Devices that are nearer to each other than two neighbors of the ring: the product of the inner axes of the mesh.
-        ``d / within`` ranks of a ring share a domain of ``d`` devices, and together use its network adapters.
+    ``device``: where a rank runs.
+    ``ranks``: devices of the ring.
+    ``within``: devices that are nearer to each other than two neighbors of the ring: the product of the inner axes of
+    the mesh. ``d / within`` ranks of a ring share a domain of ``d`` devices, and together use its network adapters.
     """
     link, network = device.link * device.rates.link, device.network * device.rates.network
     if ranks * within <= device.domain:
@@ -94,16 +83,11 @@ def gather(device: Device, size: float, ranks: float, within: float = 1) -> floa
 def exchange(device: Device, size: float, ranks: float, within: float = 1, copies: float = 1.0) -> float:
     """Return the seconds of an all-to-all.
 
-    Parameters
-    ----------
-    device
-        Where a rank runs.
-    size
-        Bytes of a rank, with those that it keeps.
-    ranks, within
-        As in `ring`.
-    copies
-        How many times each token is in ``size``. It crosses the network once for each domain, and is copied there.
+    ``device``: where a rank runs.
+    ``size``: bytes of a rank, with those that it keeps.
+    ``ranks``, ``within``: as in `ring`.
+    ``copies``: how many times each token is in ``size``. It crosses the network once for each domain, and is copied
+    there.
     """
     if ranks <= 1:
         return 0.0

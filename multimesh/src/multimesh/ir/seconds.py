@@ -40,18 +40,11 @@ class Costed:
 def estimate_kernel(ops: Iterable[ir.Op], outs: Iterable[Any], device: Device, devices: int, start: float) -> float:
     """Return the seconds of a kernel on each of ``devices`` devices that share its work evenly.
 
-    Parameters
-    ----------
-    ops
-        The kernel's operations.
-    outs
-        Its results.
-    device
-        Where it runs.
-    devices
-        Of its submesh. Collectives between them are left out.
-    start
-        Seconds to start what cannot be fused.
+    ``ops``: the kernel's operations.
+    ``outs``: its results.
+    ``device``: where it runs.
+    ``devices``: of its submesh. Collectives between them are left out.
+    ``start``: seconds to start what cannot be fused.
     """
     lines = [Costed(op.prim, op.params, op.ins, op.outs) for op in ops]
     return _seconds(lines, tuple(outs), device, devices, start)

@@ -13,10 +13,8 @@ _FUSION = re.compile(r'"kind":"(__[\w$]+)"')
 def custom_calls(hlo: str) -> Mapping[str, int]:
     """Return in how many places a program calls each kernel that is not of XLA's own loops.
 
-    Parameters
-    ----------
-    hlo
-        Optimized HLO, as ``as_text()`` of a compiled function gives it. On GPUs ``__cublas$lt$matmul`` is a product
-        of cuBLASLt, ``__cudnn$fmhaSoftmax`` an attention of cuDNN, ``__triton_nested_gemm_fusion`` a product by Triton.
+    ``hlo``: optimized HLO, as ``as_text()`` of a compiled function gives it. On GPUs ``__cublas$lt$matmul`` is a
+    product of cuBLASLt, ``__cudnn$fmhaSoftmax`` an attention of cuDNN, ``__triton_nested_gemm_fusion`` a product by
+    Triton.
     """
     return dict(sorted(collections.Counter([*_CALL.findall(hlo), *_FUSION.findall(hlo)]).items()))

@@ -55,12 +55,8 @@ class Finding:
 def inspect(plan: Plan, programs: Sequence[Sequence[Collective]], least: int) -> tuple[Finding, ...]:
     """Return the faults of the kernels of a plan that concern ``least`` bytes on a device or more, the largest first.
 
-    Parameters
-    ----------
-    plan
-        The plan.
-    programs
-        The collectives of each kernel, in the order of ``plan.kernels``.
+    ``plan``: the plan.
+    ``programs``: the collectives of each kernel, in the order of ``plan.kernels``.
     """
     times = collections.Counter(run.kernel for run in plan.runs)
     found: list[Finding] = []

@@ -50,16 +50,10 @@ def pieces(
 ) -> tuple[Portion, ...]:
     """Return the pieces of ``fn(params, *batch)``.
 
-    Parameters
-    ----------
-    fn
-        The forward function, which is traced with its derivative.
-    params, batch
-        Types of its arguments.
-    device
-        Where it runs.
-    start
-        Seconds to start a kernel.
+    ``fn``: the forward function, which is traced with its derivative.
+    ``params``, ``batch``: types of its arguments.
+    ``device``: where it runs.
+    ``start``: seconds to start a kernel.
     """
 
     def both(weights: Any, rows: Sequence[Any]) -> Any:

@@ -40,12 +40,8 @@ def experts(model: Transformer, how: Configuration, device: Device, stack: Stack
 def sharding(model: Transformer, how: Configuration, device: Device, stack: Stack, layer: Times) -> Times:
     """Return the seconds that gathers of sharded parameters and scatters of their gradients add to a layer.
 
-    Parameters
-    ----------
-    model, how, device, stack
-        As in `multimesh.planner.step.forecast`.
-    layer
-        Seconds of the layer that may hide them.
+    ``model``, ``how``, ``device``, ``stack``: as in `multimesh.planner.step.forecast`.
+    ``layer``: seconds of the layer that may hide them.
     """
     ranks = shards(how)
     if ranks == 1:

@@ -38,14 +38,9 @@ class Gradients:
 def find_gradients(eqns: Sequence[Any], trained: Iterable[Any], outs: Iterable[Any]) -> Gradients:
     """Return which values have a gradient.
 
-    Parameters
-    ----------
-    eqns
-        Equations in the order in which they run.
-    trained
-        Arguments with a gradient.
-    outs
-        Results that have a cotangent.
+    ``eqns``: equations in the order in which they run.
+    ``trained``: arguments with a gradient.
+    ``outs``: results that have a cotangent.
     """
     active = {v for v in trained if _is_differentiable(v)}
     for eqn in eqns:
@@ -61,16 +56,11 @@ def find_gradients(eqns: Sequence[Any], trained: Iterable[Any], outs: Iterable[A
 def count_work(eqn: Any, gradients: Gradients, weights: Set[Any], *, again: bool = False) -> Work:
     """Return the operations of an equation.
 
-    Parameters
-    ----------
-    eqn
-        An equation.
-    gradients
-        Of the function that it is in.
-    weights
-        Arguments, and what is cheaply computed from arguments alone: a product's gradient for them is W, not B.
-    again
-        Whether its backward pass computes it once more, under `jax.checkpoint`.
+    ``eqn``: an equation.
+    ``gradients``: of the function that it is in.
+    ``weights``: arguments, and what is cheaply computed from arguments alone: a product's gradient for them is W, not
+    B.
+    ``again``: whether its backward pass computes it once more, under `jax.checkpoint`.
     """
     forward = operations(eqn.primitive.name, eqn.params, eqn.invars, eqn.outvars)
     wanted = gradients.of(eqn.invars, eqn.outvars)
