@@ -154,6 +154,14 @@ def test_arguments_that_do_not_do_are_refused(monkeypatch, given, told):
         mm.distributed.initialize(**given)
 
 
+def test_a_pod_that_is_told_too_little_hears_of_its_variables(monkeypatch):
+    monkeypatch.setattr("multimesh.core._compat.has_backends", lambda: False)
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
+    told = "lacks coordinator_address, num_processes, process_id: set JAX_COORDINATOR_ADDRESS=HOST:PORT and MULTIMESH_P"
+    with pytest.raises(mm.UsageError, match=re.escape(told)):
+        mm.distributed.initialize()
+
+
 def test_devices_in_use_are_refused():
     jax.devices()
     with pytest.raises(mm.UsageError, match="must come before anything that uses a device"):
@@ -171,9 +179,11 @@ def test_devices_in_use_are_refused():
          | {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, ("Open MPI", ("n:3", 3, 2, [1]))),
         ({"JAX_COORDINATOR_ADDRESS": "n:3", "PMI_SIZE": "3", "PMI_RANK": "2", "MPI_LOCALRANKID": "1"}
          , ("MPICH", ("n:3", 3, 2, [1]))),
+        ({"JAX_COORDINATOR_ADDRESS": "n:3", "MULTIMESH_PROCESSES": "4", "JOB_COMPLETION_INDEX": "2"}
+         , ("Kubernetes", ("n:3", 4, 2, None))),
         ({"JAX_COORDINATOR_ADDRESS": "n:3", "JAX_LOCAL_DEVICE_IDS": "0,2"}, ("arguments", ("n:3", None, None, [0, 2]))),
     ],
-    ids=["Slurm", "Open MPI", "Open MPI 5", "MPICH", "environment"],
+    ids=["Slurm", "Open MPI", "Open MPI 5", "MPICH", "Kubernetes", "environment"],
 )  # fmt: skip
 def test_launchers_are_found(monkeypatch, environ, told):
     for name, value in environ.items():

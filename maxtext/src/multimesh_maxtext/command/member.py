@@ -115,6 +115,8 @@ def find_launcher(environment: Mapping[str, str]) -> tuple[Launcher | None, Memb
 
 
 def _number(environment: Mapping[str, str], launcher: Launcher, names: tuple[str, ...]) -> int:
+    if not names:
+        return 0
     name = next((name for name in names if name in environment), names[-1])
     value = environment.get(name, "")
     if not value.isdecimal():

@@ -91,10 +91,12 @@ def initialize(
 
     Arguments that are not given are found as JAX finds them: from Slurm, Open MPI 4 or Kubernetes. Open MPI 5, MPICH
     and Intel MPI say all but the coordinator's address, which ``JAX_COORDINATOR_ADDRESS`` has; without it mpi4py is
-    asked, if it is installed. All processes meet and compare themselves before JAX starts. From then on JAX's
-    coordination service tells who lives; it is started with ``jax_enable_recoverability``. When a process fails, is
-    killed, stopped or out of reach, all others end within seconds: with a line that names it, and its exit code if it
-    has one, else 17. SIGTERM ends a process, unless the environment has ``JAX_ENABLE_PREEMPTION_SERVICE=1``.
+    asked, if it is installed. A pod of an indexed Job or JobSet knows its number; with that variable and the number of
+    pods in ``MULTIMESH_PROCESSES`` Kubernetes need not be asked. All processes meet and compare themselves before JAX
+    starts. From then on JAX's coordination service tells who lives; it is started with ``jax_enable_recoverability``.
+    When a process fails, is killed, stopped or out of reach, all others end within seconds: with a line that names it,
+    and its exit code if it has one, else 17. SIGTERM ends a process, unless the environment has
+    ``JAX_ENABLE_PREEMPTION_SERVICE=1``.
 
     Parameters
     ----------
@@ -298,8 +300,8 @@ def _by_variables(given: Sequence[Any]) -> tuple[str, Sequence[Any]] | None:
         names = (*launcher.size, *launcher.rank, *launcher.local)
         values = [int(value) for value in map(os.environ.get, names) if value is not None and value.isdigit()]
         if given[0] is not None and len(values) == len(names):
-            count, rank, local = values
-            told = (None, count, rank, [local])
+            count, rank, *local = values
+            told = (None, count, rank, local or None)
             return launcher.name, tuple(own if each is None else each for each, own in zip(given, told, strict=True))
     return None
 
@@ -315,10 +317,9 @@ def _check(address: Any, count: Any, rank: Any) -> None:
     values = {"coordinator_address": address, "num_processes": count, "process_id": rank}
     lacking = [name for name, value in values.items() if value is None]
     if lacking:
-        raise UsageError(
-            f"mm.distributed.initialize() lacks {', '.join(lacking)}: start the processes with srun or mpirun, or give "
-            "all three"
-        )
+        pod = "set JAX_COORDINATOR_ADDRESS=HOST:PORT and MULTIMESH_PROCESSES in each pod"
+        start = pod if "JOB_COMPLETION_INDEX" in os.environ else "start the processes with srun or mpirun"
+        raise UsageError(f"mm.distributed.initialize() lacks {', '.join(lacking)}: {start}, or give all three")
     host, colon, port = str(address).rpartition(":")
     if not (host and colon and port.isdigit() and 0 < int(port) < 2**16):
         raise UsageError(f"coordinator_address is host:port of process 0, such as 'n1:61440'; got {address!r}")

@@ -17,8 +17,8 @@ class Launcher:
     mark
         A variable that only its processes have; empty where JAX alone knows them.
     rank, size, local
-        Variables with the number of this process, that of all, and this one's number on its machine. Of several names
-        the first that is set counts.
+        Variables with the number of this process, that of all, and this one's number on its machine, which is the
+        device that it takes; without such a variable it takes all. Of several names the first that is set counts.
     here
         Variables with the number of its processes on this machine.
     address
@@ -80,6 +80,13 @@ LAUNCHERS = (
         here=("SLURM_NTASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"),  # for one node, or with --ntasks-per-node
         jax="slurm",
     ),
-    Launcher("Kubernetes", jax="k8s"),
+    Launcher(
+        "Kubernetes",  # an indexed Job or JobSet; it tells no process how many there are
+        mark="MULTIMESH_PROCESSES",
+        rank=("JOB_COMPLETION_INDEX",),
+        size=("MULTIMESH_PROCESSES",),
+        address=ADDRESS,
+        jax="k8s",
+    ),
 )
 """Every launcher that MultiMesh knows. The launcher of a process comes before the launchers of its launcher."""

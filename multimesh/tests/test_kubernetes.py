@@ -1,0 +1,53 @@
+"""Pods of a JobSet find each other by the variables of the manifest in docs/clusters.md, and by that of Kubernetes."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+CLUSTERS = Path(__file__).parents[2] / "docs" / "clusters.md"
+PROGRAM = """
+import jax, multimesh as mm
+job = mm.distributed.initialize()
+print(job.launcher, job.rank, len(job.hosts), jax.local_device_count(), flush=True)
+mm.distributed.barrier("end")
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.stand_in("processes with the variables that a kubelet gives, and localhost for the name of a pod")
+def test_pods_of_the_manifest_are_one_job(tmp_path):
+    (text,) = re.findall(r"```yaml\n(.*?)```", CLUSTERS.read_text(encoding="utf-8"), re.DOTALL)
+    jobset = yaml.safe_load(text)
+    (part,) = jobset["spec"]["replicatedJobs"]
+    job = part["template"]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    given = {entry["name"]: entry["value"] for entry in container["env"]}
+    count = job["parallelism"]
+    assert job["completionMode"] == "Indexed"
+    assert given["MULTIMESH_PROCESSES"] == str(count) == str(job["completions"])
+    host, _, port = given["JAX_COORDINATOR_ADDRESS"].partition(":")
+    assert (host, port.isdigit()) == ("{1}-{0}-0-0.{1}".format(part["name"], jobset["metadata"]["name"]), True)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        given["JAX_COORDINATOR_ADDRESS"] = f"localhost:{server.getsockname()[1]}"
+    (tmp_path / "train.py").write_text(PROGRAM)
+    clean = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
+    clean |= given | {"JAX_NUM_CPU_DEVICES": "2", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+    pods = [
+        subprocess.Popen(
+            [sys.executable, "train.py"],
+            env=clean | {"JOB_COMPLETION_INDEX": str(rank)},
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    said = [pod.communicate(timeout=100)[0] for pod in pods]
+    assert said == [f"Kubernetes {rank} {count} 2\n" for rank in range(count)]
