@@ -87,6 +87,7 @@ FAULTS = {
     "0: SIGTERM": Fault("os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)", (17,), r"was killed by SIG", rank=0),
     "0: Ctrl-C": Fault("os.kill(os.getpid(), signal.SIGINT); time.sleep(60)", (130,), r"KeyboardInterrupt", rank=0),
     "0: SIGKILL": Fault(KILL, (17, -6), r"was killed by SIGKILL|is gone|leader task", rank=0),
+    "0: SIGKILL elsewhere": Fault(KILL, (17, -6), r"is gone|leader task|detected fatal", rank=0, apart=True),
     "0: os._exit(3)": Fault("os._exit(3)", (3, 17, -6), r"ended with exit|is gone|leader task", rank=0),
     "0: SIGSTOP": Fault(STOP, (17, -6), r"has been stopped|is gone|Heartbeat", 12, rank=0),
     "0: it hangs": Fault("time.sleep(600)", (17,), r"has been after step", rank=0),
