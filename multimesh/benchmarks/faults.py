@@ -23,6 +23,8 @@ from importlib import metadata
 rank, address = int(sys.argv[1]), sys.argv[2]
 odd = rank == FAULTY
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+
 def fault():
     print("fault", time.time(), flush=True)
 
