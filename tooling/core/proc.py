@@ -73,14 +73,9 @@ def run(
 ) -> Result:
     """Run a program to its end; no shell sees its arguments, and it reads ``stdin``.
 
-    Parameters
-    ----------
-    check
-        Raise ``ToolError`` when the program fails.
-    on_line
-        Called with every line of output while the program runs; from two threads.
-    timeout_s
-        Stop the program after so long and raise ``TimeoutError``; not together with ``on_line``.
+    ``check``: raise ``ToolError`` when the program fails.
+    ``on_line``: called with every line of output while the program runs; from two threads.
+    ``timeout_s``: stop the program after so long and raise ``TimeoutError``; not together with ``on_line``.
     """
     command, pipe = tuple(str(word) for word in argv), subprocess.PIPE
     with _guard:

@@ -34,10 +34,7 @@ class Grid:
 def grids(job: Job, argv: Sequence[str], maxtext: Path) -> tuple[Grid, ...]:
     """Return the grid of the flags, and those that ``--fallback`` allows, in the order in which they are taken.
 
-    Raises
-    ------
-    LauncherError
-        For a grid that does not come out: it names the grid, and why.
+    Raises ``LauncherError`` for a grid that does not come out: it names the grid, and why.
     """
     o = job.options
     own = Grid(o.grid, o.nodes, ("--nodes", str(o.nodes)))

@@ -60,14 +60,9 @@ def launch(
 ) -> Launch:
     """Return the process that trains a job.
 
-    Parameters
-    ----------
-    inherited
-        The environment of this process; XLA_FLAGS and PYTHONPATH in it are extended, not replaced.
-    gpu_memory
-        Memory of a visible GPU in MiB, ``None`` if unknown.
-    this
-        Which of several processes it is; its rank on this machine says which GPUs are its own.
+    ``inherited``: the environment of this process; XLA_FLAGS and PYTHONPATH in it are extended, not replaced.
+    ``gpu_memory``: memory of a visible GPU in MiB, ``None`` if unknown.
+    ``this``: which of several processes it is; its rank on this machine says which GPUs are its own.
     """
     extra = dict(setting.split("=", 1) for setting in job.options.settings)
     settings = configuration(job, paths)

@@ -48,12 +48,8 @@ class MetricsHook:
 def load(name: str) -> MetricsHook:
     """Import ``module:function``. The module may lie in the working folder.
 
-    Raises
-    ------
-    UsageError
-        For a name of another form, and one that is no function of the module.
-    FileError
-        Where the module cannot be imported.
+    Raises ``UsageError`` for a name of another form, and one that is no function of the module, and ``FileError`` where
+    the module cannot be imported.
     """
     module, _, function = name.partition(":")
     if not module or not function.isidentifier():

@@ -47,27 +47,13 @@ class Output(Console):
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step.
+    """One optimizer step."""
 
-    Attributes
-    ----------
-    number
-        From 0.
-    loss
-        Mean cross entropy of the step's tokens, in nats.
-    gradient_norm
-        Global norm of the gradient before clipping.
-    seconds
-        From the completion of the step before; of step 0: compilation and the step.
-    tokens
-        Tokens of the step over all devices.
-    """
-
-    number: int
-    loss: float
-    gradient_norm: float
-    seconds: float
-    tokens: float
+    number: int  # from 0
+    loss: float  # mean cross entropy of the step's tokens, in nats
+    gradient_norm: float  # global norm of the gradient before clipping
+    seconds: float  # from the completion of the step before; of step 0: compilation and the step
+    tokens: float  # tokens of the step over all devices
 
     @property
     def tokens_per_second(self) -> float:

@@ -60,14 +60,9 @@ def compile_stages(lowered: multimesh.Lowered, state: Any, handoff: Handoff) -> 
 def needs(lowered: multimesh.Lowered, state: Any, found: Sequence[Any]) -> tuple[Need, ...]:
     """Return the memory of each stage, with parameters and the state of the optimizer told apart.
 
-    Parameters
-    ----------
-    lowered
-        The train step.
-    state
-        The train state, arrays or their types, each leaf with its sharding: the first argument of the step.
-    found
-        The bytes on each device of each submesh.
+    ``lowered``: the train step.
+    ``state``: the train state, arrays or their types, each leaf with its sharding: the first argument of the step.
+    ``found``: the bytes on each device of each submesh.
     """
     held: dict[tuple[str, frozenset[jax.Device]], int] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):

@@ -216,12 +216,8 @@ def spread_over_data(x: Any, sharding: NamedSharding) -> NamedSharding:
 def gather(parameters: Any, specs: Mapping[str, P], home: Callable[[Any], Mesh]) -> Any:
     """Return parameters with each array whole along the axis ``fsdp``, gathered on its stage by a task.
 
-    Parameters
-    ----------
-    specs
-        Layout of each, by its path.
-    home
-        Submesh of each, by its path.
+    ``specs``: layout of each, by its path.
+    ``home``: submesh of each, by its path.
     """
 
     def whole(path: Any, x: Any) -> Any:

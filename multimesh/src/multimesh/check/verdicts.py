@@ -19,33 +19,17 @@ _ADDRESS = re.compile(r"\b[1-9]\d{0,2}(?:\.\d{1,3}){3}(?::\d+)?\b|\[[0-9a-fA-F:]
 
 @dataclass(frozen=True)
 class Row:
-    """The finding of one step of the check.
+    """The finding of one step of the check."""
 
-    Attributes
-    ----------
-    name
-        The thing that was tried.
-    verdict
-        `OK`; `NOTE`: worth a look; `FAILED`; `ABSENT`: there is nothing to try here.
-    measured, expected
-        Sentences for the table.
-    remedy
-        The remedy, where the verdict is not `OK`.
-    code
-        Exit code of the class of the failure; 0 if it is none.
-    seconds
-        How long the step took.
-    numbers
-        Measured quantities by name, in bytes, seconds, operations a second.
-    """
-
-    name: str
-    verdict: str
+    name: str  # the thing that was tried
+    verdict: str  # `OK`; `NOTE`: worth a look; `FAILED`; `ABSENT`: there is nothing to try here
+    # measured, expected: sentences for the table
     measured: str
     expected: str = ""
-    remedy: str = ""
-    code: int = 0
-    seconds: float = 0.0
+    remedy: str = ""  # the remedy, where the verdict is not `OK`
+    code: int = 0  # exit code of the class of the failure; 0 if it is none
+    seconds: float = 0.0  # how long the step took
+    # measured quantities by name, in bytes, seconds, operations a second
     numbers: Mapping[str, float] = field(default_factory=dict)
 
 

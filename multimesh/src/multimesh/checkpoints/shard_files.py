@@ -124,10 +124,7 @@ def _write(descriptor: int, file: str, part: Part, offset: int) -> Shard:
 def read(folder: Path, shards: Sequence[Shard], dtype: np.dtype[Any], part: Bounds) -> np.ndarray:
     """Read a part of an array from its shards, and compare the checksums of all blocks that hold it.
 
-    Raises
-    ------
-    DamagedError
-        If bytes are not those that were written; names the file and the shard.
+    Raises ``DamagedError`` if bytes are not those that were written; names the file and the shard.
     """
     shape = [end - start for start, end in part]
     found, elements = np.empty(shape, dtype), 0

@@ -39,10 +39,7 @@ _VOCABULARY = 131072  # where only the number of parameters is known
 def transformer(options: argparse.Namespace) -> Transformer:
     """Return the sizes that the flags give.
 
-    Raises
-    ------
-    UsageError
-        If there are neither sizes nor ``--params``, or both.
+    Raises ``UsageError`` if there are neither sizes nor ``--params``, or both.
     """
     if options.model is not None:
         given = [name for name in (*_SIZES, "params", "experts", "active") if getattr(options, name)]

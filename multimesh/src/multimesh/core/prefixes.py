@@ -11,10 +11,7 @@ import jax
 def spread(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
     """Return the entry of a prefix for each leaf of a tree, without building any container of the user.
 
-    Raises
-    ------
-    ValueError
-        If the prefix does not fit the tree.
+    Raises ``ValueError`` if the prefix does not fit the tree.
     """
     entries, above = jax.tree.flatten(prefix, is_leaf=is_leaf)
     parts = above.flatten_up_to(tree)

@@ -76,10 +76,7 @@ class Collective:
 def collectives(hlo: str) -> tuple[Collective, ...]:
     """Return the collectives of a program, in the order of its text.
 
-    Parameters
-    ----------
-    hlo
-        Optimized HLO, as ``as_text()`` of a compiled function gives it.
+    ``hlo``: optimized HLO, as ``as_text()`` of a compiled function gives it.
     """
     found: dict[str, list[Collective]] = collections.defaultdict(list)
     calls: dict[str, list[tuple[str, int]]] = collections.defaultdict(list)

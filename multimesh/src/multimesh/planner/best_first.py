@@ -144,20 +144,12 @@ class Search:
 
         Options that differ only in schedule, recomputation or layers of their stages are one: the fastest of them.
 
-        Parameters
-        ----------
-        count
-            How many.
-        where
-            Which configurations.
-        accepts
-            Asked last, of those that are fast and fit.
-        within
-            Seconds at most.
-        memory
-            Bytes of a device; None: the limit.
-        what
-            The words for the progress bar.
+        ``count``: how many.
+        ``where``: which configurations.
+        ``accepts``: asked last, of those that are fast and fit.
+        ``within``: seconds at most.
+        ``memory``: bytes of a device; None: the limit.
+        ``what``: the words for the progress bar.
         """
         limit = self.limit if memory is None else memory
         found: dict[tuple[object, ...], Option] = {}

@@ -75,10 +75,7 @@ def read(file: Path, on: Device, software: Stack) -> Calibration:
     and ``seconds`` of a step; or ``rates`` that were measured in place: operations a second of ``matmul_bf16``, and
     bytes a second of ``memory``, ``link`` and ``network``; or both.
 
-    Raises
-    ------
-    UsageError
-        If it cannot be read, or says something else.
+    Raises ``UsageError`` if it cannot be read, or says something else.
     """
     try:
         found = json.loads(file.read_text(encoding="utf-8"))

@@ -54,14 +54,9 @@ def page(
 ) -> str:
     """Return the page as HTML.
 
-    Parameters
-    ----------
-    found
-        Suggestions, with their front.
-    bills, terms
-        Of devices, and what they were asked for.
-    drawn
-        The timeline of the best.
+    ``found``: suggestions, with their front.
+    ``bills``, ``terms``: of devices, and what they were asked for.
+    ``drawn``: the timeline of the best.
     """
     text = resources.files("multimesh.planner").joinpath("page.html").read_text(encoding="utf-8")
     body = "\n".join(_body(found, bills, terms, drawn))

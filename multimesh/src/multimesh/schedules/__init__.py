@@ -78,10 +78,7 @@ def names() -> tuple[str, ...]:
 def get(schedule: str | Schedule) -> Schedule:
     """Find a schedule by its name; a schedule object is returned as it is.
 
-    Raises
-    ------
-    UsageError
-        For an unknown name.
+    Raises ``UsageError`` for an unknown name.
     """
     if isinstance(schedule, Schedule):
         return schedule

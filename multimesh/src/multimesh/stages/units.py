@@ -160,10 +160,7 @@ class Units:
 def read(closed: Any, stages: int, trained: Iterable[int]) -> Units:
     """Make units of a traced function, small enough for this number of stages; ``trained`` numbers its arguments.
 
-    Raises
-    ------
-    UsageError
-        If the function has tasks or microbatches.
+    Raises ``UsageError`` if the function has tasks or microbatches.
     """
     goal = _forward_operations(closed.jaxpr) / stages
     reader = _Reader(goal)
