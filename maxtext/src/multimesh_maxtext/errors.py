@@ -6,107 +6,74 @@ from collections.abc import Iterable
 
 
 class LauncherError(Exception):
-    """Something that keeps a run from being a success; ``maxtext/run.py`` ends with its ``exit_code``.
-
-    Attributes
-    ----------
-    shared
-        Whether all processes of a job find it, in the command line that they share.
-    """
+    """Something that keeps a run from being a success; ``maxtext/run.py`` ends with its ``exit_code``."""
 
     exit_code = 1
-    shared = False
+    shared = False  # whether all processes of a job find it, in the command line that they share
+
+    def __init_subclass__(cls, **own: int) -> None:
+        for name, value in own.items():
+            setattr(cls, name, value)
 
 
-class UsageError(LauncherError):
+class UsageError(LauncherError, exit_code=2, shared=True):
     """Flags that do not fit together; found before anything is started."""
 
-    exit_code = 2
-    shared = True
 
-
-class FileError(UsageError):
+class FileError(UsageError, shared=False):
     """A file or folder of a flag that cannot be used on this machine."""
 
-    shared = False
 
-
-class UnsupportedError(LauncherError):
+class UnsupportedError(LauncherError, exit_code=3, shared=True):
     """Something sensible that this backend cannot do."""
 
-    exit_code = 3
-    shared = True
 
-
-class MissingPartError(LauncherError):
+class MissingPartError(LauncherError, exit_code=4):
     """MaxText, a package or a device is not on this machine."""
 
-    exit_code = 4
 
-
-class TrainerFailedError(LauncherError):
+class TrainerFailedError(LauncherError, exit_code=10):
     """The trainer's process ended with an error."""
 
-    exit_code = 10
 
-
-class StoppedEarlyError(LauncherError):
+class StoppedEarlyError(LauncherError, exit_code=11):
     """The trainer ended without an error before all steps had run."""
 
-    exit_code = 11
 
-
-class LossNotFiniteError(LauncherError):
+class LossNotFiniteError(LauncherError, exit_code=12):
     """A loss is NaN or infinite."""
 
-    exit_code = 12
 
-
-class LossNotFallingError(LauncherError):
+class LossNotFallingError(LauncherError, exit_code=13):
     """Every step ran, but the model learned nothing."""
 
-    exit_code = 13
 
-
-class DisagreementError(LauncherError):
+class DisagreementError(LauncherError, exit_code=14):
     """Two runs that must give the same losses and gradient norms do not."""
 
-    exit_code = 14
 
-
-class CheckpointError(LauncherError):
+class CheckpointError(LauncherError, exit_code=15):
     """A checkpoint cannot be read, written or continued from."""
-
-    exit_code = 15
 
 
 class DamagedCheckpointError(CheckpointError):
     """A checkpoint does not hold the bytes that were written; it was set aside."""
 
 
-class ProcessLostError(TrainerFailedError):
+class ProcessLostError(TrainerFailedError, exit_code=17):
     """One of several processes was killed, stopped or out of reach; MultiMesh's own code for that."""
 
-    exit_code = 17
 
-
-class DoesNotFitError(LauncherError):
+class DoesNotFitError(LauncherError, exit_code=16):
     """A run needs more memory than a device or a machine has."""
 
-    exit_code = 16
 
-
-class PreemptedError(LauncherError):
+class PreemptedError(LauncherError, exit_code=18, shared=True):
     """A signal ended the run; all processes wrote a checkpoint first, and a run with ``--resume`` goes on after it."""
 
-    exit_code = 18
-    shared = True
 
-
-class UnreadError(LauncherError):
+class UnreadError(LauncherError, exit_code=141):
     """Nobody reads the output any more: the code of programs that SIGPIPE ends."""
-
-    exit_code = 141
 
 
 class Several(LauncherError):
