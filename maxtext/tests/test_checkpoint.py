@@ -17,6 +17,7 @@ from rich.console import Console
 
 from multimesh_maxtext.checkpoint_folder import aside, going_back, look
 from multimesh_maxtext.command import cli
+from multimesh_maxtext.command.cause import Causes
 from multimesh_maxtext.command.checkpoint import Beginning, beginning, explain
 from multimesh_maxtext.command.checks import Job
 from multimesh_maxtext.command.launch import launch
@@ -330,7 +331,7 @@ def test_the_command_trains_again_until_a_checkpoint_is_whole(
     monkeypatch.setattr(cli, "train", train)
     given = job(["--cpus", "2", "--pp", "2", "--checkpoint", str(ck), "--resume", "--num-steps", "12"])
     start = launch(given, paths, inherited={}, gpu_memory=None)
-    code, *_ = cli._train(given, paths, start, (), Console(quiet=True), None, 0, 0, patience=0.0)
+    code, *_ = cli._train(given, paths, start, (), Console(quiet=True), None, Causes(ck, 0, 0, 1), 0, patience=0.0)
     assert (code, begun) == (15, [7, 5, 3])
     told = [line for line in capsys.readouterr().err.splitlines() if "no checksums" not in line]
     assert told == [

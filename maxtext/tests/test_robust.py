@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from multimesh_maxtext.command import cli
+from multimesh_maxtext.command import cli, logs
 from multimesh_maxtext.command.cli import main
 from multimesh_maxtext.command.machine import check_environment, stale_parts
 from multimesh_maxtext.errors import MissingPartError
@@ -54,6 +54,11 @@ if os.environ.get("STAND_IN") == "needs memory in C++":
     os.abort()
 if os.environ.get("STAND_IN") == "hangs":
     time.sleep(600)
+if os.environ.get("STAND_IN") == "says much":
+    for number in range(60):
+        print("a line\\n" * 100 + f"part {number}", flush=True)
+        time.sleep(0.05)
+    sys.exit("the reason")
 """
 
 
@@ -308,6 +313,23 @@ def test_a_pipe_that_is_closed_while_it_trains_stops_the_trainer_with_a_line(sta
     assert errors.endswith("so the trainer was stopped; write it to a file\n"), errors
     assert (one.wait(), errors.count("\n")) == (141, 1)
     assert gone(trainer)
+
+
+def test_a_log_is_bounded_and_its_end_is_kept(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """All is said on two files, none of which is larger than the limit and what is written between two looks."""
+    monkeypatch.setattr(logs, "LIMIT", 10_000)
+    monkeypatch.setenv("STAND_IN", "says much")  # 42,000 bytes
+    code, _, errors = command("--output", tmp_path)
+    assert code == 10
+    assert "  | part 59\n  | the reason\nerror: " in errors
+    sizes = {path.name: path.stat().st_size for path in tmp_path.glob("*.log")}
+    assert sizes.keys() == {"maxtext.log", "maxtext-older.log"}
+    assert sum(sizes.values()) < 35_000
+    assert b"\0" not in (tmp_path / "maxtext.log").read_bytes()
+    assert command("--output", tmp_path, "--overwrite")[0] == 10
+    monkeypatch.delenv("STAND_IN")
+    assert command("--output", tmp_path, "--overwrite")[0] == 0
+    assert not (tmp_path / "maxtext-older.log").exists()
 
 
 @pytest.mark.parametrize(("kind", "words"), [("", "Unable to allocate 8.00 TiB"), (" in C++", "std::bad_alloc")])

@@ -239,6 +239,7 @@ def test_a_job_whose_allocation_ends_saves_and_goes_on_in_another_one(
     first, second = attempts(job.said.rpartition("ended because")[2])
     assert (first[3], first[4]) == (f"0-{saved}", str(saved + 1)), job.said  # each step counted
     assert second[3].startswith(f"{saved + 1}-")
+    assert all(row[-1].startswith("a signal ended the run") for row in (first, second)), job.said
     assert (output / "maxtext-before-restart-1.log").exists()
     assert [*losses(output)] == list(range(len(losses(output))))
 

@@ -26,6 +26,7 @@ from multimesh_maxtext.command import (
     roll_call,
     suggesting,
 )
+from multimesh_maxtext.command.cause import Causes
 from multimesh_maxtext.command.checkpoint import Beginning, beginning, is_written_to
 from multimesh_maxtext.command.checks import Job, check_machine
 from multimesh_maxtext.command.dataset import check_dataset
@@ -214,7 +215,8 @@ def _run(settled: Settled, maxtext: Path, root: Path | None) -> int:
             restarts.begin(options, paths, again)
         if again:
             restarts.keep_log(paths.log, again)
-        code, why = _train(job, paths, start, texts, console, gpu_memory, this.rank, held, patience=patience)
+        causes = Causes(first.output, again, this.rank, this.count)
+        code, why = _train(job, paths, start, texts, console, gpu_memory, causes, held, patience=patience)
         if options.max_restarts and this.rank == 0:
             _end_attempt(options, paths, code, why, again)
         return code
@@ -281,13 +283,13 @@ def _train(
     texts: Sequence[str],
     console: Console,
     gpu_memory: int | None,
-    rank: int,
+    causes: Causes,
     held: int,
     *,
     patience: float,
 ) -> tuple[int, str]:
     """Train, judge, compare; return the exit code, and why it ended. The trainer inherits the descriptor ``held``."""
-    options = job.options
+    options, rank = job.options, causes.rank
     hook = metrics_hook.load(options.metrics_hook) if options.metrics_hook and rank == 0 else None
     tells: list[Tell] = [*listeners(options, restarts.attempt(options, os.environ))] if rank == 0 else []
     tells += [hook] if hook else []
@@ -296,17 +298,24 @@ def _train(
     _prepare(job, paths, texts)
     check_memory(job, paths, console, gpu_memory)
     pairs = list[Pair]()
+    causes.begin()
     while True:
         with beginning(job, paths.checkpoints, first=rank == 0, patience=patience) as begin:
             if begin.step >= options.num_steps:
                 return (_say_all_steps_ran(options, begin.step) if rank == 0 else 0), "nothing was left to do"
             begin = replace(begin, inherited=(*begin.inherited, held))
-            outcome = train(job, start, paths, console, begin, tells)
+            try:
+                outcome = train(job, start, paths, console, begin, tells)
+            except LauncherError as error:
+                causes.note(error)
+                raise
         if not isinstance(outcome.error, DamagedCheckpointError):
             break
         line = going_back(outcome.error, options.checkpoint or Path())
         if rank == 0:
             print(line, file=sys.stderr)
+    if outcome.error:
+        outcome = replace(outcome, error=causes.settle(outcome.error))
     if hook:
         hook.end()
     if options.verify and not outcome.error and rank == 0:
@@ -384,9 +393,10 @@ def _report(job: Job, console: Console, paths: Paths, outcome: Outcome, pairs: S
         if pairs:
             console.print(f"largest difference {largest(pairs):.1e}, at most {TOLERANCE:.0e} allowed", highlight=False)
         console.print(f"metrics {paths.metrics}", highlight=False)
-    if isinstance(error, TrainerFailedError):
+    silent = error and error.shared and console.quiet  # another process tells for all
+    if isinstance(error, TrainerFailedError) and not silent:
         print(tail(outcome.log), file=sys.stderr)
-    if error and not (error.shared and console.quiet):  # the first process tells for all
+    if error and not silent:
         print(f"error: {error}", file=sys.stderr)
     elif not error and not o.json:
         agree = f"; the same without the pipeline, in {job.model.resolved.get('dtype')}" if pairs else ""

@@ -20,10 +20,11 @@ from rich.console import Console
 from rich.table import Table
 
 from multimesh_maxtext.checkpoint_folder import look
+from multimesh_maxtext.command import logs
 from multimesh_maxtext.command.member import Member
 from multimesh_maxtext.command.options import Options, Parsed
 from multimesh_maxtext.command.report import Step
-from multimesh_maxtext.command.training import LOST, Follower
+from multimesh_maxtext.command.training import LOST, Follower, has_saved
 from multimesh_maxtext.command.translate import Paths
 from multimesh_maxtext.errors import UsageError
 
@@ -140,8 +141,9 @@ def _last_sign(paths: Paths) -> str:
 
 def reason(paths: Paths, processes: int, number: int = 0) -> str:
     """Return what the logs of a job's processes say of the one that was lost, before restart ``number``."""
-    logs = [_last_log(Member(rank).own(paths).log, number) for rank in range(processes)]
-    return next((line for log in logs for line in LOST.findall(log)), "a process was lost")
+    texts = [_last_log(Member(rank).own(paths).log, number) for rank in range(processes)]
+    saved = f"{_SAVED}, and a checkpoint was written" if any(map(has_saved, texts)) else "a process was lost"
+    return next((line for text in texts for line in LOST.findall(text)), saved)
 
 
 def _done(options: Options, paths: Paths) -> int:
@@ -155,7 +157,8 @@ def _last_log(log: Path, number: int) -> str:
     """Read the log of a process. It may be starting again, and putting its log aside, at this moment."""
     for path in (before(log, number), log, before(log, number)):
         with suppress(OSError):
-            return path.read_text(errors="replace")
+            path.stat()
+            return logs.read(path)
     return ""
 
 
@@ -166,8 +169,7 @@ def before(log: Path, number: int) -> Path:
 
 def keep_log(log: Path, number: int) -> None:
     """Put the log of the attempt before restart ``number`` aside."""
-    with suppress(FileNotFoundError):
-        log.rename(before(log, number))
+    logs.move(log, before(log, number))
 
 
 def announce(last: Attempt, number: int, options: Options) -> None:

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from multimesh.launch import end_with_parent
 from multimesh_maxtext.checkpoint_folder import look
+from multimesh_maxtext.command import logs
 from multimesh_maxtext.command.checkpoint import Beginning, explain
 from multimesh_maxtext.command.checks import Job
 from multimesh_maxtext.command.launch import Launch
@@ -58,10 +59,14 @@ Tell = Callable[[Mapping[str, float]], object]
 """Called with the record of each step and evaluation."""
 
 LOST = re.compile(
-    r"^multimesh: (?:.* ends because )?(.* (?:was killed|ended|has been|is gone|failed: LostProcessError:) .*)$",
+    r"^multimesh: (?:.* ends because )?(.* (?:was killed|ended|has been|is gone|failed: LostProcessError:) .*?)"
+    r"(?: after \d+ steps?)?$",
     re.MULTILINE,
 )
-"""A line of a trainer's log on a process that was lost."""
+"""A line of a trainer's log on a process that was lost; how far that came, we know better."""
+
+NAMED = re.compile(r"process \d+ of \d+ ")
+"""Begins an error that names a process."""
 
 _STOPPED = re.compile(r"Training stopped: (.*)$", re.MULTILINE)
 _SIGNAL = "termination signal"
@@ -136,7 +141,7 @@ def train(
             several=o.nodes > 1,
         )
     except (TrainerFailedError, StoppedEarlyError) as ended:
-        log = paths.log.read_text(encoding="utf-8", errors="replace")
+        log = logs.read(paths.log)
         lost = [said for said in LOST.findall(log) if " ended with exit code " not in said]
         if o.nodes > 1 and lost and returncode != -signal.SIGKILL:  # any other failure comes from that
             error = ProcessLostError(f"{lost[0]}, {_after(ended)}; {resume_advice(o.checkpoint)}; see {paths.log}")
@@ -178,11 +183,16 @@ def out_of_memory(log: str, platform: str, error: LauncherError) -> DoesNotFitEr
     return DoesNotFitError(f"the memory of {where} did not suffice {_after(error)} ({found[-1].strip()}); {remedy}")
 
 
+def has_saved(log: str) -> bool:
+    """Return whether MaxText's log says that a signal ended the training, after a checkpoint."""
+    return any(_SIGNAL in why for why in _STOPPED.findall(log))
+
+
 def explain_stop(log: str, error: LauncherError) -> LauncherError:
     """Return the error of a trainer that ended before its last step, with the reason that MaxText's log gives."""
     if not isinstance(error, StoppedEarlyError) or not (found := _STOPPED.search(log)):
         return error
-    if _SIGNAL in found[1]:
+    if has_saved(log):
         done = str(error).partition(" after ")[2].partition(" without")[0]
         return PreemptedError(
             f"a signal ended the run after {done}, and a checkpoint was written; add --resume to go on"
@@ -196,7 +206,7 @@ def explain_stop(log: str, error: LauncherError) -> LauncherError:
 
 def tail(log: Path) -> str:
     """Return the end of a failed trainer's log, indented."""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:]
+    lines = logs.read(log).splitlines()[-_TAIL:]
     return "\n".join(f"  | {line}" for line in lines)
 
 
@@ -246,6 +256,7 @@ def follow(
                     pass
                 if not console.quiet:
                     told.show(log.lines())
+                logs.bound(paths.log)
                 for step in follower.poll():
                     if not steps:
                         mark_run(paths.output)
@@ -269,7 +280,9 @@ def trainer(launch: Launch, paths: Paths, *, inherited: Sequence[int] = ()) -> I
     It inherits the given file descriptors.
     """
     environment = {**os.environ, **launch.environment}
-    with paths.log.open("wb") as log:
+    logs.name_older(paths.log).unlink(missing_ok=True)
+    paths.log.write_bytes(b"")
+    with paths.log.open("ab") as log:
         try:
             process = subprocess.Popen(
                 launch.command,
