@@ -58,7 +58,7 @@ COMM_SPLITTING = Flag(
     "false",
     "true",
     "some devices reuse a communicator and others split a new one from its parent, and wait for them for ever",
-    "openxla/xla 37063; mended by openxla/xla 39372 in March 2026",
+    "openxla/xla pull request 36981; mended by 39372 in March 2026",
     "left to XLA: a jaxlib from before that date needs false",
 )
 FLAGS = (AUTOTUNING, COMMAND_BUFFERS, COMM_SPLITTING)
