@@ -86,7 +86,8 @@ def _doubt(error: LauncherError) -> int:
 
 
 def _error_of(rank: int, code: int, text: str) -> LauncherError:
-    kinds = {kind.exit_code: kind for kind in (ProcessLostError, *LauncherError.__subclasses__())}
+    known: tuple[type[LauncherError], ...] = (ProcessLostError, *LauncherError.__subclasses__())
+    kinds = {kind.exit_code: kind for kind in known}
     error = kinds.get(code, TrainerFailedError)(text if NAMED.match(text) else f"process {rank}: {text}")
     error.shared = True
     return error
