@@ -16,7 +16,7 @@ def name_older(log: Path) -> Path:
     return log.with_name(f"{log.stem}-older{log.suffix}")
 
 
-def bound(log: Path) -> None:
+def bound_log(log: Path) -> None:
     """Put a log aside if it has reached `LIMIT`. Its writer, who appends, goes on at its beginning.
 
     A line that is written in the moment between the copy and the cut is lost.
@@ -26,7 +26,7 @@ def bound(log: Path) -> None:
         os.truncate(log, 0)
 
 
-def read(log: Path) -> str:
+def read_log(log: Path) -> str:
     """Return the text of a log, with the part that was put aside before it."""
     found = ""
     for part in (name_older(log), log):
@@ -35,7 +35,7 @@ def read(log: Path) -> str:
     return found
 
 
-def move(log: Path, target: Path) -> None:
+def move_log(log: Path, target: Path) -> None:
     """Rename a log and its older part, if they are there."""
     for each, new in ((name_older(log), name_older(target)), (log, target)):
         with suppress(FileNotFoundError):

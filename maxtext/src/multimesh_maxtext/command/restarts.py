@@ -158,7 +158,7 @@ def _last_log(log: Path, number: int) -> str:
     for path in (before(log, number), log, before(log, number)):
         with suppress(OSError):
             path.stat()
-            return logs.read(path)
+            return logs.read_log(path)
     return ""
 
 
@@ -169,7 +169,7 @@ def before(log: Path, number: int) -> Path:
 
 def keep_log(log: Path, number: int) -> None:
     """Put the log of the attempt before restart ``number`` aside."""
-    logs.move(log, before(log, number))
+    logs.move_log(log, before(log, number))
 
 
 def announce(last: Attempt, number: int, options: Options) -> None:

@@ -141,7 +141,7 @@ def train(
             several=o.nodes > 1,
         )
     except (TrainerFailedError, StoppedEarlyError) as ended:
-        log = logs.read(paths.log)
+        log = logs.read_log(paths.log)
         lost = [said for said in LOST.findall(log) if " ended with exit code " not in said]
         if o.nodes > 1 and lost and returncode != -signal.SIGKILL:  # any other failure comes from that
             error = ProcessLostError(f"{lost[0]}, {_after(ended)}; {resume_advice(o.checkpoint)}; see {paths.log}")
@@ -206,7 +206,7 @@ def explain_stop(log: str, error: LauncherError) -> LauncherError:
 
 def tail(log: Path) -> str:
     """Return the end of a failed trainer's log, indented."""
-    lines = logs.read(log).splitlines()[-_TAIL:]
+    lines = logs.read_log(log).splitlines()[-_TAIL:]
     return "\n".join(f"  | {line}" for line in lines)
 
 
@@ -256,7 +256,7 @@ def follow(
                     pass
                 if not console.quiet:
                     told.show(log.lines())
-                logs.bound(paths.log)
+                logs.bound_log(paths.log)
                 for step in follower.poll():
                     if not steps:
                         mark_run(paths.output)
