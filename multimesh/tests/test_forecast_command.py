@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from multimesh.__main__ import main
@@ -125,3 +126,45 @@ def test_an_idle_time_that_is_not_the_published_fails(capsys, monkeypatch):
 def test_without_jax():
     code = "import sys, multimesh.__main__ as m; c = m.main(['forecast']); sys.exit(99 if 'jax' in sys.modules else c)"
     assert subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.DEVNULL).returncode == 0
+
+
+STEP = Path(__file__).with_name("lowered_step.py")
+
+
+@pytest.mark.compile_gpu
+def test_a_step_of_the_user_is_compiled_for_gpus_that_are_not_there(capsys):
+    argv = ("--compile", f"{STEP}:lower", "--device", "h100", "--gpus", 4)
+    code, out, err = run(capsys, *argv, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["compilation"]["kernels"] == 2
+    assert found["limit"] == pytest.approx(0.75 * 80 * 2**30, rel=0.03)
+    for forecast, compiled in zip(found["forecast"], found["compiled"], strict=True):
+        assert forecast["arguments"] == compiled["arguments"] >= 2 * 1024**2
+    most = max(each["total"] for each in found["compiled"])
+    code, out, err = run(capsys, *argv, "--memory", most - 1)
+    assert code == 16
+    assert "2 kernels, " in out
+    assert "on each device, and JAX may use" in err
+
+
+@pytest.mark.compile_gpu
+@pytest.mark.parametrize(
+    ("function", "code", "named"),
+    [
+        ("lower_nothing", 2, "returned a tuple"),
+        ("missing", 2, "has no function 'missing'"),
+        ("fail", 1, "it raised ValueError: 8 are too few"),
+    ],
+)
+def test_a_function_that_lowers_no_step_is_named(capsys, function, code, named):
+    found = run(capsys, "--compile", f"{STEP}:{function}")
+    assert found[0] == code
+    assert named in found[2]
+    assert found[2].count("\n") == 1
+
+
+def test_a_file_that_is_not_there_is_named(capsys):
+    code, _, err = run(capsys, "--compile", "nowhere.py:lower")
+    assert code == 2
+    assert "--compile nowhere.py:lower: write FILE:FUNCTION" in err

@@ -49,10 +49,14 @@ page shows when it ran: open it in a browser, and point at a box. No GPU is need
 _FORECAST = """\
   python -m multimesh forecast
   python -m multimesh forecast --schedule zb-h1 --stages 4 --microbatches 8 --costs F=1,B=1,W=0.8 --html out.html
+  python -m multimesh forecast --compile train.py:lower --device h100 --nodes 2
 
 Simulate pipeline schedules on ideal submeshes, and compare how long each submesh is idle with the published formulas: p
 submeshes, v stages on each, m microbatches; tF, tB, tW are the times of forward, backward and weight gradients of one
-microbatch on a whole submesh. Each of its stages takes an equal share. Needs neither devices nor JAX."""
+microbatch on a whole submesh. Each of its stages takes an equal share. Needs neither devices nor JAX.
+
+With --compile a step of yours is compiled for GPUs that need not be here, and a table shows the memory that XLA gives
+each submesh, beside the forecast. It needs JAX's compiler for GPUs: ./bootstrap.sh --group compile-gpu"""
 
 _SPAWN = """\
   python -m multimesh spawn -n 4 train.py --steps 100
@@ -88,7 +92,8 @@ _EXIT_CODES = """\
 _FORECAST_EXIT_CODES = """\
     0  the simulation gives the published idle times, or nothing is published
     2  flags that do not fit together, or a schedule that has no such shape
-   14  the simulation gives another idle time than the published"""
+   14  the simulation gives another idle time than the published
+   16  the compiled step needs more memory than a device has"""
 
 
 _SPAWN_EXIT_CODES = """\
@@ -209,6 +214,12 @@ def _add_forecast(commands: Any) -> None:
     text = "time of a transfer; formulas are for 0, the default"
     add("--transfer", type=_time, default=0.0, metavar="T", help=text)
     _add_pictures(command)
+    text = "compile the step that this function returns, mm.jit(f).lower(...); it takes the devices"
+    add("--compile", metavar="FILE:FUNCTION", help=text)
+    add("--device", default="h100", metavar="NAME", help="GPU of --compile (default: %(default)s)")
+    add("--nodes", type=_positive, default=1, metavar="N", help="nodes (default: %(default)s)")
+    add("--gpus", type=_positive, default=8, metavar="N", help="GPUs of each (default: %(default)s)")
+    add("--memory", type=_time, metavar="BYTES", help="of a GPU that may be used: 72e9 (default: 3/4, as JAX takes)")
     add("--json", action="store_true", help="one JSON object instead of the table")
 
 
@@ -275,7 +286,22 @@ def _without_count(words: Sequence[str]) -> list[str]:
     return kept
 
 
+def _compile(options: argparse.Namespace) -> dict[str, Any]:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # or JAX tells at length that it finds no CUDA libraries
+    from multimesh.commands import compiled_forecast  # imports JAX, which reads the environment
+
+    where = options.device, options.nodes, options.gpus
+    found = compiled_forecast.compile_step(options.compile, *where, options.memory)
+    if not options.json:
+        print(f"memory on each device of a submesh at the peak of a call, compiled for {options.device}")
+        print(found.table())
+    found.check_fits()
+    return found.to_json()
+
+
 def _forecast(options: argparse.Namespace) -> dict[str, Any]:
+    if options.compile:
+        return _compile(options)
     if options.schedule is None and (options.html or options.svg or options.perfetto):
         raise UsageError("--html, --svg and --perfetto show one schedule; name it with --schedule")
     costs = parse_costs(options.costs)
