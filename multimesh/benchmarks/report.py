@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import jax
@@ -24,7 +26,9 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 def show(tables: dict[str, Sequence[Row]], as_json: bool) -> None:
     """Print ``tables`` (title to rows); all rows of a table have the keys of its first one."""
     if as_json:
-        print(json.dumps({"jax": jax.__version__, "devices": len(jax.devices()), "tables": tables}, indent=2))
+        run = {"date": datetime.now(UTC).date().isoformat(), "jax": jax.__version__, "devices": len(jax.devices())}
+        machine = {"cores": os.cpu_count(), "load": os.getloadavg()[2]}
+        print(json.dumps(run | machine | {"tables": tables}, indent=2))
         return
     console = Console()
     for title, rows in tables.items():
