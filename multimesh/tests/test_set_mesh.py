@@ -100,7 +100,7 @@ def test_blocks_on_meshes_of_different_sizes_under_vmap_are_refused_in_a_line():
 
 @pytest.mark.parametrize("layer", [lambda w, x: x @ w - 2, lambda w, x: jax.nn.softmax(x @ w)])
 def test_gradients_of_blocks_on_meshes_of_different_sizes_are_refused_in_a_line(layer):
-    """JAX's transposes go from the mesh in one type to that in another; as calls the same tasks run."""
+    """JAX's transposes go from the mesh in one type to that in another; as calls or scopes the same tasks run."""
     meshes = [Mesh(np.array(jax.devices()[a:b]), ("data",)) for a, b in ((0, 2), (2, 3))]
 
     def blocks(ws, x):
@@ -114,12 +114,20 @@ def test_gradients_of_blocks_on_meshes_of_different_sizes_are_refused_in_a_line(
             x = mm.task(layer, mesh=mesh)(w, x)
         return jnp.sum(x)
 
-    def plainly(ws, x):
-        return jnp.sum(layer(ws[1], layer(ws[0], x)))
+    def scopes(ws, x):
+        for i, w in enumerate(ws):
+            with jax.named_scope(f"stage_{i}"):
+                x = layer(w, x)
+        return jnp.sum(x)
 
     ws = [np.eye(8, dtype=np.float32)] * 2
     with pytest.raises(
         mm.UsageError, match=r"test_set_mesh.py:\d+: in blocks .* different sizes .*as calls(?!.*in blocks)"
     ):
         mm.jit(jax.grad(blocks))(ws, X)
-    assert_same(mm.jit(jax.grad(calls))(ws, X), jax.grad(plainly)(ws, X))
+    want = jax.grad(scopes)(ws, X)
+    assert_same(mm.jit(jax.grad(calls))(ws, X), want)
+    with mm.register_task("stage_0", mesh=meshes[0]), mm.register_task("stage_1", mesh=meshes[1]):
+        found = mm.jit(jax.grad(scopes))(ws, X)
+    assert_same(found, want)
+    assert [each.devices() for each in found] == [set(mesh.devices.flat) for mesh in meshes]

@@ -171,7 +171,8 @@ def remedy_of_sizes(error: Exception) -> str:
         return ""
     return (
         "a transformation brings values of meshes of different sizes together, which JAX can't do around blocks; write "
-        "tasks as calls, multimesh.task(fn, mesh=...), in the place of `with multimesh.task(...)` or register_task"
+        "tasks as calls, multimesh.task(fn, mesh=...), or as scopes of multimesh.register_task, in the place of `with "
+        "multimesh.task(...)`"
     )
 
 
