@@ -10,6 +10,7 @@ import os
 import pickle
 import statistics
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -132,6 +133,46 @@ def stacked(split: str) -> None:
     made = make()
     assert made["k"].sharding.shard_shape((depth, 16, 16))[0] == rows
     assert_shards(train(made, x), jax.jit(jax.value_and_grad(loss))(jax.jit(init)(), x))
+
+
+def typed(form: str) -> None:
+    """Layouts in types: a decoder whose stages lie on both processes, or one on each; saved, and restored."""
+    from multimesh.processes import agree
+    from typed_models import LAYER, SIZE, batch, decoder, init, on_tasks, owners, plain
+
+    kinds = (jax.sharding.AxisType.Explicit,) * 2
+    devices = np.array(jax.devices()).reshape(2, -1, 1)
+    grids = np.moveaxis(devices, 1, 0) if form == "crossed" else devices
+    parts = [Mesh(d, ("data", "model"), axis_types=kinds) for d in grids]
+    params, _ = init()
+    specs = {"embed": P(), "layers": [LAYER] * len(params["layers"])}
+    where = owners(params)
+    placed = jax.tree.map(lambda x, n, s: on(parts[n], x, s), params, where, specs)
+    tokens = on(parts[0], batch(), P("data"))
+    cut = mm.pipeline(decoder(plain), parts) if form == "pipeline" else decoder(on_tasks(parts))
+
+    def step(loss: Any, loop: Any) -> Any:
+        def train(params: Any, tokens: Any) -> Any:
+            total, grads = loop(jax.value_and_grad(loss))(params, tokens)
+            return jax.tree.map(lambda a, b: a - 0.1 * b, params, grads), total
+
+        return train
+
+    ours = mm.jit(step(cut, lambda fn: mm.microbatch(fn, size=SIZE, argnum=1, reduce="mean")))
+    single = Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1), ("data", "model"), axis_types=kinds)
+    got, want = placed, jax.device_put(params, NamedSharding(single, P()))
+    rows = jax.device_put(batch(), NamedSharding(single, P()))
+    with jax.set_mesh(single):
+        reference = jax.jit(step(decoder(plain), lambda fn: fn))
+    for _ in range(2):
+        got, total = ours(got, tokens)
+        with jax.set_mesh(single):
+            want, expected = reference(want, rows)
+    assert_shards((got, total), jax.device_get((want, expected)))
+    with tempfile.TemporaryDirectory() as own:
+        folder = agree.first_says("a folder for typed arrays", own)
+        distributed.save(f"{folder}/{form}", got)
+        assert_shards(distributed.restore(f"{folder}/{form}", placed), jax.device_get(want))
 
 
 def retrace(split: str) -> None:

@@ -6,6 +6,8 @@ import shutil
 import textwrap
 from collections.abc import Sequence
 
+from jax.sharding import AxisType
+
 from multimesh.core.grouping import group
 from multimesh.core.submesh import describe
 from multimesh.core.text import amount
@@ -37,6 +39,7 @@ def text(plan: PlanData, width: int | None = None) -> str:
         *made,
         *textwrap.wrap(total, width),
         *textwrap.wrap(_spread_note(plan), width),
+        *_middle(_reshards(plan, width), "reshards"),
     ]
     runs: list[list[Run]] = [[] for _ in plan.submeshes]
     for run in plan.runs:
@@ -65,6 +68,20 @@ def _spread_note(plan: PlanData) -> str:
     named = [f"{leaf} ({amount(size[leaf], 'bytes')}) on {', '.join(map(str, on[leaf]))}" for leaf in several[:_HELD]]
     more = [f"{len(several) - _HELD} more"] * (len(several) > _HELD)
     return f"arguments on several submeshes: {'; '.join([*named, *more])}" if several else ""
+
+
+def _reshards(plan: PlanData, width: int) -> list[str]:
+    """Return a line for each kind of array that is sent between submeshes whose types differ, with both layouts."""
+    found: dict[str, None] = {}
+    for sent in plan.transfers if plan.layouts else ():
+        ends = plan.submeshes[sent.source], plan.submeshes[sent.target]
+        if ends[0].abstract_mesh == ends[1].abstract_mesh or not any(AxisType.Explicit in m.axis_types for m in ends):
+            continue
+        for one, other in zip(sent.ins, sent.outs, strict=True):
+            slot = plan.slots[one]
+            specs = f"{plan.layouts[one].spec} becomes {plan.layouts[other].spec}"
+            found[f"{sent.source} to {sent.target}: {slot.dtype}{[*slot.shape]} {specs}"] = None
+    return [_cut(line, width) for line in (["reshards between submeshes:", *found] if found else [])]
 
 
 def _legend(plan: PlanData, several: bool) -> str:

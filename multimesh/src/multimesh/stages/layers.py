@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ class Sequential:
             )
         if self.sizes is not None:
             return cut(self.costs or (0.0,) * len(self.layers), self.sizes)
-        costs = self.costs or estimate_layers(self.layers, params, x)
+        costs = self.costs or estimate_layers(self.layers, params, x, self.meshes)
         shape: dict[str, Any] = {"microbatches": self.microbatches, "chunks": self.chunks}
         return partition(costs, len(self.meshes), memory=self.memory, **shape)
 
@@ -136,14 +137,27 @@ def sequential(
     return Sequential(given, grids, sizes, microbatches, chunks, known, memory, route)
 
 
-def estimate_layers(layers: Sequence[Layer], params: Sequence[Any], x: Any) -> tuple[LayerCosts, ...]:
-    """Estimate the costs of layers, from the types of their parameters and of the input of the first."""
+def estimate_layers(
+    layers: Sequence[Layer], params: Sequence[Any], x: Any, meshes: Sequence[Mesh]
+) -> tuple[LayerCosts, ...]:
+    """Estimate the costs of layers, from the types of their parameters and of the input of the first.
+
+    They are traced on what submeshes with Explicit axes have in common.
+    """
     costs = []
-    x = jax.tree.map(_compat.abstractify, x)
+    types = _compat.common_mesh(meshes)
+    on_types = contextlib.nullcontext if types is None else functools.partial(_compat.types_context, types)
+
+    def struct(x: Any) -> jax.ShapeDtypeStruct:
+        plain = _compat.abstractify(x)
+        return plain if types is None else _compat.with_layout(plain, jax.typeof(x).sharding.spec, types)
+
+    x = jax.tree.map(struct, x)
     for layer, own in zip(layers, params, strict=True):
-        own = jax.tree.map(_compat.abstractify, own)
-        forward, shapes = jax.make_jaxpr(layer, return_shape=True)(own, x)
-        kept = jax.make_jaxpr(lambda p, x, layer=layer: jax.tree.leaves(jax.vjp(layer, p, x)[1]))(own, x).jaxpr
+        own = jax.tree.map(struct, own)
+        with on_types():
+            forward, shapes = jax.make_jaxpr(layer, return_shape=True)(own, x)
+            kept = jax.make_jaxpr(lambda p, x, layer=layer: jax.tree.leaves(jax.vjp(layer, p, x)[1]))(own, x).jaxpr
         count = len(jax.tree.leaves(own))
         given = set(kept.invars[:count])
         residuals = {v for v in kept.outvars if not isinstance(v, _compat.Literal)} - given
@@ -152,7 +166,7 @@ def estimate_layers(layers: Sequence[Layer], params: Sequence[Any], x: Any) -> t
         costs.append(
             LayerCosts((3 if count else 2) * count_program(forward.jaxpr), float(STATES * held), float(activation))
         )
-        x = shapes
+        x = jax.tree.unflatten(jax.tree.structure(shapes), map(_compat.struct_of, forward.out_avals))
     return tuple(costs)
 
 
