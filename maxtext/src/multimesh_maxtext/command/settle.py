@@ -20,28 +20,18 @@ from multimesh_maxtext.errors import LauncherError, UsageError, raise_all
 _FLAG_OF = {
     "steps": "--num-steps",
     "max_target_length": "--sequence-length",
-    "attention": "--attention",
-    "attention_type": "--attention-type",
     "remat_policy": "--remat",
-    "scan_layers": "--scan-layers",
-    "use_iota_embed": "--use-iota-embed",
-    "logits_dot_in_fp32": "--logits-dot-in-fp32",
     "base_num_decoder_layers": "--num-layers",
     "base_emb_dim": "--model-dims",
     "base_mlp_dim": "--mlp-dims",
     "base_num_query_heads": "--num-heads",
     "base_num_kv_heads": "--num-kv-heads",
-    "head_dim": "--head-dim",
-    "vocab_size": "--vocab-size",
     "base_output_directory": "--output",
-    "metrics_file": "--metrics-file",
     "checkpoint_period": "--checkpoint-every",
     "max_num_checkpoints_to_keep": "--keep-checkpoints",
     "enable_autocheckpoint": "--checkpoint, which saves when a signal ends the run",
     "eval_interval": "--eval-every",
-    "eval_steps": "--eval-steps",
     "hardware": "--gpus or --cpus",
-    "model_name": "--model-name",
     "gradient_accumulation_steps": "--batch-size and --microbatch-size",
     "per_device_batch_size": "--batch-size and --microbatch-size",
     "dataset_type": "--text, --use-tfds-dataset",
@@ -55,7 +45,7 @@ _FLAG_OF = {
     "ici_expert_parallelism": "--ep",
     "ici_pipeline_parallelism": "--pp",
 }
-"""Flags that decide settings of MaxText."""
+"""Flags that decide settings of MaxText, where their names differ."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +90,8 @@ def _find_overrides(job: Job) -> Iterator[LauncherError]:
     for setting in job.options.settings:
         key = setting.split("=")[0]
         if key in settings:
-            remedy = f"use {_FLAG_OF[key]}, or leave it out" if key in _FLAG_OF else "leave it out"
+            flag = _FLAG_OF.get(key) or (f"--{key.replace('_', '-')}" if hasattr(job.options, key) else "")
+            remedy = f"use {flag}, or leave it out" if flag else "leave it out"
             yield UsageError(f"{key}= is decided by the flags ({key}={settings[key]}); {remedy}")
         elif key == "model_name":
             yield UsageError(f"{setting}: the sizes of the model follow from --model-name; use that")
