@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from pipelines import assert_same
+from pipelines import RTOL, assert_same
 
 import multimesh as mm
 
@@ -414,6 +414,35 @@ def largest(want: Any) -> float:
     return max((float(jnp.abs(x).max(initial=0)) for x in floats), default=0.0)
 
 
+def double(args: Any) -> Any:
+    """Return arguments with floats of 64 bits in place of 32."""
+    return jax.tree.map(lambda x: np.float64(x) if x.dtype == np.float32 else x, args)
+
+
+def distance(got: Any, want: Any) -> float:
+    """Return by how much arrays differ at most, relative to the largest number."""
+    pairs = zip(jax.tree.leaves(jax.device_get(got)), jax.tree.leaves(jax.device_get(want)), strict=True)
+    floats = [(np.float64(x), y) for x, y in pairs if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return max(float(np.abs(x - y).max(initial=0)) for x, y in floats) / largest(want)
+
+
+def assert_as_plain(given: Program, got: Any, want: Any, exactly: Callable[[], Any]) -> None:
+    """Compare with plain ``jit``; where rounding shows, by how far each is from the same in 64 bits.
+
+    Some draws are ill-conditioned: plain ``jit`` is then as far from what it computes in 64 bits.
+    """
+    try:
+        assert_same(got, want, least=largest(want))
+    except AssertionError:
+        assert_same(got, want, rtol=100 * RTOL, least=largest(want))
+        if given.dtype != "float32" or given.key is not None:
+            raise
+        with jax.enable_x64(True):
+            exact = exactly()
+        if distance(got, exact) > 4 * distance(want, exact):
+            raise
+
+
 def check(given: Program) -> None:
     """Run a program both ways, and compare values and places."""
     meshes = given.meshes()
@@ -429,7 +458,7 @@ def check(given: Program) -> None:
     got = jitted(*args)
     assert all(need.total for need in jitted.compiled[0].lowered.memory_forecast())
     want = jax.jit(step(given, alone, plainly))(*args)
-    assert_same(got, want, least=largest(want))
+    assert_as_plain(given, got, want, lambda: jax.jit(step(given, alone, plainly))(*double(args)))
     types = jax.eval_shape(step(given, alone, mm.microbatch), *args)
     assert jax.tree.map(lambda x: x.weak_type, got) == jax.tree.map(lambda x: x.weak_type, types)
     places(given, got)

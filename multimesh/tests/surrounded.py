@@ -15,7 +15,6 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from pipelines import assert_same
 
 import multimesh as mm
 
@@ -94,7 +93,8 @@ def check(drawn: Surrounded) -> None:
     mesh = drawn.mesh()
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
         got = run(weights, rows, *others)
-    want = jax.jit(over_members(generated.step(given, alone, generated.plainly)))(weights, x, *others)
-    assert_same(got, want, least=generated.largest(want))
+    plain = jax.jit(over_members(generated.step(given, alone, generated.plainly)))
+    args = (weights, x, *others)
+    generated.assert_as_plain(given, got, plain(*args), lambda: plain(*generated.double(args)))
     if drawn.form == "wrapper":
         generated.places(given, got)
