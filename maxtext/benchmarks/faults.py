@@ -1,7 +1,7 @@
 """How a training ends, or goes on, when something is done to it: a table, of real runs of ``run.py``.
 
 ``python maxtext/benchmarks/faults.py [FAULT ...]`` trains a small model in two processes for each fault, with
-checkpoints. Some faults need root (a disk that is full), or libfaketime (a clock that jumps).
+checkpoints. A disk that is full needs root.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ signal.signal(signal.SIGUSR2, lambda *_: time.sleep(600))
 signal.signal(signal.SIGWINCH, lambda *_: ctypes.PyDLL(None).sleep(600))  # keeps Python's lock
 """
 """Python reads this as it starts in each process: a signal makes it hang."""
-
-FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
 
 
 @dataclass
@@ -155,21 +153,6 @@ def take_port(place: Path) -> Iterator[tuple[list[str], dict[str, str]]]:
         yield [], {"JAX_COORDINATOR_ADDRESS": address, **dict.fromkeys(RANKS, "0"), "MULTIMESH_MAXTEXT_SIZE": "2"}
 
 
-def fake_clock(place: Path) -> Iterator[tuple[list[str], dict[str, str]]]:
-    (place / "clock").write_text("+0")
-    fake = {"LD_PRELOAD": str(FAKETIME), "FAKETIME_TIMESTAMP_FILE": str(place / "clock"), "FAKETIME_NO_CACHE": "1"}
-    yield [], fake | {"FAKETIME_DONT_FAKE_MONOTONIC": "1"}
-
-
-def jump(job: Job) -> None:
-    """Move the clock on by an hour, then back by two; the run then ends by a signal."""
-    for by in ("+3600", "-3600"):
-        (job.place / "clock").write_text(by)
-        before = job.steps()
-        job.wait_for_steps(before + 4)
-    job.process.send_signal(signal.SIGTERM)
-
-
 FAULTS = {
     "process 1: SIGKILL": Fault(kill(1, signal.SIGKILL), (17,), r"process 1 of 2 .*was killed by SIGKILL"),
     "process 0: SIGKILL": Fault(kill(0, signal.SIGKILL), (17,), r"process 0 of 2 .*was killed by SIGKILL"),
@@ -191,7 +174,6 @@ FAULTS = {
     "disk full": Fault(None, (15,), "cannot be written .No space left on device.", 300, around=fill),
     "all checkpoints damaged": Fault(None, (15,), "no other checkpoint is there", 300, around=damage),
     "port in use": Fault(None, (2,), "Address already in use", 300, around=take_port, grid=TWO[1:]),
-    "clock jumps": Fault(jump, (18,), "a signal ended the run", 60, around=fake_clock),
 }
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from multimesh_maxtext.command import cause, restarts
 from multimesh_maxtext.command.cause import Causes
+from multimesh_maxtext.command.training import read_meeting
 from multimesh_maxtext.command.translate import Paths
 from multimesh_maxtext.errors import (
     CheckpointError,
@@ -80,3 +81,12 @@ def test_an_attempt_that_ended_without_a_word_has_the_reason_of_its_logs(tmp_pat
         "maxtext-before-restart-1-older.log",
     }
     assert re.match(why, restarts.reason(paths, 2, 1))
+
+
+def test_a_port_that_is_taken_is_told_with_its_own_code():
+    said = "process 0 of 2 (n1, pid 7) cannot listen at [::]:61440: Address already in use; choose another"
+    error = read_meeting(f"more\nmultimesh: {said}\n", 2)
+    assert error is not None
+    assert (str(error), error.exit_code, error.shared) == (said, 2, False)
+    assert read_meeting(f"more\nmultimesh: {said}\n", 1) is None
+    assert read_meeting("more\n", 2) is None

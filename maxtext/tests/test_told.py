@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -53,12 +54,14 @@ def test_the_newest_comparison_is_read(tmp_path: Path):
     assert read_speeds(tmp_path / "none") == {}
 
 
+SIZES = "--sequence-length 32 --model-dims 32 --num-heads 2 --batch-size 8 --microbatch-size 2 --num-steps 4"
+
+
 @pytest.mark.longer
 def test_processes_compare_themselves_while_they_train(root: Path, tmp_path: Path):
     """Two of a pipeline; the record of the second step and --json have it. A textfile collector would read the rest."""
-    sizes = "--sequence-length 32 --model-dims 32 --num-heads 2 --batch-size 8 --microbatch-size 2 --num-steps 4"
     line = [sys.executable, root / "maxtext/run.py", "--spawn", "--nodes", "2", "--cpus", "1", "--pp", "2", "--json"]
-    line += [*sizes.split(), "--output", tmp_path, "--prometheus", tmp_path / "run.prom"]
+    line += [*SIZES.split(), "--output", tmp_path, "--prometheus", tmp_path / "run.prom"]
     done = subprocess.run(line, capture_output=True, text=True, env=os.environ)
     assert done.returncode in (0, 13), done.stderr
     found = json.loads(done.stdout.splitlines()[-1])["processes"]
@@ -72,3 +75,37 @@ def test_processes_compare_themselves_while_they_train(root: Path, tmp_path: Pat
     assert (float(scraped["multimesh_step"]), float(scraped["multimesh_steps_wanted"])) == (3, 4)
     assert float(scraped["multimesh_loss"]) == pytest.approx(rows[-1]["learning/loss"])
     assert float(scraped["multimesh_step_seconds"]) > 0
+
+
+@pytest.mark.longer
+@pytest.mark.multiprocess
+def test_a_process_on_a_busy_core_is_named_in_a_real_run(root: Path, tmp_path: Path):
+    """The trainer of process 1 shares a core with programs that spin, from the middle of the run."""
+    line = [sys.executable, root / "maxtext/run.py", "--spawn", "--nodes", "2", "--cpus", "1", "--pp", "2"]
+    line += [*SIZES.split(), "--num-steps", "103", "--output", tmp_path]
+    job = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert job.stdout is not None
+    assert any(said.startswith("step 1 of") for said in job.stdout)
+    slow, core = trainer(tmp_path / "process-1"), {min(os.sched_getaffinity(0))}
+    spins = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(3)]
+    for number in (*(each.pid for each in spins), *map(int, os.listdir(f"/proc/{slow}/task"))):
+        os.sched_setaffinity(number, core)
+    try:
+        _, errors = job.communicate(timeout=400)
+    finally:
+        for each in (job, *spins):
+            each.kill()
+    assert job.returncode in (0, 13), errors
+    (said,) = re.findall("multimesh: process .* is slow after step 101: .*", errors)
+    assert re.match(r"multimesh: process 1 of 2 \(on \S+\) .*: a product takes [\d.]+ ms on its devices", said)
+    assert read_speeds(tmp_path / "metrics.jsonl")["slowest"] == 1
+
+
+def trainer(folder: Path) -> int:
+    """Return the process of the trainer that writes to a folder."""
+    own = f"metrics_file={folder / 'metrics.jsonl'}".encode()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if own in path.read_bytes().split(b"\0"):
+                return int(path.parent.name)
+    raise AssertionError(f"nobody writes to {folder}")

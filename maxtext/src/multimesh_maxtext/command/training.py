@@ -68,6 +68,7 @@ LOST = re.compile(
 NAMED = re.compile(r"process \d+ of \d+ ")
 """Begins an error that names a process."""
 
+_MEETING = re.compile(r"^multimesh: (.*)$", re.MULTILINE)
 _STOPPED = re.compile(r"Training stopped: (.*)$", re.MULTILINE)
 _SIGNAL = "termination signal"
 """MaxText's words where a signal ended the training, after a checkpoint."""
@@ -76,7 +77,6 @@ _NO_MORE = "run out of training data"
 
 _REFUSED = re.compile(r"^(?:(\w[\w.]*)\n)?  (?:Value error, )?(.+?) \[type=\w+, ", re.MULTILINE | re.DOTALL)
 """A setting that MaxText refuses, and why, as pydantic prints it."""
-
 
 _MEMORY = re.compile(
     r"RESOURCE_EXHAUSTED: Out of memory.*|std::bad_alloc|\bMemoryError\b.*|Unable to allocate .*|Cannot allocate memory"
@@ -146,7 +146,8 @@ def train(
         if o.nodes > 1 and lost and returncode != -signal.SIGKILL:  # any other failure comes from that
             error = ProcessLostError(f"{lost[0]}, {_after(ended)}; {resume_advice(o.checkpoint)}; see {paths.log}")
         else:
-            known = read_refusal(log) or out_of_memory(log, o.platform, ended) or explain(log, o.checkpoint)
+            known: LauncherError | None = read_refusal(log) or read_meeting(log, returncode)
+            known = known or out_of_memory(log, o.platform, ended) or explain(log, o.checkpoint)
             error = known or explain_stop(log, ended)
     except LauncherError as wrong:
         error = wrong
@@ -172,6 +173,16 @@ def read_refusal(log: str) -> UsageError | None:
     told = "".join(line for line in told.splitlines(keepends=True) if not line.startswith("    For further"))
     wrong = [" ".join(": ".join(filter(None, said)).split()) for said in _REFUSED.findall(told)]
     return UsageError(f"MaxText refuses these settings: {'; '.join(wrong)}") if found and wrong else None
+
+
+def read_meeting(log: str, returncode: int) -> UsageError | None:
+    """Return the error of processes that could not become one job, as the library told it; each has its own."""
+    said = _MEETING.findall(log) if returncode == UsageError.exit_code else []
+    if not said:
+        return None
+    error = UsageError(said[-1])
+    error.shared = False
+    return error
 
 
 def out_of_memory(log: str, platform: str, error: LauncherError) -> DoesNotFitError | None:

@@ -29,7 +29,7 @@ SLOW = 1.2
 """A process that takes this many times as long as the median is named in the log."""
 
 _WIDTH = {"cpu": 256, "gpu": 4096}  # of the square matrices
-_REPEATS = 3  # after one that waits for the kernels of the step in flight
+_LONG = 0.05  # seconds of products: another program's turn on the same core is part of them
 _NAME = 64  # bytes of a host's name
 
 
@@ -79,14 +79,14 @@ def compare_speeds(step: int) -> dict[str, float]:
 
 
 def _time_product(device: jax.Device) -> float:
-    """Return the seconds of a product on a device: the fastest of some, once its queue is empty."""
+    """Return the seconds of a product on a device: the mean of some, once its queue is empty."""
     product, x = _product(device)
-    times = []
-    for _ in range(1 + _REPEATS):
-        start = time.perf_counter()
+    product(x).block_until_ready()  # waits for the kernels of the step in flight
+    count, start = 0, time.perf_counter()
+    while (spent := time.perf_counter() - start) < _LONG:
         product(x).block_until_ready()
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
+        count += 1
+    return spent / count
 
 
 @functools.cache
