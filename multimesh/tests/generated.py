@@ -415,8 +415,8 @@ def largest(want: Any) -> float:
 
 
 def double(args: Any) -> Any:
-    """Return arguments with floats of 64 bits in place of 32."""
-    return jax.tree.map(lambda x: np.float64(x) if x.dtype == np.float32 else x, args)
+    """Return arguments with floats of 64 bits."""
+    return jax.tree.map(lambda x: np.float64(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, args)
 
 
 def distance(got: Any, want: Any) -> float:
@@ -429,13 +429,14 @@ def distance(got: Any, want: Any) -> float:
 def assert_as_plain(given: Program, got: Any, want: Any, exactly: Callable[[], Any]) -> None:
     """Compare with plain ``jit``; where rounding shows, by how far each is from the same in 64 bits.
 
-    Some draws are ill-conditioned: plain ``jit`` is then as far from what it computes in 64 bits.
+    Some draws are ill-conditioned, and some make whole numbers that float16 has not: plain ``jit`` is then as far from
+    what it computes in 64 bits.
     """
     try:
         assert_same(got, want, least=largest(want))
     except AssertionError:
         assert_same(got, want, rtol=100 * RTOL, least=largest(want))
-        if given.dtype != "float32" or given.key is not None:
+        if not jnp.issubdtype(given.dtype, jnp.floating) or given.key is not None:
             raise
         with jax.enable_x64(True):
             exact = exactly()

@@ -117,6 +117,30 @@ def test_checkpoint_around_a_microbatch_loop(policy):
     both(make, MLP.init(2), MLP.batch(ROWS, 0))
 
 
+def test_a_loss_of_which_a_stage_reads_a_row_goes_forward_again():
+    """The gradient of a row is one of zeros around it, which are made after the loop; the forward pass stays in it."""
+    weights, rows = [MLP.init(2)["stages"][0]["up"][:4, :4] * (s + 1) for s in range(4)], jnp.ones((ROWS, 4))
+
+    def step(stage, microbatch):
+        def bent(x):
+            return jnp.where(x > 2, x - 2, x)
+
+        def loss(w, x):
+            for s in range(4):
+                x = stage(s, (lambda w, x: bent(x + w[0])) if s == 2 else (lambda w, x: bent(x @ w)))(w[s], x)
+            return x.sum()
+
+        loop = microbatch(jax.checkpoint(loss), size=SIZE, argnum=1)
+        return jax.grad(loop)
+
+    near, far = submeshes(2, (1,))
+    meshes = [near, far, far, near]
+    piped = step(
+        lambda s, fn: mm.task(fn, f"stage{s}", mesh=meshes[s]), functools.partial(mm.microbatch, schedule="zb-v")
+    )
+    assert_same(mm.jit(piped)(weights, rows), jax.jit(step(lambda s, fn: fn, microbatched))(weights, rows))
+
+
 @pytest.mark.full
 def test_checkpoint_around_two_loops_of_checkpointed_losses():
     """The product makes the backward of each loop read the other's sum."""

@@ -63,8 +63,9 @@ def _hoist(loop: ir.Loop, rows: Collection[ir.Value]) -> list[ir.Item]:
             replace(last, prim=primitives.pad_p, params=params, ins=(total, zero), outs=(s.out,), ctx=None, task=None)
         )
     made = replace(loop, ops=tuple(kept), sums=tuple(sums))
-    if after:
-        made = replace(made, ops=tuple(ir.live(kept, [*made.leaves, *given])))
+    if after:  # what a checkpoint repeats stays, which nothing has read before either
+        read = {*ir.live(loop.ops, results)}.difference(ir.live(kept, [*made.leaves, *given]))
+        made = replace(made, ops=tuple(op for op in kept if op not in read))
     used = {v for op in made.ops for v in op.reads}
     return [*before, replace(made, consts={i: v for i, v in consts.items() if i in used}), *after]
 
