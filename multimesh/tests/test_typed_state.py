@@ -59,6 +59,7 @@ def run(step, state, tokens, steps):
     return state, losses
 
 
+@pytest.mark.telling("pipeline")
 @pytest.mark.parametrize("form", ["task", "pipeline"])
 def test_a_checkpoint_is_restored_on_another_grid(form, tmp_path):
     """Two stages of 2 x 2 devices go on as two of 1 x 4, with the types of their own."""

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from test_gpt_example import CLEAN
 
 from tests.xla_flags import QUICK
@@ -12,6 +13,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "variable_work.py"
 RECIPES = ["packed", "another batch size", "small last batch", "two losses", "gradient penalty", "evaluation"]
 
 
+@pytest.mark.longer
 def test_its_losses_and_gradients_are_those_of_plain_jit():
     flags = " ".join(("--xla_force_host_platform_device_count=4", *QUICK))
     env = CLEAN | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": "64"}

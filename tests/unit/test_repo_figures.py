@@ -1,0 +1,52 @@
+"""Figures of README and of docs/performance.md are those of the newest run on file, on the JAX that the locks bring."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tooling.environment import find_python
+
+Row = dict[str, Any]
+
+
+@pytest.fixture
+def run(root: Path) -> dict[str, Any]:
+    """The newest run of ``multimesh/benchmarks/step.py --json``."""
+    return dict(json.loads((root / "multimesh" / "benchmarks" / "runs" / "step.json").read_text(encoding="utf-8")))
+
+
+@pytest.fixture
+def steps(run: dict[str, Any]) -> list[Row]:
+    """Its rows: a size, a number of stages and a schedule each, with the CPU time relative to one SPMD program."""
+    return list(run["tables"]["CPU time of a step"])
+
+
+def test_the_run_is_of_the_jax_that_the_locks_bring(run: dict[str, Any], root: Path) -> None:
+    locked = find_python.jax_for(str(root / "requirements" / "run.txt"), find_python.NEWEST)
+    assert run["jax"] == locked, "run multimesh/benchmarks/step.py --json into runs/step.json, and change the pages"
+    assert datetime.date.fromisoformat(run["date"]) >= datetime.date(2026, 11, 26)
+
+
+def test_readme_says_what_the_run_gave(run: dict[str, Any], steps: list[Row], root: Path) -> None:
+    text = (root / "README.md").read_text(encoding="utf-8")
+    minor = ".".join(run["jax"].split(".")[:2])
+    four = {row["schedule"]: row["ratio"] for row in steps if (row["size"], row["pp"]) == ("small", 4)}
+    (said,) = re.findall(rf"On jax {re.escape(minor)}, .* it took ([\d.]+): `python multimesh/benchmarks/step.py`", text)
+    assert float(said) == pytest.approx(four["1f1b"], abs=0.005)
+    ((least, most),) = re.findall(rf"([\d.]+) to ([\d.]+) \({re.escape(minor)}\)", text)
+    assert (float(least), float(most)) == pytest.approx((min(four.values()), max(four.values())), abs=0.05)
+
+
+def test_the_table_of_steps_is_that_of_the_run(run: dict[str, Any], steps: list[Row], root: Path) -> None:
+    page = (root / "docs" / "performance.md").read_text(encoding="utf-8")
+    section = page.partition("## One step against one SPMD program\n")[2].partition("\n#")[0]
+    assert f"jax {run['jax']}, {run['date']}" in section
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("|")]
+    told = [[re.sub(r" \(d .*", "", size), pp, schedule, ratio] for size, pp, schedule, _, ratio, *_ in cells[2:]]
+    assert told == [[row["size"], str(row["pp"]), row["schedule"], f"{row['ratio']:.2f}"] for row in steps]
