@@ -87,7 +87,10 @@ JOBS = (
         title="gpt3-175b on 64 GPUs",
         nodes=8,
         time="01:00:00",
-        flags=f"--pp 8 --tp 8 --interleave 6 --schedule interleaved-zb --sequence-parallel {GPT3_175B}",
+        flags=(
+            "--pp 8 --tp 8 --interleave 6 --schedule interleaved-zb --sequence-parallel --xla-ag-threshold 268435456 "
+            f"{GPT3_175B}"
+        ),
         theirs=f"--pp 8 --tp 8 --interleave 12 --schedule wavefront {GPT3_175B}",
     ),
     Job(
@@ -97,7 +100,7 @@ JOBS = (
         time="01:00:00",
         flags=(
             "--dp 2 --pp 4 --tp 8 --interleave 5 --partition 5,4,4,4,4,4,4,4,4,4,4,4,4,4,4,4,4,4,4,3 --schedule "
-            f"interleaved-zb --sequence-parallel --microbatch-size 4 {LLAMA3_70B}"
+            f"interleaved-zb --sequence-parallel --microbatch-size 4 --xla-ag-threshold 268435456 {LLAMA3_70B}"
         ),
         theirs=(
             "--pp 16 --tp 4 --interleave 5 --schedule prefetch-wavefront --only-fuse-loop-tasks --microbatch-size 2 "

@@ -17,7 +17,7 @@ elif [[ ${SLURM_PROCID:-0} -eq 0 ]]; then
 fi
 
 exec "${bind[@]}" "$(dirname "${BASH_SOURCE[0]}")/../run.py" --nodes "$SLURM_NTASKS" --gpus 1 --cpus 1 \
-  --pp 8 --tp 8 --interleave 6 --schedule interleaved-zb --sequence-parallel --model-name gpt3-175b \
-  --num-layers 96 --model-dims 12288 --num-heads 96 --sequence-length 2048 --batch-size 128 --microbatch-size 4 \
-  --attention cudnn_flash_te --remat minimal --xla-rs-threshold 51200 --replicate-small-params --fbmem 77 \
-  --num-steps 8 "$@"
+  --pp 8 --tp 8 --interleave 6 --schedule interleaved-zb --sequence-parallel --xla-ag-threshold 268435456 \
+  --model-name gpt3-175b --num-layers 96 --model-dims 12288 --num-heads 96 --sequence-length 2048 \
+  --batch-size 128 --microbatch-size 4 --attention cudnn_flash_te --remat minimal --xla-rs-threshold 51200 \
+  --replicate-small-params --fbmem 77 --num-steps 8 "$@"

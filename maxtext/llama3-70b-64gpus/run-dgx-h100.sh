@@ -18,6 +18,6 @@ fi
 
 exec "${bind[@]}" "$(dirname "${BASH_SOURCE[0]}")/../run.py" --nodes "$SLURM_NTASKS" --gpus 1 --cpus 1 \
   --dp 2 --pp 4 --tp 8 --interleave 5 --partition 5,4,4,4,4,4,4,4,4,4,4,4,4,4,4,4,4,4,4,3 \
-  --schedule interleaved-zb --sequence-parallel --microbatch-size 4 --model-name llama3-70b --num-layers 80 \
-  --sequence-length 4096 --batch-size 128 --attention cudnn_flash_te --remat minimal --xla-rs-threshold 51200 \
-  --replicate-small-params --fbmem 78 --num-steps 10 "$@"
+  --schedule interleaved-zb --sequence-parallel --microbatch-size 4 --xla-ag-threshold 268435456 \
+  --model-name llama3-70b --num-layers 80 --sequence-length 4096 --batch-size 128 --attention cudnn_flash_te \
+  --remat minimal --xla-rs-threshold 51200 --replicate-small-params --fbmem 78 --num-steps 10 "$@"
