@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from models import mlp_block
 from multimesh.schedules import LayerCosts
 from multimesh.schedules.cuts import SLACK, WIDE_SLACK, Chain, Need, cut_chain
-from multimesh.stages.chains import chain_of, orders
+from multimesh.stages.chains import chain_of, orders, work_of
 from multimesh.stages.units import read
 from pipelines import submeshes
 from unmarked import MODELS, WIDTH, error, normal, regression
@@ -86,7 +86,7 @@ def most_even(model):
     found = read(jax.make_jaxpr(model.loss)(params, batch), 4, range(len(jax.tree.leaves(params)))).forward
     best = np.inf
     for order in orders(found):
-        done = np.cumsum([0, *(costs.time for costs in chain_of(found, order).costs)])
+        done = np.cumsum([0, *(costs.time for costs in chain_of(found, order, work_of(found, order)).costs)])
         for first in range(1, len(order) - 2):
             ends = np.arange(first + 1, len(order))
             middle = np.maximum(done[first], (done[ends] - done[first])[:, None])

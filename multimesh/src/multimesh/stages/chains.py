@@ -32,8 +32,8 @@ def orders(units: Units) -> Iterator[tuple[Unit, ...]]:
         yield in_pieces(_beside(units, order))
 
 
-def chain_of(units: Units, order: Sequence[Unit]) -> Chain:
-    """Return the costs of units in an order, with the values that each reads, makes and needs to keep.
+def chain_of(units: Units, order: Sequence[Unit], works: Sequence[Work]) -> Chain:
+    """Return the costs of units in an order, by their ``works``, with the values that each reads, makes and keeps.
 
     A stage holds each argument that it reads; a trained one with its gradient, and where it is first read with its
     moments. Of each microbatch it keeps what backward passes read: nothing if no trained argument is behind it, and of
@@ -50,7 +50,7 @@ def chain_of(units: Units, order: Sequence[Unit]) -> Chain:
                     found[v.of].append(v)
     given = set(units.given) | set(origin)
     reads, makes, costs, needs = [], [], [], []
-    for unit, work in zip(order, work_of(units, order), strict=True):
+    for unit, work in zip(order, works, strict=True):
         read = [v for y in unit.makes for v in made_rows[y]] if unit.joins else _read_by(unit, origin)
         made = [part for v in unit.makes for part in (v, *parts.get(v, ()))]
         kept = set() if primitives.fuses(unit.eqn.primitive) else _for_backward(unit, origin, gradients)

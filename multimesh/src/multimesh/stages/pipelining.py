@@ -25,7 +25,7 @@ from multimesh.marking.tracing import Change, in_a_mesh, in_loops, inside, is_pa
 from multimesh.schedules.costs import cost
 from multimesh.schedules.cuts import SLACK, Chain, ChainCut, cut_chain
 from multimesh.schedules.partitioning import LayerCosts, alive
-from multimesh.schedules.stage_cuts import Cuts, StageCut
+from multimesh.schedules.stage_cuts import Cuts, StageCut, Work
 from multimesh.stages.chains import chain_of, orders, rescale, work_of
 from multimesh.stages.staged import run
 from multimesh.stages.units import KEPT_LOOP, Unit, Units, read
@@ -164,7 +164,7 @@ class Pipelined:
     def _cut(self, traced: _Traced) -> tuple[Units, tuple[tuple[Unit, ...], ...], Cuts]:
         number = len(self.meshes) * self.interleave
         found = read(traced.closed, number, traced.trained)
-        best: tuple[ChainCut, Chain, tuple[Unit, ...]] | None = None
+        best: tuple[ChainCut, Chain, tuple[Unit, ...], list[Work]] | None = None
         for order in orders(found.forward):
             if not order:
                 raise UsageError(f"{self._name} computes nothing from its arrays that it returns; return the result")
@@ -173,24 +173,24 @@ class Pipelined:
                     f"pipeline: {len(order)} operations cannot make {number} stages ({len(self.meshes)} submeshes x "
                     f"{self.interleave}); give fewer meshes"
                 )
-            chain = chain_of(found.forward, order)
+            works = work_of(found.forward, order)
+            chain = chain_of(found.forward, order, works)
             fits = None if math.isinf(self.memory) else self._fits
             cut = cut_chain(chain, number, fits)
             if cut is not None and self.seconds:
                 chain = rescale(chain, cut.ends, self.seconds)
                 cut = cut_chain(chain, number, fits)
             if cut is not None and (best is None or _worth(cut, best[0])):
-                best = cut, chain, order
+                best = cut, chain, order, works
         if best is None:
             raise UsageError(
                 f"pipeline: no cut into {number} stages fits into {amount(self.memory, 'bytes')} on each submesh; "
                 "use more submeshes, or keep less of a microbatch with jax.checkpoint"
             )
-        cut, chain, order = best
+        cut, chain, order, works = best
         pieces = list(itertools.pairwise(cut.ends))
-        work = work_of(found.forward, order)
         cuts = (
-            StageCut(*_line(order[a:b]), chain.costs_of(a, b), chain.received(a, b), add_work(work[a:b]))
+            StageCut(*_line(order[a:b]), chain.costs_of(a, b), chain.received(a, b), add_work(works[a:b]))
             for a, b in pieces
         )
         return found, tuple(order[a:b] for a, b in pieces), Cuts(tuple(cuts), getattr(self.fn, "__name__", "pipeline"))
