@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,15 @@ def records(output: Path) -> list[dict[str, Any]]:
         {key: value for key, value in json.loads(line).items() if not re.search("seconds|per_sec|memory|mfu", key)}
         for line in lines
     ]
+
+
+def trainers(folder: Path, rank: int) -> Iterator[int]:
+    """Processes that train as one rank of a run in a folder; not the launchers that wait for them."""
+    own = f"metrics_file={folder}/{f'process-{rank}/' if rank else ''}metrics.jsonl"
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if own.encode() in path.read_bytes().split(b"\0"):
+                yield int(path.parent.name)
 
 
 def killed(root: Path, arguments: tuple[Any, ...], moment: Moment) -> str:

@@ -13,13 +13,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+from killing import trainers
 
 from multimesh_maxtext.command import spawning
 from multimesh_maxtext.command.cli import main
@@ -208,15 +209,6 @@ def test_spare_gpus_take_the_place_of_lost_ones_first(tmp_path: Path, monkeypatc
     monkeypatch.setattr(spawning.restarts, "close_attempt", lambda *_: Attempt("", "", 4, 0, 1))
     assert spawning.spawn([], options, None, [Grid("pp 8", 4), Grid("pp 4", 2)]) == 17
     assert started == [4, 4, 2]
-
-
-def trainers(folder: Path, rank: int) -> Iterator[int]:
-    """Processes that train as one rank of a run in a folder; not the launchers that wait for them."""
-    own = f"metrics_file={folder}/{f'process-{rank}/' if rank else ''}metrics.jsonl"
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if own.encode() in path.read_bytes().split(b"\0"):
-                yield int(path.parent.name)
 
 
 def kill_for_good(folder: Path, checkpoints: Path, ranks: tuple[int, ...], ended: threading.Event) -> None:

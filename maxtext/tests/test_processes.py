@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from killing import trainers
 
 from multimesh_maxtext.command.cli import main
 from multimesh_maxtext.command.text import write_corpus
@@ -153,11 +154,9 @@ def kill_while_saving(folder: Path, rank: int, ended: threading.Event) -> None:
     while not any((folder / "ck").glob("[1-9]*-tmp")):
         if ended.wait(0.001):
             return
-    own = f"metrics_file={folder}/out/{'' if rank == 0 else f'process-{rank}/'}metrics.jsonl"
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+    for pid in trainers(folder / "out", rank):
         with contextlib.suppress(OSError):
-            if own.encode() in path.read_bytes().split(b"\0"):
-                os.kill(int(path.parent.name), signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
 
 
 BATCHES = """

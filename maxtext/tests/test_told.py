@@ -5,10 +5,10 @@ import os
 import re
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from killing import trainers
 
 from multimesh_maxtext.command.told import HoldUps, read_speeds
 from multimesh_maxtext.handoff import MEDIAN, SLOWEST, WORST
@@ -86,7 +86,7 @@ def test_a_process_on_a_busy_core_is_named_in_a_real_run(root: Path, tmp_path: P
     job = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert job.stdout is not None
     assert any(said.startswith("step 1 of") for said in job.stdout)
-    slow, core = trainer(tmp_path / "process-1"), {min(os.sched_getaffinity(0))}
+    slow, core = next(trainers(tmp_path, 1)), {min(os.sched_getaffinity(0))}
     spins = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(3)]
     for number in (*(each.pid for each in spins), *map(int, os.listdir(f"/proc/{slow}/task"))):
         os.sched_setaffinity(number, core)
@@ -99,13 +99,3 @@ def test_a_process_on_a_busy_core_is_named_in_a_real_run(root: Path, tmp_path: P
     (said,) = re.findall("multimesh: process .* is slow after step 101: .*", errors)
     assert re.match(r"multimesh: process 1 of 2 \(on \S+\) .*: a product takes [\d.]+ ms on its devices", said)
     assert read_speeds(tmp_path / "metrics.jsonl")["slowest"] == 1
-
-
-def trainer(folder: Path) -> int:
-    """Return the process of the trainer that writes to a folder."""
-    own = f"metrics_file={folder / 'metrics.jsonl'}".encode()
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):
-            if own in path.read_bytes().split(b"\0"):
-                return int(path.parent.name)
-    raise AssertionError(f"nobody writes to {folder}")
