@@ -9,7 +9,7 @@ import pytest
 
 from multimesh_maxtext.command import cause, restarts
 from multimesh_maxtext.command.cause import Causes
-from multimesh_maxtext.command.training import read_meeting
+from multimesh_maxtext.command.reasons import read_meeting
 from multimesh_maxtext.command.translate import Paths
 from multimesh_maxtext.errors import (
     CheckpointError,

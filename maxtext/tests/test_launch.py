@@ -20,7 +20,8 @@ from multimesh_maxtext.command.checks import Job
 from multimesh_maxtext.command.launch import FORESEE, Launch, forecasting, launch
 from multimesh_maxtext.command.member import Member, find_alone, find_repeats, member
 from multimesh_maxtext.command.options import parse
-from multimesh_maxtext.command.training import Follower, follow, read_refusal, terminate_as_interrupt, trainer
+from multimesh_maxtext.command.reasons import read_refusal
+from multimesh_maxtext.command.training import Follower, follow, terminate_as_interrupt, trainer
 from multimesh_maxtext.command.translate import Paths
 from multimesh_maxtext.errors import UsageError
 from multimesh_maxtext.handoff import VARIABLE, Handoff, receive
@@ -255,6 +256,19 @@ def test_a_process_told_to_end_has_the_code_of_its_trainer_where_that_fails_too(
     else:
         with pytest.raises(KeyboardInterrupt):
             followed()
+
+
+def test_a_trainer_that_has_saved_may_be_ended_in_any_way(paths: Paths):
+    """Where process 1 of a job is the first to end after a signal, Slurm ends process 0 by another one."""
+    paths.output.mkdir(parents=True, exist_ok=True)
+    save = f"echo Training stopped: termination signal; sleep 2.2; kill -TERM {os.getpid()}; sleep 600"
+    start = Launch(("sh", "-c", f"trap '{save}' TERM; sleep 0.5; kill -USR1 {os.getpid()}; sleep 600 & wait"), {}, {})
+    with terminate_as_interrupt():
+        found = follow(
+            Follower(paths.metrics), start, paths, Console(), Beginning(), total=1, quiet=True, hold=0.2, saves=True
+        )
+        os.kill(os.getpid(), signal.SIGTERM)  # while it notes the end
+    assert found == ([], 0)
 
 
 OURS = r"JAX_COORDINATOR_ADDRESS[= ]\S+:6\d{4}"

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from multimesh_maxtext.command.training import NAMED
+from multimesh_maxtext.command.reasons import NAMED
 from multimesh_maxtext.errors import LauncherError, ProcessLostError, TrainerFailedError
 
 _PATIENCE = 3.0  # seconds that a process waits for a better reason than its own

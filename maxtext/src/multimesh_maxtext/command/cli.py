@@ -37,6 +37,7 @@ from multimesh_maxtext.command.machine import check_environment, python, stale_p
 from multimesh_maxtext.command.member import ALONE, Member, any_member, find_repeats, member
 from multimesh_maxtext.command.model import find_maxtext, has_package
 from multimesh_maxtext.command.options import Options, read
+from multimesh_maxtext.command.reasons import resume_advice, tail
 from multimesh_maxtext.command.report import TOLERANCE, Output, Pair, check_agreement, compare, largest, reference_job
 from multimesh_maxtext.command.reserve import RUNNING, has_content, holds_run, remove_run, writing
 from multimesh_maxtext.command.services import compile_text, export_parameters, show_command, write_dump
@@ -49,8 +50,6 @@ from multimesh_maxtext.command.training import (
     Outcome,
     Tell,
     keep_code,
-    resume_advice,
-    tail,
     terminate_as_interrupt,
     train,
 )
@@ -270,7 +269,7 @@ def _end_attempt(o: Options, paths: Paths, code: int, why: str, again: int) -> N
     """Note why an attempt ended, of several that may follow one another; after the last one, show all."""
     steps = Follower(paths.metrics).poll()
     lost = code == ProcessLostError.exit_code
-    because = restarts.reason(paths, o.nodes) if lost else why
+    because = restarts.reason(o, paths, o.nodes) if lost else why
     attempts = restarts.end(paths, because, steps[-1].number + 1 if steps else 0)
     if not lost or again >= (o.max_restarts or 0):
         restarts.show(attempts, steps, o)

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from multimesh_maxtext.command.launch import Launch
-from multimesh_maxtext.command.training import read_refusal, tail, trainer
+from multimesh_maxtext.command.reasons import read_refusal, tail
+from multimesh_maxtext.command.training import trainer
 from multimesh_maxtext.command.translate import Paths
 from multimesh_maxtext.errors import TrainerFailedError
 from multimesh_maxtext.handoff import Forecast, read_forecast

@@ -23,8 +23,9 @@ from multimesh_maxtext.checkpoint_folder import look
 from multimesh_maxtext.command import logs
 from multimesh_maxtext.command.member import Member
 from multimesh_maxtext.command.options import Options, Parsed
+from multimesh_maxtext.command.reasons import LOST, has_saved
 from multimesh_maxtext.command.report import Step
-from multimesh_maxtext.command.training import LOST, Follower, has_saved
+from multimesh_maxtext.command.training import Follower
 from multimesh_maxtext.command.translate import Paths
 from multimesh_maxtext.errors import UsageError
 
@@ -129,7 +130,7 @@ def _write(file: Path, attempts: list[Attempt]) -> list[Attempt]:
 def _lost(open_one: Attempt, options: Options, paths: Paths, number: int) -> Attempt:
     """Describe an attempt whose process 0 said nothing at its end, from the files that it left."""
     grows = options.nodes > open_one.processes
-    because = _GROWN if grows else reason(paths, open_one.processes, number)
+    because = _GROWN if grows else reason(options, paths, open_one.processes, number)
     return replace(open_one, ended=_last_sign(paths) or now(), because=because, done=_done(options, paths))
 
 
@@ -139,11 +140,12 @@ def _last_sign(paths: Paths) -> str:
     return datetime.fromtimestamp(max(times)).astimezone().isoformat(timespec="milliseconds") if times else ""
 
 
-def reason(paths: Paths, processes: int, number: int = 0) -> str:
-    """Return what the logs of a job's processes say of the one that was lost, before restart ``number``."""
+def reason(options: Options, paths: Paths, processes: int, number: int = 0) -> str:
+    """Return why an attempt ended, by the logs of its processes, and how far it came, before restart ``number``."""
     texts = [_last_log(Member(rank).own(paths).log, number) for rank in range(processes)]
-    saved = f"{_SAVED}, and a checkpoint was written" if any(map(has_saved, texts)) else "a process was lost"
-    return next((line for text in texts for line in LOST.findall(text)), saved)
+    if lost := [line for text in texts for line in LOST.findall(text)]:
+        return f"{lost[0]} after {_done(options, paths)} of {options.num_steps} steps"
+    return f"{_SAVED}, and a checkpoint was written" if any(map(has_saved, texts)) else "a process was lost"
 
 
 def _done(options: Options, paths: Paths) -> int:

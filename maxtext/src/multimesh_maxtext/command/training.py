@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import signal
 import subprocess
 import threading
@@ -20,8 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from multimesh.launch import end_with_parent
-from multimesh_maxtext.checkpoint_folder import look
-from multimesh_maxtext.command import logs
+from multimesh_maxtext.command import logs, reasons
 from multimesh_maxtext.command.checkpoint import Beginning, explain
 from multimesh_maxtext.command.checks import Job
 from multimesh_maxtext.command.launch import Launch
@@ -30,15 +28,12 @@ from multimesh_maxtext.command.reserve import mark_run
 from multimesh_maxtext.command.told import HoldUps
 from multimesh_maxtext.command.translate import Paths
 from multimesh_maxtext.errors import (
-    DoesNotFitError,
     LauncherError,
     MissingPartError,
-    PreemptedError,
     ProcessLostError,
     StoppedEarlyError,
     TrainerFailedError,
     UnreadError,
-    UsageError,
 )
 from multimesh_maxtext.handoff import SECONDS
 
@@ -53,46 +48,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 _ASKED = "the step in flight ends, and a checkpoint is written; a second signal ends all at once"
 
-_TAIL = 20  # lines of a failed trainer's log
-
 Tell = Callable[[Mapping[str, float]], object]
 """Called with the record of each step and evaluation."""
-
-LOST = re.compile(
-    r"^multimesh: (?:.* ends because )?(.* (?:was killed|ended|has been|is gone|failed: LostProcessError:) .*?)"
-    r"(?: after \d+ steps?)?$",
-    re.MULTILINE,
-)
-"""A line of a trainer's log on a process that was lost; how far that came, we know better."""
-
-NAMED = re.compile(r"process \d+ of \d+ ")
-"""Begins an error that names a process."""
-
-_MEETING = re.compile(r"^multimesh: (.*)$", re.MULTILINE)
-_STOPPED = re.compile(r"Training stopped: (.*)$", re.MULTILINE)
-_SIGNAL = "termination signal"
-"""MaxText's words where a signal ended the training, after a checkpoint."""
-_NO_MORE = "run out of training data"
-"""MaxText's words where its data ended; it takes any error of its input for a reason to stop."""
-
-_REFUSED = re.compile(r"^(?:(\w[\w.]*)\n)?  (?:Value error, )?(.+?) \[type=\w+, ", re.MULTILINE | re.DOTALL)
-"""A setting that MaxText refuses, and why, as pydantic prints it."""
-
-_MEMORY = re.compile(
-    r"RESOURCE_EXHAUSTED: Out of memory.*|std::bad_alloc|\bMemoryError\b.*|Unable to allocate .*|Cannot allocate memory"
-)
-"""Words of XLA, C++, Python, NumPy and Linux where memory has ended."""
-
-_MORE_MEMORY = {
-    "cpu": (
-        "this machine",
-        "use fewer devices or smaller sizes here, or ask for more: --mem of Slurm, --memory of Docker",
-    ),
-    "gpu": (
-        "a GPU",
-        "use a smaller --microbatch-size, --remat full, or more --pp or --fsdp; --forecast shows the needs",
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -142,83 +99,18 @@ def train(
         )
     except (TrainerFailedError, StoppedEarlyError) as ended:
         log = logs.read_log(paths.log)
-        lost = [said for said in LOST.findall(log) if " ended with exit code " not in said]
+        lost = [said for said in reasons.LOST.findall(log) if " ended with exit code " not in said]
         if o.nodes > 1 and lost and returncode != -signal.SIGKILL:  # any other failure comes from that
-            error = ProcessLostError(f"{lost[0]}, {_after(ended)}; {resume_advice(o.checkpoint)}; see {paths.log}")
+            error = ProcessLostError(
+                f"{lost[0]}, {reasons.count_steps(ended)}; {reasons.resume_advice(o.checkpoint)}; see {paths.log}"
+            )
         else:
-            known: LauncherError | None = read_refusal(log) or read_meeting(log, returncode)
-            known = known or out_of_memory(log, o.platform, ended) or explain(log, o.checkpoint)
-            error = known or explain_stop(log, ended)
+            known: LauncherError | None = reasons.read_refusal(log) or reasons.read_meeting(log, returncode)
+            known = known or reasons.out_of_memory(log, o.platform, ended) or explain(log, o.checkpoint)
+            error = known or reasons.explain_stop(log, ended)
     except LauncherError as wrong:
         error = wrong
     return Outcome(steps, follower.evaluations, error, paths.log)
-
-
-def _after(error: LauncherError) -> str:
-    """Return how far a trainer came, in the words of `judge`."""
-    return f"after {str(error).partition(' after ')[2].partition(';')[0].removesuffix(' without an error')}"
-
-
-def resume_advice(checkpoints: Path | None) -> str:
-    """Return how to go on with a run that ended too early."""
-    steps = look(checkpoints).steps if checkpoints else ()
-    if not steps:
-        return "no checkpoint is complete: start the same line again"
-    return f"checkpoint {steps[-1]} is complete: start the same line with --resume"
-
-
-def read_refusal(log: str) -> UsageError | None:
-    """Return the error of the settings in MaxText's log; ``None`` if MaxText took them."""
-    _, found, told = log.rpartition(" for MaxTextConfig\n")
-    told = "".join(line for line in told.splitlines(keepends=True) if not line.startswith("    For further"))
-    wrong = [" ".join(": ".join(filter(None, said)).split()) for said in _REFUSED.findall(told)]
-    return UsageError(f"MaxText refuses these settings: {'; '.join(wrong)}") if found and wrong else None
-
-
-def read_meeting(log: str, returncode: int) -> UsageError | None:
-    """Return the error of processes that could not become one job, as the library told it; each has its own."""
-    said = _MEETING.findall(log) if returncode == UsageError.exit_code else []
-    if not said:
-        return None
-    error = UsageError(said[-1])
-    error.shared = False
-    return error
-
-
-def out_of_memory(log: str, platform: str, error: LauncherError) -> DoesNotFitError | None:
-    """Return the error of a trainer for which memory did not suffice; ``None`` if its log has none of the words."""
-    found = _MEMORY.findall(log)
-    if not found or isinstance(error, StoppedEarlyError):
-        return None
-    where, remedy = _MORE_MEMORY["cpu" if platform == "cpu" or "RESOURCE" not in found[-1] else "gpu"]
-    return DoesNotFitError(f"the memory of {where} did not suffice {_after(error)} ({found[-1].strip()}); {remedy}")
-
-
-def has_saved(log: str) -> bool:
-    """Return whether MaxText's log says that a signal ended the training, after a checkpoint."""
-    return any(_SIGNAL in why for why in _STOPPED.findall(log))
-
-
-def explain_stop(log: str, error: LauncherError) -> LauncherError:
-    """Return the error of a trainer that ended before its last step, with the reason that MaxText's log gives."""
-    if not isinstance(error, StoppedEarlyError) or not (found := _STOPPED.search(log)):
-        return error
-    if has_saved(log):
-        done = str(error).partition(" after ")[2].partition(" without")[0]
-        return PreemptedError(
-            f"a signal ended the run after {done}, and a checkpoint was written; add --resume to go on"
-        )
-    if _NO_MORE in found[1]:
-        return StoppedEarlyError(
-            f"the data ended: {error}; use fewer --num-steps, more data, or num_epoch= to read it several times"
-        )
-    return StoppedEarlyError(f"{error}: {found[1]}")
-
-
-def tail(log: Path) -> str:
-    """Return the end of a failed trainer's log, indented."""
-    lines = logs.read_log(log).splitlines()[-_TAIL:]
-    return "\n".join(f"  | {line}" for line in lines)
 
 
 def _headline(job: Job) -> str:
@@ -248,10 +140,22 @@ def follow(
 
     Where one of several processes fails, a launcher ends the others, perhaps before they have learnt of it. So a
     process that is told to end waits ``hold`` seconds for its trainer, and returns its code, not that of an interrupt.
-    A trainer that ``saves`` writes a checkpoint first, and ends by itself; a second signal ends it at once.
+    A trainer that ``saves`` writes a checkpoint first, and ends by itself; a second signal ends it at once. Once it has
+    saved, it does not matter how it ends.
     """
     steps: list[Step] = []
-    log, told = _Tail(paths.log), HoldUps()
+    log, told, terminated = _Tail(paths.log), HoldUps(), False
+
+    def look_on() -> None:
+        if not console.quiet:
+            told.show(log.lines())
+        logs.bound_log(paths.log)
+        for step in follower.poll():
+            if not steps:
+                mark_run(paths.output)
+            steps.append(step)
+            show(step)
+
     with (
         progress(console, total, quiet=quiet) as show,
         trainer(start, paths, inherited=begin.inherited) as process,
@@ -265,22 +169,22 @@ def follow(
                     running = False
                 except subprocess.TimeoutExpired:
                     pass
-                if not console.quiet:
-                    told.show(log.lines())
-                logs.bound_log(paths.log)
-                for step in follower.poll():
-                    if not steps:
-                        mark_run(paths.output)
-                    steps.append(step)
-                    show(step)
+                look_on()
         except Terminated:
-            _reap(process, hold)
-            if process.returncode in (None, -signal.SIGTERM, -signal.SIGKILL):
-                raise
-        if saves and process.returncode == -signal.SIGTERM:
-            raise Terminated  # it was not yet training
-        if hold and process.returncode:
+            terminated = True
+        saved = saves and reasons.has_saved(logs.read_log(paths.log))
+        if saved or (hold and (terminated or process.returncode)):
             keep_code()
+        if terminated:
+            _reap(process, hold)
+            look_on()
+        cut = process.returncode is None
+    killed = cut or process.returncode in (-signal.SIGTERM, -signal.SIGKILL)
+    if killed and saves and reasons.has_saved(logs.read_log(paths.log)):
+        return steps, 0
+    # Only this command sends SIGTERM to a trainer: that of one that saves came before it trained.
+    if killed and (terminated or (saves and process.returncode == -signal.SIGTERM)):
+        raise Terminated
     return steps, process.returncode
 
 
@@ -390,7 +294,8 @@ def asking(process: subprocess.Popen[bytes], *, quiet: bool) -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) is ask:
+                signal.signal(number, handler)
 
 
 def keep_code() -> None:
