@@ -1,7 +1,8 @@
 """What the others say when a process is lost, after how long, and with which code: a table, of real processes.
 
-``python multimesh/benchmarks/faults.py [FAULT ...]`` starts two processes for each fault. One has it; the other tells.
-"on another machine" puts the process into a process namespace of its own, which needs root.
+``python multimesh/benchmarks/faults.py [--jax] [FAULT ...]`` starts two processes for each fault. One has it; the other
+tells. "elsewhere" puts the process into a process namespace of its own, which needs root. With ``--jax`` they start by
+``jax.distributed.initialize`` alone, with the same timeouts: what the processes do without MultiMesh.
 """
 
 from __future__ import annotations
@@ -30,19 +31,34 @@ def fault():
 
 if odd:
     BEFORE
-import multimesh as mm
-from multimesh.processes.initialize import begin_step, count_step
-
-mm.distributed.initialize(address, 2, rank)
+INITIALIZE
 for step in range(100000):
     begin_step()
     count_step()
-    mm.distributed.barrier(f"step {step}")  # each waits for all
+    barrier(f"step {step}")  # each waits for all
     if step == 200 and odd:
         fault()
         AFTER
     time.sleep(0.01)
 """
+
+
+OURS = """
+import multimesh as mm
+from multimesh.processes.initialize import begin_step, count_step
+
+mm.distributed.initialize(address, 2, rank)
+barrier = mm.distributed.barrier
+"""
+JAX = """
+import jax
+from multimesh.core import _compat
+
+jax.distributed.initialize(address, 2, rank, initialization_timeout=5, heartbeat_timeout_seconds=8)
+begin_step = count_step = lambda: None
+barrier = lambda name: _compat.key_value_store().wait_at_barrier(name, 600_000)
+"""
+PATIENCE = 60  # seconds, longer than any row may take
 
 
 @dataclass(frozen=True)
@@ -98,7 +114,8 @@ FAULTS = {
     "odd JAX": Fault("pass", (2,), r"do not run the same; jax: .* has '9.9'", before=OTHER_JAX),
     "never came": Fault("pass", (2,), r"process 1 of 2 did not start within 5 s", before="fault(); sys.exit()"),
     "process 0 not there": Fault("pass", (2,), r"cannot meet process 0", before="fault(); sys.exit()", rank=0),
-    "port is taken": Fault("pass", (2,), r"Address already in use|cannot meet", before=TAKEN, rank=0),
+    "port is taken": Fault("pass", (2,), r"cannot listen .*Address already in use", before=TAKEN),
+    "0: port is taken": Fault("pass", (2,), r"cannot meet process 0", before=TAKEN, rank=0),
     "a number twice": Fault("pass", (2,), r"cannot be of one job", before="fault(); rank = 0", rank=1),
 }
 
@@ -107,12 +124,16 @@ STALL = {"MULTIMESH_STALL_TIMEOUT": "5"}
 """Timeouts that are long by default, or never."""
 
 
-def try_fault(fault: Fault, place: Path) -> tuple[float, int, str]:
-    """Start both processes; return seconds from the fault to the end of the other, its code, and its line."""
+def try_fault(fault: Fault, place: Path, initialize: str = OURS) -> tuple[float, int | None, str]:
+    """Start both processes; return seconds from the fault to the end of the other, its code, and its line.
+
+    They are infinite, and the code is None, if it does not end within `PATIENCE` seconds.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     script = place / "job.py"
-    text = JOB.replace("FAULTY", str(fault.rank)).replace("BEFORE", fault.before).replace("AFTER", fault.after)
+    text = JOB.replace("INITIALIZE", initialize).replace("FAULTY", str(fault.rank))
+    text = text.replace("BEFORE", fault.before).replace("AFTER", fault.after)
     if fault.after == OTHER_CODE:
         text = text.replace("and odd:", ":")
     script.write_text(text)
@@ -136,8 +157,9 @@ def try_fault(fault: Fault, place: Path) -> tuple[float, int, str]:
         for rank, out in enumerate(outputs)
     ]
     try:
-        code = started[1 - fault.rank].wait(180)
-        ended = time.time()
+        code, ended = started[1 - fault.rank].wait(PATIENCE), time.time()
+    except subprocess.TimeoutExpired:
+        code, ended = None, float("inf")
     finally:
         for process in started:
             process.kill()
@@ -146,21 +168,24 @@ def try_fault(fault: Fault, place: Path) -> tuple[float, int, str]:
     for out in outputs:
         out.close()
     begun = re.search(r"^fault ([\d.]+)$", faulty, re.MULTILINE)
-    lines = [line for line in said.splitlines() if re.search(fault.told, line)]
-    return ended - float(begun[1]) if begun else float("nan"), code, lines[-1] if lines else said[-300:]
+    every = said.splitlines()
+    told = [line for line in every if re.search(fault.told, line)] or [line for line in every if "    @ " not in line]
+    return ended - float(begun[1]) if begun else float("nan"), code, told[-1] if told else ""
 
 
 def main() -> int:
-    wrong = 0
+    wrong, alone = 0, "--jax" in sys.argv
+    names = [name for name in sys.argv[1:] if name != "--jax"]
     print(f"{'what happens':20}{'seconds':>8}{'code':>6}  {'verdict':8}what the other process says")
-    for name in sys.argv[1:] or FAULTS:
+    for name in names or FAULTS:
         with tempfile.TemporaryDirectory() as folder:
-            seconds, code, line = try_fault(FAULTS[name], Path(folder))
+            seconds, code, line = try_fault(FAULTS[name], Path(folder), JAX if alone else OURS)
         fault = FAULTS[name]
         good = bool(re.search(fault.told, line)) and code in fault.codes and seconds < fault.within
-        wrong += not good
+        verdict = "-" if alone else "good" if good else "WRONG"
+        wrong += verdict == "WRONG"
         said = re.sub(r"^multimesh: (?:.* ends because )?(?:process \d of 2 \(.*?\) )?", "", line)
-        print(f"{name:20}{seconds:8.1f}{code:6}  {'good' if good else 'WRONG':8}{said[:120]}", flush=True)
+        print(f"{name:20}{seconds:8.1f}{code!s:>6}  {verdict:8}{said[:120]}", flush=True)
     return 1 if wrong else 0
 
 

@@ -25,7 +25,8 @@ from multimesh.processes.watching.members import Member, alike, difference, is_m
 
 TICK = 0.25  # seconds between two looks at the clock
 UNKNOWN = 10.0  # seconds in which one who connects must say who it is
-GRACE = 3.0  # seconds that a guest waits longer than process 0, and process 0 for another one that has its port
+GRACE = 3.0  # seconds that a guest waits longer than process 0
+TWIN = 2.0  # seconds that process 0 waits for what has its port: if that is another process 0 of this job, it answers
 LONGEST = 1 << 20  # bytes that a process says
 SPARE = 64  # open files besides one for each process
 FULL = (errno.EMFILE, errno.ENFILE)
@@ -132,7 +133,7 @@ class _Hub:
         """Say why process 0 cannot listen. If another process 0 of this job has the port, tell it too."""
         if error.errno == errno.EADDRINUSE:
             with contextlib.suppress(OSError, KeyError):
-                return str(_ask(self._own, self._address, GRACE)["refused"])
+                return str(_ask(self._own, self._address, TWIN)["refused"])
         why = str(error.strerror or error).partition(" (while attempting")[0]  # Python says the address again
         return (
             f"{name_of(self._own)} cannot listen at {self._bind}: {why}; if another job has that "
