@@ -97,9 +97,9 @@ def _meet(options: argparse.Namespace, every: list[Row]) -> initialize.Processes
 
 
 def _met(job: initialize.Processes, seconds: float) -> Row:
-    hosts = len(set(job.hosts))
-    text = f"{len(job.hosts)} processes on {hosts} host{'s' * (hosts > 1)}, found by {job.launcher}"
-    return Row("meeting", OK, text, seconds=seconds, numbers={"processes": len(job.hosts), "hosts": hosts})
+    count, hosts = len(job.hosts), len(set(job.hosts))
+    text = f"{count} process{'es' * (count > 1)} on {hosts} host{'s' * (hosts > 1)}, found by {job.launcher}"
+    return Row("meeting", OK, text, seconds=seconds, numbers={"processes": count, "hosts": hosts})
 
 
 class _Teller:
