@@ -1,6 +1,7 @@
 """The judgments of `python -m multimesh check`: what processes measured, and the rows that follow."""
 
 import argparse
+import dataclasses
 import re
 import subprocess
 import time
@@ -46,10 +47,27 @@ def test_versions_and_flags_that_hang_pipelines_are_refused_with_their_report():
     assert "install 2.31.2 or later" in row.remedy
     for good in ("2.31.2", "2.32.3", "2.29.1", ""):
         assert not known_faults.find_bad_versions({"NCCL": good})
-    bad = {"XLA_FLAGS": "--a=1 --xla_gpu_shard_autotuning"}
-    assert "marin issue 7024" in known_faults.find_overrides(bad)[0]
-    for good in ("", "--xla_gpu_shard_autotuning=false", "--xla_gpu_shard_autotuning=0"):
+
+
+def test_flags_that_hang_pipelines_are_those_of_one_table(monkeypatch):
+    assert all(flag.why and flag.report and flag.ours for flag in known_faults.FLAGS)
+    collectives = "--xla_gpu_enable_command_buffer"
+    for bad, report in (
+        ("--a=1 --xla_gpu_shard_autotuning", "marin issue 7024"),
+        ("--xla_gpu_shard_autotuning=True", "marin issue 7024"),
+        (f"{collectives}=FUSION,COLLECTIVES", "pull request 8277"),
+        (f"{collectives}=+COLLECTIVES", "pull request 8277"),
+    ):
+        (said,) = known_faults.find_overrides({"XLA_FLAGS": bad})
+        assert report in said
+        (row,) = machine.judge_versions(Grid(), [WELL | {"XLA_FLAGS": bad}] * 2)
+        assert (row.verdict, row.code) == ("FAILED", 4)
+    tuning = [f"--xla_gpu_shard_autotuning={value}" for value in ("false", "False", "0")]
+    for good in ("", *tuning, *(f"{collectives}={value}" for value in ("", "FUSION", "FUSION,-COLLECTIVES"))):
         assert not known_faults.find_overrides({"XLA_FLAGS": good})
+    new = dataclasses.replace(known_faults.AUTOTUNING, name="xla_gpu_new", hangs="2", report="a report")
+    monkeypatch.setattr(known_faults, "FLAGS", (*known_faults.FLAGS, new))
+    assert "(a report)" in known_faults.find_overrides({"XLA_FLAGS": "--xla_gpu_new=2"})[0]
 
 
 @pytest.mark.stand_in("a libnccl.so of one function")

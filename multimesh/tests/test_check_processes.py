@@ -36,9 +36,9 @@ FAULTS = {  # the steps that are tried, further flags, the exit code, the row th
 }
 
 
-def check(folder, *words):
+def check(folder, *words, **more):
     """Run a command in a folder; returns its code, the JSON that process 0 prints, and all else that was said."""
-    done = subprocess.run([*MULTIMESH, *words], capture_output=True, text=True, env=ENV, timeout=300, cwd=folder)
+    done = subprocess.run([*MULTIMESH, *words], capture_output=True, text=True, env=ENV | more, timeout=300, cwd=folder)
     said = done.stdout + done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(lines) == 1, said
@@ -68,12 +68,16 @@ def test_a_fault_is_a_row_with_its_process_and_a_code(tmp_path, fault):
         (2, ["--quick"]),
         pytest.param(4, ["--stages", "2"], marks=pytest.mark.full),
         pytest.param(8, ["--quick"], marks=pytest.mark.full),
+        (1, ["--quick"]),
         pytest.param(1, [], marks=pytest.mark.full),
+        pytest.param(1, ["--stages", "1"], marks=pytest.mark.full),
     ],
 )
 def test_processes_that_are_well_pass_every_row(tmp_path, count, flags):
     files = ["--calibrate", "measured.toml", "--report", "report.json"]
-    code, found, said = check(tmp_path, "check", "-n", str(count), "--json", *flags, *files)
+    devices = str(4 // count or 1)
+    words = ["check", "-n", str(count), "--json", *flags, *files]
+    code, found, said = check(tmp_path, *words, JAX_NUM_CPU_DEVICES=devices)
     assert code == found["exit_code"] == 0, said
     assert {row["verdict"] for row in found["rows"]} <= {"ok", "-"}, found
     names = [row["name"] for row in found["rows"]]

@@ -18,7 +18,7 @@ from multimesh.errors import MultiMeshError
 from multimesh.processes import agree
 from multimesh.processes.initialize import name_process
 from multimesh.runtime.actions import lanes, owner
-from multimesh.runtime.between.carriers import Carrier, carrier
+from multimesh.runtime.between.carriers import carrier
 from multimesh.runtime.transport import Piece, Way
 
 Pair = tuple[jax.Device, jax.Device]
@@ -33,7 +33,7 @@ class Moves:
     Parameters
     ----------
     transport
-        It takes those between processes.
+        Name of the transport of those between processes.
     pairs
         Source and target of each way, the same in all processes.
     count
@@ -42,12 +42,13 @@ class Moves:
         Of these transfers, the same in all processes, and no other's.
     """
 
-    def __init__(self, transport: Carrier, pairs: Sequence[Pair], count: int, number: int) -> None:
+    def __init__(self, transport: str, pairs: Sequence[Pair], count: int, number: int) -> None:
         me, self._number, self._calls = jax.process_index(), number, 0
         every = lanes([Way((), (), tuple(Piece(source, 0, target, 0) for source, target in pairs))])
         between = [lane for lane in every if lane.source != lane.target]
-        self._lanes = [lane for lane in between if transport.everyone or me in (lane.source, lane.target)]
-        self._carry = transport.link(self._lanes, [jax.ShapeDtypeStruct((count,), np.float32)]) if self._lanes else None
+        by = carrier(transport) if between else None  # one process alone has no use for it
+        self._lanes = [lane for lane in between if by and (by.everyone or me in (lane.source, lane.target))]
+        self._carry = by.link(self._lanes, [jax.ShapeDtypeStruct((count,), np.float32)]) if by and self._lanes else None
         self._within = [(source, target) for source, target in pairs if owner(source) == owner(target) == me]
         self._sent = [parcel for lane in self._lanes if lane.source == me for parcel in lane.parcels]
         sources = {parcel.piece.source for parcel in self._sent} | {source for source, _ in self._within}
@@ -100,7 +101,7 @@ def alone(transport: str) -> Callable[[Bench], Any]:
         if reason := _impossible(transport, bench):
             return reason
         found: dict[str, dict[str, float]] = {}
-        by, large = carrier(transport), _large(bench)
+        large = _large(bench)
         for number, stages in enumerate(_rounds(bench)):
             agree.barrier(f"check: {transport} {number}")
             there = _pairs(bench, stages)
@@ -109,14 +110,14 @@ def alone(transport: str) -> Callable[[Bench], Any]:
                 continue
             bench.doing = f"transfers by {transport} between {_ends(there)}"
             first = 10 * number
-            small = Moves(by, there, SMALL, first), Moves(by, back, SMALL, first + 1)
+            small = Moves(transport, there, SMALL, first), Moves(transport, back, SMALL, first + 1)
             if not small[0].takes_part:
                 continue
             times = _latency(*small, 20 if bench.quick else 1000)
             rates = []
             for way, (pairs, answer) in enumerate(((there, small[1]), (back, small[0]))):
                 bench.doing = f"transfers of {4 * large >> 20} MiB by {transport} between {_ends(pairs)}"
-                moves = Moves(by, pairs, large, first + 2 + way)
+                moves = Moves(transport, pairs, large, first + 2 + way)
                 rates.append(_rate(moves, answer, 4 * large, 3 if bench.quick else 20))
             for stage in stages:
                 if owner(bench.meshes[stage].devices.flat[0]) == bench.rank:
@@ -180,7 +181,8 @@ def judge_alone(transport: str) -> Callable[[Bench, Sequence[Any]], list[Row]]:
         slowest = min(rates, key=lambda stage: rates[stage])
         late = max(pairs, key=lambda stage: pairs[stage]["seconds"])
         text = (
-            f"{len(pairs)} pairs of stages, both ways: {pairs[late]['seconds'] * 1e6:.0f} us small; "
+            f"{len(pairs)} pair{'s' * (len(pairs) > 1)} of stages, both ways: "
+            f"{pairs[late]['seconds'] * 1e6:.0f} us small; "
             f"{rates[slowest] / 1e9:.3g} GB/s large, slowest between {_between(bench, slowest)}"
         )
         numbers = {"latency": pairs[late]["seconds"]}
@@ -215,10 +217,9 @@ def under_load(transport: str) -> Callable[[Bench], Any]:
         if reason := _impossible(transport, bench):
             return reason
         pairs = _pairs(bench, range(bench.stages if bench.stages > 2 else 1))
-        by = carrier(transport)
         back = [(target, source) for source, target in pairs]
-        moves = Moves(by, pairs, SMALL, 100), Moves(by, back, SMALL, 101)
-        large = Moves(by, pairs, _large(bench), 102)
+        moves = Moves(transport, pairs, SMALL, 100), Moves(transport, back, SMALL, 101)
+        large = Moves(transport, pairs, _large(bench), 102)
         work = [(_busy(total), x) for stage in bench.own_stages() for total, x in [make_sum(bench, stage, 2**16)]]
         turns = 20 if bench.quick else 1000
         begun = time.perf_counter()

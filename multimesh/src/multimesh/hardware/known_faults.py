@@ -18,6 +18,7 @@ class Flag:
     name: str
     wanted: str
     default: str  # the value that XLA takes where nobody gives one
+    hangs: str  # pattern of the values that are known to hang, in small letters; empty where they depend on the jaxlib
     # why, report: the fault with another value; who reported it
     why: str
     report: str
@@ -39,6 +40,7 @@ AUTOTUNING = Flag(
     "xla_gpu_shard_autotuning",
     "false",
     "true",
+    r"(?!(false|0)$).*",
     "XLA deals out the tuning of a program to all processes and waits for all to compile the same one. Stages compile "
     "different ones, so all wait for ever, which looks like a slow compilation",
     "marin-community/marin issue 7024",
@@ -48,6 +50,7 @@ COMMAND_BUFFERS = Flag(
     "xla_gpu_enable_command_buffer",
     "",
     "FUSION,...",
+    r"(.*[,+])?collectives.*",
     "runs on B200 hung after a CUDA graph could not be destroyed; with COLLECTIVES among the captured commands a run "
     "of 16 processes hung at step 838, with XLA's default set three runs of 1,000 steps did not",
     "marin-community/marin issue 5675 and pull request 8277",
@@ -57,6 +60,7 @@ COMM_SPLITTING = Flag(
     "xla_gpu_enable_nccl_comm_splitting",
     "false",
     "true",
+    "",
     "some devices reuse a communicator and others split a new one from its parent, and wait for them for ever",
     "openxla/xla pull request 36981; mended by 39372 in March 2026",
     "left to XLA: a jaxlib from before that date needs false",
@@ -87,9 +91,9 @@ def find_overrides(environ: Mapping[str, str]) -> list[str]:
     """Return a sentence for each flag that the environment sets to what hangs pipelines of several processes."""
     given = parse_flags(environ.get("XLA_FLAGS", ""))
     said = []
-    for flag in (AUTOTUNING,):  # with the others XLA's own default is the other value
+    for flag in FLAGS:
         value = given.get(flag.name, flag.wanted)
-        if value.lower() not in (flag.wanted, "0"):
+        if flag.hangs and re.fullmatch(flag.hangs, value.lower()):
             said.append(f"XLA_FLAGS has --{flag.name}={value}: {flag.why} ({flag.report}); leave it out")
     return said
 
