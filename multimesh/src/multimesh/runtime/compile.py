@@ -146,7 +146,6 @@ def with_defaults(plan: Plan, options: Mapping[str, Any] | None) -> dict[str, An
     """Return the compiler options, with ours where neither they nor ``XLA_FLAGS`` say otherwise.
 
     * On CPUs LLVM's level 2: level 3 takes a quarter of the compile time of a plan more, for code that is no faster.
-    * On CPUs no threads within a kernel if each submesh alone has a device for every core.
     * On GPUs of several processes each process tunes its kernels alone: XLA would wait for processes that do not
       compile the kernel.
     """
@@ -155,10 +154,8 @@ def with_defaults(plan: Plan, options: Mapping[str, Any] | None) -> dict[str, An
     if platforms != {"cpu"}:
         alone = {known_faults.AUTOTUNING.name: False} if "gpu" in platforms and jax.process_count() > 1 else {}
         return alone | chosen
-    defaults: dict[str, Any] = {"xla_backend_optimization_level": 2}
-    if all(mesh.size >= cores() for mesh in plan.submeshes):
-        defaults["xla_cpu_multi_thread_eigen"] = False
-    return {name: value for name, value in defaults.items() if not _in_environment(name)} | chosen
+    level = "xla_backend_optimization_level"
+    return ({} if _in_environment(level) else {level: 2}) | chosen
 
 
 def for_kernel(plan: Plan, number: int, options: Mapping[str, Any]) -> dict[str, Any]:
