@@ -111,7 +111,7 @@ def test_a_private_part_that_moved_is_named_once_and_done_without():
 def test_what_moved_within_an_object_of_jax_is_named_once():
     (mesh,) = submeshes(1, (2,))
     with pytest.warns(UserWarning, match="_lowering.*public functions take its place") as told:
-        assert [executables.code_key(object(), mesh) for _ in range(2)] == [None, None]
+        assert [executables.program_of(object(), mesh) for _ in range(2)] == [None, None]
     assert len(told) == 1
 
 

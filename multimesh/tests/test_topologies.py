@@ -15,7 +15,7 @@ compile_gpu = pytest.mark.compile_gpu
 """It needs requirements/compile-gpu.txt, which conftest.py looks for; `.ci/run compile-gpu` has it."""
 
 
-def lowered(devices):
+def lowered(devices, rows=32):
     front, back = (Mesh(each, ("data",)) for each in np.array(devices).reshape(2, -1))
 
     def loss(params, batch):
@@ -25,10 +25,10 @@ def lowered(devices):
 
     step = mm.microbatch(jax.value_and_grad(loss), argnum=1, size=8, schedule="1f1b", reduce="mean")
     params = {"front": jax.ShapeDtypeStruct((16, 64), "float32"), "back": jax.ShapeDtypeStruct((64, 4), "float32")}
-    rows = {"x": ((32, 16), front), "y": ((32, 4), back)}
+    both = {"x": ((rows, 16), front), "y": ((rows, 4), back)}
     batch = {
         name: jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(mesh, P("data")))
-        for name, (shape, mesh) in rows.items()
+        for name, (shape, mesh) in both.items()
     }
     return mm.jit(step).lower(params, batch), (params, batch)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
@@ -122,20 +124,24 @@ class Lowered:
         """
         return dataclasses.replace(self, plan=move_plan(self.plan, devices))
 
-    def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Compiled:
+    def compile(
+        self, compiler_options: Mapping[str, Any] | None = None, *, precompiled: str | os.PathLike[str] | None = None
+    ) -> Compiled:
         """Compile every kernel, several at a time. The options are passed on to XLA.
 
-        For devices of `multimesh.topology` it compiles those of all processes. The result can't be called.
+        For devices of `multimesh.topology` it compiles those of all processes. The result can't be called. With
+        ``precompiled``, a folder that `Compiled.save` has written, it loads the kernels of this process instead.
         """
+        folder = None if precompiled is None else Path(checks.path("compile: precompiled", precompiled))
+        compile_kernels = functools.partial(compile_plan, self.plan, compiler_options, folder)
         with _compat.without_mesh():
             if not exists(self.plan):
-                return Compiled(self, Absent(compile_plan(self.plan, compiler_options)))
+                return Compiled(self, Absent(compile_kernels()))
             if not agree.several():
-                return Compiled(self, Runner(compile_plan(self.plan, compiler_options), self.block_names))
+                return Compiled(self, Runner(compile_kernels(), self.block_names))
             spans = len(frozenset().union(*processes(self.plan))) > 1
             number = agree.agree_on_plan(self.name, fingerprint.Lines(self.plan)) if spans else None
-            compiled = compile_plan(self.plan, compiler_options)
-            return Compiled(self, PartRunner(compiled, self.block_names, self.name, number))
+            return Compiled(self, PartRunner(compile_kernels(), self.block_names, self.name, number))
 
     def export(self, *_: Any, **__: Any) -> Any:
         """Raise `UsageError`: a plan can't be exported."""
@@ -250,6 +256,14 @@ class Compiled:
         for n, layout, mesh in zip(positions, found, stack.meshes, strict=True):
             if layout is None or layout.mesh != mesh or strip(layout.spec) != spec:
                 yield n, NamedSharding(mesh, spec)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the compiled kernels to a new folder, equal ones once, for ``multimesh.jit(f, precompiled=folder)``.
+
+        Kernels for devices of `multimesh.topology` are those of all processes of a job. Whoever can write to the folder
+        decides which machine code the job runs.
+        """
+        self.compiled_plan.save(Path(checks.path("save: folder", folder)))
 
     def as_text(self) -> str:
         """Return the plan, then the optimized HLO of each kernel."""

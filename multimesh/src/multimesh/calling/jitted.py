@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import types
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -77,6 +78,7 @@ class Jitted:
         in_shardings: Any = None,
         out_shardings: Any = None,
         devices: Sequence[jax.Device] | None = None,
+        precompiled: str | None = None,
         *,
         autoshard: bool = False,
         layouts: Sequence[PartitionSpec | None] = (),
@@ -94,7 +96,8 @@ class Jitted:
         self._layouts, self._types = layouts, types
         self._devices = tuple(devices) if devices is not None else None
         given, tree = jax.tree.flatten((in_shardings, out_shardings, layouts), is_leaf=is_sharding)
-        key = (self._parameters.key, tuple(given), tree, self._devices, autoshard, types)
+        self._precompiled = precompiled
+        key = (self._parameters.key, tuple(given), tree, self._devices, precompiled, autoshard, types)
         self._cache = keep_with(fn, key, Cache)
         functools.update_wrapper(self, fn, updated=())
 
@@ -138,7 +141,9 @@ class Jitted:
         if trace is None:
             closed, shapes, types = self._traced(given, signature)
             closed, captured = _compat.hoist(closed)
-            alike = functools.partial(Jitted, devices=self._devices, autoshard=self._autoshard)
+            alike = functools.partial(
+                Jitted, devices=self._devices, precompiled=self._precompiled, autoshard=self._autoshard
+            )
             devices = self._devices or tuple(jax.devices())
             trace = Trace(Call(closed, alike, types=types), captured, jax.tree.structure(shapes), devices)
             if not captured:
@@ -183,7 +188,9 @@ class Jitted:
                 compiled = matching(signature, known)
             if compiled is None:
                 lowered = self._partition(given, signature)
-                compiled = lowered if isinstance(lowered, Plain) else lowered.compile()
+                if isinstance(lowered, Plain) and self._precompiled is not None:
+                    raise self._without_tasks()
+                compiled = lowered if isinstance(lowered, Plain) else lowered.compile(precompiled=self._precompiled)
             known[signature] = compiled
             return compiled
 
@@ -372,6 +379,7 @@ def jit(
     in_shardings: Any = None,
     out_shardings: Any = None,
     devices: Sequence[jax.Device] | None = None,
+    precompiled: str | os.PathLike[str] | None = None,
 ) -> Any:
     """Compile a function whose tasks run on different submeshes.
 
@@ -394,6 +402,9 @@ def jit(
         memory kind that its ``NamedSharding`` names.
     devices
         The devices that tasks may use and that `register_task` callbacks count; by default all.
+    precompiled
+        A folder that `Compiled.save` has written, perhaps on a machine without these devices. Calls load the kernels
+        from there and compile none. Kernels of another plan, JAX or device are refused. See docs/forecasts.md.
 
     Returns
     -------
@@ -409,7 +420,8 @@ def jit(
     MultiMeshError
         If the function can't be partitioned; names the user's line.
     """
-    options = {"in_shardings": in_shardings, "out_shardings": out_shardings, "devices": devices}
+    folder = None if precompiled is None else checks.path("jit: precompiled", precompiled)
+    options = {"in_shardings": in_shardings, "out_shardings": out_shardings, "devices": devices, "precompiled": folder}
     static, donate = (static_argnums, static_argnames), (donate_argnums, donate_argnames)
 
     def jitted(fn: Callable[..., Any]) -> Jitted:

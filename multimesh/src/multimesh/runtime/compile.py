@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
-import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,17 +17,16 @@ from jax.sharding import Mesh, NamedSharding
 
 from multimesh import ir
 from multimesh.core import _compat, checks
-from multimesh.core._compat import executables
+from multimesh.core._compat import executables, stored_executables
 from multimesh.core.progress import progress
 from multimesh.errors import MultiMeshError, UsageError
-from multimesh.hardware import known_faults
 from multimesh.ir.evaluate import evaluate
 from multimesh.marking.tracing import compiling
 from multimesh.plan.instructions import Kernel, Run
 from multimesh.plan.plan import Plan
 from multimesh.processes.arrays import here
-from multimesh.processes.launchers import LAUNCHERS
-from multimesh.runtime import ynnpack
+from multimesh.runtime import precompiled
+from multimesh.runtime.compile_options import cores, for_kernel, with_defaults
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,30 +36,65 @@ class CompiledPlan:
     plan: Plan
     executables: tuple[Any, ...]  # jax.stages.Compiled, one per kernel; None for those of other processes
     seconds: tuple[float, ...] = ()  # of the compilation of each kernel; 0 if an equal one was compiled before it
+    programs: tuple[str, ...] = ()  # `stored_executables.program_key` of each kernel; "" for those of other processes
+    options: Mapping[str, Any] = field(default_factory=dict)  # those for XLA that the user gave
+    loaded: str = ""  # where executables came from that XLA has not compiled, so that it can't write them
+
+    def save(self, folder: Path) -> None:
+        """Write the executables to a folder, for `compile_plan`.
+
+        Raises ``UsageError`` where one can't be written, or the folder holds kernels already.
+        """
+        if self.loaded:
+            raise UsageError(f"save: {self.loaded}, and XLA writes only what it compiled itself; compile without that")
+        found: dict[str, Any] = {}
+        for kernel, program, executable, took in zip(
+            self.plan.kernels, self.programs, self.executables, self.seconds, strict=True
+        ):
+            if executable is None:
+                raise UsageError(
+                    f"save: kernel {kernel.name!r} was compiled by another process; compile for devices of "
+                    "multimesh.topology, where one process compiles all"
+                )
+            if not program:
+                raise UsageError(f"save: kernel {kernel.name!r} calls back into Python, so it can't be written")
+            if took:  # the others were loaded, from one that is like them
+                found[program] = executable
+        precompiled.write(self.plan, self.programs, found, self.options, folder)
 
 
-def compile_plan(plan: Plan, options: Mapping[str, Any] | None = None) -> CompiledPlan:
-    """Compile the kernels that run on devices of this process.
+def compile_plan(plan: Plan, options: Mapping[str, Any] | None = None, folder: Path | None = None) -> CompiledPlan:
+    """Compile the kernels that run on devices of this process, or load them from a ``folder``.
 
     `with_defaults` and `for_kernel` add to the options for XLA.
 
     The plan fixes the layouts of inputs and outputs, so that no kernel waits for another. Equal kernels of different
     submeshes share one compilation where `executables.code_key` allows it.
     """
-    shared = with_defaults(plan, options)
+    given = dict(checks.pairs("compile: compiler_options", options or {}))
+    stored = precompiled.open_folder(folder, plan, given) if folder else None
+    shared = with_defaults(plan, given)
     alike: dict[Any, list[_Lowered]] = {}  # key of the code to the kernels with that code
     own = {
         number: run
         for number, run in plan.first_runs.items()
         if here(plan.submeshes[run.submesh].devices.flat) or not exists(plan)
     }
-    with progress("compiling kernels", len(own)) as done, concurrent.futures.ThreadPoolExecutor(cores()) as pool:
+    programs = [""] * len(plan.kernels)
+    what = "loading kernels" if stored else "compiling kernels"
+    with progress(what, len(own)) as done, concurrent.futures.ThreadPoolExecutor(cores()) as pool:
         try:
             running: dict[int, concurrent.futures.Future[tuple[Any, float]]] = {}
             for number, run in own.items():
-                mesh = plan.submeshes[run.submesh]
                 kernel = _lower(plan, run, for_kernel(plan, run.kernel, shared))
-                group = alike.setdefault(executables.code_key(kernel.lowered, mesh) or number, [])
+                program = executables.program_of(kernel.lowered, kernel.mesh)
+                programs[number] = stored_executables.program_key(program, kernel.mesh)
+                if stored:
+                    code = stored.read(plan.kernels[number].name, programs[number])
+                    running[number] = pool.submit(kernel.loaded, code)
+                    running[number].add_done_callback(lambda _: done())
+                    continue
+                group = alike.setdefault(executables.code_key(program, kernel.mesh) or number, [])
                 group.append(kernel)
                 if len(group) == 1:
                     running[number] = pool.submit(kernel.compile)
@@ -76,7 +110,12 @@ def compile_plan(plan: Plan, options: Mapping[str, Any] | None = None) -> Compil
     _compat.forget_pruned()
     numbers = range(len(plan.kernels))
     made = [compiled.get(number, (None, 0.0)) for number in numbers]
-    return CompiledPlan(plan, tuple(program for program, _ in made), tuple(seconds for _, seconds in made))
+    made_here, seconds = (tuple(each[n] for each in made) for n in range(2))
+    absent = not exists(plan)
+    loaded = "its kernels were loaded from precompiled=" if stored else ""
+    if executables.has_cache() and not absent:
+        loaded = "kernels may be from jax_compilation_cache_dir"
+    return CompiledPlan(plan, made_here, seconds, tuple(programs), given, loaded)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +134,11 @@ class _Lowered:
         compiled = self.lowered.compile(self.options)
         took = time.perf_counter() - begin
         return executables.finish(compiled, self.lowered, self.mesh, self.jitted), took
+
+    def loaded(self, code: bytes) -> tuple[Any, float]:
+        """Return the executable that these bytes are."""
+        found = stored_executables.from_bytes(code, self.lowered, self.mesh, self.options)
+        return executables.finish(found, self.lowered, self.mesh, self.jitted), 0.0
 
     def moved(self, compiled: Any) -> tuple[Any, float]:
         """Return the executable, from an equal kernel that was compiled for another submesh, or else compiled."""
@@ -130,47 +174,6 @@ def _lower(plan: Plan, run: Run, options: dict[str, Any]) -> _Lowered:
 def exists(plan: Plan) -> bool:
     """Return whether the devices of a plan are there, and not only those of a topology to compile for."""
     return not any(_compat.is_compile_only(device) for mesh in plan.submeshes for device in mesh.devices.flat)
-
-
-def cores() -> int:
-    """Return the number of cores that this process may use: its share of the node if the launcher binds none."""
-    every = os.cpu_count() or 1
-    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
-    if mine < every:
-        return mine
-    given = (os.environ.get(name, "") for launcher in LAUNCHERS for name in launcher.here)
-    return max(1, mine // next((int(n) for n in given if n.isdecimal() and int(n)), 1))
-
-
-def with_defaults(plan: Plan, options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the compiler options, with ours where neither they nor ``XLA_FLAGS`` say otherwise.
-
-    * On CPUs LLVM's level 2: level 3 takes a quarter of the compile time of a plan more, for code that is no faster.
-    * On GPUs of several processes each process tunes its kernels alone: XLA would wait for processes that do not
-      compile the kernel.
-    """
-    chosen = {} if options is None else dict(checks.pairs("compile: compiler_options", options))
-    platforms = {d.platform for mesh in plan.submeshes for d in mesh.devices.flat}
-    if platforms != {"cpu"}:
-        alone = {known_faults.AUTOTUNING.name: False} if "gpu" in platforms and jax.process_count() > 1 else {}
-        return alone | chosen
-    level = "xla_backend_optimization_level"
-    return ({} if _in_environment(level) else {level: 2}) | chosen
-
-
-def for_kernel(plan: Plan, number: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options for a kernel: those of the plan, and on CPUs no YNNPACK where its products lose by it."""
-    kernel = plan.kernels[number]
-    mesh = plan.submeshes[kernel.submesh]
-    free = ynnpack.OPTION not in options and not _in_environment(ynnpack.OPTION)
-    on_cpus = all(device.platform == "cpu" for device in mesh.devices.flat)
-    if free and on_cpus and ynnpack.loses(kernel.ops, mesh.size) and executables.takes_option(ynnpack.OPTION, ""):
-        return {ynnpack.OPTION: "", **options}
-    return dict(options)
-
-
-def _in_environment(name: str) -> bool:
-    return name in os.environ.get("XLA_FLAGS", "")
 
 
 def _auto(layout: Any) -> Any:

@@ -107,28 +107,40 @@ def _else_none(fn: Callable[..., Any]) -> Callable[..., Any]:
     return tried
 
 
-@_else_none
-def code_key(lowered: Any, mesh: Mesh) -> tuple[Any, ...] | None:
-    """Return a key of the code of a kernel that was lowered for ``mesh``: equal code has equal keys on all devices.
+def has_cache() -> bool:
+    """Return whether JAX looks for executables in its persistent compilation cache."""
+    return bool(jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir)
 
-    None for a kernel that can't be shared (see `shares_executables`), and with versions of JAX that were not tried:
-    loading code for the wrong devices ends the process. The text names a function of ``custom_partitioning``, such as
-    cuDNN's attention, by the address of its record, so the contents of the record are in the key. With a persistent
-    compilation cache each submesh has its own entry there, as XLA can't store an executable that it loaded from the
-    cache.
+
+def code_key(program: tuple[Any, ...] | None, mesh: Mesh) -> tuple[Any, ...] | None:
+    """Return a key of the code of a kernel whose `program_of` is known: equal code has equal keys on all devices.
+
+    None for a kernel that can't be shared (see `shares_executables`). With a persistent compilation cache each submesh
+    has its own entry there, as XLA can't store an executable that it loaded from the cache.
     """
-    absent = all(map(_compat.is_compile_only, mesh.devices.flat))
+    devices = list(mesh.devices.flat)
+    absent = all(map(_compat.is_compile_only, devices))
     cached = bool(jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir)
-    if _compat.DeviceList is None or (cached and not absent):
+    here = all(d.process_index == jax.process_index() for d in devices)
+    if program is None or (not absent and (cached or not here or not shares_executables(devices))):
         return None
-    lowering = lowered._lowering
+    return program, tuple(d.process_index - devices[0].process_index for d in devices) if absent else ()
+
+
+@_else_none
+def program_of(lowered: Any, mesh: Mesh) -> tuple[Any, ...] | None:
+    """Return the program of a kernel that was lowered for ``mesh``, without the devices: equal ones have equal code.
+
+    None for one with effects, callbacks or constants, and with versions of JAX that were not tried: loading code for
+    the wrong devices ends the process. The text names a function of ``custom_partitioning``, such as cuDNN's attention,
+    by the address of its record, so the contents of the record stand beside it.
+    """
+    lowering, devices = lowered._lowering, list(mesh.devices.flat)
     arguments = lowering.compile_args
     own = ("unordered_effects", "ordered_effects", "host_callbacks", "mut", "pgle_profiler")
-    devices = list(mesh.devices.flat)
-    if any(arguments.get(name) for name in own) or lowering.const_args or list(lowering._device_list) != devices:
+    if _compat.DeviceList is None or any(arguments.get(name) for name in own):
         return None
-    here = all(d.process_index == jax.process_index() for d in devices)
-    if not absent and not (here and shares_executables(devices)):
+    if lowering.const_args or list(lowering._device_list) != devices:
         return None
     free = tuple(type(s) for name in ("in_shardings", "out_shardings") for s in arguments[name])
     text = str(lowered.compiler_ir()).partition(" attributes ")[2]  # the module's name comes before
@@ -139,8 +151,7 @@ def code_key(lowered: Any, mesh: Mesh) -> tuple[Any, ...] | None:
         text = text.replace(f'"{id(kept)}"', f'"partitioner {number}"')
         functions = kept.propagate_user_sharding, kept.partition, kept.infer_sharding_from_operands
         partitioners.append((*functions, kept.in_tree, kept.out_tree, kept.static_args, kept.mesh.axis_names))
-    owners = tuple(d.process_index - devices[0].process_index for d in devices) if absent else ()
-    return text, free, mesh.axis_names, mesh.devices.shape, mesh.axis_types, owners, tuple(partitioners)
+    return text, free, mesh.axis_names, mesh.devices.shape, mesh.axis_types, tuple(partitioners)
 
 
 @_else_none
@@ -186,7 +197,7 @@ def on_other_devices(compiled: Any, lowered: Any, mesh: Mesh, options: Mapping[s
         input_shardings=[moved(s) for s in unloaded.input_shardings],
         output_shardings=[moved(s) for s in unloaded.output_shardings],
     )
-    return _load(moved_executable, lowered)
+    return load(moved_executable, lowered)
 
 
 def finish(compiled: Any, lowered: Any, mesh: Mesh, jitted: Callable[..., Any]) -> Any:
@@ -209,7 +220,7 @@ def _relaid(compiled: Any, lowered: Any, mesh: Mesh, small: Sequence[bool]) -> A
     unloaded = compiled._executable._unloaded_executable
     shardings = _relabel(unloaded.output_shardings, mesh)
     layouts = [None if flag else x for flag, x in zip(small, unloaded.xla_in_layouts, strict=True)]
-    return _load(dataclasses.replace(unloaded, output_shardings=shardings, xla_in_layouts=layouts), lowered)
+    return load(dataclasses.replace(unloaded, output_shardings=shardings, xla_in_layouts=layouts), lowered)
 
 
 def _less_than_byte(dtype: Any) -> bool:
@@ -242,7 +253,7 @@ class _OnMesh:
         return getattr(self._compiled, name)
 
 
-def _load(unloaded: Any, lowered: Any) -> Any:
+def load(unloaded: Any, lowered: Any) -> Any:
     types = lowered.args_info, lowered.out_tree, lowered._no_kwargs, lowered._in_types, lowered._out_types
     return jax.stages.Compiled(unloaded.load(), [], *types)
 
