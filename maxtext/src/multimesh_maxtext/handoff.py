@@ -76,6 +76,8 @@ class Handoff:
     target_nodes: int = 0
     target_gpus: int = 0
     target_process: str = "gpu"
+    precompile: str = ""  # with a forecast: folder to write the compiled kernels of the step to
+    precompiled: str = ""  # folder to load the compiled kernels of the step from
 
     def variables(self) -> dict[str, str]:
         """Return the variables to add to the trainer's environment."""

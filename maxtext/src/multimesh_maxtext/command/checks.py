@@ -27,6 +27,8 @@ MULTIMESH_ONLY = {
     "partition": "its pieces have as many layers each",
     "gather_once": "it gathers parameters where XLA does",
     "forecast": "it has no plan to forecast from",
+    "precompile": "it has no plan whose kernels could be written",
+    "precompiled": "it has no plan whose kernels could be loaded",
     "device_memory": "it has no plan to forecast from",
     "dump_only": "MaxText compiles when it trains; use --num-steps 1",
     "verify": "it is what a pipeline is compared with",

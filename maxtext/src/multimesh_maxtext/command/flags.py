@@ -267,6 +267,13 @@ def _runtime(root: argparse.ArgumentParser) -> None:
     )
     add("--compile", action="store_true", help=text)
     text = (
+        "compile the kernels of the step and write them to this new folder, for --precompiled; train nothing. With "
+        "--gpus and --device for GPUs, none of which need be here; prints what --forecast --compile does (multimesh)"
+    )
+    add("--precompile", type=Path, metavar="FOLDER", help=text)
+    text = "load the kernels of the step from this folder of --precompile, and compile none of them (multimesh)"
+    add("--precompiled", type=Path, metavar="FOLDER", help=text)
+    text = (
         "find the fastest dp, fsdp, tp, pp, ep, interleave, schedule, microbatch size, remat and partition for "
         "--nodes x --gpus of --device, and print the command line of the best; what other flags say stays; train "
         "nothing"

@@ -13,6 +13,7 @@ from rich.console import Console
 from multimesh_maxtext.command import memory, report
 from multimesh_maxtext.command.checks import Job
 from multimesh_maxtext.command.inspecting import forecast
+from multimesh_maxtext.command.kernel_folders import describe_kernels
 from multimesh_maxtext.command.launch import forecasting
 from multimesh_maxtext.command.memory import check_fits
 from multimesh_maxtext.command.sizes import forecast_step, step_json, step_text
@@ -63,6 +64,7 @@ def _show_forecast(job: Job, paths: Paths, console: Console, found: Forecast, li
                 json.dumps(
                     {"forecast": _with_totals(found.needs), "bubble": found.bubble, "limit": limit}
                     | (_stages_json(found.stages) if found.stages else {})
+                    | ({"precompiled": describe_kernels(o.precompile)} if o.precompile else {})
                     | (step_json(step) if step else {})
                     | report.schedule_choice(paths.schedule)
                 )
@@ -75,6 +77,13 @@ def _show_forecast(job: Job, paths: Paths, console: Console, found: Forecast, li
     if stages := found.stages:
         console.print(f"the same as XLA compiled it for {o.device} ({_effort(stages)})", highlight=False)
         console.print(memory.tabulate_stages(found.needs, stages, limit))
+    if o.precompile:
+        kept = describe_kernels(o.precompile)
+        console.print(
+            f"{kept['kernels']} kernels, {kept['programs']} of them unlike, are in {o.precompile} "
+            f"({memory.show_size(kept['bytes'])}); train with --precompiled {o.precompile} in place of --precompile",
+            highlight=False,
+        )
     if limit is not None:
         console.print(f"of {memory.show_size(limit)} that JAX may use of a device", highlight=False)
     if schedule := report.schedule_choice(paths.schedule):

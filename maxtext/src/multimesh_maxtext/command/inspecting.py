@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from multimesh_maxtext.command.launch import Launch
-from multimesh_maxtext.command.reasons import read_refusal, tail
+from multimesh_maxtext.command.reasons import read_meeting, read_refusal, tail
 from multimesh_maxtext.command.training import trainer
 from multimesh_maxtext.command.translate import Paths
 from multimesh_maxtext.errors import TrainerFailedError
@@ -40,7 +40,8 @@ def inspect(start: Launch, paths: Paths, tell: Callable[[str], object] = lambda 
                 told = lines[-1]
                 tell(told)
     if process.returncode:
-        if error := read_refusal(paths.log.read_text(encoding="utf-8", errors="replace")):
+        log = paths.log.read_text(encoding="utf-8", errors="replace")
+        if error := read_refusal(log) or read_meeting(log, process.returncode):
             raise error
         print(tail(paths.log), file=sys.stderr)
         raise TrainerFailedError(f"the trainer failed with exit code {process.returncode}; see {paths.log}")

@@ -101,14 +101,19 @@ def forecasting(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_mem
         handoff(alone, paths, _common_memory(job, gpu_memory)),
         forecast=str(paths.forecast),
         platform=job.options.platform,
+        precompile=str(job.options.precompile.resolve()) if job.options.precompile else "",
         **(_target(job) if job.options.compile else {}),
     )
     command = (*start.command[:3], *FORESEE, *start.command[4:])
     variables = {**start.environment, **asked.variables()}
-    if job.options.compile:  # with the flags of the run; the cache takes nothing that no device can load
+    if job.options.compile:  # with the flags of the run
         users = inherited.get("XLA_FLAGS", "")
         flags = xla_flags(job.options, devices=job.options.gpus, users=users)
-        variables |= {"XLA_FLAGS": " ".join([variables["XLA_FLAGS"], *flags]), compile_cache.SWITCH: "0"}
+        if job.options.precompile and not any(name in users for name in ("triton_gemm", "load_autotune_results")):
+            flags.append("--xla_gpu_enable_triton_gemm=false")  # nothing can measure its tiles, and cuBLASLt needs none
+        variables["XLA_FLAGS"] = " ".join([variables["XLA_FLAGS"], *flags])
+    if job.options.compile or job.options.precompile:  # the cache takes nothing that no device can load
+        variables[compile_cache.SWITCH] = "0"
     return replace(start, command=command, environment=variables)
 
 
@@ -146,6 +151,7 @@ def handoff(job: Job, paths: Paths, limit: int | None = None) -> Handoff:
         replicate_below=job.batch * o.sequence_length if o.replicate_small_params else 0,
         gather_once=bool(o.gather_once),
         zero=o.zero,
+        precompiled=str(o.precompiled.resolve()) if o.precompiled else "",
     )
 
 

@@ -97,6 +97,8 @@ class Options(argparse.Namespace):
     # memory and runtime
     forecast: bool
     compile: bool
+    precompile: Path | None
+    precompiled: Path | None
     suggest: bool
     budget: float | None
     precision: str | None
@@ -281,6 +283,8 @@ def read(argv: Sequence[str]) -> Parsed:
             )
     if options.backend == "legate":
         options.backend = "multimesh"
+    if options.precompile:  # from the shapes alone, as a forecast
+        options.forecast, options.compile = True, bool(options.gpus)
     return Parsed(options, tuple(wrong), frozenset(doubtful))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from multimesh_maxtext.command.buckets import find_wrong_buckets
 from multimesh_maxtext.command.checks import Job, find_wrong_flags, find_wrong_sizes, make_job
 from multimesh_maxtext.command.dataset import find_missing_settings, find_notes
+from multimesh_maxtext.command.kernel_folders import find_wrong_folders
 from multimesh_maxtext.command.launch import settings_of_flags
 from multimesh_maxtext.command.member import find_alone
 from multimesh_maxtext.command.model import describe_model, has_package
@@ -65,6 +66,7 @@ def settle(parsed: Parsed, package: Path) -> Settled:
     """
     options = parsed.options
     found = [*find_wrong_flags(options), *find_wrong_buckets(options), *find_alone(options)]
+    found += find_wrong_folders(options)
     notes = tuple(_replace_kernels(options))
     flag = [f"attention_type={options.attention_type}"] if options.attention_type else []
     wrong = dict(find_wrong_settings([*options.settings, *flag], package))

@@ -27,15 +27,22 @@ def forecast_stages(lowered: multimesh.Lowered, state: Any, handoff: Handoff) ->
     timeline.to_svg(Path(handoff.forecast).with_suffix(".svg"))
     platform = handoff.platform and ("cpu" if handoff.platform == "cpu" else "gpu")
     found = needs(lowered, state, lowered.memory_forecast(platform or None))
+    if handoff.precompile and not handoff.target:
+        _show_progress()
+        lowered.compile().save(handoff.precompile)
     return Forecast(found, timeline.bubble, compile_stages(lowered, state, handoff) if handoff.target else None)
 
 
-def compile_stages(lowered: multimesh.Lowered, state: Any, handoff: Handoff) -> CompiledStages:
-    """Compile the kernels of all stages for the GPUs that the hand-over names."""
+def _show_progress() -> None:
     log = logging.getLogger("multimesh")  # its lines on progress are read by the command
     log.setLevel(logging.INFO)
     log.addHandler(logging.StreamHandler(sys.stdout))
     log.propagate = False
+
+
+def compile_stages(lowered: multimesh.Lowered, state: Any, handoff: Handoff) -> CompiledStages:
+    """Compile the kernels of all stages for the GPUs that the hand-over names; keep them where it says so."""
+    _show_progress()
     devices = multimesh.topology(
         handoff.target,
         nodes=handoff.target_nodes,
@@ -45,6 +52,8 @@ def compile_stages(lowered: multimesh.Lowered, state: Any, handoff: Handoff) -> 
     begin = time.perf_counter()
     compiled = lowered.on(devices).compile()
     took = time.perf_counter() - begin
+    if handoff.precompile:
+        compiled.save(handoff.precompile)
     calls: list[collections.Counter[str]] = [collections.Counter() for _ in lowered.plan.submeshes]
     for kernel, found in zip(lowered.plan.kernels, compiled.custom_calls(), strict=True):
         calls[kernel.submesh].update(found)

@@ -3,9 +3,10 @@ the dump and the timelines of the step."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -51,8 +52,9 @@ class StepFunction:
         self.__wrapped__ = fn
         self._handoff = handoff
         self._set_auto = set_auto
-        self._jitted = multimesh.jit(fn, donate_argnums=donate_argnums)
         self._trains = donate_argnums != ()
+        folder = handoff.precompiled if self._trains else ""
+        self._jitted = multimesh.jit(fn, donate_argnums=donate_argnums, precompiled=folder or None)
         self._first = True
 
     def __call__(self, state: Any, batch: Any) -> Any:
@@ -60,6 +62,9 @@ class StepFunction:
         with multimesh.context(**self._handoff.context):
             if self._first and self._trains:
                 self._choose(state, batch)
+                if self._handoff.precompiled:
+                    with _tell_refusal():
+                        _prepare(self._jitted, state, batch)
                 _inspect(self._jitted, self._handoff, state, batch)
             result = self._jitted(state, batch)
         if self._first and self._trains:
@@ -76,7 +81,8 @@ class StepFunction:
                 lowered = self._jitted.lower(state, batch)
                 if self._handoff.chosen:
                     self._write(lowered.plan.choices[0])
-                _end_before_training(lowered, self._handoff, state)
+                with _tell_refusal():
+                    _end_before_training(lowered, self._handoff, state)
         return Ahead()
 
     def _choose(self, state: Any, batch: Any) -> None:
@@ -154,6 +160,16 @@ def like_flash_attention(query: jax.Array, key: jax.Array, value: jax.Array, **_
     ``query``, ``key``, ``value``: of shape [batch, tokens, heads, width]; the kernel calls that ``BTNH``.
     """
     return _like_flash(query, key, value)
+
+
+@contextlib.contextmanager
+def _tell_refusal() -> Iterator[None]:
+    """End the process with the line of an error in what the user asked for, in the form that the command reads."""
+    try:
+        yield
+    except multimesh.UsageError as error:
+        print(f"multimesh: {error}", flush=True)
+        sys.exit(multimesh.UsageError.exit_code)
 
 
 def _prepare(jitted: multimesh.Jitted, state: Any, batch: Any) -> multimesh.Compiled:
