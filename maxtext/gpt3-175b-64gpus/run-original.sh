@@ -16,7 +16,7 @@ elif [[ ${SLURM_PROCID:-0} -eq 0 ]]; then
   echo "not a DGX H100 ($(nproc --all) logical cores, not 224): processes are not bound to cores"
 fi
 
-exec "${bind[@]}" "$(dirname "${BASH_SOURCE[0]}")/../run.py" --nodes "$SLURM_NTASKS" --gpus 1 --cpus 1 \
+exec "${bind[@]}" "$(dirname "${BASH_SOURCE[0]}")/../run.py" --nodes "$SLURM_NTASKS" --gpus 1 --cpus 1 --check \
   --pp 8 --tp 8 --interleave 12 --schedule wavefront --model-name gpt3-175b --num-layers 96 --model-dims 12288 \
   --num-heads 96 --sequence-length 2048 --batch-size 128 --microbatch-size 4 --attention cudnn_flash_te \
   --remat minimal --xla-rs-threshold 51200 --replicate-small-params --fbmem 77 --num-steps 8 "$@"

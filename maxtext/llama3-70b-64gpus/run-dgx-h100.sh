@@ -16,7 +16,7 @@ elif [[ ${SLURM_PROCID:-0} -eq 0 ]]; then
   echo "not a DGX H100 ($(nproc --all) logical cores, not 224): processes are not bound to cores"
 fi
 
-exec "${bind[@]}" "$(dirname "${BASH_SOURCE[0]}")/../run.py" --nodes "$SLURM_NTASKS" --gpus 1 --cpus 1 \
+exec "${bind[@]}" "$(dirname "${BASH_SOURCE[0]}")/../run.py" --nodes "$SLURM_NTASKS" --gpus 1 --cpus 1 --check \
   --dp 2 --pp 4 --tp 8 --interleave 5 --partition 5,4,4,4,4,4,4,4,4,4,4,4,4,4,4,4,4,4,4,3 \
   --schedule interleaved-zb --sequence-parallel --microbatch-size 4 --xla-ag-threshold 268435456 \
   --model-name llama3-70b --num-layers 80 --sequence-length 4096 --batch-size 128 --attention cudnn_flash_te \

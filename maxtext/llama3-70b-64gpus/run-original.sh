@@ -16,7 +16,7 @@ elif [[ ${SLURM_PROCID:-0} -eq 0 ]]; then
   echo "not a DGX H100 ($(nproc --all) logical cores, not 224): processes are not bound to cores"
 fi
 
-exec "${bind[@]}" "$(dirname "${BASH_SOURCE[0]}")/../run.py" --nodes "$SLURM_NTASKS" --gpus 1 --cpus 1 \
+exec "${bind[@]}" "$(dirname "${BASH_SOURCE[0]}")/../run.py" --nodes "$SLURM_NTASKS" --gpus 1 --cpus 1 --check \
   --pp 16 --tp 4 --interleave 5 --schedule prefetch-wavefront --only-fuse-loop-tasks --microbatch-size 2 \
   --model-name llama3-70b --num-layers 80 --sequence-length 4096 --batch-size 128 --attention cudnn_flash_te \
   --remat minimal --xla-rs-threshold 51200 --replicate-small-params --fbmem 78 --num-steps 10 "$@"

@@ -4,7 +4,7 @@
 set -euo pipefail
 : "${SLURM_LOCALID:?srun starts this, once per GPU}" "${SLURM_NTASKS:?}"
 
-exec "$(dirname "${BASH_SOURCE[0]}")/../run.py" --nodes "$SLURM_NTASKS" --gpus 1 --cpus 1 \
+exec "$(dirname "${BASH_SOURCE[0]}")/../run.py" --nodes "$SLURM_NTASKS" --gpus 1 --cpus 1 --check \
   --dp 2 --pp 2 --tp 4 --interleave 8 --schedule prefetch-wavefront --only-fuse-loop-tasks \
   --model-name llama3-8b --num-layers 32 --sequence-length 4096 --batch-size 32 --microbatch-size 2 \
   --attention cudnn_flash_te --remat minimal --xla-rs-threshold 51200 --replicate-small-params --num-steps 20 "$@"

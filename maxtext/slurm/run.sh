@@ -4,5 +4,5 @@
 set -euo pipefail
 : "${SLURM_LOCALID:?srun starts this, once per GPU}" "${SLURM_NTASKS:?}"
 
-exec "$(dirname "${BASH_SOURCE[0]}")/../run.py" --nodes "$SLURM_NTASKS" --gpus 1 --cpus 1 \
+exec "$(dirname "${BASH_SOURCE[0]}")/../run.py" --nodes "$SLURM_NTASKS" --gpus 1 --cpus 1 --check \
   "$@"

@@ -35,6 +35,8 @@ def test_a_folder_has_what_it_shares(job: jobs.Job):
     found = {path.name: path.read_text() for path in (jobs.HERE / job.folder).iterdir()}
     assert found == made, "run maxtext/jobs.py --write"
     assert job.flags in re.sub(r" +\\\n +", " ", "".join(made.values()))
+    checked = [text for name, text in made.items() if name.endswith(".sh") or name == "jobset.yaml"]
+    assert all(re.search(r" --check[ ,]", text) for text in checked)
     for name in made:
         assert os.access(jobs.HERE / job.folder / name, os.X_OK) == name.endswith(".sh")
 

@@ -18,7 +18,9 @@ import pytest
 from killing import trainers
 
 from multimesh_maxtext.command.cli import main
+from multimesh_maxtext.command.readiness import UNFIT
 from multimesh_maxtext.command.text import write_corpus
+from multimesh_maxtext.errors import UnfitError
 
 Run = Callable[..., Any]
 ROOT = Path(__file__).resolve().parents[2]
@@ -203,6 +205,31 @@ def test_the_code_of_the_process_that_fails_is_that_of_all(root: Path, tmp_path:
     argv = ["--spawn", "--nodes", "2", "--cpus", "1", "--pp", "3", "--output", str(tmp_path)]
     assert main(argv, root=root) == 2
     assert "error: " in capfd.readouterr().err
+
+
+@pytest.mark.multiprocess
+def test_processes_that_do_not_pass_the_check_do_not_train(
+    root: Path, tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_shard_autotuning=true")
+    words = ["--spawn", "--nodes=2", "--cpus=1", "--pp=2", "--num-layers=2", "--check", f"--output={tmp_path / 'out'}"]
+    assert main([*words, *STEP, "--json"], root=root) == UnfitError.exit_code
+    out, err = capfd.readouterr()
+    assert json.loads(out)["exit_code"] == UnfitError.exit_code  # and no table
+    assert "FAILED: versions: XLA_FLAGS has --xla_gpu_shard_autotuning=true" in err
+    assert err.count("error: --check: these processes cannot run pipelines; the table above says why") == 1
+    assert not (tmp_path / "out/maxtext.log").exists()
+
+
+@pytest.mark.full
+@pytest.mark.multiprocess
+def test_processes_that_pass_the_check_train(root: Path, tmp_path: Path, capfd: pytest.CaptureFixture):
+    words = ["--spawn", "--nodes=2", "--cpus=1", "--pp=2", "--num-layers=2", "--check", f"--output={tmp_path / 'out'}"]
+    assert main([*words, *STEP], root=root) == 0
+    out, err = capfd.readouterr()
+    assert err.count("ok: these processes can run pipelines") == 1
+    assert out.splitlines()[-1].startswith("ok: 3 steps, loss ")
+    assert not (tmp_path / "out" / UNFIT).exists()
 
 
 @pytest.mark.full

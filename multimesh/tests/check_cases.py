@@ -76,6 +76,7 @@ FAULTS = {each.__name__: each for each in (have_another_jax, have_another_folder
 
 
 def main(fault: str, wanted: str, *flags: str) -> None:
+    os.environ["SLURMD_NODENAME"] = "n1" if ODD else "n0"
     if ODD and fault in FAULTS:
         FAULTS[fault]()
     import dataclasses

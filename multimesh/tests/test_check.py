@@ -70,6 +70,26 @@ def test_flags_that_hang_pipelines_are_those_of_one_table(monkeypatch):
     assert "(a report)" in known_faults.find_overrides({"XLA_FLAGS": "--xla_gpu_new=2"})[0]
 
 
+def test_nodes_at_fault_are_named():
+    rows = [verdicts.make_failure("products", "slow", "", processes=[3]), Row("GPUs", "ok", "", processes=[0])]
+    nodes = ["n1", "n1", "n2", "n2"]
+    assert verdicts.unfit_nodes(rows, nodes) == ["n2"]
+    assert verdicts.unfit_nodes([*rows, verdicts.make_failure("GPUs", "hot", "", processes=[0])], nodes) == ["n1", "n2"]
+    assert verdicts.unfit_nodes(rows[1:], nodes) == verdicts.unfit_nodes(rows, ()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("process 0 of 16 (n1, pid 70) ends because process 3 of 16 (n2, pid 88) was killed by SIGKILL", [3]),
+        ("check: products: process 3, 5 and 2 more of 16 has not come here within 65 s", [3]),
+        ("the store is gone", []),
+    ],
+)
+def test_the_process_at_fault_is_the_last_that_a_sentence_names(text, found):
+    assert steps.find_processes(text) == found
+
+
 @pytest.mark.stand_in("a libnccl.so of one function")
 def test_the_version_of_nccl_is_what_its_library_says(tmp_path):
     source, library = tmp_path / "nccl.c", tmp_path / "libnccl.so.2"

@@ -45,11 +45,24 @@ def check(folder, *words, **more):
     return done.returncode, json.loads(lines[0]), said
 
 
+UNFIT = ("have_another_folder", "be_slow", "be_stopped", "hang")
+"""Faults of one process, whose node is named. Of the others all have a part."""
+
+
 @pytest.mark.telling("have_another_folder", "be_stopped", "hang")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_a_row_with_its_process_and_a_code(tmp_path, fault):
     wanted, flags, want, name, told = FAULTS[fault]
-    words = [str(CASES), fault, wanted, "--json", *["--quick"] * ("checkpoint" not in wanted), *flags]
+    listed = tmp_path / "unfit"
+    words = [
+        str(CASES),
+        fault,
+        wanted,
+        "--json",
+        f"--unfit={listed}",
+        *["--quick"] * ("checkpoint" not in wanted),
+        *flags,
+    ]
     code, found, said = check(tmp_path, "spawn", "-n", "2", *words)
     assert found["rows"], said
     (row,) = [row for row in found["rows"] if row["verdict"] == "FAILED"]
@@ -58,6 +71,8 @@ def test_a_fault_is_a_row_with_its_process_and_a_code(tmp_path, fault):
     assert (row["code"], found["exit_code"]) == (want, want), said
     assert code == (137 if fault == "be_stopped" else want), said  # that of the process that was ended first
     assert "Traceback" not in said
+    assert found["unfit_nodes"] == ["n1"] * (fault in UNFIT), said
+    assert (listed.read_text() if listed.exists() else "") == "n1\n" * (fault in UNFIT)
     if fault == "have_another_folder":
         assert [(r["verdict"], r["measured"]) for r in found["rows"]][-1] == ("-", "the folder is not shared")
 

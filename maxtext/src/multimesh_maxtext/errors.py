@@ -72,6 +72,10 @@ class PreemptedError(LauncherError, exit_code=18, shared=True):
     """A signal ended the run; all processes wrote a checkpoint first, and a run with ``--resume`` goes on after it."""
 
 
+class UnfitError(LauncherError, exit_code=19, shared=True):
+    """The check before training found a device, a node or a link that pipelines cannot run on."""
+
+
 class UnreadError(LauncherError, exit_code=141):
     """Nobody reads the output any more: the code of programs that SIGPIPE ends."""
 

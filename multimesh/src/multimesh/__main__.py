@@ -157,6 +157,8 @@ def _add_check(commands: Any) -> None:
     add("--calibrate", type=_file, metavar="FILE", help=text)
     text = "write the rows as JSON without hosts, users, addresses and paths"
     add("--report", type=_file, metavar="FILE", help=text)
+    text = "write the nodes whose processes are at fault in a step that failed, one a line"
+    add("--unfit", type=_file, metavar="FILE", help=text)
     add("--json", action="store_true", help="one JSON object instead of the table")
 
 

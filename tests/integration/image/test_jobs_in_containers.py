@@ -16,7 +16,8 @@ from tests.integration.parts import processes, pyxis, slurm
 
 ROOT = Path(__file__).parents[3]
 TINY = (
-    *("--gpus=0", "--cpus=2", "--dp=1", "--tp=2", "--interleave=1", "--num-layers=2", "--attention=dot_product"),
+    *("--no-check", "--gpus=0", "--cpus=2", "--dp=1", "--tp=2", "--interleave=1", "--num-layers=2"),
+    "--attention=dot_product",
     *("--sequence-length=32", "--model-dims=32", "--num-heads=4", "--batch-size=8", "dtype=float32", "vocab_size=512"),
 )
 """CPU devices in place of GPUs and their attention, and a small model; all else is the folder's own."""

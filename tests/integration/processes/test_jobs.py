@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from multimesh_maxtext.errors import PreemptedError, ProcessLostError
+from multimesh_maxtext.command.readiness import UNFIT
+from multimesh_maxtext.errors import PreemptedError, ProcessLostError, UnfitError
 
 from tests.integration.parts import processes, slurm
 from tests.integration.processes.test_slurm import trainer
@@ -27,10 +28,11 @@ import jobs  # noqa: E402
 pytestmark = pytest.mark.slurm
 
 TINY = (
-    "--gpus 0 --attention dot_product --sequence-length 32 --model-dims 32 --num-heads 4 --num-steps 3 dtype=float32 "
-    "vocab_size=512"
+    "--no-check --gpus 0 --attention dot_product --sequence-length 32 --model-dims 32 --num-heads 4 --num-steps 3 "
+    "dtype=float32 vocab_size=512"
 )
-"""What every rehearsal scales: CPU devices in place of GPUs and their attention; the sizes of the model; the steps."""
+"""What every rehearsal scales: CPU devices in place of GPUs and their attention; the sizes of the model; the steps. The
+check before training has a rehearsal of its own."""
 
 SCALED = {
     "gpt3-175b-64gpus": "--cpus 4 --pp 4 --tp 2 --interleave 2 --num-layers 8 --batch-size 16",
@@ -140,11 +142,22 @@ def test_batch_scripts_know_the_codes_that_they_look_for() -> None:
     script = jobs.files(jobs.SOURCE)["job.sbatch"]
     assert f"code != {ProcessLostError.exit_code} && code <= 128" in script
     assert f"code == {PreemptedError.exit_code} && warned" in script
+    assert f"code == {UnfitError.exit_code}" in script
+    assert f"$output/{UNFIT}" in script
 
 
 STEPS = 40
 TRAINING = (
-    *("--gpus=0", "--cpus=1", "--pp=2", "--num-layers=2", "--batch-size=8", "--microbatch-size=2", "--seed=1"),
+    *(
+        "--no-check",
+        "--gpus=0",
+        "--cpus=1",
+        "--pp=2",
+        "--num-layers=2",
+        "--batch-size=8",
+        "--microbatch-size=2",
+        "--seed=1",
+    ),
     *("--sequence-length=32", "--model-dims=32", "--num-heads=2", f"--num-steps={STEPS}", "dtype=float32"),
 )
 
@@ -344,6 +357,37 @@ def test_a_spare_node_takes_the_place_of_a_lost_one_before_any_smaller_grid(
     assert sum(int(row[4]) for row in rows) == STEPS
     print(job.said)
     compare(output, tmp_path / "one", text)
+
+
+SICK = """#!/bin/sh
+case "$*" in *--query-gpu=index*) ;; *) exit ;; esac
+[ "$SLURMD_NODENAME" = n1 ] && errors=7
+echo "0, 570.1, P0, 1980, 1980, 80000, 81559, ${errors:-0}, 0x0, 40, 16, 16"
+"""
+"""An nvidia-smi, by which a GPU of node n1 has errors in its memory."""
+
+
+@pytest.mark.full
+@pytest.mark.stand_in("an nvidia-smi that tells of a bad GPU, where there is none")
+def test_a_node_that_the_check_finds_unfit_is_named_and_a_spare_one_trains(
+    submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The grid needs one of two nodes. The batch script asks for the check, which n1 does not pass and n2 does."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/nvidia-smi").write_text(SICK)
+    (tmp_path / "bin/nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    output = tmp_path / "out"
+    checked = [flag for flag in TRAINING if flag != "--no-check"]
+    going = ["--checkpoint", str(tmp_path / "ck"), "--max-restarts=1", "--fallback", "pp=1,dp=1"]
+    job = submit("slurm", 4, *checked, "--num-steps=3", "--output", str(output), *going)
+    assert job.wait(1200) == 0, job.said
+    assert job.said.count("FAILED: GPUs: GPU 0 of process 0 of 2") == 1, job.said
+    assert "error: --check: these processes cannot run pipelines; at fault: n1; the table above says why" in job.said
+    assert "unfit nodes are left out: n1; an operator drains them: scontrol update nodename=n1 " in job.said
+    assert job.said.count("ok: these processes can run pipelines") == 1, job.said
+    assert "ok: 3 steps, loss " in job.said, job.said
+    assert not (output / UNFIT).exists()
 
 
 def test_a_grid_that_does_not_come_out_is_refused_before_the_job_starts(submit: Submit, tmp_path: Path) -> None:

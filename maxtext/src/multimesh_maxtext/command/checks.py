@@ -268,6 +268,11 @@ def _flags_apart(o: Options) -> Iterator[tuple[object, LauncherError]]:
         o.checkpoint and o.verify,
         UsageError("--verify trains twice from step 0 to compare; leave out --checkpoint or --verify"),
     )
+    for name in ("forecast", "export", "hlo", "dump_only"):
+        yield (
+            o.check and o.has(name),
+            UsageError(f"--check is for processes that train, --{name.replace('_', '-')} does not; leave out one"),
+        )
     for name in ("dump_hlo", "dump_all_passes", "dump_mpmd_passes", "dump_only"):
         yield o.has(name) and not o.dump, UsageError(f"--{name.replace('_', '-')} says how to dump; add --dump DIR")
     yield (

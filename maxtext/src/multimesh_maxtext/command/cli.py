@@ -37,6 +37,7 @@ from multimesh_maxtext.command.machine import check_environment, python, stale_p
 from multimesh_maxtext.command.member import ALONE, Member, any_member, find_repeats, member
 from multimesh_maxtext.command.model import find_maxtext, has_package
 from multimesh_maxtext.command.options import Options, read
+from multimesh_maxtext.command.readiness import check_processes
 from multimesh_maxtext.command.reasons import resume_advice, tail
 from multimesh_maxtext.command.report import TOLERANCE, Output, Pair, check_agreement, compare, largest, reference_job
 from multimesh_maxtext.command.reserve import RUNNING, has_content, holds_run, remove_run, writing
@@ -206,6 +207,8 @@ def _run(settled: Settled, maxtext: Path, root: Path | None) -> int:
     kept = compile_cache.first_use(start.environment)
     if kept and this.rank == 0:
         print(kept, file=sys.stderr)
+    if options.check:
+        check_processes(start, options, first.output, this)
     again = restarts.attempt(options, os.environ)
     patience = _PATIENCE if again else 0.0
     with writing(paths.output / RUNNING, "--output", patience=patience) as held:

@@ -221,6 +221,11 @@ def _outputs(root: argparse.ArgumentParser) -> None:
     )
     add("--verify", action="store_true", help=text)
     text = (
+        "before training let all processes run `python -m multimesh check --quick`, and train only if it passes; its "
+        "table goes to stderr, and nodes at fault to unfit-nodes in --output (default off)"
+    )
+    switch(group, "--check", text)
+    text = (
         "record a profile of some steps after the first (xplane, in the output folder); backend multimesh also "
         "measures every kernel and draws timelines of the step (default off)"
     )

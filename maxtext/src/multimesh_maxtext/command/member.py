@@ -93,6 +93,11 @@ def any_member(parsed: Parsed, environment: Mapping[str, str]) -> Member:
     return find_launcher(environment)[1] if several and not parsed.options.spawn else ALONE
 
 
+def is_numbered_by_us(environment: Mapping[str, str]) -> bool:
+    """Return whether ``--spawn`` or a manifest for Kubernetes numbered this process, for which JAX has no launcher."""
+    return find_launcher(environment)[0] is _OWN
+
+
 def find_launcher(environment: Mapping[str, str]) -> tuple[Launcher | None, Member]:
     """Return the launcher of this process, if it is one of several, and its place among them.
 

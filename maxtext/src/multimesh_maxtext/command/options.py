@@ -85,6 +85,7 @@ class Options(argparse.Namespace):
     dry_run: bool
     json: bool
     verify: bool
+    check: bool | None
     profile: bool | None
     # checkpoints and evaluation
     checkpoint: Path | None

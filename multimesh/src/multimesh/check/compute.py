@@ -88,7 +88,8 @@ def judge_products(bench: Bench, every: Sequence[Sequence[dict[str, float]]]) ->
     numbers = {"product": least, "copy": copies}
     if least < (SLOW if bench.accelerated else SLOW_CPU) * usual:
         remedy = "a pipeline is as slow as its slowest device: see the rows of GPUs, what else runs there, its cooling"
-        return [make_failure("products", text, remedy, MissingPartError.exit_code, expected=wanted, numbers=numbers)]
+        more = {"expected": wanted, "numbers": numbers, "processes": [rank]}
+        return [make_failure("products", text, remedy, MissingPartError.exit_code, **more)]
     low = table is not None and usual < BELOW * table.matmul_rate("bf16")
     remedy = "clocks, power limits (nvidia-smi -q -d PERFORMANCE), or others on the same GPUs" if low else ""
     return [Row("products", NOTE if low else OK, text, wanted, remedy, numbers=numbers)]

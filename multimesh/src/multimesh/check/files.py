@@ -85,5 +85,5 @@ def judge_files(bench: Bench, every: Sequence[dict[str, Any]]) -> list[Row]:
     for rank, each in sorted(enumerate(every), key=lambda pair: pair[0] == 0):  # process 0 sees only that one is odd
         if each["fault"]:
             text = f"{where} of {name_process(rank)}: {each['fault']}"
-            return [make_failure("shared folder", text, remedy, UsageError.exit_code)]
+            return [make_failure("shared folder", text, remedy, UsageError.exit_code, processes=[rank])]
     return [Row("shared folder", OK, f"{where}: all see each other's files, locks and renames")]

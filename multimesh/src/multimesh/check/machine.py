@@ -142,7 +142,8 @@ def judge_devices(bench: Bench, every: Sequence[Mapping[str, Any]]) -> list[Row]
     for rank, each in enumerate(every):
         if tuple(each["kinds"]) != usual:
             text = f"{name_process(rank)} sees {_count_kinds(each['kinds'])}, most see {_count_kinds(usual)}"
-            return [make_failure(name, text, "give each process as many devices of one kind", UsageError.exit_code)]
+            remedy = "give each process as many devices of one kind"
+            return [make_failure(name, text, remedy, UsageError.exit_code, processes=[rank])]
     free = [bytes_ for each in every for bytes_ in each["free"]]
     text = f"{len(every)} x {_count_kinds(usual)}; a grid of {bench.stages} stages x {bench.per_stage}"
     numbers = {"devices": float(sum(len(each["kinds"]) for each in every))}
@@ -197,13 +198,11 @@ def judge_gpus(every: Sequence[Mapping[str, Any]]) -> list[Row]:
         for gpu in each["gpus"]:
             seen = True
             for wrong, remedy in _ills(gpu, usual):
-                found.append(make_failure("GPUs", f"GPU {gpu['index']} of {name_process(rank)}: {wrong}", remedy, 4))
-        found += [
-            make_failure(
-                "GPUs", f"{link} of {name_process(rank)} is down", "drain the node; dcgmi diag -r 3 says more", 4
-            )
-            for link in each["links"]
-        ]
+                text = f"GPU {gpu['index']} of {name_process(rank)}: {wrong}"
+                found.append(make_failure("GPUs", text, remedy, 4, processes=[rank]))
+        for link in each["links"]:
+            text, remedy = f"{link} of {name_process(rank)} is down", "drain the node; dcgmi diag -r 3 says more"
+            found.append(make_failure("GPUs", text, remedy, 4, processes=[rank]))
     return found or ([Row("GPUs", OK, "no errors, no throttling, all links up, by nvidia-smi")] if seen else [])
 
 

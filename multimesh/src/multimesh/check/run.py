@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -14,11 +15,11 @@ from typing import NoReturn
 import multimesh as mm
 from multimesh.check import compute, files, machine, transfers, verdicts, workloads
 from multimesh.check.device_file import device_table
-from multimesh.check.steps import Bench, Probe, run_steps
+from multimesh.check.steps import Bench, Probe, find_processes, run_steps
 from multimesh.check.verdicts import OK, Row, make_failure
 from multimesh.errors import UsageError
 from multimesh.marking.contexts import TRANSPORTS
-from multimesh.processes import initialize
+from multimesh.processes import agree, initialize
 
 MEET = 60.0
 _TUNING = "XLA_FLAGS=--xla_gpu_shard_autotuning=false: XLA waits for all processes to compile the same program"
@@ -67,7 +68,7 @@ def run(options: argparse.Namespace) -> NoReturn:
     begun = time.monotonic()
     every: list[Row] = []
     job = _meet(options, every)
-    teller = _Teller(options, job.rank, job.hosts, every)
+    teller = _Teller(options, job.rank, job.hosts, every, _share_nodes())
     every.append(_met(job, time.monotonic() - begun))
     teller.tell(every)
     bench = Bench(job, options.stages or 0, options.per_stage or 0, options.quick, options.folder.absolute())
@@ -102,11 +103,25 @@ def _met(job: initialize.Processes, seconds: float) -> Row:
     return Row("meeting", OK, text, seconds=seconds, numbers={"processes": count, "hosts": hosts})
 
 
+def _share_nodes() -> list[str]:
+    """Return the node of each process: its name for Slurm, which may be another than that of the machine."""
+    own = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    every = agree.decide_together("check: nodes", own.encode(), lambda said: b"\n".join(said))
+    return every.decode().split("\n")
+
+
 class _Teller:
     """The voice of process 0: it prints and writes for all."""
 
-    def __init__(self, options: argparse.Namespace, rank: int, hosts: Sequence[str], every: list[Row]) -> None:
-        self._options, self._rank, self._hosts, self._rows, self._bench = options, rank, hosts, every, None
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        rank: int,
+        hosts: Sequence[str],
+        every: list[Row],
+        nodes: Sequence[str] = (),
+    ) -> None:
+        self._options, self._rank, self._hosts, self._rows, self._nodes = options, rank, hosts, every, nodes
 
     def tell(self, new: Sequence[Row]) -> None:
         """Say each row as soon as it is known, where somebody reads along."""
@@ -118,7 +133,8 @@ class _Teller:
 
     def lost(self, text: str, code: int) -> None:
         """Tell what was found until another process was lost."""
-        row = make_failure("all processes live", text, "see the output of that process, and of its machine", code)
+        remedy = "see the output of that process, and of its machine"
+        row = make_failure("all processes live", text, remedy, code, processes=find_processes(text))
         self._rows.append(row)
         self.finish(code)
 
@@ -126,16 +142,20 @@ class _Teller:
         """Print the table or the JSON, and write the files."""
         if self._rank:
             return
-        data = {"rows": verdicts.to_json(self._rows), "exit_code": code}
+        unfit = verdicts.unfit_nodes(self._rows, self._nodes)
+        data = {"rows": verdicts.to_json(self._rows), "exit_code": code, "unfit_nodes": unfit}
         print(json.dumps(data) if self._options.json else f"\n{verdicts.table(self._rows)}\n", flush=True)
         if not self._options.json:
             good = "ok: these processes can run pipelines"
             bad = next((row for row in self._rows if row.verdict == verdicts.FAILED), None)
             print(good if bad is None else f"FAILED: {bad.name}: {bad.measured}", flush=True)
+            if unfit:
+                print(f"unfit nodes: {', '.join(unfit)}", flush=True)
+        if self._options.unfit and unfit:
+            _write("--unfit", self._options.unfit, "".join(f"{node}\n" for node in unfit))
         if self._options.report:
-            _write(
-                "--report", self._options.report, json.dumps(verdicts.without_names(data, self._hosts), indent=1) + "\n"
-            )
+            told = verdicts.without_names(data, [*self._hosts, *self._nodes])
+            _write("--report", self._options.report, json.dumps(told, indent=1) + "\n")
         if self._options.calibrate and code == 0:
             _write("--calibrate", self._options.calibrate, device_table(self._rows))
         elif self._options.calibrate:

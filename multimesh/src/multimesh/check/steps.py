@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,11 @@ class Probe:
     if_wrong: str = ""
 
 
+def find_processes(text: str) -> list[int]:
+    """Return the process that a sentence on a lost one names last, as the one at fault."""
+    return [int(rank) for rank in re.findall(r"process (\d+)(?:, [^;]*?)? of \d+", text)[-1:]]
+
+
 def run_steps(steps: Sequence[Probe], bench: Bench, tell: Callable[[Sequence[Row]], None]) -> tuple[list[Row], bool]:
     """Run the steps in all processes; ``tell`` gets the rows of each as soon as all know them.
 
@@ -99,7 +105,8 @@ def _run(step: Probe, bench: Bench) -> tuple[list[Row], bool]:
         said = agree.decide_together(f"check: {step.name}", json.dumps(mine).encode(), decide, step.limit + LATE)
     except LostProcessError as error:
         text = str(error).partition("; do all")[0]
-        return [make_failure(step.name, text, step.remedy, error.exit_code, seconds=time.monotonic() - begun)], False
+        more = {"seconds": time.monotonic() - begun, "processes": find_processes(text)}
+        return [make_failure(step.name, text, step.remedy, error.exit_code, **more)], False
     new, answers = json.loads(said)
     return verdicts.from_json(new), answers
 
@@ -125,20 +132,23 @@ def _within_limit(step: Probe, bench: Bench) -> dict[str, Any]:
 
 
 def _judge(step: Probe, bench: Bench, said: Sequence[dict[str, Any]], seconds: float) -> list[Row]:
+    def some(ranks: Mapping[int, Any]) -> list[int]:
+        """Return processes as those at fault. If they are all processes, the fault may lie elsewhere."""
+        return [*ranks] if len(ranks) < len(said) else []
+
     late = {rank: each["late"] for rank, each in enumerate(said) if "late" in each}
     wrong = {rank: each for rank, each in enumerate(said) if "error" in each}
     new = []
     if wrong:  # it may be why others are late
         rank, first = next(iter(wrong.items()))
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        new.append(
-            make_failure(step.name, f"{name_process(rank)}{more}: {first['error']}", step.if_wrong, first["code"])
-        )
+        text = f"{name_process(rank)}{more}: {first['error']}"
+        new.append(make_failure(step.name, text, step.if_wrong, first["code"], processes=some(wrong)))
     if late:
         rank, doing = next(iter(late.items()))
         more = f" (and {len(late) - 1} more)" if len(late) > 1 else ""
         text = f"{name_process(rank)}{more} did not end within {step.limit:.0f} s: {doing}"
-        new.append(make_failure(step.name, text, step.remedy, LostProcessError.exit_code))
+        new.append(make_failure(step.name, text, step.remedy, LostProcessError.exit_code, processes=some(late)))
     if not new:
         new = step.judge(bench, [each["value"] for each in said])
     return [Row(**{**vars(row), "seconds": seconds}) for row in new]

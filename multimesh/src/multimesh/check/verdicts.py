@@ -31,6 +31,7 @@ class Row:
     seconds: float = 0.0  # how long the step took
     # measured quantities by name, in bytes, seconds, operations a second
     numbers: Mapping[str, float] = field(default_factory=dict)
+    processes: Sequence[int] = ()  # those at fault, where that is known
 
 
 def make_failure(name: str, measured: str, remedy: str, code: int = 1, **more: Any) -> Row:
@@ -41,6 +42,11 @@ def make_failure(name: str, measured: str, remedy: str, code: int = 1, **more: A
 def exit_code(rows: Iterable[Row]) -> int:
     """Return the code of the first failure, or 0."""
     return next((row.code for row in rows if row.verdict == FAILED), 0)
+
+
+def unfit_nodes(rows: Iterable[Row], nodes: Sequence[str]) -> list[str]:
+    """Return the nodes whose processes are at fault in a row that failed. ``nodes``: that of each process."""
+    return sorted({nodes[rank] for row in rows if row.verdict == FAILED for rank in row.processes if nodes})
 
 
 def table(rows: Sequence[Row]) -> str:
