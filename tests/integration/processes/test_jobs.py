@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from multimesh_maxtext.command.readiness import UNFIT
-from multimesh_maxtext.errors import PreemptedError, ProcessLostError, UnfitError
+from multimesh_maxtext.errors import PreemptedError, ProcessLostError
 
 from tests.integration.parts import processes, slurm
 from tests.integration.processes.test_slurm import trainer
@@ -142,7 +142,6 @@ def test_batch_scripts_know_the_codes_that_they_look_for() -> None:
     script = jobs.files(jobs.SOURCE)["job.sbatch"]
     assert f"code != {ProcessLostError.exit_code} && code <= 128" in script
     assert f"code == {PreemptedError.exit_code} && warned" in script
-    assert f"code == {UnfitError.exit_code}" in script
     assert f"$output/{UNFIT}" in script
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
+import time
 from pathlib import Path
 
 from multimesh.launch import process_variables
@@ -11,6 +13,9 @@ from multimesh_maxtext.command.launch import Launch
 from multimesh_maxtext.command.member import Member, is_numbered_by_us
 from multimesh_maxtext.command.options import Options
 from multimesh_maxtext.errors import FileError, ProcessLostError, UnfitError
+
+HOLD = 5.0
+"""Seconds that the others wait for the first process, which tells: Slurm ends all as soon as one ends with an error."""
 
 UNFIT = "unfit-nodes"
 """File in the output folder: the nodes that the check found at fault, one a line. The batch scripts leave these out."""
@@ -40,6 +45,9 @@ def check_processes(start: Launch, o: Options, output: Path, this: Member) -> No
     if code == ProcessLostError.exit_code or code < 0:
         raise ProcessLostError("--check: a process or a transfer did not answer; the table above says which")
     if code:
+        if this.rank:
+            with contextlib.suppress(KeyboardInterrupt):
+                time.sleep(HOLD)
         nodes = unfit.read_text().split() if unfit.exists() else []
         which = f"; at fault: {', '.join(nodes)}" if nodes else ""
         raise UnfitError(f"--check: these processes cannot run pipelines{which}; the table above says why")
