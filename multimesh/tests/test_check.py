@@ -171,6 +171,9 @@ def test_the_slowest_device_is_named_if_it_is_far_slower():
     assert "slowest 400, device 1 of process 1" in row.measured
     (row,) = compute.judge_products(Grid(), [[slow | {"product": 200e12}]] * 2)
     assert row.verdict == "note"
+    shared = Grid(accelerated=False, kind="cpu")  # devices of a process share its cores
+    (row,) = compute.judge_products(shared, [[fast, {"product": 1.0, "copy": 1.0}], [fast, fast]])
+    assert row.verdict == "ok"
     (row,) = compute.judge_products(Grid(accelerated=False, kind="cpu"), [[fast], [slow]])
     assert (row.verdict, row.expected) == ("ok", "")
 

@@ -75,7 +75,9 @@ def products(bench: Bench) -> list[dict[str, float]]:
 
 
 def judge_products(bench: Bench, every: Sequence[Sequence[dict[str, float]]]) -> list[Row]:
-    """Name the slowest device if it is far slower than the usual one."""
+    """Name the slowest device if it is far slower than the usual one. CPU devices of a process share its cores."""
+    if not bench.accelerated:
+        every = [[max(devices, key=lambda each: each["product"])] for devices in every]
     rates = [each["product"] for devices in every for each in devices]
     places = [(rank, number) for rank, devices in enumerate(every) for number in range(len(devices))]
     usual, least = statistics.median_high(rates), min(rates)
