@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,17 @@ def test_processes_that_are_well_pass_every_row(tmp_path, count, flags):
     assert str(tmp_path) not in report
     assert [row["name"] for row in json.loads(report)["rows"]] == names
     assert not [*tmp_path.glob(".multimesh-check-*")]
+
+
+def test_processes_end_as_soon_as_the_table_is_there(tmp_path):
+    """Not when the heartbeats of those that left are missed."""
+    words = ["spawn", "-n", "2", str(CASES), "none", "devices", "--json"]
+    patient = ENV | {"MULTIMESH_SILENCE_TIMEOUT": "60"}
+    with subprocess.Popen([*MULTIMESH, *words], stdout=subprocess.PIPE, text=True, env=patient, cwd=tmp_path) as job:
+        assert any(line.startswith("{") for line in job.stdout)
+        begun = time.monotonic()
+        assert job.wait(100) == 0
+    assert time.monotonic() - begun < 25
 
 
 def test_a_flag_that_hangs_pipelines_is_told_once(tmp_path):

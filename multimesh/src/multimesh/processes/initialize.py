@@ -372,6 +372,7 @@ def end_together(code: int) -> NoReturn:
     """Wait until all processes are done, and leave with a code that all have."""
     if _watch is not None:
         _watch.finish()
+        jax.distributed.shutdown()  # else process 0 waits for the heartbeats of the others, which have left
     leave(code)
 
 
