@@ -100,6 +100,9 @@ def test_a_forecast_needs_no_gpus(run: Run, tmp_path: Path, attention: str):
     assert 0 < found["bubble"] < 1
     assert found["limit"] == int(81_559 * 2**20 * round(70_000 / 81_559, 4))
     assert found["tokens_per_second"] > 0
+    for stage in found["host"]:  # of four microbatches a forward and a backward kernel each
+        assert stage["kernels"] > 8
+        assert 0 < stage["transfers"] < stage["arrays"]
     assert ElementTree.parse(tmp_path / "forecast/forecast.svg").getroot().tag.endswith("svg")
     squares = 2 * 1024 * 1024 * 4  # heads on a device, pairs of tokens, float32
     largest = max(need["activations"] + need["workspace"] for need in found["forecast"])

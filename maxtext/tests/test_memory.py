@@ -18,7 +18,7 @@ import multimesh as mm
 from multimesh_maxtext.command.memory import check_fits, show_size, tabulate_stages
 from multimesh_maxtext.command.values import parse_size
 from multimesh_maxtext.errors import DoesNotFitError
-from multimesh_maxtext.handoff import CompiledStages, Forecast, Need, read_forecast, write_forecast
+from multimesh_maxtext.handoff import CompiledStages, Forecast, HostCalls, Need, read_forecast, write_forecast
 from multimesh_maxtext.trainer.foresight import needs
 
 GIB = 2**30
@@ -94,7 +94,7 @@ STAGES = CompiledStages((held(30), held(50)), 9, 4, 12.5, ({"__cublas$lt$matmul"
 
 def test_a_forecast_is_read_as_it_was_written(tmp_path: Path):
     for stages in (None, STAGES):
-        written = Forecast((held(1), held(2)), 0.25, stages)
+        written = Forecast((held(1), held(2)), 0.25, (HostCalls(3, 40, 2), HostCalls(4, 50, 2)), stages)
         write_forecast(written, tmp_path / "forecast.json")
         assert read_forecast(tmp_path / "forecast.json") == written
 

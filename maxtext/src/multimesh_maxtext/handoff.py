@@ -136,14 +136,29 @@ class CompiledStages:
 
 
 @dataclass(frozen=True)
+class HostCalls:
+    """The calls that the main thread of a process of one stage makes in a step."""
+
+    kernels: int
+    arrays: int  # arguments and results of the kernels
+    transfers: int  # arrays sent or received
+
+    @property
+    def seconds(self) -> float:
+        """Time of that thread, as measured with CPU devices (docs/performance.md#the-hosts-share)."""
+        return 11e-6 * self.kernels + 1e-6 * self.arrays + 51e-6 * self.transfers
+
+
+@dataclass(frozen=True)
 class Forecast:
     """The memory of each stage, and the share of a step that devices wait for each other, by operations of kernels.
 
-    ``stages`` is set if the kernels were compiled.
+    ``host`` counts what the processes of each stage call. ``stages`` is set if the kernels were compiled.
     """
 
     needs: tuple[Need, ...]
     bubble: float
+    host: tuple[HostCalls, ...] = ()
     stages: CompiledStages | None = None
 
 
@@ -157,7 +172,7 @@ def read_forecast(file: Path) -> Forecast:
     found = json.loads(file.read_text())
     if stages := found["stages"]:
         stages = CompiledStages(**{**stages, "needs": _needs(stages["needs"]), "calls": tuple(stages["calls"])})
-    return Forecast(_needs(found["needs"]), found["bubble"], stages)
+    return Forecast(_needs(found["needs"]), found["bubble"], tuple(HostCalls(**each) for each in found["host"]), stages)
 
 
 def _needs(found: Sequence[Mapping[str, int]]) -> tuple[Need, ...]:

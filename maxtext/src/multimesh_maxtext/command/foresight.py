@@ -19,7 +19,7 @@ from multimesh_maxtext.command.memory import check_fits
 from multimesh_maxtext.command.sizes import forecast_step, step_json, step_text
 from multimesh_maxtext.command.translate import Paths
 from multimesh_maxtext.errors import TrainerFailedError
-from multimesh_maxtext.handoff import CompiledStages, Forecast, Need
+from multimesh_maxtext.handoff import CompiledStages, Forecast, HostCalls, Need
 
 
 def check_memory(job: Job, paths: Paths, console: Console, gpu_memory: int | None) -> None:
@@ -63,6 +63,7 @@ def _show_forecast(job: Job, paths: Paths, console: Console, found: Forecast, li
             print(
                 json.dumps(
                     {"forecast": _with_totals(found.needs), "bubble": found.bubble, "limit": limit}
+                    | {"host": [asdict(each) | {"seconds": each.seconds} for each in found.host]}
                     | (_stages_json(found.stages) if found.stages else {})
                     | ({"precompiled": describe_kernels(o.precompile)} if o.precompile else {})
                     | (step_json(step) if step else {})
@@ -94,10 +95,21 @@ def _show_forecast(job: Job, paths: Paths, console: Console, found: Forecast, li
         f"see {picture}",
         highlight=False,
     )
+    console.print(_host_text(found.host, step.seconds if step else None), highlight=False)
     if step:
         console.print(step_text(step), highlight=False)
     elif o.device:
         console.print("no forecast of seconds: microbatches are not whole sequences on each device", highlight=False)
+
+
+def _host_text(host: Sequence[HostCalls], step: float | None) -> str:
+    """Return how much the main thread of the busiest process does in a step of so many seconds, in words."""
+    most = max(host, key=lambda each: each.seconds)
+    share = f", {100 * most.seconds / step:.1f} % of the step" if step else ""
+    return (
+        f"the busiest process starts {most.kernels:,} kernels a step with {most.arrays:,} arrays, and "
+        f"{most.transfers:,} arrays are sent or received: about {1e3 * most.seconds:,.0f} ms of its main thread{share}"
+    )
 
 
 def _with_totals(needs: Sequence[Need]) -> list[dict[str, int]]:

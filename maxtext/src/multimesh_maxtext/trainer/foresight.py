@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 import multimesh
-from multimesh_maxtext.handoff import CompiledStages, Forecast, Handoff, Need
+from multimesh_maxtext.handoff import CompiledStages, Forecast, Handoff, HostCalls, Need
 
 
 def forecast_stages(lowered: multimesh.Lowered, state: Any, handoff: Handoff) -> Forecast:
@@ -30,7 +30,21 @@ def forecast_stages(lowered: multimesh.Lowered, state: Any, handoff: Handoff) ->
     if handoff.precompile and not handoff.target:
         _show_progress()
         lowered.compile().save(handoff.precompile)
-    return Forecast(found, timeline.bubble, compile_stages(lowered, state, handoff) if handoff.target else None)
+    stages = compile_stages(lowered, state, handoff) if handoff.target else None
+    return Forecast(found, timeline.bubble, count_calls(lowered.plan), stages)
+
+
+def count_calls(plan: multimesh.Plan) -> tuple[HostCalls, ...]:
+    """Return what the processes of each stage call in a step."""
+    runs, arrays, transfers = (collections.Counter[int]() for _ in range(3))
+    for each in plan.instructions:
+        size = len(each.ins) + len(each.outs)
+        if each.kind == "RUN":
+            runs[each.submesh] += 1
+            arrays[each.submesh] += size
+        elif each.kind != "FREE":
+            transfers[each.submesh] += size
+    return tuple(HostCalls(runs[n], arrays[n], transfers[n]) for n in range(len(plan.submeshes)))
 
 
 def _show_progress() -> None:
