@@ -76,7 +76,7 @@ def test_every_flag_is_declared_with_help():
     [
         ("--seed -1", r"--seed: '-1' is not a whole number of at least 0"),
         ("--overwrite", r"--overwrite needs --output; add it"),
-        ("--check --forecast --pp 2", r"--check is for processes that train, --forecast does not; leave out one"),
+        ("--check --hlo x", r"--check is for processes that train, --hlo does not; leave out one"),
         ("--overwrite --output o --resume --checkpoint c", r"--overwrite removes the run that --resume goes on with"),
         ("--pp 2 --only-fuse-loop-tasks --no-fuse-tasks", r"remove it or --no-fuse-tasks"),
         ("--hlo /none", r"--hlo /none: no such file; write its path"),

@@ -268,7 +268,7 @@ def _flags_apart(o: Options) -> Iterator[tuple[object, LauncherError]]:
         o.checkpoint and o.verify,
         UsageError("--verify trains twice from step 0 to compare; leave out --checkpoint or --verify"),
     )
-    for name in ("forecast", "export", "hlo", "dump_only"):
+    for name in ("export", "hlo"):  # a folder's flags are forecast and dumped as they are
         yield (
             o.check and o.has(name),
             UsageError(f"--check is for processes that train, --{name.replace('_', '-')} does not; leave out one"),
