@@ -42,7 +42,7 @@ PARTS = {
     "integration-sources": " passed",
     "integration-images": " passed",
 }
-SLOW = dict.fromkeys(("full-library", "full-maxtext", "full-integration"), " passed") | {
+SLOW = dict.fromkeys(("full-library", "full-maxtext", "full-integration", "full-compile-gpu"), " passed") | {
     "links": "=== links to other sites: "
 }
 

@@ -1,0 +1,32 @@
+"""Jobs of MaxText whose kernels are compiled for GPUs that are not there; `.ci/run full-compile-gpu`, nightly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multimesh import schedules
+
+pytestmark = [pytest.mark.full, pytest.mark.compile_gpu]
+
+Run = Callable[..., Any]
+SMALL = ("--nodes", 4, "--gpus", 1, "--tp", 2, "--pp", 2, "--model-dims", 64, "--mlp-dims", 64, "--num-steps", 3)
+SMALL += ("--sequence-length", 32, "--batch-size", 4, "--attention", "cudnn_flash_te", "--remat", "full")
+COMPILED = ("--forecast", "--compile", "--json")
+
+
+def schedule_flags() -> list[tuple[Any, ...]]:
+    """Return the flags of each published schedule, with as many stages on a submesh as it usually has."""
+    each = (schedules.get(name) for name in schedules.names() if schedules.get(name).name == name)
+    return [("--schedule", one.name, "--interleave", one.usual, "--num-layers", 2 * one.usual) for one in each]
+
+
+@pytest.mark.parametrize("device", ["h100", "b200"])
+@pytest.mark.parametrize("flags", schedule_flags(), ids=lambda flags: flags[1])
+def test_a_job_is_compiled_in_every_schedule(run: Run, tmp_path: Path, flags: tuple[Any, ...], device: str):
+    done = run(*SMALL, *flags, *COMPILED, "--device", device, "--output", tmp_path)
+    assert done.code == 0, done.stderr
+    assert all(need["total"] > 0 for need in done.json["compiled"])
