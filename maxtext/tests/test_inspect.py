@@ -122,6 +122,8 @@ def test_stages_are_compiled_for_gpus_that_are_not_there(run: Run, tmp_path: Pat
     found = done.json
     assert found["compilation"]["kernels"] >= found["compilation"]["compiled"] > 0  # no two of these stages are alike
     assert any("cudnn" in name for calls in found["calls"] for name in calls)
+    assert all(costs["flops"] > 0 for costs in found["costs"])
+    assert all(any(name.endswith(" tensor") for name in costs) for costs in found["costs"])
     for need, compiled in zip(found["forecast"], found["compiled"], strict=True):
         same = ("parameters", "optimizer", "batch")
         assert [need[name] for name in same] == [compiled[name] for name in same]

@@ -89,7 +89,7 @@ def held(workspace: int) -> Need:
     return Need(10, 20, 5, 10, 15, workspace)
 
 
-STAGES = CompiledStages((held(30), held(50)), 9, 4, 12.5, ({"__cublas$lt$matmul": 3}, {}))
+STAGES = CompiledStages((held(30), held(50)), 9, 4, 12.5, ({"__cublas$lt$matmul": 3}, {}), ({"flops": 8.0}, {}))
 
 
 def test_a_forecast_is_read_as_it_was_written(tmp_path: Path):

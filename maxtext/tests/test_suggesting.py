@@ -40,6 +40,8 @@ def test_sizes_are_those_of_the_models(maxtext: Path):
     for name, parameters in known.items():
         model = transformer(describe_model(parse(["--model-name", name]), maxtext / "maxtext"))
         assert model.parameters == pytest.approx(parameters, rel=0.01)
+    words = ["--model-dims", "64", "--mlp-dims", "256", "num_experts=8"]  # MaxText's base_moe_mlp_dim is -1
+    assert transformer(describe_model(parse(words), maxtext / "maxtext")).expert == 256
 
 
 def test_the_best_is_a_command_line_that_is_accepted(

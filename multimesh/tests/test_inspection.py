@@ -151,3 +151,24 @@ def test_devices_of_a_collective_are_read_in_every_form(groups, found):
     text = f"ENTRY %main (x: f32[4]) -> f32[8] {{\n{line}\n}}"
     (only,) = collectives(text)
     assert only.groups == found
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_collective_that_is_started_as_a_computation_counts(together):
+    """As XLA writes it for GPUs; where ``is_sync`` is set, nothing runs beside it."""
+    sync = "false" if together else "true"
+    text = f"""
+%async_computation.1 (param_0: bf16[4,1024]) -> bf16[4,2048] {{
+  %param_0 = bf16[4,1024]{{1,0}} parameter(0)
+  ROOT %all-gather.1 = bf16[4,2048]{{1,0}} all-gather(%param_0), replica_groups=[2,2]<=[4], dimensions={{1}}
+}}
+
+ENTRY %main (x: bf16[4,1024]) -> bf16[4,2048] {{
+  %x = bf16[4,1024]{{1,0}} parameter(0)
+  %start = ((bf16[4,1024]{{1,0}}), bf16[4,2048]{{1,0}}) async-start(%x), calls=%async_computation.1, backend_config={{"is_sync":{sync}}}
+  ROOT %done = bf16[4,2048]{{1,0}} async-done(%start)
+}}
+"""  # noqa: E501
+    (only,) = collectives(text)
+    assert (only.kind, only.nbytes, only.groups) == ("all-gather", 4 * 2048 * 2, ((0, 1), (2, 3)))
+    assert only.asynchronous == together

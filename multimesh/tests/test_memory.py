@@ -199,6 +199,39 @@ def test_sums_that_no_device_shares_are_not_in_the_workspace_again(platform):
     assert need.workspace <= beside + activations
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_what_a_shard_map_makes_on_each_device_is_in_the_workspace(platform):
+    """As MaxText's experts, whose tokens are larger there than anywhere else."""
+    rows, wide = 512, 4096
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+
+    def layer(x, up, down):
+        part = jax.shard_map(
+            lambda x, up, down: jnp.tanh(x @ up) @ down, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data")
+        )
+        return part(x, up, down)
+
+    task = mm.task(layer, "layer", mesh=mesh)
+    shapes = (rows, 64), (64, wide), (wide, 64)
+    lowered = mm.jit(task).lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
+    ((need,), array) = lowered.memory_forecast(platform), rows // 2 * wide * 4
+    assert array <= need.workspace <= 2 * array + rows * 64 * 4
+
+
+def test_gradients_that_devices_sum_are_not_all_in_the_workspace_at_once():
+    """On GPUs each goes to its result, and into the norm, as soon as it is summed."""
+    mesh, width = Mesh(np.array(jax.devices()[:2]), ("data",)), 256
+
+    def reduce(parts, ok):
+        sums = [part.sum(0) for part in parts]
+        return [jnp.where(ok, x, 0.0) for x in sums], sum(jnp.sum(x * x) for x in sums)
+
+    part = jax.ShapeDtypeStruct((2, width, width), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    lowered = mm.jit(mm.task(reduce, "reduce", mesh=mesh)).lower([part] * 8, jax.ShapeDtypeStruct((), bool))
+    (need,) = lowered.memory_forecast("gpu")
+    assert need.workspace <= 2 * width * width * 4 + 1024
+
+
 def test_a_platform_that_is_none_is_refused():
     meshes = [Mesh(np.array(jax.devices()[i : i + 1]), ("data",)) for i in (0, 1)]
     with pytest.raises(mm.UsageError, match='platform must be "cpu" or "gpu", got \'h100\''):

@@ -16,7 +16,7 @@ import pytest
 from multimesh.errors import UsageError
 from multimesh.hardware.devices import device
 from multimesh.hardware.software import stack
-from multimesh.planner import bands, calibration, loop, models
+from multimesh.planner import bands, calibration, loop, models, products
 from multimesh.planner.configuration import Configuration
 from multimesh.planner.products import Times
 from multimesh.planner.step import forecast
@@ -81,6 +81,13 @@ def test_more_of_a_resource_is_never_slower():
 
 def test_parameters_are_those_of_the_model():
     assert LLAMA.parameters == pytest.approx(8.03e9, rel=0.01)
+
+
+def test_operations_of_a_layer_are_six_for_each_parameter_and_token():
+    for full, each in ((False, 6), (True, 8)):
+        step = how(microbatch=2, batch=32, tp=2, recompute="full" if full else "minimal")
+        expected = each * LLAMA.dense_layer_parameters * step.tokens / 2
+        assert products.operations(LLAMA, step) == pytest.approx(expected)
 
 
 def test_shares_add_up_to_the_step():

@@ -133,6 +133,9 @@ class CompiledStages:
     seconds: float  # time that the compilation took
     # of each stage, in how many places its kernels call cuBLASLt, cuDNN, Triton and the like
     calls: tuple[Mapping[str, int], ...]
+    # of each stage, on a device in a step: operations of matrix products ("flops"), and bytes of the results of
+    # collectives by kind and axes ("all-gather tensor")
+    costs: tuple[Mapping[str, float], ...]
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,8 @@ def read_forecast(file: Path) -> Forecast:
     """Return a forecast."""
     found = json.loads(file.read_text())
     if stages := found["stages"]:
-        stages = CompiledStages(**{**stages, "needs": _needs(stages["needs"]), "calls": tuple(stages["calls"])})
+        lists = {name: tuple(stages[name]) for name in ("calls", "costs")}
+        stages = CompiledStages(**{**stages, "needs": _needs(stages["needs"]), **lists})
     return Forecast(_needs(found["needs"]), found["bubble"], tuple(HostCalls(**each) for each in found["host"]), stages)
 
 

@@ -121,6 +121,7 @@ def _stages_json(stages: CompiledStages) -> dict[str, object]:
     return {
         "compiled": _with_totals(stages.needs),
         "calls": stages.calls,
+        "costs": stages.costs,
         "compilation": {"kernels": stages.kernels, "compiled": stages.compiled, "seconds": stages.seconds},
     }
 

@@ -20,7 +20,7 @@ def transformer(model: Model) -> Transformer:
         return int(found.get(name) or 0)
 
     latent = found.get("attention_type") == "mla"
-    expert = number("base_moe_mlp_dim") or model.mlp
+    expert = max(0, number("base_moe_mlp_dim")) or model.mlp  # -1: as the MLP
     return Transformer(
         name=model.name or "this model",
         layers=model.layers,

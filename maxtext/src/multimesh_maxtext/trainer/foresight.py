@@ -77,7 +77,19 @@ def compile_stages(lowered: multimesh.Lowered, state: Any, handoff: Handoff) -> 
         sum(seconds > 0 for seconds in compiled.compile_seconds),
         took,
         tuple(map(dict, calls)),
+        _costs(compiled),
     )
+
+
+def _costs(compiled: multimesh.Compiled) -> tuple[dict[str, float], ...]:
+    """Return what a step costs on a device of each stage: operations of products, and bytes of collectives."""
+    plan, collectives = compiled.plan, compiled.collectives()
+    result: list[dict[str, float]] = [{"flops": costs["flops"]} for costs in compiled.cost_analysis()]
+    for run in plan.runs:
+        for each in collectives[run.kernel]:
+            name = " ".join([each.kind, *each.axes(plan.submeshes[run.submesh])])
+            result[run.submesh][name] = result[run.submesh].get(name, 0) + each.nbytes * each.times
+    return tuple(result)
 
 
 def needs(lowered: multimesh.Lowered, state: Any, found: Sequence[Any]) -> tuple[Need, ...]:

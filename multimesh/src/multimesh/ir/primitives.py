@@ -55,6 +55,7 @@ class Primitive:
     exact: bool = False  # its result can't differ by rounding from one kernel to another
     compares: bool = False  # it is true or false of two operands, so that a last bit decides
     buffer: str = "fused"
+    absorbs: bool = False  # it has a buffer of its own, and compilers for GPUs compute what it reads within it
     spreads: bool = False  # its result may be larger than its operands, and is then better made where it is read
     control: bool = False  # it runs jaxprs of its own: a loop or a condition
 
@@ -360,10 +361,17 @@ _BUFFERS = {
         *("dot_general", "conv_general_dilated", "gather", "scatter", "scatter-add", "sort", "cumsum", "top_k"),
         *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin", "dynamic_update_slice"),
         *("concatenate", "pad", "random_bits", "scan", "while", "cond", "transpose"),
+        *("all_gather", "all_to_all", "ragged_all_to_all", "ppermute", "psum"),
     ),
     "operand": ("sharding_constraint", "name", "optimization_barrier", "reshape", "squeeze", "copy"),
     "again": (*("broadcast_in_dim", "iota", "convert_element_type", "eq", "lt", "le", "gt", "ge", "and", "or", "not"),),
 }
+_ABSORBING = frozenset(
+    (
+        *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin", "dynamic_update_slice"),
+        *("concatenate", "pad", "transpose", "gather"),
+    )
+)
 _SPREADS = frozenset(
     (
         *("broadcast_in_dim", "pad", "dynamic_update_slice", "scatter", "scatter-add", "iota", "reshape", "transpose"),
@@ -382,7 +390,13 @@ def _registry() -> Iterator[tuple[Any, Primitive]]:
             control = name in ("scan", "while", "cond")
             yield (
                 _compat.PRIMITIVES[name],
-                replace(facts, buffer=buffers.get(name, "fused"), spreads=name in _SPREADS, control=control),
+                replace(
+                    facts,
+                    buffer=buffers.get(name, "fused"),
+                    absorbs=name in _ABSORBING,
+                    spreads=name in _SPREADS,
+                    control=control,
+                ),
             )
 
 
@@ -391,7 +405,10 @@ _REGISTRY = dict(_registry())
 _BY_NAME = {  # primitives that JAX makes when their module is imported
     name: Primitive(_attention, buffer="own")
     for name in ("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper")
-}
+} | dict.fromkeys(
+    ("ragged_dot_general", "pallas_call", "reduce_scatter", "psum_invariant", "all_gather_invariant"),
+    Primitive(buffer="own"),
+)
 _HEADS_FIRST = 1  # cuDNN's attention numbers its layouts: [rows, heads, tokens, width] is the second
 _DRAWS = _compat.PRIMITIVES.get("rng_uniform")
 _SCATTER_ADD = _compat.PRIMITIVES["scatter-add"]

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import collections
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 from jax.sharding import Mesh
 
+from multimesh.observe.hlo import ARRAY, read_arrays, read_computations
+
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
-_HEAD = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
-_OP = re.compile(r"%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((?:%?([\w.-]+))?")
-_CALLED = re.compile(
-    r"(?:body|to_apply|branch_computations|true_computation|false_computation)=\{?([^}\s]+(?:, %[^}\s]+)*)"
-)
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_ARRAY = re.compile(r"([a-z]+)(\d*)([a-z0-9]*)\[([\d,]*)\]")
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}")
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}")
@@ -78,31 +71,26 @@ def collectives(hlo: str) -> tuple[Collective, ...]:
 
     ``hlo``: optimized HLO, as ``as_text()`` of a compiled function gives it.
     """
-    found: dict[str, list[Collective]] = collections.defaultdict(list)
-    calls: dict[str, list[tuple[str, int]]] = collections.defaultdict(list)
     begun: dict[str, str] = {}  # name of a collective that began to the line where it did
+    found: dict[str, list[Collective]] = {}
     lines = _Lines(hlo)
-    entry = name = ""
-    for text in hlo.splitlines():
-        if head := _HEAD.match(text):
-            name = head[2]
-            entry = name if head[1] else entry
-        elif op := _OP.search(text):
-            kind = op[3].removesuffix("-start").removesuffix("-done")
-            if kind in KINDS and op[3].endswith("-start"):
-                begun[op[1]] = text
+    computations = read_computations(hlo)
+    starts = computations.starts()
+    for name, operations in computations.operations.items():
+        own = found.setdefault(name, [])
+        for op in operations:
+            kind = op.kind.removesuffix("-start").removesuffix("-done")
+            if kind in KINDS and op.kind.endswith("-start"):
+                begun[op.name] = op.text
             elif kind in KINDS:  # what began with -start is noted where it ends
-                start = begun.get(op[4] or "", text)
-                asynchronous = start is not text and not _SYNCHRONOUS.search(start)
-                arrays = tuple(_arrays(op[2]))
-                path = named[1] if (named := _PATH.search(start)) else ""
-                of = Collective(kind, arrays, _bytes(op[2]), 1, asynchronous, _groups(start), lines.of(start), path)
-                found[name].append(of)
-            elif op[3] in ("while", "call", "conditional"):
-                trips = int(known[1]) if (known := _TRIPS.search(text)) else 1
-                inner = [part.strip("%, ") for group in _CALLED.findall(text) for part in group.split(",")]
-                calls[name] += [(each, trips) for each in inner]
-    return tuple(_repeat(entry, 1, found, calls))
+                text = begun.get(op.first, op.text)
+                start = starts.get(name, text)
+                asynchronous = start is not op.text and not _SYNCHRONOUS.search(start)
+                arrays = tuple(read_arrays(op.type))
+                path = named[1] if (named := _PATH.search(text)) else ""
+                of = Collective(kind, arrays, _bytes(op.type), 1, asynchronous, _groups(text), lines.of(text), path)
+                own.append(of)
+    return tuple(replace(each, times=times) for name, times in computations.runs() for each in found.get(name, ()))
 
 
 def collective_bytes(hlo: str) -> dict[str, float]:
@@ -116,23 +104,10 @@ def collective_bytes(hlo: str) -> dict[str, float]:
     return total
 
 
-def _repeat(
-    name: str, times: int, found: dict[str, list[Collective]], calls: dict[str, list[tuple[str, int]]]
-) -> Iterator[Collective]:
-    yield from (replace(each, times=times) for each in found.get(name, ()))
-    for called, trips in calls.get(name, ()):
-        yield from _repeat(called, times * trips, found, calls)
-
-
-def _arrays(types: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for letters, bits, rest, dims in _ARRAY.findall(types):
-        yield letters + bits + rest, tuple(int(n) for n in dims.split(",") if n)
-
-
 def _bytes(types: str) -> int:
     """Return the bytes of an array, or of a tuple of them, as HLO writes its type: ``f32[8,64]{1,0}``."""
     sizes = (
-        (int(bits or 8), math.prod(int(n) for n in dims.split(",") if n)) for _, bits, _, dims in _ARRAY.findall(types)
+        (int(bits or 8), math.prod(int(n) for n in dims.split(",") if n)) for _, bits, _, dims in ARRAY.findall(types)
     )
     return sum(bits * number // 8 for bits, number in sizes)
 

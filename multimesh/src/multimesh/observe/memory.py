@@ -158,7 +158,50 @@ def _peak(
     sums: frozenset[ir.Value] = frozenset(),
     beside: bool = False,
 ) -> int:
-    """Return the most bytes of results alive at once; a result that is fused away keeps its operands alive."""
+    """Return the most bytes of results alive at once."""
+    exchanges = [find_exchanges(op, known, mesh) for op in ops]
+    own, last = _live_ranges(ops, known, bodies, mesh, outside, wanted, sums, beside)
+    ending: dict[int, int] = collections.defaultdict(int)  # bytes that the operation of this number reads last
+    beginning: dict[int, int] = collections.defaultdict(int)  # bytes of operands that it gathers first
+    uses = group((copy, n) for n, each in enumerate(exchanges) for copy in each.gathered)
+    for (_, size), numbers in uses.items():
+        beginning[numbers[0]] += size
+        ending[numbers[-1]] += size
+    alive = peak = 0
+    for n, op in enumerate(ops):
+        alive += beginning[n]
+        for v in (v for v in own[n] if last.get(v, -1) > n):
+            size = _size(v, known, mesh)
+            alive += size
+            ending[last[v]] += size
+        own_peak = 0  # of one iteration of a scan, or of a nested function
+        if (nested := bodies.get(op)) is not None:
+            within = {*nested.inputs, *(() if facts(op).control else ir.values(nested.outputs))}
+            own_peak = _peak(nested.ops, known, bodies, within, nested.outputs, mesh, beside=beside)
+        part = exchanges[n].part  # summed in place, unless it is larger than the result or added to a sum
+        if part and op.outs[0] not in sums and part <= _size(op.outs[0], known, mesh):
+            part = 0
+        peak = max(peak, alive + own_peak + part)
+        alive -= ending[n]
+    return peak
+
+
+def _live_ranges(
+    ops: Sequence[ir.Op],
+    known: Known,
+    bodies: Mapping[ir.Op, Inner],
+    mesh: Mesh,
+    outside: set[ir.Value],
+    wanted: Iterable[ir.Atom],
+    sums: frozenset[ir.Value],
+    beside: bool,
+) -> tuple[Sequence[Sequence[ir.Value]], Mapping[ir.Value, int]]:
+    """Return the arrays that each operation begins, and the number of the last one that reads each array.
+
+    A result that is fused away keeps its operands alive. CPUs keep an element-wise result that several operations read.
+    GPUs compute it again in each, unless a product or the like reads it: it is then made right before the first one.
+    There results of the kernel and reductions are computed as soon as their operands are known.
+    """
     same: dict[ir.Value, ir.Value] = {}
     for op in ops:
         if facts(op).buffer == "operand" and not _moves(op, known):
@@ -166,6 +209,10 @@ def _peak(
     readers = (op for op in ops if not same.keys() & set(op.outs))
     users = collections.Counter(same.get(v, v) for op in readers for v in set(op.reads))
     outside = outside | {same.get(v, v) for v in outside}
+    whole: dict[ir.Value, int] = {}  # what is read as an array to the number of its first reader, on GPUs
+    for n, op in enumerate(() if beside else ops):
+        if _buffer(op, known, bodies) == "own" and not facts(op).absorbs:
+            whole = {same.get(v, v): n for v in op.reads} | whole
     made_of: dict[ir.Value, tuple[ir.Value, ...]] = {}
 
     def arrays(atoms: Iterable[ir.Atom]) -> Iterator[ir.Value]:
@@ -174,40 +221,48 @@ def _peak(
             yield from made_of.get(origin, (origin,))
 
     last: dict[ir.Value, int] = {}
-    own: list[list[ir.Value]] = []
+    begin: dict[ir.Value, int] = {}
+    own: list[list[ir.Value]] = [[] for _ in ops]
     for n, op in enumerate(ops):
         through = tuple(dict.fromkeys(arrays(op.ins)))
-        last |= dict.fromkeys(through, n)
-        buffer = "own" if _moves(op, known) else facts(op).buffer
-        mine = [v for v in op.outs if buffer == "own" or v in outside or (buffer == "fused" and users[v] > 1)]
-        made_of |= {v: (v,) if v in mine else through for v in op.outs}
-        own.append(mine)
-        if beside:
-            last |= dict.fromkeys(sums.intersection(mine), n + 1)
+        buffer = _buffer(op, known, bodies)
+        soon = _shrinks(op, known, mesh) if buffer == "own" else outside.intersection(op.outs)
+        now = max((begin.get(v, -1) + 1 for v in through), default=0) if soon and not beside else n
+        if beside or soon or buffer == "own":
+            last |= {v: max(now, last.get(v, now)) for v in through}
+        for v in op.outs:
+            at = now
+            if v in outside:
+                pass
+            elif buffer == "own":
+                own[at].append(v)
+            elif v in whole and buffer != "operand":
+                at = whole[v]
+                own[at].append(v)
+                last |= {each: max(at, last.get(each, at)) for each in through}
+            elif beside and buffer == "fused" and users[v] > 1:
+                own[n].append(v)
+            else:
+                made_of[v] = through
+                continue
+            made_of[v], begin[v] = (v,), at
+            if beside and v in sums:
+                last[v] = at + 1
     last |= dict.fromkeys(arrays(wanted), len(ops))
-    ending: dict[int, int] = collections.defaultdict(int)  # bytes that the operation of this number reads last
-    beginning: dict[int, int] = collections.defaultdict(int)  # bytes of operands that it gathers first
-    exchanges = [find_exchanges(op, known, mesh) for op in ops]
-    uses = group((copy, n) for n, each in enumerate(exchanges) for copy in each.gathered)
-    for (_, size), numbers in uses.items():
-        beginning[numbers[0]] += size
-        ending[numbers[-1]] += size
-    alive = peak = 0
-    for n, op in enumerate(ops):
-        alive += beginning[n]
-        for v in (v for v in own[n] if v not in outside and last.get(v, -1) > n):
-            size = _size(v, known, mesh)
-            alive += size
-            ending[last[v]] += size
-        own_peak = 0  # of one iteration of a scan, or of a nested function
-        if (nested := bodies.get(op)) is not None:
-            own_peak = _peak(nested.ops, known, bodies, set(nested.inputs), nested.outputs, mesh)
-        part = exchanges[n].part  # summed in place, unless it is larger than the result or added to a sum
-        if part and op.outs[0] not in sums and part <= _size(op.outs[0], known, mesh):
-            part = 0
-        peak = max(peak, alive + own_peak + part)
-        alive -= ending[n]
-    return peak
+    return own, last
+
+
+def _shrinks(op: ir.Op, known: Known, mesh: Mesh) -> bool:
+    """Return whether an operation reduces what it reads on a device, and what it reads is computed within it."""
+    largest = max((_size(v, known, mesh) for v in op.reads), default=0)
+    return facts(op).absorbs and sum(_size(v, known, mesh) for v in op.outs) < largest
+
+
+def _buffer(op: ir.Op, known: Known, bodies: Mapping[ir.Op, Inner]) -> str:
+    """Return where the results of an operation are, as `Primitive.buffer`. A function is fused if all within it is."""
+    inner = bodies.get(op)
+    within = inner is not None and any(_buffer(each, known, bodies) == "own" for each in inner.ops)
+    return "own" if within or _moves(op, known) else facts(op).buffer
 
 
 def _moves(op: ir.Op, known: Known) -> bool:

@@ -57,6 +57,15 @@ def products(model: Transformer, how: Configuration, device: Device, stack: Stac
     return Times(seconds(shapes, cast=True), seconds(inputs, cast=True), seconds(weights, cast=False))
 
 
+def operations(model: Transformer, how: Configuration) -> float:
+    """Return the operations of the matrix products of a layer on a device, for a microbatch forward and backward.
+
+    Two for each multiplication. Attention between its projections is left out.
+    """
+    once = sum(2.0 * count * m * k * n for count, m, k, n in _shapes(model, how))
+    return once * (3 + (how.recomputed if how.recompute == "full" else 0))
+
+
 def _shapes(model: Transformer, how: Configuration) -> Iterator[Product]:
     tokens, tp = how.tokens, how.tp
     for rows, columns, shards_columns in model.projections:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from multimesh.hardware import kernels
 from multimesh.hardware.devices import Device
 from multimesh.hardware.software import Stack
@@ -10,31 +12,64 @@ from multimesh.planner.products import Times
 from multimesh.planner.transformer import Transformer
 
 
-def tensor(model: Transformer, how: Configuration, device: Device, stack: Stack) -> Times:
-    """Return the seconds of the collectives of tensor parallelism.
+@dataclass(frozen=True)
+class Passed:
+    """Arrays that the devices of a group pass on for a microbatch of a layer.
 
-    Four gathers or scatters of a layer forward, four backward, and with sequence parallelism two more.
+    ``size`` is the bytes of one whole array; ``forward`` and ``backward`` are how often it is gathered, scattered or
+    exchanged. A sum over all devices is a scatter and a gather.
     """
-    one = kernels.gather(device, 2.0 * how.tokens * model.hidden, how.tp) * stack.exposed_tensor
-    return Times(4 * one, (5 if how.sequence_parallel else 4) * one)
+
+    size: float
+    forward: int
+    backward: int
+
+    @property
+    def total(self) -> float:
+        """Bytes of all of them."""
+        return self.size * (self.forward + self.backward)
+
+    def times(self, one: float) -> Times:
+        """Return the seconds of all of them, from those of one."""
+        return Times(self.forward * one, self.backward * one)
+
+
+def tensor_arrays(model: Transformer, how: Configuration) -> Passed:
+    """Return the arrays of tensor parallelism: with sequence parallelism inputs are gathered again for W."""
+    return Passed(2.0 * how.tokens * model.hidden, 4, 5 if how.sequence_parallel else 4)
+
+
+def context_arrays(model: Transformer, how: Configuration) -> Passed:
+    """Return the arrays of context parallelism: keys and values of the other devices, and their gradients."""
+    seen = min(1.0, model.seen(how.sequence) / how.sequence)
+    return Passed(2.0 * how.tokens * model.keys_and_values / how.tp * how.cp * seen, 1, 2)
+
+
+def expert_arrays(model: Transformer, how: Configuration) -> Passed:
+    """Return the arrays of expert parallelism: tokens to their experts and back."""
+    return Passed(2.0 * how.tokens * model.hidden / how.tp * model.active * how.load, 2, 2)
+
+
+def tensor(model: Transformer, how: Configuration, device: Device, stack: Stack) -> Times:
+    """Return the seconds of the collectives of tensor parallelism."""
+    arrays = tensor_arrays(model, how)
+    return arrays.times(kernels.gather(device, arrays.size, how.tp) * stack.exposed_tensor)
 
 
 def context(model: Transformer, how: Configuration, device: Device, stack: Stack) -> Times:
-    """Return the seconds of context parallelism: keys and values of the other devices, and their gradients."""
-    size = (
-        2.0 * how.tokens * model.keys_and_values / how.tp * how.cp * min(1.0, model.seen(how.sequence) / how.sequence)
-    )
-    one = kernels.gather(device, size, how.cp, how.tp) * stack.exposed_context
-    return Times(one, 2 * one)
+    """Return the seconds of context parallelism."""
+    arrays = context_arrays(model, how)
+    return arrays.times(kernels.gather(device, arrays.size, how.cp, how.tp) * stack.exposed_context)
 
 
 def experts(model: Transformer, how: Configuration, device: Device, stack: Stack) -> Times:
-    """Return the seconds of expert parallelism: tokens to their experts and back."""
+    """Return the seconds of expert parallelism."""
     if not model.experts or how.ep == 1:
         return Times()
-    size = 2.0 * how.tokens * model.hidden / how.tp * model.active * how.load
-    one = 2 * kernels.exchange(device, size, how.ep, how.expert_tp, model.active) * stack.exposed_experts
-    return Times(one, one)
+    arrays = expert_arrays(model, how)
+    return arrays.times(
+        kernels.exchange(device, arrays.size, how.ep, how.expert_tp, model.active) * stack.exposed_experts
+    )
 
 
 def sharding(model: Transformer, how: Configuration, device: Device, stack: Stack, layer: Times) -> Times:

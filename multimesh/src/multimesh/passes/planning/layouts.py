@@ -168,6 +168,7 @@ class Flow:
             elif op.prim.name == "shard_map":
                 for out, spec in zip(outs, op.params["out_specs"], strict=True):
                     out.decide(decisions(spec, len(out.shape)))
+                self._body(op, op.params["jaxpr"], [None] * len(ins), env, mesh)  # of the parts that a device has
             elif op.prim.name == "cond":
                 for branch in op.params["branches"]:
                     self._leave(self._body(op, branch, ins[1:], env, mesh), outs)
