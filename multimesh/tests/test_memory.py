@@ -232,6 +232,17 @@ def test_gradients_that_devices_sum_are_not_all_in_the_workspace_at_once():
     assert need.workspace <= 2 * width * width * 4 + 1024
 
 
+def test_a_reduction_of_what_only_the_last_product_reads_has_its_place():
+    def layer(x, w):
+        y = jnp.tanh(x @ w)
+        return y @ (w * y.sum())
+
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+    matrix = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    (need,) = mm.jit(mm.task(layer, "layer", mesh=mesh)).lower(matrix, matrix).memory_forecast("gpu")
+    assert 256 * 256 * 4 <= need.workspace <= 4 * 256 * 256 * 4
+
+
 def test_a_platform_that_is_none_is_refused():
     meshes = [Mesh(np.array(jax.devices()[i : i + 1]), ("data",)) for i in (0, 1)]
     with pytest.raises(mm.UsageError, match='platform must be "cpu" or "gpu", got \'h100\''):

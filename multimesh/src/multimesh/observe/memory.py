@@ -227,7 +227,7 @@ def _live_ranges(
         through = tuple(dict.fromkeys(arrays(op.ins)))
         buffer = _buffer(op, known, bodies)
         soon = _shrinks(op, known, mesh) if buffer == "own" else outside.intersection(op.outs)
-        now = max((begin.get(v, -1) + 1 for v in through), default=0) if soon and not beside else n
+        now = max((min(begin.get(v, -1) + 1, n) for v in through), default=0) if soon and not beside else n
         if beside or soon or buffer == "own":
             last |= {v: max(now, last.get(v, now)) for v in through}
         for v in op.outs:
