@@ -9,6 +9,7 @@ import pytest
 
 from multimesh_maxtext.command import cause, restarts
 from multimesh_maxtext.command.cause import Causes
+from multimesh_maxtext.command.options import read
 from multimesh_maxtext.command.reasons import read_meeting
 from multimesh_maxtext.command.translate import Paths
 from multimesh_maxtext.errors import (
@@ -61,10 +62,13 @@ def test_an_earlier_run_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("said", "why"),
     [
         ("Training stopped: Job received termination signal (SIGTERM).\n", "a signal ended the run, and a checkpoint"),
-        ("multimesh: process 1 of 2 (n2, pid 7) was killed by SIGKILL after 7 steps\n", "process 1 of 2 .* SIGKILL$"),
+        (
+            "multimesh: process 1 of 2 (n2, pid 7) was killed by SIGKILL after 7 steps\n",
+            "process 1 of 2 .* SIGKILL after 0 of 9 steps$",
+        ),
         (
             "multimesh: process 0 of 2 ends because process 1 of 2 (n2, pid 7) has been stopped (SIGSTOP) for 4 s\n",
-            "process 1 .* 4 s$",
+            "process 1 .* 4 s after 0 of 9 steps$",
         ),
         ("", "a process was lost"),
     ],
@@ -73,14 +77,14 @@ def test_an_attempt_that_ended_without_a_word_has_the_reason_of_its_logs(tmp_pat
     """Steps are those of the training, which the table counts, and not calls of the library."""
     (tmp_path / "maxtext-older.log").write_text("multimesh: said before\n")
     (tmp_path / "maxtext.log").write_text(said)
-    paths = Paths("", Path(), tmp_path, tmp_path / "metrics.jsonl")
-    assert re.match(why, restarts.reason(paths, 2))
+    paths, options = Paths("", Path(), tmp_path, tmp_path / "metrics.jsonl"), read(["--num-steps", "9"]).options
+    assert re.match(why, restarts.reason(options, paths, 2))
     restarts.keep_log(paths.log, 1)
     assert {path.name for path in tmp_path.iterdir()} == {
         "maxtext-before-restart-1.log",
         "maxtext-before-restart-1-older.log",
     }
-    assert re.match(why, restarts.reason(paths, 2, 1))
+    assert re.match(why, restarts.reason(options, paths, 2, 1))
 
 
 def test_a_port_that_is_taken_is_told_with_its_own_code():
