@@ -137,7 +137,7 @@ _SMALL = {
         "ep 4, dp 2, pp 2, 8 experts of 7168; full; cuDNN",
         "--ep 4 --dp 2 --pp 2 --schedule 1f1b --remat full --attention cudnn_flash_te --batch-size 64 "
         "--microbatch-size 1 --mlp-dims 7168 num_experts=8 num_experts_per_tok=2 decoder_block=mixtral "
-        "megablox=false sparse_matmul=false capacity_factor=1.25",
+        "base_moe_mlp_dim=7168 megablox=false sparse_matmul=false capacity_factor=1.25",
     ),
     "zero": Case(
         "dp 8, pp 2, --zero 2; save_out_proj; cuDNN",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +52,14 @@ def test_the_table_of_steps_is_that_of_the_run(run: dict[str, Any], steps: list[
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("|")]
     told = [[re.sub(r" \(d .*", "", size), pp, schedule, ratio] for size, pp, schedule, _, ratio, *_ in cells[2:]]
     assert told == [[row["size"], str(row["pp"]), row["schedule"], f"{row['ratio']:.2f}"] for row in steps]
+
+
+def test_the_tables_of_compiled_jobs_are_those_of_the_file(root: Path) -> None:
+    """Each line that ``maxtext/benchmarks/compiled.py --page`` prints stands on the page."""
+    done = subprocess.run(
+        [sys.executable, root / "maxtext/benchmarks/compiled.py", "--page"], capture_output=True, text=True, check=True
+    )
+    page = (root / "docs" / "forecasts.md").read_text(encoding="utf-8")
+    told = [line for line in done.stdout.splitlines() if line]
+    assert len(told) > 10
+    assert [line for line in told if line not in page] == []
