@@ -201,6 +201,14 @@ SECTIONS = {
             UNLIKE["deepseek"].replace("--cpus 4 --pp 4", "--ep 2 --fsdp 2 --pp 2").replace(_DROPPING, _DROPLESS),
         )
     ],
+    "typed": [
+        f"--cpus 8 {case} shard_mode=explicit"
+        for case in (
+            "--dp 2 --tp 2 --pp 2 --num-layers 2",
+            "--fsdp 4 --pp 2 --interleave 2 --num-layers 8 --scan-layers",
+            "--dp 4 --pp 2 --schedule zb-h1 --num-layers 4 decoder_block=qwen3",
+        )
+    ],
     "quantization": [
         f"--cpus 2 --pp 2 --num-layers 2 quantization={kind}"
         for kind in ("int8", *(f"{kind} use_qwix_quantization=true" for kind in within_stage.QWIX))

@@ -77,7 +77,7 @@ _ABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "parameter_memory_host_offload": ((False,), "host memory is not placed"),
     "optimizer_memory_host_offload": ((False,), "host memory is not placed"),
     "shard_optimizer_over_data": ((False,), "--zero does that for stages"),
-    "shard_mode": (("auto",), "layouts in types were never tried with its layers"),
+    "use_batch_split_schedule": ((False,), "its attention is Splash, a kernel for TPUs"),
     "opt_type": (("adamw", "adam_pax", "sgd", "muon"), "its state was never placed"),
     "compile_xla_flags": (("",), "it is for one program"),
     "compiled_trainstep_file": (("",), "it holds one program"),
