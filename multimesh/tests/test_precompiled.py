@@ -186,12 +186,15 @@ def test_kernels_that_xla_has_loaded_cannot_be_written(folder, tmp_path):
     low, _ = lowered(jax.devices()[:8])
     with pytest.raises(mm.UsageError, match="loaded from precompiled=, and XLA writes only what it compiled"):
         low.compile(precompiled=folder).save(tmp_path / "again")
-    kept = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "cache"))
+    given = {"jax_compilation_cache_dir": str(tmp_path / "cache"), "jax_enable_compilation_cache": True}
+    kept = {name: getattr(jax.config, name) for name in given}
+    for name, value in given.items():
+        jax.config.update(name, value)
     try:
         compiled = low.compile()
     finally:
-        jax.config.update("jax_compilation_cache_dir", kept)
+        for name, value in kept.items():
+            jax.config.update(name, value)
     with pytest.raises(mm.UsageError, match="may be from jax_compilation_cache_dir"):
         compiled.save(tmp_path / "again")
     assert not (tmp_path / "again").exists()

@@ -19,7 +19,7 @@ from multimesh.core.row_blocks import Blocks, gather, numbers, split_stacks
 from multimesh.core.specs import strip
 from multimesh.errors import UsageError
 from multimesh.marking.tracing import pause_gc
-from multimesh.observe import collectives, custom_calls, inspection, products
+from multimesh.observe import collectives, custom_calls, inspection, operations
 from multimesh.observe.inspection import Finding
 from multimesh.observe.memory import KernelMemory, MemoryForecast, forecast, take_workspace
 from multimesh.observe.profile import Profile, profile
@@ -416,7 +416,7 @@ class Compiled:
 def _costs(program: Any) -> dict[str, float]:
     """Return what one run of a compiled kernel costs, by name."""
     text = program.as_text() or ""
-    counted = program.cost_analysis() or {"flops": products.product_operations(text)}
+    counted = program.cost_analysis() or {"flops": operations.product_operations(text)}
     return {**counted, **collectives.collective_bytes(text)}
 
 

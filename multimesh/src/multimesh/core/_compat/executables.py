@@ -120,7 +120,7 @@ def code_key(program: tuple[Any, ...] | None, mesh: Mesh) -> tuple[Any, ...] | N
     """
     devices = list(mesh.devices.flat)
     absent = all(map(_compat.is_compile_only, devices))
-    cached = bool(jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir)
+    cached = has_cache()
     here = all(d.process_index == jax.process_index() for d in devices)
     if program is None or (not absent and (cached or not here or not shares_executables(devices))):
         return None
