@@ -200,7 +200,8 @@ def _live_ranges(
 
     A result that is fused away keeps its operands alive. CPUs keep an element-wise result that several operations read.
     GPUs compute it again in each, unless a product or the like reads it: it is then made right before the first one.
-    There results of the kernel and reductions are computed as soon as their operands are known.
+    There results of the kernel and reductions are computed as soon as their operands are known; what is converted and
+    then added to a sum waits for the end.
     """
     same: dict[ir.Value, ir.Value] = {}
     for op in ops:
@@ -228,8 +229,10 @@ def _live_ranges(
         buffer = _buffer(op, known, bodies)
         soon = _shrinks(op, known, mesh) if buffer == "own" else outside.intersection(op.outs)
         now = max((min(begin.get(v, -1) + 1, n) for v in through), default=0) if soon and not beside else n
-        if beside or soon or buffer == "own":
-            last |= {v: max(now, last.get(v, now)) for v in through}
+        summed = buffer != "own" and not beside and sums.intersection(op.outs)
+        if beside or soon or summed or buffer == "own":
+            until = len(ops) if summed else now
+            last |= {v: max(until, last.get(v, until)) for v in through}
         for v in op.outs:
             at = now
             if v in outside:
