@@ -269,6 +269,7 @@ def test_processes_evaluate_as_one_does(root: Path, tmp_path: Path, here: Path):
 
 @pytest.mark.longer
 @pytest.mark.timeout(1800)
+@pytest.mark.telling("text")
 @pytest.mark.parametrize("source", ["grain", "text"])
 def test_no_row_is_dropped_where_a_microbatch_has_fewer_rows_than_devices(
     root: Path, tmp_path: Path, here: Path, source: str

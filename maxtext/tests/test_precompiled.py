@@ -72,6 +72,7 @@ def losses(folder: Path) -> list[Any]:
 
 
 @pytest.mark.longer
+@pytest.mark.telling("--scan-layers")
 @pytest.mark.parametrize("scan", ["--no-scan-layers", "--scan-layers"])
 def test_a_job_loads_its_kernels_and_trains_alike(run: Run, tmp_path: Path, scan: str):
     kernels = tmp_path / "kernels"
