@@ -172,15 +172,16 @@ def follow(
                 look_on()
         except Terminated:
             terminated = True
-        saved = saves and reasons.has_saved(logs.read_log(paths.log))
-        if saved or (hold and (terminated or process.returncode)):
-            keep_code()
-        if terminated:
+            if hold:
+                keep_code()
             _reap(process, hold)
             look_on()
+        saved = saves and reasons.has_saved(logs.read_log(paths.log))
+        if saved or (hold and process.returncode):
+            keep_code()
         cut = process.returncode is None
     killed = cut or process.returncode in (-signal.SIGTERM, -signal.SIGKILL)
-    if killed and saves and reasons.has_saved(logs.read_log(paths.log)):
+    if killed and saved:
         return steps, 0
     # Only this command sends SIGTERM to a trainer: that of one that saves came before it trained.
     if killed and (terminated or (saves and process.returncode == -signal.SIGTERM)):

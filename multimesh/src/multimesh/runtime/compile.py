@@ -74,11 +74,13 @@ def compile_plan(plan: Plan, options: Mapping[str, Any] | None = None, folder: P
     given = dict(checks.pairs("compile: compiler_options", options or {}))
     stored = precompiled.open_folder(folder, plan, given) if folder else None
     shared = with_defaults(plan, given)
+    absent = not exists(plan)
+    cached = executables.has_cache() and not absent
     alike: dict[Any, list[_Lowered]] = {}  # key of the code to the kernels with that code
     own = {
         number: run
         for number, run in plan.first_runs.items()
-        if here(plan.submeshes[run.submesh].devices.flat) or not exists(plan)
+        if here(plan.submeshes[run.submesh].devices.flat) or absent
     }
     programs = [""] * len(plan.kernels)
     what = "loading kernels" if stored else "compiling kernels"
@@ -87,7 +89,8 @@ def compile_plan(plan: Plan, options: Mapping[str, Any] | None = None, folder: P
             running: dict[int, concurrent.futures.Future[tuple[Any, float]]] = {}
             for number, run in own.items():
                 kernel = _lower(plan, run, for_kernel(plan, run.kernel, shared))
-                program = executables.program_of(kernel.lowered, kernel.mesh)
+                # Kernels of the cache are neither shared nor saved, so nobody asks for their programs.
+                program = None if cached and not stored else executables.program_of(kernel.lowered, kernel.mesh)
                 programs[number] = stored_executables.program_key(program, kernel.mesh)
                 if stored:
                     code = stored.read(plan.kernels[number].name, programs[number])
@@ -111,9 +114,8 @@ def compile_plan(plan: Plan, options: Mapping[str, Any] | None = None, folder: P
     numbers = range(len(plan.kernels))
     made = [compiled.get(number, (None, 0.0)) for number in numbers]
     made_here, seconds = (tuple(each[n] for each in made) for n in range(2))
-    absent = not exists(plan)
     loaded = "its kernels were loaded from precompiled=" if stored else ""
-    if executables.has_cache() and not absent:
+    if cached:
         loaded = "kernels may be from jax_compilation_cache_dir"
     return CompiledPlan(plan, made_here, seconds, tuple(programs), given, loaded)
 
