@@ -29,6 +29,9 @@ from multimesh_maxtext.command.options import read
 from multimesh_maxtext.command.settle import settle
 from multimesh_maxtext.command.sizes import forecast_step, planner_configuration, transformer
 
+sys.path.append(str(ROOT / "maxtext"))
+import jobs
+
 MAXTEXT = ROOT / "third_party/maxtext/src/maxtext"
 KEPT = Path(__file__).parent / "runs" / "compiled.json"
 Row = dict[str, Any]
@@ -53,26 +56,20 @@ class Case:
     device: str = "h100"
 
 
-_LARGE = "--attention cudnn_flash_te --remat minimal --xla-rs-threshold 51200 --replicate-small-params"
 _PIECES = "--xla-ag-threshold 268435456"
-_LLAMA3_8B = (
-    "--nodes 16 --gpus 1 --dp 2 --pp 2 --tp 4 --interleave 8 --schedule prefetch-wavefront --only-fuse-loop-tasks "
-    f"--model-name llama3-8b --num-layers 32 --sequence-length 4096 --batch-size 32 --microbatch-size 2 {_LARGE}"
-)
+
+
+def _of_folder(name: str) -> str:
+    """Return the flags of a job that has a folder, without its number of steps."""
+    job = next(job for job in jobs.JOBS if job.folder == name)
+    return f"--nodes {job.processes} --gpus 1 {job.flags.partition(' --num-steps')[0]}"
+
+
+_LLAMA3_8B = f"--nodes 16 --gpus 1 {jobs.LLAMA3_8B}"  # --fbmem is of one device
 
 JOBS = {
-    "llama3-70b": Case(
-        "dp 2, pp 4 x 5, tp 8",
-        "--nodes 64 --gpus 1 --dp 2 --pp 4 --tp 8 --interleave 5 --partition 5,4,4,4,4,4,4,4,4,4,4,4,4,4,4,4,4,4,4,3 "
-        f"--schedule interleaved-zb --sequence-parallel --microbatch-size 4 {_PIECES} --model-name llama3-70b "
-        f"--num-layers 80 --sequence-length 4096 --batch-size 128 {_LARGE} --fbmem 78",
-    ),
-    "gpt3-175b": Case(
-        "pp 8 x 6, tp 8",
-        f"--nodes 64 --gpus 1 --pp 8 --tp 8 --interleave 6 --schedule interleaved-zb --sequence-parallel {_PIECES} "
-        "--model-name gpt3-175b --num-layers 96 --model-dims 12288 --num-heads 96 --sequence-length 2048 "
-        f"--batch-size 128 --microbatch-size 4 {_LARGE} --fbmem 77",
-    ),
+    "llama3-70b": Case("dp 2, pp 4 x 5, tp 8", _of_folder("llama3-70b-64gpus")),
+    "gpt3-175b": Case("pp 8 x 6, tp 8", _of_folder("gpt3-175b-64gpus")),
     "mixtral-8x7b": Case(
         "pp 8 x 2, ep 8",
         f"--nodes 64 --gpus 1 --ep 8 --pp 8 --interleave 2 --schedule interleaved {_PIECES} --model-name "
