@@ -9,7 +9,8 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from multimesh.observe.collectives import collectives
+from multimesh.observe.collectives import find_collectives
+from multimesh.observe.hlo import read_computations
 
 import multimesh as mm
 
@@ -149,7 +150,7 @@ def test_a_large_collective_that_nothing_hides_is_told_for_gpus():
 def test_devices_of_a_collective_are_read_in_every_form(groups, found):
     line = f"  ROOT %g = f32[8]{{0}} all-gather(%x), replica_groups={groups}, dimensions={{0}}"
     text = f"ENTRY %main (x: f32[4]) -> f32[8] {{\n{line}\n}}"
-    (only,) = collectives(text)
+    (only,) = find_collectives(read_computations(text))
     assert only.groups == found
 
 
@@ -169,6 +170,6 @@ ENTRY %main (x: bf16[4,1024]) -> bf16[4,2048] {{
   ROOT %done = bf16[4,2048]{{1,0}} async-done(%start)
 }}
 """  # noqa: E501
-    (only,) = collectives(text)
+    (only,) = find_collectives(read_computations(text))
     assert (only.kind, only.nbytes, only.groups) == ("all-gather", 4 * 2048 * 2, ((0, 1), (2, 3)))
     assert only.asynchronous == together

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from multimesh.calling import aot
 from multimesh.hardware import targets, topologies
+from multimesh.observe import kernel_text
 
 import multimesh as mm
 
@@ -173,6 +175,23 @@ def test_a_compiled_function_tells_its_memory_and_collectives_on_cpus_too():
     found = [each for kernel in compiled.collectives() for each in kernel if each.kind == "all-reduce"]
     assert found
     assert all(each.axes(mesh) == ("data",) for each in found)
+
+
+def test_the_text_of_a_kernel_is_read_once(monkeypatch):
+    low, _ = lowered(jax.devices()[:8])
+    compiled, read = low.compile(), []
+
+    def count(hlo):
+        read.append(hlo)
+        return kernel_text.read_kernel(hlo)
+
+    monkeypatch.setattr(aot, "read_kernel", count)
+    calls, found, costs = compiled.custom_calls(), compiled.collectives(), compiled.cost_analysis()
+    compiled.inspect()
+    assert [len(each) for each in (calls, found, read)] == [len(low.plan.kernels)] * 3
+    assert sum(cost["all-reduce"] for cost in costs) == sum(
+        each.nbytes * each.times for run in low.plan.runs for each in found[run.kernel] if each.kind == "all-reduce"
+    )
 
 
 def gated(weights, x):

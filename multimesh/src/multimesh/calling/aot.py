@@ -19,8 +19,10 @@ from multimesh.core.row_blocks import Blocks, gather, numbers, split_stacks
 from multimesh.core.specs import strip
 from multimesh.errors import UsageError
 from multimesh.marking.tracing import pause_gc
-from multimesh.observe import collectives, custom_calls, inspection, operations
+from multimesh.observe import inspection
+from multimesh.observe.collectives import KINDS, Collective, collective_bytes
 from multimesh.observe.inspection import Finding
+from multimesh.observe.kernel_text import KernelText, read_kernel
 from multimesh.observe.memory import KernelMemory, MemoryForecast, forecast, take_workspace
 from multimesh.observe.profile import Profile, profile
 from multimesh.passes import pipeline
@@ -363,19 +365,25 @@ class Compiled:
 
         Those of other processes are empty.
         """
-        return tuple(custom_calls.custom_calls(p.as_text() or "") if p else {} for p in self.compiled_plan.executables)
+        return tuple(text.custom_calls for text in self._texts)
 
     @property
     def compile_seconds(self) -> tuple[float, ...]:
         """Seconds of the compilation of each kernel; 0 for one that shares the code of another, or is not ours."""
         return self.compiled_plan.seconds
 
-    def collectives(self) -> tuple[tuple[collectives.Collective, ...], ...]:
+    def collectives(self) -> tuple[tuple[Collective, ...], ...]:
         """Return the collectives of each kernel, in the order of ``plan.kernels``; those of other processes are empty.
 
         Each has a ``kind``, ``arrays``, ``nbytes``, ``times``, ``axes(mesh)`` and whether it is ``asynchronous``.
         """
-        return tuple(collectives.collectives(p.as_text() or "") if p else () for p in self.compiled_plan.executables)
+        return tuple(text.collectives for text in self._texts)
+
+    @functools.cached_property
+    def _texts(self) -> tuple[KernelText, ...]:
+        """The facts that the text of each kernel gives. One that several kernels share is read once."""
+        read = functools.cache(lambda program: read_kernel(program.as_text() or "") if program else KernelText())
+        return tuple(map(read, self.compiled_plan.executables))
 
     def inspect(self, least: int = 2**20) -> tuple[Finding, ...]:
         """Return what the compiled kernels do that was surely not wanted, and warn of each at the user's line.
@@ -405,19 +413,20 @@ class Compiled:
         ``"flops"`` are those of matrix products, without cuDNN's attention, and ``"bytes accessed"`` is 0.
         """
         plan = self.plan
-        totals = [dict.fromkeys(("flops", "bytes accessed", *collectives.KINDS), 0.0) for _ in plan.submeshes]
-        costs = [_costs(program) if program else {} for program in self.compiled_plan.executables]
+        totals = [dict.fromkeys(("flops", "bytes accessed", *KINDS), 0.0) for _ in plan.submeshes]
+        costs = [
+            {**_count(program, text), **collective_bytes(text.collectives)}
+            for program, text in zip(self.compiled_plan.executables, self._texts, strict=True)
+        ]
         for run in plan.runs:
             for key in totals[run.submesh]:
                 totals[run.submesh][key] += float(costs[run.kernel].get(key, 0.0))
         return tuple(totals)
 
 
-def _costs(program: Any) -> dict[str, float]:
-    """Return what one run of a compiled kernel costs, by name."""
-    text = program.as_text() or ""
-    counted = program.cost_analysis() or {"flops": operations.product_operations(text)}
-    return {**counted, **collectives.collective_bytes(text)}
+def _count(program: Any, text: KernelText) -> Mapping[str, float]:
+    """Return the operations and bytes of one run of a kernel, by XLA if it counts them."""
+    return (program and program.cost_analysis()) or {"flops": text.operations}
 
 
 @dataclass(frozen=True, eq=False)

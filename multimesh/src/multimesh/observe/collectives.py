@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
 from jax.sharding import Mesh
 
-from multimesh.observe.hlo import ARRAY, read_arrays, read_computations
+from multimesh.observe.hlo import ARRAY, Computations, read_arrays
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
@@ -66,17 +67,13 @@ class Collective:
         return f"{self.kind} {arrays}" + (f" x {self.times}" if self.times > 1 else "")
 
 
-def collectives(hlo: str) -> tuple[Collective, ...]:
-    """Return the collectives of a program, in the order of its text.
-
-    ``hlo``: optimized HLO, as ``as_text()`` of a compiled function gives it.
-    """
+def find_collectives(program: Computations) -> tuple[Collective, ...]:
+    """Return the collectives of a program, in the order of its text."""
     begun: dict[str, str] = {}  # name of a collective that began to the line where it did
     found: dict[str, list[Collective]] = {}
-    lines = _Lines(hlo)
-    computations = read_computations(hlo)
-    starts = computations.starts()
-    for name, operations in computations.operations.items():
+    lines = _Lines(program.head)
+    starts = program.starts()
+    for name, operations in program.operations.items():
         own = found.setdefault(name, [])
         for op in operations:
             kind = op.kind.removesuffix("-start").removesuffix("-done")
@@ -90,16 +87,16 @@ def collectives(hlo: str) -> tuple[Collective, ...]:
                 path = named[1] if (named := _PATH.search(text)) else ""
                 of = Collective(kind, arrays, _bytes(op.type), 1, asynchronous, _groups(text), lines.of(text), path)
                 own.append(of)
-    return tuple(replace(each, times=times) for name, times in computations.runs() for each in found.get(name, ()))
+    return tuple(replace(each, times=times) for name, times in program.runs() for each in found.get(name, ()))
 
 
-def collective_bytes(hlo: str) -> dict[str, float]:
-    """Return the bytes of the results of each kind of collective on a device, in one run of a program.
+def collective_bytes(found: Iterable[Collective]) -> dict[str, float]:
+    """Return the bytes of the results of each kind of collective on a device, in one run of their program.
 
-    The body of a loop counts as often as XLA knows that it runs, or else once. ``hlo`` is as in `collectives`.
+    The body of a loop counts as often as XLA knows that it runs, or else once.
     """
     total: dict[str, float] = {}
-    for each in collectives(hlo):
+    for each in found:
         total[each.kind] = total.get(each.kind, 0.0) + each.nbytes * each.times
     return total
 
@@ -139,8 +136,7 @@ def _iota(sizes: str, order: str | None) -> np.ndarray:
 class _Lines:
     """The table of source lines at the head of HLO text: numbers of stack frames to files and lines."""
 
-    def __init__(self, hlo: str) -> None:
-        head, _, _ = hlo.partition("\n%")
+    def __init__(self, head: str) -> None:
         self._files = dict(re.findall(r'^(\d+) "(.*)"$', head.partition("FunctionNames")[0], re.MULTILINE))
         self._places = {
             number: (file, line)

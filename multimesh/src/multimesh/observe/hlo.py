@@ -36,9 +36,11 @@ class Operation:
 class Computations:
     """The computations of a program.
 
-    ``operations`` are those of each, ``calls`` the computations that it calls, and how often in one run of it.
+    ``operations`` are those of each, ``calls`` the computations that it calls, and how often in one run of it. ``head``
+    is the text before the first one, with the table of source lines.
     """
 
+    head: str
     entry: str
     operations: Mapping[str, Sequence[Operation]]
     calls: Mapping[str, Sequence[tuple[str, int]]]
@@ -79,7 +81,7 @@ def read_computations(hlo: str) -> Computations:
             if op[3] in _CALLERS:
                 trips = int(known[1]) if (known := _TRIPS.search(text)) else 1
                 calls[name] += [(each, trips) for each in _read_calls(text)]
-    return Computations(entry, operations, calls)
+    return Computations(hlo.partition("\n%")[0], entry, operations, calls)
 
 
 def _read_calls(text: str) -> list[str]:
