@@ -1,6 +1,7 @@
 """What a step holds: live microbatches, live bytes, nothing left behind."""
 
 import gc
+import math
 
 import jax
 import jax.numpy as jnp
@@ -216,6 +217,27 @@ def test_what_a_shard_map_makes_on_each_device_is_in_the_workspace(platform):
     lowered = mm.jit(task).lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
     ((need,), array) = lowered.memory_forecast(platform), rows // 2 * wide * 4
     assert array <= need.workspace <= 2 * array + rows * 64 * 4
+
+
+def test_element_wise_results_of_a_shard_map_are_no_arrays_on_gpus():
+    """XLA inlines it. So it is with what the backward pass needs of MaxText's experts."""
+    rows, wide = 512, 4096
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+
+    def part(x, up):
+        h = x @ up
+        return h, jnp.tanh(h), jnp.cos(h), jnp.sin(h)
+
+    def layer(x, up, down):
+        parts = jax.shard_map(part, mesh=mesh, in_specs=(P("data"), P()), out_specs=(P("data"),) * 4)(x, up)
+        return math.prod(parts) @ down
+
+    shapes = (rows, 64), (64, wide), (wide, 64)
+    lowered = mm.jit(mm.task(layer, "layer", mesh=mesh)).lower(
+        *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    )
+    ((need,), array) = lowered.memory_forecast("gpu"), rows // 2 * wide * 4
+    assert array <= need.workspace <= 2 * array + rows * 64 * 4  # of the two products
 
 
 def test_gradients_that_devices_sum_are_not_all_in_the_workspace_at_once():

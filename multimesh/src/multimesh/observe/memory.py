@@ -159,6 +159,7 @@ def _peak(
     beside: bool = False,
 ) -> int:
     """Return the most bytes of results alive at once."""
+    ops = list(_inline(ops, bodies))
     exchanges = [find_exchanges(op, known, mesh) for op in ops]
     own, last = _live_ranges(ops, known, bodies, mesh, outside, wanted, sums, beside)
     ending: dict[int, int] = collections.defaultdict(int)  # bytes that the operation of this number reads last
@@ -174,16 +175,30 @@ def _peak(
             size = _size(v, known, mesh)
             alive += size
             ending[last[v]] += size
-        own_peak = 0  # of one iteration of a scan, or of a nested function
+        own_peak = 0  # of one iteration of a scan, or of a branch
         if (nested := bodies.get(op)) is not None:
-            within = {*nested.inputs, *(() if facts(op).control else ir.values(nested.outputs))}
-            own_peak = _peak(nested.ops, known, bodies, within, nested.outputs, mesh, beside=beside)
+            own_peak = _peak(nested.ops, known, bodies, {*nested.inputs}, nested.outputs, mesh, beside=beside)
         part = exchanges[n].part  # summed in place, unless it is larger than the result or added to a sum
         if part and op.outs[0] not in sums and part <= _size(op.outs[0], known, mesh):
             part = 0
         peak = max(peak, alive + own_peak + part)
         alive -= ending[n]
     return peak
+
+
+def _inline(ops: Iterable[ir.Op], bodies: Mapping[ir.Op, Inner]) -> Iterator[ir.Op]:
+    """Yield operations with those of nested functions in their place, as XLA sees them; loops and branches stay.
+
+    Barriers give the arguments and results of such a function both their names.
+    """
+    for op in ops:
+        nested = bodies.get(op)
+        if nested is None or facts(op).control:
+            yield op
+            continue
+        yield ir.Op(_compat.PRIMITIVES["optimization_barrier"], {}, op.ins, nested.inputs)
+        yield from _inline(nested.ops, bodies)
+        yield ir.Op(_compat.PRIMITIVES["optimization_barrier"], {}, nested.outputs, op.outs)
 
 
 def _live_ranges(
