@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from multimesh_maxtext.command.checks import Job
 from multimesh_maxtext.command.launch import launch
 from multimesh_maxtext.command.member import Member
-from multimesh_maxtext.command.options import parse
+from multimesh_maxtext.command.options import parse, read
+from multimesh_maxtext.command.settle import settle
 from multimesh_maxtext.command.text import END_OF_DOCUMENT, read_texts, tokenize, write_corpus
 from multimesh_maxtext.command.translate import Paths, argument, configuration, environment, notes, per_device
 from multimesh_maxtext.errors import LauncherError, UsageError
@@ -310,3 +311,23 @@ def test_paths_lie_in_the_output_folder(paths: Paths):
     elsewhere = replace(paths, metrics=Path("/m"))
     assert elsewhere.log == paths.output / "maxtext.log"
     assert elsewhere.text.parent == paths.output
+
+
+@pytest.mark.parametrize(
+    ("argv", "kernel", "note"),
+    [
+        ("--gpus 8", False, "by lax.ragged_dot: MaxText's own kernel (megablox) is for TPUs"),
+        ("--gpus 8 megablox=true", True, "which Pallas interprets on GPUs, tile by tile; leave out megablox=true"),
+        ("--gpus 8 use_ring_of_experts=true", True, "leave out megablox=true and use_ring_of_experts=true"),
+        ("--gpus 8 use_tokamax_gmm=true", True, ""),
+        ("--gpus 8 sparse_matmul=false", True, ""),
+        ("--cpus 8 use_ring_of_experts=true", True, ""),
+    ],
+)
+def test_experts_on_gpus_are_not_multiplied_by_a_kernel_for_tpus(maxtext: Path, argv: str, kernel: bool, note: str):
+    """Pallas would interpret it: a loop of small products on the GPU."""
+    settled = settle(
+        read(["--model-name", "mixtral-8x7b", "--ep", "4", "--pp", "2", *argv.split()]), maxtext / "maxtext"
+    )
+    assert settled.job.model.resolved["megablox"] == kernel
+    assert [note in each for each in settled.notes if "megablox" in each] == [True] * bool(note)

@@ -155,6 +155,9 @@ def describe_model(options: Options, package: Path) -> Model:
     for key in (*_SIZES, "head_dim", "num_experts"):
         if not str(sizes.get(key, 1)).isdecimal() or int(sizes.get(key, 1)) < 1:
             raise UsageError(f"{key}={sizes[key]}: it is a size, a whole number of at least 1")
+    needs_kernel = sizes.get("use_ring_of_experts") or "megablox" in read_values(options.settings)
+    if interprets_experts(options, sizes) and not needs_kernel:
+        settings["megablox"] = sizes["megablox"] = False
     return Model(
         name=name,
         layers=int(sizes["base_num_decoder_layers"]),
@@ -167,6 +170,12 @@ def describe_model(options: Options, package: Path) -> Model:
         settings=settings,
         resolved=sizes,
     )
+
+
+def interprets_experts(options: Options, settings: Mapping[str, Any]) -> bool:
+    """Return whether Pallas interprets the kernel by which MaxText multiplies experts: on GPUs, as it is for TPUs."""
+    own = settings.get("sparse_matmul") and settings.get("megablox") and not settings.get("use_tokamax_gmm")
+    return bool(options.gpus and int(settings.get("num_experts", 1)) > 1 and own)
 
 
 def _settings(options: Options, named: Mapping[str, Any], *, plain: bool) -> dict[str, Any]:

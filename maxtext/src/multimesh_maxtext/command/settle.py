@@ -16,6 +16,7 @@ from multimesh_maxtext.command.member import find_alone
 from multimesh_maxtext.command.model import describe_model, has_package
 from multimesh_maxtext.command.options import Options, Parsed
 from multimesh_maxtext.command.settings import find_idle_settings, find_wrong_settings
+from multimesh_maxtext.command.within_stage import describe_experts
 from multimesh_maxtext.errors import LauncherError, UsageError, raise_all
 
 _FLAG_OF = {
@@ -79,7 +80,7 @@ def settle(parsed: Parsed, package: Path) -> Settled:
         found.append(error)
     if job:
         found += [*find_wrong_sizes(job), *find_missing_settings(job), *_find_overrides(job)]
-        notes = (*notes, *find_notes(job))
+        notes = (*notes, *find_notes(job), *describe_experts(options, job.model))
     raise_all([*parsed.wrong, *(error for error in found if not _follows(error, parsed.doubtful))])
     if job is None:
         raise found[-1]

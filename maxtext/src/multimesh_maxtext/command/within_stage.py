@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from multimesh_maxtext.command.model import Model, has_package
+from multimesh_maxtext.command.model import Model, has_package, interprets_experts
 from multimesh_maxtext.command.options import Options
 from multimesh_maxtext.errors import LauncherError, MissingPartError, UnsupportedError, UsageError
 
@@ -78,6 +78,17 @@ def find_wrong_experts(o: Options, model: Model) -> Iterator[LauncherError]:
             f"--ep {o.ep}: with sparse_matmul=True experts exchange tokens by an operation that XLA lacks on CPU "
             "devices; add use_ring_of_experts=true, which gathers them, or sparse_matmul=false"
         )
+
+
+def describe_experts(o: Options, model: Model) -> Iterator[str]:
+    """Yield how experts are multiplied on GPUs, where that is not MaxText's default."""
+    if interprets_experts(o, model.resolved):
+        yield (
+            "experts are multiplied by MaxText's kernel for TPUs (megablox), which Pallas interprets on GPUs, tile by "
+            "tile; leave out megablox=true and use_ring_of_experts=true"
+        )
+    elif "megablox" in model.settings:
+        yield "experts are multiplied by lax.ragged_dot: MaxText's own kernel (megablox) is for TPUs"
 
 
 def _quantization(model: Model) -> tuple[str, bool]:
