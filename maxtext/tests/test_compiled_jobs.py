@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,10 @@ from typing import Any
 import pytest
 
 from multimesh import schedules
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import jobs
 
 pytestmark = [pytest.mark.full, pytest.mark.compile_gpu]
 
@@ -30,3 +35,15 @@ def test_a_job_is_compiled_in_every_schedule(run: Run, tmp_path: Path, flags: tu
     done = run(*SMALL, *flags, *COMPILED, "--device", device, "--output", tmp_path)
     assert done.code == 0, done.stderr
     assert all(need["total"] > 0 for need in done.json["compiled"])
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("device", ["h100", "b200"])
+@pytest.mark.parametrize("folder", ["llama3-70b-64gpus", "gpt3-175b-64gpus"])
+def test_a_folders_job_is_compiled_and_fits(run: Run, tmp_path: Path, folder: str, device: str):
+    job = next(job for job in jobs.JOBS if job.folder == folder)
+    flags = (*job.flags.split(), "--nodes", job.processes, "--gpus", 1)
+    done = run(*flags, *COMPILED, "--device", device, "--output", tmp_path)
+    assert done.code == 0, done.stderr
+    found = done.json["compilation"]
+    assert found["compiled"] <= found["kernels"] / 3  # most stages are alike
