@@ -316,7 +316,7 @@ def test_paths_lie_in_the_output_folder(paths: Paths):
 @pytest.mark.parametrize(
     ("argv", "kernel", "note"),
     [
-        ("--gpus 8", False, "by lax.ragged_dot: MaxText's own kernel (megablox) is for TPUs"),
+        ("--gpus 8", False, "(megablox) is for TPUs. XLA multiplies all tokens by each of the 2 experts"),
         ("--gpus 8 megablox=true", True, "which Pallas interprets on GPUs, tile by tile; leave out megablox=true"),
         ("--gpus 8 use_ring_of_experts=true", True, "leave out megablox=true and use_ring_of_experts=true"),
         ("--gpus 8 use_tokamax_gmm=true", True, ""),

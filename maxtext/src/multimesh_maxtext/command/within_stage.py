@@ -88,7 +88,13 @@ def describe_experts(o: Options, model: Model) -> Iterator[str]:
             "tile; leave out megablox=true and use_ring_of_experts=true"
         )
     elif "megablox" in model.settings:
-        yield "experts are multiplied by lax.ragged_dot: MaxText's own kernel (megablox) is for TPUs"
+        several, each = "", model.experts // o.ep
+        if each > 1:
+            several = (
+                f". XLA multiplies all tokens by each of the {each} experts of a device, and keeps as many copies: "
+                "sparse_matmul=false capacity_factor=1.25 needs less but drops tokens, a larger --ep drops none"
+            )
+        yield f"experts are multiplied by lax.ragged_dot: MaxText's own kernel (megablox) is for TPUs{several}"
 
 
 def _quantization(model: Model) -> tuple[str, bool]:
