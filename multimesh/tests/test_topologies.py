@@ -88,6 +88,15 @@ def test_each_described_gpu_is_one_that_xla_compiles_for(name, memory):
 
 
 @compile_gpu
+def test_any_other_gpu_is_described_by_its_text():
+    text = targets.target_config("h100")
+    name = mm.topology("h100", gpus=1)[0].device_kind
+    assert [d.device_kind for d in mm.topology(text.replace(name, "Our H100"), gpus=2)] == ["Our H100"] * 2
+    with pytest.raises(mm.UsageError, match=r"topology: JAX makes no topology 1x2x1 of 'gpu_device_info \{ cl.*': .+$"):
+        mm.topology("gpu_device_info { clock: fast }", gpus=2)
+
+
+@compile_gpu
 def test_operations_of_products_are_those_of_each_device_and_each_turn_of_a_loop():
     """With the products of the backward pass, in two kinds: 8 x 512 x 256 x 256, cut in 4, five times."""
     mesh = Mesh(np.array(mm.topology("h100", gpus=4)), ("data",))
