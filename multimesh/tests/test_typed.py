@@ -67,6 +67,17 @@ def test_two_stages_on_a_submesh(schedule):
     check(train(loss, schedule), looped(jax.value_and_grad(decoder(plain))), args, alone, MESHES[0])
 
 
+def test_cuts_within_a_checkpointed_layer_with_auto_axes():
+    """More stages than layers: each layer is opened, and a part of it is computed under Auto axes."""
+    meshes = typed_meshes(((2, 1),) * 4)
+    made, specs = init(2)
+    tokens = jax.device_put(batch(), NamedSharding(meshes[0], P("data")))
+    alone = place(made, specs, jax.tree.map(lambda _: 0, owners(made)), meshes)
+    loss = decoder(plain, jax.checkpoint(masked))
+    piped = mm.pipeline(loss, meshes, interleave=2, placement=mm.schedules.get("dualpipe-v").placement(4))
+    check(train(piped, "dualpipe-v"), looped(jax.value_and_grad(loss)), (alone, tokens), (alone, tokens), meshes[0])
+
+
 @jax.custom_vjp
 def clipped(x):
     return jnp.tanh(x)
@@ -146,6 +157,16 @@ def over_rows(w, x):
     return jax.vmap(lambda x: x + jnp.tanh(x @ up) @ down, spmd_axis_name="data")(x)
 
 
+def masked(w, x):
+    """A mask of constants alone inside of `auto_axes`, as attention writes it; its cost is that of the rows."""
+
+    def mix(up, down, x):
+        near = jnp.arange(x.shape[0])[:, None] - jnp.arange(x.shape[0])
+        return x + jnp.where((near >= 0) & (near < 3), 0.5, 0.0) @ jnp.tanh(x @ up) @ down
+
+    return auto_axes(mix, out_sharding=P("data", None))(w["up"], w["down"], x)
+
+
 BODIES = {
     "checkpoint": jax.checkpoint(block),
     "policy by name": jax.checkpoint(named, policy=jax.checkpoint_policies.save_only_these_names("hidden")),
@@ -162,6 +183,8 @@ BODIES = {
     "auto_axes": lambda w, x: auto_axes(lambda w, x: x + jnp.tanh(x @ w["up"]) @ w["down"], out_sharding=P("data"))(
         w, x
     ),
+    "masked auto_axes": masked,
+    "masked auto_axes, checkpointed": jax.checkpoint(masked),
     "explicit_axes": lambda w, x: auto_axes(
         lambda w, x: explicit_axes(block, in_sharding=(LAYER, P("data", None)))(w, x), out_sharding=P("data", None)
     )(w, x),

@@ -34,7 +34,8 @@ def run(
     arguments = (v for v in found.given if v not in found.consts)
     env = _Values(itertools.chain(zip(arguments, arrays, strict=True), found.consts.items()))
     for eqn in found.free:
-        env.update(zip(eqn.outvars, _compat.evaluate(eqn, eqn.params, env.many(eqn.invars)), strict=True))
+        results = _compat.evaluate(eqn, eqn.params, env.many(eqn.invars), places[0].types)
+        env.update(zip(eqn.outvars, results, strict=True))
     back = list(_backward_stages(found.after, stages))
     whole = list(_merge_rows([*stages, *(units for _, units in back)]))
     ins = [_inputs(units) for units in whole]
