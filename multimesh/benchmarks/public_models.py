@@ -7,12 +7,14 @@ Takes folders of clones; the table of docs/any-model.md has their addresses and 
 width 32, and is cut into four stages for microbatches of two rows. ``slowest`` is the operations of the longest stage,
 as a multiple of the mean. ``bytes`` is what the stages get from each other, for each microbatch. ``gradients`` is the
 largest difference from plain ``jax.jit`` on one device, relative to the largest gradient. The loss is the mean cross
-entropy, without dropout. Haiku needs jmp and tabulate, Equinox's notebook needs einops.
+entropy, without dropout, or the mean square error of the noise. Haiku needs jmp and tabulate; Equinox's notebook and
+the diffusion transformer need einops.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
@@ -136,6 +138,40 @@ def equinox_vit(folder: Path) -> Model:
 VIT = "docs/examples/vision_transformer.ipynb"
 
 
+def diffusion(folder: Path) -> Model:
+    """A diffusion transformer in Flax Linen."""
+    peer: Any = __import__("diffusion_transformer")
+    noise = __import__("schedulers").GaussianDiffusion(100)
+    model = peer.DiT(4, WIDTH, LAYERS, HEADS, 4.0, class_dropout_prob=0.0, num_classes=10)
+    shape = (ROWS, 16, 16, 3)
+    batch = {"images": DRAW.normal(size=shape), "noise": DRAW.normal(size=shape), "labels": np.arange(ROWS) % 10}
+    batch = {name: x.astype("int32" if name == "labels" else "float32") for name, x in batch.items()}
+    batch["times"] = DRAW.integers(0, 100, ROWS).astype("int32")
+
+    def loss(params: Any, batch: Any) -> Any:
+        noisy = noise.q_sample(batch["images"], batch["times"], batch["noise"])
+        return jnp.square(model.apply(params, noisy, batch["times"], batch["labels"]) - batch["noise"]).mean()
+
+    params = model.init(jax.random.key(0), batch["images"], batch["times"], batch["labels"])
+    # Its gates begin as zeros: then no layer has a gradient to compare.
+    return loss, jax.tree.map(lambda x: x + 0.02 * DRAW.normal(size=x.shape).astype("float32"), params), batch
+
+
+def mamba(folder: Path) -> Model:
+    """Mamba 2 in Flax NNX, with a tied embedding."""
+    from flax import nnx
+
+    peer: Any = __import__("modeling")
+    sizes = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "chunk_size": LENGTH // 2}
+    config = peer.ModelConfig(**sizes, state_size=16, head_dim=WIDTH // HEADS)
+    graph, params, rest = nnx.split(peer.Mamba2ForCausalLM(config, rngs=nnx.Rngs(0)), nnx.Param, ...)
+
+    def loss(params: Any, batch: Any) -> Any:
+        return nnx.merge(graph, params, rest)(batch["obs"], batch["obs"])["loss"]
+
+    return loss, params, tokens()
+
+
 class Peer(NamedTuple):
     """A file that says whose clone a folder is, the folder to import from, and what makes the model."""
 
@@ -148,6 +184,8 @@ PEERS = (
     Peer("examples/transformer/model.py", ".", haiku),
     Peer("examples/gemma/transformer.py", "examples/gemma", gemma),
     Peer(VIT, None, equinox_vit),
+    Peer("diffusion_transformer.py", ".", diffusion),
+    Peer("bonsai/models/mamba2/modeling.py", "bonsai/models/mamba2", mamba),
     Peer("model.py", ".", gpt_jax),
 )
 
@@ -195,7 +233,9 @@ def main() -> None:
     parser.add_argument("folders", nargs="+", type=peer_of, help="clones")
     args = parser.parse_args()
     mm.virtual_devices(STAGES)
-    report.show({"Public models": [measure(*found) for found in args.folders]}, args.json)
+    with contextlib.redirect_stdout(sys.stderr):  # some of them print
+        rows = [measure(*found) for found in args.folders]
+    report.show({"Public models": rows}, args.json)
 
 
 if __name__ == "__main__":
