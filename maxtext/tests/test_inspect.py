@@ -113,6 +113,7 @@ GPUS = ("--nodes", 4, "--gpus", 1, *JOB[2:], "--attention", "cudnn_flash_te", "-
 
 
 @pytest.mark.compile_gpu
+@pytest.mark.telling("h100")
 @pytest.mark.parametrize("device", ["h100", "b200"])
 def test_stages_are_compiled_for_gpus_that_are_not_there(run: Run, tmp_path: Path, device: str):
     """With cuDNN's attention. XLA gives parameters, moments and gradients the bytes that the forecast gives them."""

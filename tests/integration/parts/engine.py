@@ -100,11 +100,22 @@ def own(
         packages.as_root(*argv, env={"PATH": env["PATH"]}) for argv in (containerd_argv, dockerd_argv)
     )
     with (
+        unmounted(state),
         bridge(bridge_name) if second else nullcontext(),
         processes.server(containerd_argv, state / "containerd.log", healthy=pipe.exists, env=env),
         processes.server(dockerd_argv, state / "dockerd.log", healthy=lambda: answers(host), env=env),
     ):
         yield host
+
+
+@contextmanager
+def unmounted(folder: Path) -> Iterator[None]:
+    """Unmount what an engine leaves below a folder (its network's name), so that pytest can remove the folder."""
+    yield
+    mounts = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
+    for place in mounts:
+        if folder in Path(place).parents:
+            subprocess.run(packages.as_root("umount", place), check=True)
 
 
 @contextmanager
