@@ -153,6 +153,21 @@ def take_port(place: Path) -> Iterator[tuple[list[str], dict[str, str]]]:
         yield [], {"JAX_COORDINATOR_ADDRESS": address, **dict.fromkeys(RANKS, "0"), "MULTIMESH_MAXTEXT_SIZE": "2"}
 
 
+def own_clock(place: Path) -> Iterator[tuple[list[str], dict[str, str]]]:
+    """Give the run a clock of the day that `set_clock` sets."""
+    library = place / "clock.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, Path(__file__).with_name("clock.c")], check=True)
+    yield [], {"LD_PRELOAD": str(library), "CLOCK_FILE": str(place / "clock")}
+
+
+def set_clock(seconds: int) -> Callable[[Job], object]:
+    """Return what sets the clock of the day of all processes."""
+    return lambda job: (job.place / "clock").write_text(str(seconds))
+
+
+LATE = r"process . of 2 .* (has been out of reach|was killed by SIGABRT)"
+"""JAX's service takes silence by the clock of the day: an hour ahead is one of silence, and so is a negative time."""
+
 FAULTS = {
     "process 1: SIGKILL": Fault(kill(1, signal.SIGKILL), (17,), r"process 1 of 2 .*was killed by SIGKILL"),
     "process 0: SIGKILL": Fault(kill(0, signal.SIGKILL), (17,), r"process 0 of 2 .*was killed by SIGKILL"),
@@ -168,6 +183,8 @@ FAULTS = {
         kill(0, signal.SIGWINCH), (17,), r"process 0 of 2 .*has been (in|after) step", 40, STALL
     ),
     "SIGTERM": Fault(tell(signal.SIGTERM), (18,), "a signal ended the run after .*; add --resume to go on"),
+    "the clock goes back an hour": Fault(set_clock(-3600), (17,), LATE, around=own_clock),
+    "the clock goes ahead by an hour": Fault(set_clock(3600), (17,), LATE, around=own_clock),
     "SIGHUP to all": Fault(close_terminal(signal.SIGHUP), (18,), "a signal ended the run after .*; add --resume"),
     "Ctrl-C to all": Fault(close_terminal(signal.SIGINT), (130,), "^interrupted; the trainer was stopped; "),
     "closed pipe": Fault(lambda job: os.close(job.reader), (141,), "nobody reads the output", piped=True),
