@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.backend import get_compile_options
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import MLP, TRANSFORMER, Model
-from multimesh.core._compat import executables
-from multimesh.runtime import ynnpack
+from multimesh.core._compat import executables, small_tiles, stored_executables
+from multimesh.runtime import compile_options, ynnpack
 from pipelines import Split, gradient, submeshes
 
 import multimesh as mm
@@ -124,13 +125,14 @@ def test_what_plans_on_cpus_are_compiled_with_unless_told_otherwise(monkeypatch,
         return compile_program(self, options)
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", noted)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
     monkeypatch.setenv("XLA_FLAGS", flags)  # XLA itself has read it before
     lowered.compile(given)
     assert all(options == passed for options in seen)
     assert seen
 
 
-YNNPACK = "xla_cpu_experimental_ynn_fusion_type"
+THREADS, YNNPACK = small_tiles.NO_THREADS, "xla_cpu_experimental_ynn_fusion_type"
 has_ynnpack = pytest.mark.skipif(not executables.takes_option(YNNPACK, ""), reason="this jaxlib has no YNNPACK")
 
 
@@ -165,6 +167,47 @@ def test_a_choice_of_the_user_about_ynnpack_stays(monkeypatch, products: Any, gi
     monkeypatch.setenv("XLA_FLAGS", flags)  # XLA itself has read it before
     compiled = products.compile(given).compiled_plan
     assert all("__ynn_fusion" in executable.as_text() for executable in compiled.executables)
+
+
+@pytest.mark.parametrize(
+    ("cores", "given", "flags", "chosen"),
+    [
+        (2, {}, "", {THREADS: False}),
+        (4, {}, "", {}),
+        (2, {THREADS: True}, "", {THREADS: True}),
+        (2, {}, f"--{THREADS}=true", {}),
+    ],
+    ids=["a device a core", "more cores", "given", "in XLA_FLAGS"],
+)
+def test_a_kernel_has_no_threads_within_where_it_has_a_device_for_each_core(monkeypatch, cores, given, flags, chosen):
+    split = Split(submeshes(2, (2,)))
+    plan = mm.jit(gradient(MLP, split, size=SIZE, rows=ROWS)).plan(*inputs(MLP, split))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    monkeypatch.setenv("XLA_FLAGS", flags)  # XLA itself has read it before
+    found = [compile_options.for_kernel(plan, n, given) for n in range(len(plan.kernels))]
+    assert found == [chosen] * len(found)
+
+
+def test_kernels_without_threads_get_small_tiles():
+    """Products of attention, 8 of 32 x 16 by 16 x 32, as XLA writes them: of small tiles there is less code."""
+    a, b = (np.random.default_rng(0).normal(size=shape).astype(np.float32) for shape in ((8, 32, 16), (8, 16, 32)))
+    options = {THREADS: False} | ({YNNPACK: ""} if executables.takes_option(YNNPACK, "") else {})
+    lowered = [jax.jit(lambda a, b: a @ b).lower(a, b) for _ in range(2)]
+    large, small = lowered[0].compile(options), small_tiles.compile_lowered(lowered[1], options)
+    sizes = [len(stored_executables.to_bytes(executable)) for executable in (large, small)]
+    assert sizes[1] < 0.75 * sizes[0]
+    np.testing.assert_allclose(small(a, b), a @ b, rtol=1e-5, atol=1e-5)
+
+
+def test_small_tiles_leave_all_other_options_as_they_are():
+    options = get_compile_options(num_replicas=1, num_partitions=2, env_options_overrides={LEVEL: 1})
+    tiled = small_tiles.with_tiles(options)
+    assert tiled.SerializeAsString() != options.SerializeAsString()
+    assert (tiled.num_partitions, list(tiled.env_option_overrides)) == (2, [(LEVEL, 1)])
+    before, after = (str(each.executable_build_options.debug_options).splitlines()[1:] for each in (options, tiled))
+    added = {line.strip() for line in set(after) - set(before)} - {"xla_backend_extra_options {"}
+    assert added == {'key: "xla_llvm_ir_gemm_tile_size"', 'value: "4:4:1*vectwidth"'}
+    assert set(before) <= set(after)
 
 
 @pytest.mark.parametrize(

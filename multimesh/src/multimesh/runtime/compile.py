@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from multimesh import ir
 from multimesh.core import _compat, checks
-from multimesh.core._compat import executables, stored_executables
+from multimesh.core._compat import executables, small_tiles, stored_executables
 from multimesh.core.progress import progress
 from multimesh.errors import MultiMeshError, UsageError
 from multimesh.ir.evaluate import evaluate
@@ -133,7 +133,7 @@ class _Lowered:
     def compile(self) -> tuple[Any, float]:
         """Return the executable, and the seconds of its compilation."""
         begin = time.perf_counter()
-        compiled = self.lowered.compile(self.options)
+        compiled = small_tiles.compile_lowered(self.lowered, self.options)
         took = time.perf_counter() - begin
         return executables.finish(compiled, self.lowered, self.mesh, self.jitted), took
 

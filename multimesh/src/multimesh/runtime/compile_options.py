@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from multimesh.core._compat import executables
+from multimesh.core._compat import executables, small_tiles
 from multimesh.hardware import known_faults
 from multimesh.plan.plan import Plan
 from multimesh.processes.launchers import LAUNCHERS
@@ -42,14 +42,25 @@ def with_defaults(plan: Plan, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def for_kernel(plan: Plan, number: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options for a kernel: those of the plan, and on CPUs no YNNPACK where its products lose by it."""
+    """Return the options for a kernel: those of the plan, and on CPUs those that its devices and products gain by.
+
+    * No threads within a device's part where the submesh has a device for each core.
+    * No YNNPACK where its products lose by it.
+    """
     kernel = plan.kernels[number]
     mesh = plan.submeshes[kernel.submesh]
-    free = ynnpack.OPTION not in options and not _in_environment(ynnpack.OPTION)
-    on_cpus = all(device.platform == "cpu" for device in mesh.devices.flat)
-    if free and on_cpus and ynnpack.loses(kernel.ops, mesh.size) and executables.takes_option(ynnpack.OPTION, ""):
-        return {ynnpack.OPTION: "", **options}
-    return dict(options)
+    if any(device.platform != "cpu" for device in mesh.devices.flat):
+        return dict(options)
+    chosen: dict[str, Any] = {}
+    if mesh.size >= cores() and _is_free(small_tiles.NO_THREADS, options) and small_tiles.has_small_tiles():
+        chosen[small_tiles.NO_THREADS] = False
+    if _is_free(ynnpack.OPTION, options) and ynnpack.loses(kernel.ops, mesh.size):
+        chosen |= {ynnpack.OPTION: ""} if executables.takes_option(ynnpack.OPTION, "") else {}
+    return chosen | dict(options)
+
+
+def _is_free(name: str, options: Mapping[str, Any]) -> bool:
+    return name not in options and not _in_environment(name)
 
 
 def _in_environment(name: str) -> bool:
