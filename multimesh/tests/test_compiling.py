@@ -193,7 +193,7 @@ def test_kernels_without_threads_get_small_tiles():
     a, b = (np.random.default_rng(0).normal(size=shape).astype(np.float32) for shape in ((8, 32, 16), (8, 16, 32)))
     options = {THREADS: False} | ({YNNPACK: ""} if executables.takes_option(YNNPACK, "") else {})
     lowered = [jax.jit(lambda a, b: a @ b).lower(a, b) for _ in range(2)]
-    large, small = lowered[0].compile(options), small_tiles.compile_lowered(lowered[1], options)
+    large, small = lowered[0].compile(options), small_tiles.compile_kernel(lowered[1], options)
     sizes = [len(stored_executables.to_bytes(executable)) for executable in (large, small)]
     assert sizes[1] < 0.75 * sizes[0]
     np.testing.assert_allclose(small(a, b), a @ b, rtol=1e-5, atol=1e-5)

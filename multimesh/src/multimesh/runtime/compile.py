@@ -133,7 +133,7 @@ class _Lowered:
     def compile(self) -> tuple[Any, float]:
         """Return the executable, and the seconds of its compilation."""
         begin = time.perf_counter()
-        compiled = small_tiles.compile_lowered(self.lowered, self.options)
+        compiled = small_tiles.compile_kernel(self.lowered, self.options)
         took = time.perf_counter() - begin
         return executables.finish(compiled, self.lowered, self.mesh, self.jitted), took
 

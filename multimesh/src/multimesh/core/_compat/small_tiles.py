@@ -35,7 +35,7 @@ def has_small_tiles() -> bool:
         return False
 
 
-def compile_lowered(lowered: Any, options: Mapping[str, Any]) -> Any:
+def compile_kernel(lowered: Any, options: Mapping[str, Any]) -> Any:
     """Return the executable of ``lowered``, with small tiles where it has no threads and they can be had."""
     if options.get(NO_THREADS) is False and has_small_tiles():
         arguments = lowered._lowering.compile_args
