@@ -170,16 +170,20 @@ def test_a_choice_of_the_user_about_ynnpack_stays(monkeypatch, products: Any, gi
 
 
 @pytest.mark.parametrize(
-    ("cores", "given", "flags", "chosen"),
+    ("cores", "tiles", "given", "flags", "chosen"),
     [
-        (2, {}, "", {THREADS: False}),
-        (4, {}, "", {}),
-        (2, {THREADS: True}, "", {THREADS: True}),
-        (2, {}, f"--{THREADS}=true", {}),
+        (2, True, {}, "", {THREADS: False}),
+        (4, True, {}, "", {}),
+        (2, False, {}, "", {}),  # LLVM would take 0.1 s for a product
+        (2, True, {THREADS: True}, "", {THREADS: True}),
+        (2, True, {}, f"--{THREADS}=true", {}),
     ],
-    ids=["a device a core", "more cores", "given", "in XLA_FLAGS"],
+    ids=["a device a core", "more cores", "large tiles", "given", "in XLA_FLAGS"],
 )
-def test_a_kernel_has_no_threads_within_where_it_has_a_device_for_each_core(monkeypatch, cores, given, flags, chosen):
+def test_a_kernel_has_no_threads_within_where_it_has_a_device_for_each_core(
+    monkeypatch, cores, tiles, given, flags, chosen
+):
+    monkeypatch.setattr(small_tiles, "has_small_tiles", lambda: tiles)
     split = Split(submeshes(2, (2,)))
     plan = mm.jit(gradient(MLP, split, size=SIZE, rows=ROWS)).plan(*inputs(MLP, split))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
@@ -188,6 +192,7 @@ def test_a_kernel_has_no_threads_within_where_it_has_a_device_for_each_core(monk
     assert found == [chosen] * len(found)
 
 
+@pytest.mark.skipif(not small_tiles.has_small_tiles(), reason="this JAX is used by its public functions alone")
 def test_kernels_without_threads_get_small_tiles():
     """Products of attention, 8 of 32 x 16 by 16 x 32, as XLA writes them: of small tiles there is less code."""
     a, b = (np.random.default_rng(0).normal(size=shape).astype(np.float32) for shape in ((8, 32, 16), (8, 16, 32)))
