@@ -204,6 +204,20 @@ def test_kernels_without_threads_get_small_tiles():
     np.testing.assert_allclose(small(a, b), a @ b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("platform", "stays"), [("cpu", not small_tiles.has_small_tiles()), ("cuda", True)])
+def test_a_client_of_other_devices_stays_as_it_is(monkeypatch, platform, stays):
+    """GPUs of a topology have a client of another type, by which JAX knows how to compile for them."""
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        jax.stages.Lowered, "compile", lambda self, _: seen.append(self._lowering.compile_args["backend"])
+    )
+    lowered = jax.jit(lambda a: a @ a).lower(np.ones((4, 4)))
+    client = type("Client", (), {"platform": platform})()
+    monkeypatch.setitem(lowered._lowering.compile_args, "backend", client)
+    small_tiles.compile_kernel(lowered, {THREADS: False})
+    assert (seen[0] is client) == stays
+
+
 def test_small_tiles_leave_all_other_options_as_they_are():
     options = get_compile_options(num_replicas=1, num_partitions=2, env_options_overrides={LEVEL: 1})
     tiled = small_tiles.with_tiles(options)

@@ -39,7 +39,8 @@ def compile_kernel(lowered: Any, options: Mapping[str, Any]) -> Any:
     """Return the executable of ``lowered``, with small tiles where it has no threads and they can be had."""
     if options.get(NO_THREADS) is False and has_small_tiles():
         arguments = lowered._lowering.compile_args
-        arguments["backend"] = _with_small_tiles(arguments["backend"])
+        if arguments["backend"].platform == "cpu":
+            arguments["backend"] = _with_small_tiles(arguments["backend"])
     return lowered.compile(options)
 
 
