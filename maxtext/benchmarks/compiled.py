@@ -1,8 +1,9 @@
 """Memory of MaxText pipelines on GPUs: the forecast beside XLA's buffer assignment, without a GPU.
 
 ``compiled.py NAME ...`` compiles jobs of `JOBS` and configurations of `SMALL` for GPUs that are not here, each in a
-process of its own, and with ``--keep`` replaces their rows in ``runs/compiled.json``; ``--page`` prints the tables of
-docs/forecasts.md from that file. It needs ``./bootstrap.sh --group compile-gpu``.
+process of its own, and with ``--keep`` replaces their rows in ``runs/compiled.json``; with ``--forecast`` it compiles
+nothing, and forecasts again beside what XLA said. ``--page`` prints the tables of docs/forecasts.md from that file. It
+needs ``./bootstrap.sh --group compile-gpu``.
 """
 
 from __future__ import annotations
@@ -77,9 +78,10 @@ JOBS = {
         "--attention cudnn_flash_te --remat minimal --fbmem 78",
     ),
     "deepseek2-16b": Case(
-        "pp 2, ep 8",
-        f"--nodes 16 --gpus 1 --ep 8 --pp 2 --schedule 1f1b {_PIECES} --model-name deepseek2-16b "
-        "--sequence-length 4096 --batch-size 64 --microbatch-size 1 --attention dot_product --remat full --fbmem 78",
+        "pp 2 x 7, ep 8",
+        f"--nodes 16 --gpus 1 --ep 8 --pp 2 --interleave 7 --schedule interleaved {_PIECES} --xla-ar-threshold "
+        "268435456 --xla-rs-threshold 268435456 --model-name deepseek2-16b --sequence-length 4096 --batch-size 64 "
+        "--microbatch-size 1 --attention dot_product --remat full --fbmem 78 sparse_matmul=false capacity_factor=1.25",
     ),
     "llama3-8b, B200": Case("dp 2, pp 2 x 8, tp 4", _LLAMA3_8B, "b200"),
     "llama3-8b, A100": Case("dp 2, pp 2 x 8, tp 4", _LLAMA3_8B, "a100"),
@@ -148,36 +150,51 @@ SMALL = {name: replace(case, flags=f"{_MODEL} {case.flags}") for name, case in _
 
 def compile_case(case: Case) -> Row:
     """Compile a case; return bytes by forecast and by XLA of each stage, and the effort of the process."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "forecast.json"
-        line = [sys.executable, str(ROOT / "maxtext/run.py"), "--forecast", "--compile", "--device", case.device]
-        line += ["--json", "--output", folder, *case.flags.split()]
-        begin = time.monotonic()
-        with out.open("w") as to:
-            process = subprocess.Popen(line, stdout=to, env={**os.environ, "JAX_PLATFORMS": "cpu"})
-            _, status, used = os.wait4(process.pid, 0)
-        seconds = time.monotonic() - begin
-        process.returncode = os.waitstatus_to_exitcode(status)
-        try:
-            said = json.loads(out.read_text())
-        except ValueError:
-            raise SystemExit(f"exit code {process.returncode}: {' '.join(line)}") from None
-    stages = [
-        {"forecast": a, "xla": b, "error %": round(100 * (a["total"] / b["total"] - 1), 2)}
-        for a, b in zip(said["forecast"], said["compiled"], strict=True)
-    ]
+    begin = time.monotonic()
+    said, used = _ask(case, "--compile")
     return {
         "device": case.device,
         "flags": case.flags,
         **{"kernels": said["compilation"]["kernels"], "unlike": said["compilation"]["compiled"]},
-        "seconds": round(seconds),
+        "seconds": round(time.monotonic() - begin),
         "cpu seconds": round(used.ru_utime + used.ru_stime),
         "GB": round(used.ru_maxrss * 1024 / 1e9, 2),
         "limit": said["limit"],
         "costs": said["costs"],
-        "stages": stages,
+        "stages": _compare(said["forecast"], said["compiled"]),
         "planner": plan_case(case),
     }
+
+
+def forecast_case(case: Case, row: Row) -> Row:
+    """Return a kept row with the forecast of today, by the plan and by the planner."""
+    said, _ = _ask(case)
+    compiled = [stage["xla"] for stage in row["stages"]]
+    return row | {"stages": _compare(said["forecast"], compiled), "planner": plan_case(case)}
+
+
+def _ask(case: Case, *flags: str) -> tuple[Row, Any]:
+    """Return the forecast that ``run.py`` makes of a case, and the resources that its process used."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "forecast.json"
+        line = [sys.executable, str(ROOT / "maxtext/run.py"), "--forecast", *flags, "--device", case.device]
+        line += ["--json", "--output", folder, *case.flags.split()]
+        with out.open("w") as to:
+            process = subprocess.Popen(line, stdout=to, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+            _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        text = out.read_text()
+        if '"forecast"' not in text:
+            raise SystemExit(f"{text.strip()}\nexit code {process.returncode}: {' '.join(line)}")
+        return json.loads(text), used
+
+
+def _compare(forecast: list[Row], compiled: list[Row]) -> list[Row]:
+    """Return the bytes of each stage by forecast and by XLA, and how far the forecast is off."""
+    return [
+        {"forecast": a, "xla": b, "error %": round(100 * (a["total"] / b["total"] - 1), 2)}
+        for a, b in zip(forecast, compiled, strict=True)
+    ]
 
 
 def plan_case(case: Case) -> Row:
@@ -273,15 +290,17 @@ def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("names", nargs="*", choices=[[], *cases], metavar="NAME", help=", ".join(cases))
     parser.add_argument("--keep", action="store_true", help=f"replace their rows in {KEPT.relative_to(ROOT)}")
+    parser.add_argument("--forecast", action="store_true", help="forecast again beside what XLA said, and keep that")
     parser.add_argument("--page", action="store_true", help="print the tables of docs/forecasts.md, and end")
     args = parser.parse_args()
+    kept = json.loads(KEPT.read_text())["cases"]
     if args.page:
-        print("\n".join(page(json.loads(KEPT.read_text())["cases"])))
+        print("\n".join(page(kept)))
         return
     found = {}
-    for name in args.names or cases:
-        found[name] = compile_case(cases[name])
-        if args.keep:
+    for name in args.names or (kept if args.forecast else cases):
+        found[name] = forecast_case(cases[name], kept[name]) if args.forecast else _date(compile_case(cases[name]))
+        if args.keep or args.forecast:
             _keep(name, found[name])
     rows = {name: [_flat(number, stage) for number, stage in enumerate(row["stages"])] for name, row in found.items()}
     report.show(rows, args.json)
@@ -293,12 +312,15 @@ def _flat(number: int, stage: Row) -> Row:
     return {"stage": number, **pairs, "error %": stage["error %"]}
 
 
+def _date(row: Row) -> Row:
+    """Return a row with the day and the version of JAX before it."""
+    return {"date": datetime.now(UTC).date().isoformat(), "jax": importlib.metadata.version("jax"), **row}
+
+
 def _keep(name: str, row: Row) -> None:
-    """Replace the rows of one case in the file."""
-    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {"cases": {}}
-    run = {"date": datetime.now(UTC).date().isoformat(), "jax": importlib.metadata.version("jax")}
-    KEPT.parent.mkdir(exist_ok=True)
-    KEPT.write_text(json.dumps({"cases": {**kept["cases"], name: run | row}}, indent=1) + "\n")
+    """Replace the row of one case in the file."""
+    kept = json.loads(KEPT.read_text())
+    KEPT.write_text(json.dumps({"cases": {**kept["cases"], name: row}}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
