@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -216,6 +217,13 @@ def test_a_client_of_other_devices_stays_as_it_is(monkeypatch, platform, stays):
     monkeypatch.setitem(lowered._lowering.compile_args, "backend", client)
     small_tiles.compile_kernel(lowered, {THREADS: False})
     assert (seen[0] is client) == stays
+
+
+@pytest.mark.skipif(not small_tiles.has_small_tiles(), reason="this JAX is used by its public functions alone")
+def test_where_jax_keeps_its_client_elsewhere_a_kernel_is_compiled_without_them():
+    lowered = types.SimpleNamespace(compile=lambda options: options)
+    with pytest.warns(UserWarning, match="_lowering.*public functions take its place"):
+        assert small_tiles.compile_kernel(lowered, {THREADS: False}) == {THREADS: False}
 
 
 def test_small_tiles_leave_all_other_options_as_they_are():

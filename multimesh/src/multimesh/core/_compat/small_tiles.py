@@ -38,10 +38,19 @@ def has_small_tiles() -> bool:
 def compile_kernel(lowered: Any, options: Mapping[str, Any]) -> Any:
     """Return the executable of ``lowered``, with small tiles where it has no threads and they can be had."""
     if options.get(NO_THREADS) is False and has_small_tiles():
-        arguments = lowered._lowering.compile_args
-        if arguments["backend"].platform == "cpu":
-            arguments["backend"] = _with_small_tiles(arguments["backend"])
+        _give_small_tiles(lowered)
     return lowered.compile(options)
+
+
+def _give_small_tiles(lowered: Any) -> None:
+    try:
+        arguments = lowered._lowering.compile_args
+        client = arguments["backend"]
+    except (AttributeError, KeyError, TypeError) as error:
+        tell_change(f"{type(error).__name__}: {error}")
+        return
+    if client.platform == "cpu":
+        arguments["backend"] = _with_small_tiles(client)
 
 
 class _Client:
