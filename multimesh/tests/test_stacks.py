@@ -315,6 +315,9 @@ def test_uneven_stages():
     with pytest.warns(UserWarning, match=r"2 of its 8 rows are sent in each call"):
         _, (got, _) = check(params=params, plain=headed, meshes=MESHES[:3])
     assert held(got["layers"], MESHES[:2]) == [STATE // 2, STATE // 2]
+    told = "stages read 6, 2, 0 rows of stacked layers, which lie in equal blocks: memory_forecast of the step counts"
+    assert mm.pipeline(headed, MESHES[:3]).cuts(params, BATCH).remark.startswith(told)
+    assert not mm.pipeline(scanned, MESHES).cuts(WEIGHTS, BATCH).remark
 
 
 def test_rows_that_two_stages_share_make_no_stack():

@@ -65,10 +65,13 @@ class Cuts:
         One for each stage, in order.
     name
         Of the function.
+    uneven
+        Rows of an array of stacked layers that each stage reads, where they are not as many for each.
     """
 
     stages: tuple[StageCut, ...]
     name: str
+    uneven: tuple[int, ...] = ()
 
     @property
     def slowest(self) -> float:
@@ -89,9 +92,14 @@ class Cuts:
 
     @property
     def remark(self) -> str:
-        """A sentence about stages that have nothing to do; empty if all have."""
+        """A sentence about stages that have nothing to do, or of which the rows lie elsewhere; empty for all others."""
         times = [stage.costs.time for stage in self.stages]
         idle = [str(s) for s, time in enumerate(times) if time < _NONE * sum(times)]
+        if not idle and self.uneven:
+            return (
+                f"stages read {', '.join(map(str, self.uneven))} rows of stacked layers, which lie in equal blocks: "
+                "memory_forecast of the step counts them where they lie"
+            )
         if not idle:
             return ""
         many, best = "stages" if len(idle) > 1 else "stage", len(times) - len(idle)

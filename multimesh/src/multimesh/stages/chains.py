@@ -79,6 +79,17 @@ def work_of(units: Units, order: Sequence[Unit]) -> list[Work]:
     return [scale_work(whole[unit.eqn], _share(unit)) for unit in order]
 
 
+def uneven_rows(units: Units, stages: Sequence[Sequence[Unit]]) -> tuple[int, ...]:
+    """Return how many rows of an argument each stage reads, of the first that some read more of than others."""
+    given = set(units.given)
+    rows: dict[Any, list[int]] = {}
+    for number, stage in enumerate(stages):
+        for v in itertools.chain.from_iterable(unit.reads for unit in stage):
+            if isinstance(v, Rows) and v.of in given:
+                rows.setdefault(v.of, [0] * len(stages))[number] += v.stop - v.start
+    return next((tuple(counts) for counts in rows.values() if len({*filter(None, counts)}) > 1), ())
+
+
 def rescale(chain: Chain, ends: Sequence[int], seconds: Sequence[float]) -> Chain:
     """Return the chain in seconds: the operations of each stage between ``ends`` took those of its number."""
     costs = list(chain.costs)

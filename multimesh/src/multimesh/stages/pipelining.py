@@ -26,7 +26,7 @@ from multimesh.schedules.costs import cost
 from multimesh.schedules.cuts import SLACK, Chain, ChainCut, cut_chain
 from multimesh.schedules.partitioning import LayerCosts, alive
 from multimesh.schedules.stage_cuts import Cuts, StageCut, Work
-from multimesh.stages.chains import chain_of, orders, rescale, work_of
+from multimesh.stages.chains import chain_of, orders, rescale, uneven_rows, work_of
 from multimesh.stages.staged import run
 from multimesh.stages.units import KEPT_LOOP, Unit, Units, read
 from multimesh.stages.work import add_work
@@ -193,7 +193,8 @@ class Pipelined:
             StageCut(*_line(order[a:b]), chain.costs_of(a, b), chain.received(a, b), add_work(works[a:b]))
             for a, b in pieces
         )
-        return found, tuple(order[a:b] for a, b in pieces), Cuts(tuple(cuts), getattr(self.fn, "__name__", "pipeline"))
+        stages = tuple(order[a:b] for a, b in pieces)
+        return found, stages, Cuts(tuple(cuts), getattr(self.fn, "__name__", "pipeline"), uneven_rows(found, stages))
 
     def _fits(self, stage: int, costs: LayerCosts) -> bool:
         kept = alive(stage, len(self.meshes), self.interleave) * costs.activation
