@@ -316,6 +316,7 @@ def test_a_pipe_that_is_closed_while_it_trains_stops_the_trainer_with_a_line(sta
     assert gone(trainer)
 
 
+@pytest.mark.longer
 def test_a_log_is_bounded_and_its_end_is_kept(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """All is said on two files, none of which is larger than the limit and what is written between two looks."""
     monkeypatch.setattr(logs, "LIMIT", 10_000)

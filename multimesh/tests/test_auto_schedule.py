@@ -64,6 +64,7 @@ def test_without_a_known_device_a_plan_needs_no_more_than_that_of_1f1b(name):
     assert choice.taken.makespan == min(c.makespan for c in published)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("name", SHAPES)
 def test_no_plan_needs_more_than_the_device_has(name):
     """With less memory it takes a longer table; where none fits, the one that needs least."""

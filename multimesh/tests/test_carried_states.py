@@ -54,6 +54,7 @@ class Net(eqx.Module):
         self.last = eqx.nn.Linear(WIDTH, 3, key=other)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "auto"])
 def test_a_state_of_equinox_is_handed_on(schedule):
     model, state = eqx.nn.make_with_state(Net)(jax.random.key(0))

@@ -206,6 +206,7 @@ UNDER = {
 }
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("schedule", ["zb-h1", pytest.param("zb-h2", marks=pytest.mark.longer)])
 @pytest.mark.parametrize("where", ["inside", "around"])
 @pytest.mark.parametrize("linear", [False, True])

@@ -104,6 +104,7 @@ def measured(step, args):
     return np.array([found["flops"] for found in step.cost_analysis(*args)]) * SIZE / ROWS
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("name", STEPS)
 def test_stages_are_even_by_the_operations_that_xla_counts(name):
     """The gradient alone says which arguments are trained."""

@@ -47,6 +47,7 @@ def test_each_loss_is_that_of_one_device(schedule):
     assert {i["microbatch"] for i in found["plan"]["instructions"] if i.get("phase")} == {0, 1, 2}
 
 
+@pytest.mark.longer
 def test_everything_is_divided_as_the_help_says():
     """Parameters over their own stage's model axis, activations over its data axis."""
     submeshes = demo.meshes()
@@ -78,6 +79,7 @@ def shown(capsys, monkeypatch, argv, steps):
     return code, *capsys.readouterr()
 
 
+@pytest.mark.longer
 def test_pictures_of_a_step(tmp_path, capsys, monkeypatch):
     svg, trace, html = tmp_path / "out.svg", tmp_path / "out.json", tmp_path / "out.html"
     argv = ["--microbatches", "3", "--html", str(html), "--svg", str(svg), "--perfetto", str(trace)]
@@ -93,6 +95,7 @@ def test_pictures_of_a_step(tmp_path, capsys, monkeypatch):
     assert found["forecast"]["makespan"] > 0
 
 
+@pytest.mark.longer
 def test_without_flags_a_table_then_where_the_timeline_is(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     code, out, err = shown(capsys, monkeypatch, [], [RIGHT, RIGHT])

@@ -49,6 +49,7 @@ def lowered(folders):
     return [sorted(p.read_text() for p in folder.rglob("*.mlir")) for folder in folders]
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("names", [("zb-h1",), pytest.param(("all",), marks=pytest.mark.full)])
 def test_programs_as_they_are_lowered(tmp_path, names):
     folders = [tmp_path / str(seed) for seed, _ in LAYOUTS[:2]]

@@ -129,6 +129,7 @@ def test_a_gradient_inside_a_task_is_part_of_its_forward(schedule):
     assert_same(mm.jit(loop)(weights, X), jax.jit(loop)(weights, X))
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("where", ["inside", "outside", "around the loop"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "dualpipe-v"])
 def test_a_checkpoint_around_all_stages_is_cut_at_the_borders_between_submeshes(schedule, where):

@@ -39,6 +39,7 @@ def place(split, params, owners, spec=lambda path: P("model") if "down" in path 
     return jax.device_put(jax.tree.map(jnp.array, params), jax.tree.unflatten(tree, layouts))
 
 
+@pytest.mark.longer
 @pytest.mark.telling(
     "gpipe-outside-mixed axes",
     "1f1b-inside-explicit",
@@ -75,6 +76,7 @@ def test_a_training_step(kinds, schedule, where):
     assert len(jitted.compiled) == 1
 
 
+@pytest.mark.longer
 @pytest.mark.telling("transformer-scope", "dropout-context")
 @pytest.mark.parametrize("form", ["wrapper", "context", "scope"])
 @pytest.mark.parametrize("model", [TRANSFORMER, DROPOUT], ids=lambda m: m.name)
@@ -151,6 +153,7 @@ WORKS = {
 }
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("case", WORKS)
 def test_code_that_names_layouts(case):
     """As under plain jax.jit: values, gradients, and the layouts in the types of results."""

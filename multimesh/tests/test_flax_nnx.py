@@ -58,6 +58,7 @@ def owners(params):
     return jax.tree.map_with_path(lambda path, _: stage_of(path), params)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_scoped_module(where):
     split = Split(submeshes(2, (2,)))

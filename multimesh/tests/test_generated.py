@@ -31,6 +31,7 @@ def each(first: int, count: int, draw: Callable[[int], Any], check: Callable[[An
     jax.clear_caches()
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     "first", [0, *(pytest.param(first, marks=pytest.mark.longer) for first in range(TOGETHER, SEEDS, TOGETHER))]
 )
@@ -44,6 +45,7 @@ def test_many_pipelines(first):
     each(first, TOGETHER, generated.program, generated.check)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     "first", [0, *(pytest.param(first, marks=pytest.mark.longer) for first in range(TOGETHER, SEEDS, TOGETHER))]
 )

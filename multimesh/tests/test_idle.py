@@ -89,6 +89,7 @@ USED_BEFORE = {
 }
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("before", USED_BEFORE)
 def test_a_task_in_one_program_is_told_once(before, tmp_path):
     """Also where JAX has kept the trace of the task: then the line is that of the first call, or of the next (0.10)."""

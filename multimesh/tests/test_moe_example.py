@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from test_gpt_example import CLEAN
 
 from tests.xla_flags import QUICK
@@ -11,6 +12,7 @@ from tests.xla_flags import QUICK
 MOE = Path(__file__).parents[2] / "examples" / "moe.py"
 
 
+@pytest.mark.longer
 def test_its_losses_are_those_of_plain_jit():
     flags = " ".join(("--xla_force_host_platform_device_count=8", *QUICK))
     env = CLEAN | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": "64"}

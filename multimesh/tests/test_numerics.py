@@ -30,6 +30,7 @@ def check(model, split, stages, *, where, schedule, rows=ROWS, size=SIZE):
     assert_at_home(split, grads, owners)
 
 
+@pytest.mark.longer
 @pytest.mark.telling("mlp-inside-1f1b", "skip-outside-gpipe", "dropout-outside-gpipe", "moe-inside-1f1b")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("where", ["inside", "outside"])

@@ -60,6 +60,7 @@ def arguments(meshes, offloaded, spec=()):
     return params, state, draw.normal(size=(ROWS, WIDTH)).astype(np.float32)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(("devices", "spec"), [(1, ()), (2, ("data",))])
 def test_moments_on_the_host_stay_there(devices, spec):
     meshes = submeshes(STAGES, (devices,))

@@ -112,6 +112,7 @@ GRIDS = {  # mesh, spec, spec of the result in natural order and of the transpos
 }
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("grid", GRIDS)

@@ -336,6 +336,7 @@ def test_only_layers_are_tasks_and_the_table_is_tied(schedule):
     assert sum(plan.slots[s].nbytes == table.nbytes for t in plan.transfers for s in t.ins) <= 2
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("way", ["sliced", "of what the other task made", "reduced"])
 @pytest.mark.parametrize("stacked", [True, False])

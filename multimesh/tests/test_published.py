@@ -21,6 +21,7 @@ def compared() -> tuple[published.Compared, ...]:
     return published.compare(rows.read(*rows.FILES)[0])
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(("name", "keep", "median", "last"), published.GOALS)
 def test_forecasts_are_near(name, keep, median, last):
     found = published.errors(name, [each for each in compared() if keep(each)])

@@ -51,6 +51,7 @@ TRANSFORMED = {
 }
 
 
+@pytest.mark.longer
 @pytest.mark.telling("all devices, explicit-auto", "none-explicit", "the last submesh, explicit-explicit")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ambient", AMBIENT)

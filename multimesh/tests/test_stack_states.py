@@ -52,6 +52,7 @@ def test_orbax_restores_on_other_stages(tmp_path):
     assert_same(jax.device_get(other(*back, BATCH)), jax.device_get(step(params, state, BATCH)))
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("form", ["in_shardings", "parallelize"])
 def test_moments_over_data(form):
     """ZeRO: a stage has its rows of the moments, and each of its devices a part of these."""

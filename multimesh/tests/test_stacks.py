@@ -136,6 +136,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_run_where_rows_are(name):
     step, got = check(optimizer=OPTIMIZERS[name])
@@ -152,6 +153,7 @@ def test_factored_moments():
     assert max(plan.slots[s].nbytes for t in plan.transfers for s in t.ins) <= 4 * SIZE * WIDTH
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("cut", ["outside", "inside", "rows"])
 def test_rows_taken_by_hand(cut):
     _, got = check(by_hand(cut))
@@ -191,6 +193,7 @@ def test_gradients_are_one_array():
     assert {g.sharding.mesh.axis_names for g in grads.values()} == {("stage", "data")}
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("given", ["own mesh", "first submesh", "one device"])
 def test_arrays_that_lie_elsewhere(given):
     grid = Mesh(np.stack([m.devices for m in MESHES]), ("pp", "data"))
@@ -257,6 +260,7 @@ def two_stages_each(schedule):
     return {"interleave": 2, "placement": known.placement(STAGES)}
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("schedule", ["interleaved", "dualpipe-v"])
 def test_two_stages_on_a_submesh(schedule):
     """An array has one run of rows on a device, so others are sent, and a line says what to do."""
@@ -270,6 +274,7 @@ def joined(of, parts, batch):
     return of(jax.tree.map(lambda *rows: jnp.concatenate(rows), *parts), batch)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("ends", [(0, 3, 6, 8), (0, 2, 4, 5, 8)])
 def test_a_list_of_stacks(ends):
     """The remedy: an array for each stage, which the function joins."""

@@ -49,6 +49,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, tasks: bool):
     return loss, traces, partitions
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(("first", "second"), itertools.product(CALLS, repeat=2))
 def test_traces_and_partitions_are_those_that_jit_needs(monkeypatch, first, second):
     loss, traces, partitions = counted(monkeypatch, tasks=True)

@@ -59,6 +59,7 @@ def run(step, state, tokens, steps):
     return state, losses
 
 
+@pytest.mark.longer
 @pytest.mark.telling("pipeline")
 @pytest.mark.parametrize("form", ["task", "pipeline"])
 def test_a_checkpoint_is_restored_on_another_grid(form, tmp_path):

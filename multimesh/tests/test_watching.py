@@ -120,6 +120,7 @@ def wait_for_its_end(link):
         pass
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     ("behave", "said"),
     [

@@ -188,6 +188,7 @@ def test_no_placement_of_a_gradient_of_three_stages_is_better(where):
     check(where, 3, "grad", True)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("count", [3, 4])
 @pytest.mark.parametrize("where", ALL)
 def test_no_operation_outside_tasks_adds_a_stage(where, count):

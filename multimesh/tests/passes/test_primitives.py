@@ -152,6 +152,7 @@ def check_sums(chains, dtype, seed=0):
     check_close(f(jax.device_put(x, NamedSharding(MESH, P("data")))), jax.jit(loop)(x), dtype)
 
 
+@pytest.mark.longer
 @pytest.mark.telling("int8", "bfloat16", "complex64")
 @pytest.mark.parametrize("dtype", SOME)
 def test_every_elementwise_operation_on_a_sum_over_rows(dtype):
@@ -265,6 +266,7 @@ def test_the_registry_knows_primitives_not_names():
     assert primitives.linear_in(ir.Op(mine, {}, op.ins, op.outs)) == ()
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     "dtype", [d if d in ("int8", "float32") else pytest.param(d, marks=pytest.mark.full) for d in DTYPES[1:]]
 )
@@ -317,6 +319,7 @@ def test_not_a_number_in_a_branch_that_is_not_taken():
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_equals_a_maximum_in_the_backward_pass(dtype):
     """Made again from ``p`` by a program that rounds it otherwise, no element would equal the maximum: NaN."""

@@ -79,6 +79,7 @@ def test_once_after_the_loop(schedule):
     assert len(f.plan(*args).over) == 6
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_sums_of_bfloat16_in_more_bits_are_reduced_once(inside, schedule):
