@@ -25,7 +25,7 @@ def kernels(case: dict[str, Any]) -> dict[str, Any]:
     from maxtext.trainers.pre_train import train as trainer
 
     import multimesh
-    from multimesh.observe.collectives import collectives
+    from multimesh.observe.kernel_text import read_kernel
     from multimesh_maxtext.trainer import hooks, step
 
     os.environ["MULTIMESH_MAXTEXT"] = case["handoff"]
@@ -51,7 +51,7 @@ def kernels(case: dict[str, Any]) -> dict[str, Any]:
                         "bytes": each.nbytes * each.times,
                         "axes": each.axes(compiled.plan.submeshes[kernel.submesh]),
                     }
-                    for each in collectives(program.as_text())
+                    for each in read_kernel(program.as_text()).collectives
                 ],
             }
             for number, (kernel, program) in enumerate(

@@ -18,6 +18,7 @@ SMALL = "CPUs=4 RealMemory=1000"
 CLAIMS_GPUS = "CPUs=128 RealMemory=1000 Feature=gpu,hbm80g Gres=gpu:8"
 """A node that claims what batch scripts of clusters with GPUs ask for, so that they are taken as they are."""
 
+# JAX takes the port of a job from its number, so the first number of each cluster is another one.
 _CONFIG = """\
 ClusterName=test
 SlurmctldHost=localhost(127.0.0.1)
@@ -39,6 +40,7 @@ GresTypes=gpu
 MpiDefault=none
 ReturnToService=2
 KillWait=5
+FirstJobId={controller}
 {nodes}
 PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 """
