@@ -250,8 +250,8 @@ def test_processes_read_what_one_does_and_go_on_where_they_stopped(root: Path, t
     assert losses(tmp_path / "parts") == losses(tmp_path / "one")
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
-@pytest.mark.longer
 @pytest.mark.timeout(1800)
 def test_processes_evaluate_as_one_does(root: Path, tmp_path: Path, here: Path):
     """Both readers' evaluations too: they begin anew each time, and the last batch of a pass is not whole."""

@@ -52,6 +52,7 @@ def to_the_last_process(job: subprocess.Popen[str]) -> None:
 @pytest.mark.longer
 @pytest.mark.multiprocess
 @pytest.mark.timeout(1800)
+@pytest.mark.telling("one of two")
 @pytest.mark.parametrize(
     ("grid", "tell"),
     [(("--cpus", 2), to_the_launcher), (TWO, to_the_launcher), (TWO, to_the_last_process)],

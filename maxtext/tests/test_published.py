@@ -20,7 +20,7 @@ from multimesh_maxtext.command.translate import Paths
 from multimesh_maxtext.handoff import RUN, VARIABLE
 
 pytestmark = [
-    pytest.mark.longer,
+    pytest.mark.full,
     pytest.mark.skipif(sys.version_info < (3, 12), reason="MaxText as it was published needs Python 3.12"),
 ]
 

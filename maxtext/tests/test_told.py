@@ -77,7 +77,7 @@ def test_processes_compare_themselves_while_they_train(root: Path, tmp_path: Pat
     assert float(scraped["multimesh_step_seconds"]) > 0
 
 
-@pytest.mark.longer
+@pytest.mark.full
 @pytest.mark.multiprocess
 def test_a_process_on_a_busy_core_is_named_in_a_real_run(root: Path, tmp_path: Path):
     """The trainer of process 1 shares a core with programs that spin, from the middle of the run."""

@@ -159,6 +159,7 @@ def test_polar_and_svd(layout, kind, n, dtype):
     check_svd(layout, kind, n, n, dtype)
 
 
+@pytest.mark.telling("float32")
 @pytest.mark.parametrize("dtype", ["float32", "complex128"])
 def test_polar_where_noise_is_smaller_than_the_weights_assume(dtype, monkeypatch):
     """One singular matrix in a hundred had a factor U that was not orthonormal."""
@@ -189,6 +190,7 @@ def test_triangular(layout, n, dtype):
     check_triangular(layout, n, dtype)
 
 
+@pytest.mark.full
 def test_axes_in_another_order_than_the_meshs():
     """A wide matrix that is cut both ways has them, too: its transpose is decomposed."""
     check_eigh("turned", "random", 24, "float32")

@@ -7,12 +7,12 @@ from typed_programs import BODIES, GRADIENTS, SCHEDULES, check_typed, typed_prog
 FEW, SEEDS, ALL, TOGETHER = 3, 100, 2000, 20
 
 
-@pytest.mark.longer
 def test_few():
     each(0, FEW, typed_program, check_typed)
 
 
 @pytest.mark.longer
+@pytest.mark.telling("0", "20")
 @pytest.mark.parametrize("first", range(0, SEEDS, TOGETHER))
 def test_some(first):
     each(first, TOGETHER, typed_program, check_typed)
