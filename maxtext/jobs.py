@@ -112,6 +112,11 @@ JOBS = (
 )
 
 
+def find(folder: str) -> Job:
+    """Return the job of a folder."""
+    return next(job for job in JOBS if job.folder == folder)
+
+
 def files(job: Job) -> dict[str, str]:
     """Return the name and the content of each file of a job's folder, with all that it shares as `SOURCE` has it."""
     source = _read(SOURCE)

@@ -62,7 +62,7 @@ _PIECES = "--xla-ag-threshold 268435456"
 
 def _of_folder(name: str) -> str:
     """Return the flags of a job that has a folder, without its number of steps."""
-    job = next(job for job in jobs.JOBS if job.folder == name)
+    job = jobs.find(name)
     return f"--nodes {job.processes} --gpus 1 {job.flags.partition(' --num-steps')[0]}"
 
 

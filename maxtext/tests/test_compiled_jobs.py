@@ -41,7 +41,7 @@ def test_a_job_is_compiled_in_every_schedule(run: Run, tmp_path: Path, flags: tu
 @pytest.mark.parametrize("device", ["h100", "b200"])
 @pytest.mark.parametrize("folder", ["llama3-70b-64gpus", "gpt3-175b-64gpus"])
 def test_a_folders_job_is_compiled_and_fits(run: Run, tmp_path: Path, folder: str, device: str):
-    job = next(job for job in jobs.JOBS if job.folder == folder)
+    job = jobs.find(folder)
     flags = (*job.flags.split(), "--nodes", job.processes, "--gpus", 1)
     done = run(*flags, *COMPILED, "--device", device, "--output", tmp_path)
     assert done.code == 0, done.stderr

@@ -70,7 +70,7 @@ def test_a_process_of_a_job_starts_with_flags_that_fit(job: jobs.Job, script: st
 
 
 def test_perlmutter_is_started_as_its_users_are_told_to():
-    made = jobs.files(next(job for job in jobs.JOBS if job.folder == "perlmutter"))["job.sbatch"]
+    made = jobs.files(jobs.find("perlmutter"))["job.sbatch"]
     assert "--gpus-per-task=1 --gpu-bind=none" in made
     assert all(engine in made for engine in ("shifter --image=", "podman-hpc run", "CHECKOUT"))
 
@@ -167,7 +167,7 @@ def test_a_jobset_starts_the_processes_of_its_folder(job: jobs.Job, maxtext: Pat
 
 @pytest.mark.parametrize("folder", original.LIMITS)
 def test_a_page_has_the_forecasts_of_its_flags_beside_the_limits_of_the_original(folder: str, maxtext: Path):
-    (job,) = (job for job in jobs.JOBS if job.folder == folder)
+    job = jobs.find(folder)
     size, seconds = original.LIMITS[folder]
     rows = re.findall(r"\| ([\d.]+) \| ([\d.]+)e9 \|", jobs.files(job)["README.md"])
     forecasts = [tuple(map(float, row)) for row in rows]
@@ -186,7 +186,7 @@ def test_a_page_has_the_forecasts_of_its_flags_beside_the_limits_of_the_original
 @pytest.mark.parametrize("line", ["flags", "theirs"])
 @pytest.mark.parametrize("folder", original.LIMITS)
 def test_the_plan_of_a_large_job_is_within_the_limits_of_the_original(folder: str, line: str, run: Any, tmp_path: Path):
-    (job,) = (job for job in jobs.JOBS if job.folder == folder)
+    job = jobs.find(folder)
     devices = ("--nodes", job.processes, "--gpus", 1, "--device", "h100")
     done = run(*devices, *getattr(job, line).split(), "--forecast", "--json", "--output", tmp_path)
     assert done.code == 0, done.stderr

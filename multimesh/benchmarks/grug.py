@@ -16,7 +16,6 @@ devices of one submesh.
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -215,10 +214,7 @@ def main() -> None:
     mm.virtual_devices(8)
     grug = Grug()
     want = grug.plain(grug.weights, None, grid(1, 2)[0], STEPS)
-    commit = subprocess.run(
-        ["git", "-C", args.folder, "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True
-    )
-    title = f"Grug MoE, {commit.stdout.strip() or args.folder}"
+    title = f"Grug MoE, {report.commit_of(args.folder) or args.folder}"
     report.show({title: [measure(grug, schedule, want) for schedule in args.schedules]}, args.json)
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -210,10 +209,9 @@ def measure(folder: Path, peer: Peer) -> report.Row:
     step = mm.microbatch(jax.value_and_grad(piped), size=MICRO, argnum=1, schedule="1f1b", reduce="mean")
     got = mm.jit(step)(params, batch)
     want = jax.jit(jax.value_and_grad(loss))(params, batch)
-    commit = subprocess.run(["git", "-C", folder, "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True)
     return {
         "clone": folder.resolve().name,
-        "commit": commit.stdout.strip() or "-",
+        "commit": report.commit_of(folder) or "-",
         "model": (peer.make.__doc__ or "").rstrip("."),
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
         "slowest": cuts.slowest,

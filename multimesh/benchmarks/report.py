@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +23,12 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     return p
+
+
+def commit_of(clone: Path) -> str:
+    """Return the commit of a clone, in seven digits; empty where git knows none."""
+    line = ["git", "-C", str(clone), "rev-parse", "--short=7", "HEAD"]
+    return subprocess.run(line, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def show(tables: dict[str, Sequence[Row]], as_json: bool) -> None:

@@ -134,7 +134,7 @@ def rehearse(submit: Submit, folder: str, place: Path, scaled: str, *, tasks: in
 
 
 def described(folder: str) -> str:
-    (job,) = (job for job in jobs.JOBS if job.folder == folder)
+    job = jobs.find(folder)
     return f"{job.flags} "
 
 
