@@ -155,6 +155,18 @@ def test_an_interrupted_run_leaves_no_process(root: Path, tmp_path: Path, maxtex
     assert not Path(f"/proc/{trainer}").exists()
 
 
+def test_an_interrupt_while_python_executes_a_string_has_the_same_code(tmp_path: Path):
+    """Python keeps in mind that such a string was interrupted, and ends by SIGINT under ``-m``."""
+    (tmp_path / "interrupted.py").write_text(
+        "import sys\n"
+        "from multimesh_maxtext.command import cli\n"
+        "cli._main = lambda argv, root: exec('raise KeyboardInterrupt')\n"
+        "sys.exit(cli.main([]))\n"
+    )
+    done = subprocess.run([sys.executable, "-m", "interrupted"], cwd=tmp_path, stderr=subprocess.DEVNULL, check=False)
+    assert done.returncode == 130
+
+
 def _children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 

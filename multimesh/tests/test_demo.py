@@ -201,3 +201,16 @@ def test_interrupted():
         finally:
             process.kill()
     assert (process.returncode, err.splitlines()[-1]) == (130, "interrupted")
+
+
+def test_interrupted_while_python_executes_a_string(tmp_path):
+    """As dataclasses and namedtuples do: Python itself keeps in mind that this was interrupted, and ends by SIGINT."""
+    (tmp_path / "interrupted.py").write_text(
+        "import sys\n"
+        "from multimesh import __main__\n"
+        "__main__._demo = lambda options: exec('raise KeyboardInterrupt')\n"
+        "sys.exit(__main__.main(['demo']))\n"
+    )
+    command = [sys.executable, "-m", "interrupted"]
+    done = subprocess.run(command, capture_output=True, text=True, env=CLEAN, cwd=tmp_path, check=False)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")

@@ -364,6 +364,7 @@ def main(argv: Sequence[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more while Python ends would end it by the signal
+        exec("")  # noqa: S102 - a string interrupted while Python executed it would too, until the next one
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     return 0

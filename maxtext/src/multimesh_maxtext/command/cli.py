@@ -87,6 +87,7 @@ def main(argv: Sequence[str], *, root: Path | None = None) -> int:
         code = _main(argv, root)
         sys.stdout.flush()
     except KeyboardInterrupt:
+        exec("")  # noqa: S102 - Python ends by SIGINT if a string that it executed was interrupted, until the next one
         if SPAWNED not in os.environ:  # who spawned this process says so for all
             print(f"interrupted; the trainer was stopped{_how_to_go_on(argv)}", file=sys.stderr)
         return INTERRUPTED
