@@ -6,7 +6,6 @@ No other module reads the English of git, pip, apt and engines.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import os
 import re
 import shlex
@@ -34,11 +33,9 @@ NETWORK_FAILED = (
 )
 DISK_FULL = r"(?i)no space left|disk quota"
 OTHER_FILES = r"(?i)do not match the hashes"
-_PATIENCE_S = 5.0  # for a program that was told to end
 _guard = threading.Lock()
 _stopped = threading.Event()
-_stops: contextvars.ContextVar[tuple[threading.Event, ...]] = contextvars.ContextVar("_stops", default=(_stopped,))
-_running: dict[subprocess.Popen[bytes], tuple[threading.Event, ...]] = {}  # each with what stops it
+_running = set[subprocess.Popen[bytes]]()
 
 
 class Result(NamedTuple):
@@ -79,7 +76,7 @@ def run(
     """
     command, pipe = tuple(str(word) for word in argv), subprocess.PIPE
     with _guard:
-        if any(stop.is_set() for stop in _stops.get()):
+        if _stopped.is_set():
             raise KeyboardInterrupt
         try:
             process = subprocess.Popen(command, cwd=cwd, env=env, stdin=pipe, stdout=pipe, stderr=pipe, process_group=0)
@@ -87,7 +84,7 @@ def run(
             if cwd is not None and not cwd.is_dir():
                 raise
             raise errors.ToolError(f"{command[0]}: not found; install it and run the same command again") from error
-        _running[process] = _stops.get()
+        _running.add(process)
     try:
         if on_line is None:
             stdout, stderr = process.communicate(stdin, timeout=timeout_s)
@@ -101,45 +98,28 @@ def run(
         raise
     finally:
         with _guard:
-            _running.pop(process, None)
+            _running.discard(process)
     result = Result(command, process.returncode, stdout, stderr)
     if check and result.returncode:
         raise errors.ToolError(f"{quote(command)}: {result.complaint}")
     return result
 
 
-def together(*calls: Callable[[], Any]) -> list[Any]:
-    """Call functions at once, each in a thread, and return what they return.
+def together(*calls: Callable[[], Any], at_once: int | None = None) -> list[Any]:
+    """Call functions in threads, ``at_once`` at a time or all, and return what they return, in their order.
 
-    The first of them that raised, in their order, ends the programs of the others, and its error is raised.
+    All are called. If some raised, the first error in their order is raised; an interrupt ends all programs.
     """
-    done: dict[int, Any] = {}
-    failed: dict[int, BaseException] = {}
-    stop = threading.Event()
-    stops = (*_stops.get(), stop)  # no error here ends programs of who called this beside others
+    from concurrent.futures import ThreadPoolExecutor  # not every command needs it
 
-    def call(number: int) -> None:
-        _stops.set(stops)
+    with ThreadPoolExecutor(at_once or len(calls) or 1) as pool:
+        asked = [pool.submit(call) for call in calls]
         try:
-            done[number] = calls[number]()
-        except BaseException as error:  # noqa: BLE001 raised below
-            failed[number] = error
-
-    threads = [threading.Thread(target=call, args=(number,), daemon=True) for number in range(len(calls))]
-    try:
-        for thread in threads:
-            thread.start()
-        for number, thread in enumerate(threads):
-            thread.join()
-            if number in failed:
-                raise failed[number]
-    except BaseException:
-        stop_all(stop)
-        for thread in threads:
-            if thread.ident:
-                thread.join(_PATIENCE_S)
-        raise
-    return [done[number] for number in range(len(calls))]
+            return [each.result() for each in asked]
+        except KeyboardInterrupt:
+            stop_all()
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def quote(argv: Sequence[str]) -> str:
@@ -147,13 +127,12 @@ def quote(argv: Sequence[str]) -> str:
     return shorten(shlex.join(argv), 200)
 
 
-def stop_all(which: threading.Event = _stopped) -> None:
-    """Stop every program that runs now, or those of ``which``, and let no other start, as after an interrupt."""
+def stop_all() -> None:
+    """Stop every program that runs now, and let no other start, as after an interrupt."""
     with _guard:
-        which.set()
-        for process, stops in _running.items():
-            if which in stops:
-                _signal(process, signal.SIGTERM)
+        _stopped.set()
+        for process in _running:
+            _signal(process, signal.SIGTERM)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

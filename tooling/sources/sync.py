@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -163,15 +163,10 @@ def sync(here: Workspace, options: Options, reporter: console.Reporter) -> list[
         return [_keep(here, each.name) for each in named]  # looking needs no writing
     with here.exclusive(), here.stage() as (stage, left):
         means = Means(stage, reporter, offline=options.offline, mirror=options.mirror)
-        with ThreadPoolExecutor(options.jobs, thread_name_prefix="sync") as pool:
-            try:
-                outcomes = list(pool.map(lambda wish: _outcome(here, wish, options, means, left), first))
-                second = wishes(follow=True)  # when the trees that name their commits are there
-                outcomes += pool.map(lambda wish: _outcome(here, wish, options, means, left), second)
-            except BaseException:  # an interrupt stops running work and leaves finished work
-                proc.stop_all()
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
+        bring, jobs = partial(_outcome, here, options=options, means=means, left=left), options.jobs
+        outcomes = proc.together(*(partial(bring, wish) for wish in first), at_once=jobs)
+        second = wishes(follow=True)  # when the trees that name their commits are there
+        outcomes += proc.together(*(partial(bring, wish) for wish in second), at_once=jobs)
         made = {
             wish.name: wish.target
             for wish, outcome in zip((*first, *second), outcomes, strict=True)
