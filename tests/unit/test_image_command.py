@@ -12,7 +12,7 @@ import pytest
 
 from tests import locks
 from tooling.core import errors
-from tooling.image import build, buildx, digests, network
+from tooling.image import build, buildx, digests
 from tooling.image.engine import Engine
 from tooling.image.reference import make
 from tooling.image.request import ImageSpec, Means
@@ -20,7 +20,6 @@ from tooling.sources import manifest
 
 DOCKER = Engine(("docker",))
 MEANS = Means(None, None, "default", True, True, None, False)
-NO_ACCESS = network.Access((), {}, ())
 DIGEST = "sha256:" + "a" * 64
 
 
@@ -43,7 +42,7 @@ def argv(
     engine: Engine = DOCKER, means: Means = MEANS, result: Path | None = Path("r"), **changes: object
 ) -> list[str]:
     return buildx.build_argv(
-        engine, spec(**changes), means, build_args={"A": "1"}, labels={"l": "v"}, access=NO_ACCESS, result=result
+        engine, spec(**changes), means, build_args={"A": "1"}, labels={"l": "v"}, access=(), result=result
     )
 
 

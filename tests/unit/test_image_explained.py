@@ -12,26 +12,6 @@ def result(said: str) -> proc.Result:
     return proc.Result(("docker",), 1, b"", said.encode())
 
 
-def test_cache_hits_are_counted_over_the_steps_of_the_dockerfile() -> None:
-    said = """#0 building with "default" instance using docker driver
-
-#1 [internal] load .dockerignore
-#1 DONE 0.0s
-
-#2 [internal] load metadata for docker.io/library/base
-
-#3 [python 1/2] FROM docker.io/library/base
-#3 CACHED
-
-#5 [linux/arm64 python 2/2] RUN a
-#5 CACHED
-
-#6 [runtime 1/1] COPY b
-#6 DONE 0.1s
-"""
-    assert build.count_steps(result(said)) == (1, 2)
-
-
 def broken(*lines: str) -> str:
     """What is said where a step fails while another runs; of its lines the last ten come again."""
     step = "[locked 1/1] RUN --mount=type=secret,id=pip.conf     /opt/pip.sh -r /run.txt"

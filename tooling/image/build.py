@@ -25,10 +25,7 @@ from tooling.sources import manifest
 IGNORE = f"{buildx.DOCKERFILE}.dockerignore"
 _PLATFORMS = {"x86_64": "linux/amd64", "aarch64": "linux/arm64"}
 _ARCHIVE = Path("docker/context/python.tar.gz")
-# BuildKit's plain display: steps of the Dockerfile, and those that came from its cache.
-_STEP = r"(?m)^#(\d+) \[(?:linux/\S+ )?[\w.-]+ +\d+/\d+\] (?!FROM )"
-_CACHED = r"(?m)^#(\d+) CACHED$"
-# Its summary of the step that broke a build, not of those that were stopped for that, with its last lines.
+# BuildKit's summary of the step that broke a build, not of those that were stopped for that, with its last lines.
 _FAILED = r"(?m)^------\n > (.*):\n((?:.*\n)*?)------$"
 _REASON = r"(?m)^ERROR: (?:failed to (?:build|solve): )*(.*)"
 # Where a builder looks for a base: a step of its own, or the first of a stage.
@@ -39,10 +36,9 @@ _SETTINGS = {"DOCKER_BUILDKIT": "1", "BUILDX_NO_DEFAULT_ATTESTATIONS": "1", "BUI
 
 
 class Plan(NamedTuple):
-    """One build, ready to run: the exact command and its additions to the environment."""
+    """One build, ready to run: the exact command, and what it goes by."""
 
     argv: tuple[str, ...]
-    access: network.Access
     base: buildx.Bases
     labels: dict[str, str]
     untracked: tuple[str, ...]
@@ -64,8 +60,7 @@ def plan(
     pin. Where it is ``only_plan``, one that is missing counts as what the lock says.
     """
     pins = digests.load(root)
-    base, access = buildx.bases(spec, pins), network.access(means, os.environ)
-    from_source = spec.jaxlib == "source"
+    base, from_source = buildx.bases(spec, pins), spec.jaxlib == "source"
     others, ours, source, maxtext, *built_from = proc.together(
         partial(list_strays, root, jaxlib_from_source=from_source),
         partial(_revision, root),
@@ -100,9 +95,9 @@ def plan(
             f"Bazel is not pinned for this platform; write the checksum of {build_args['BAZEL_URL']}, which "
             f"bazelbuild publishes as {build_args['BAZEL_URL'].rpartition('/')[2]}.sha256, into {digests.FILE}"
         )
-    access = access._replace(options=(*access.options, *more))
+    access = (*network.access(means, os.environ), *more)
     argv = buildx.build_argv(engine, spec, means, build_args=build_args, labels=labels, access=access, result=result)
-    return Plan(tuple(argv), access, base, labels, others)
+    return Plan(tuple(argv), base, labels, others)
 
 
 def run(root: Path, engine: Engine, spec: ImageSpec, means: Means) -> Built:
@@ -119,25 +114,14 @@ def run(root: Path, engine: Engine, spec: ImageSpec, means: Means) -> Built:
             console.note(f"{name}: git does not track it, and the image may hold it; a push refuses that")
         for reference in todo.base.unpinned:
             console.note(f"{reference}: not pinned by digest; a release refuses that")
-        for left in todo.access.left_out:
-            console.note(f"{left}: pip finds packages there on this machine, but a build cannot see it")
-        env = os.environ | todo.access.variables | _SETTINGS
-        done = proc.run(todo.argv, cwd=root, env=env, check=False, on_line=console.note)
+        done = proc.run(todo.argv, cwd=root, env=os.environ | _SETTINGS, check=False, on_line=console.note)
         if done.returncode:
             raise explain(done, todo.base.build.reference)
         told = json.loads(result.read_text(encoding="utf-8"))
     # By the configuration or, in a containerd store, by the manifest.
     names = [told[key] for key in ("containerimage.config.digest", "containerimage.digest") if key in told]
     known = before if before and before["Id"] in names else None  # built again, and nothing had changed
-    (cached, count), built = count_steps(done), describe(engine, spec, *names, known=known)
-    return built._replace(seconds=time.monotonic() - started, cached=cached, steps=count)
-
-
-def count_steps(result: proc.Result) -> tuple[int, int]:
-    """Return how many steps of the Dockerfile came from the cache, and of how many."""
-    said = result.stderr.decode("utf-8", "replace")
-    own = set(re.findall(_STEP, said))
-    return len(own.intersection(re.findall(_CACHED, said))), len(own)
+    return describe(engine, spec, *names, known=known)._replace(seconds=time.monotonic() - started)
 
 
 def explain(result: proc.Result, base: str) -> errors.ToolingError:
@@ -187,25 +171,14 @@ def describe(engine: Engine, spec: ImageSpec, *names: str, known: dict[str, Any]
     found = known or next((told for told in map(engine.inspect, names) if told is not None), None)
     if found is None:
         raise errors.EngineError(f"{' or '.join(names)}: the engine has no such image; build it first")
-    size = int(found.get("Size") or 0)
-    if "Descriptor" in found:  # a containerd image store gives the size of its compressed layers
-        size = sum(layer["bytes"] for layer in layers(engine, str(found["Id"])))
     return Built(
         spec=spec,
         image_id=str(found["Id"]),
-        bytes=size,
+        bytes=int(found.get("Size") or 0),  # a containerd store gives that of its compressed layers
         labels=dict((found.get("Config") or {}).get("Labels") or {}),
         names=tuple(found.get("RepoTags") or ()),
         content=_content(found),
     )
-
-
-def layers(engine: Engine, image: str) -> list[dict[str, Any]]:
-    """Return ``step`` and ``bytes`` of the layers of an image that hold anything, from the base up."""
-    told = engine.run("history", "--no-trunc", "--human=false", "--format", "{{json .}}", image).text
-    found = [json.loads(line) for line in reversed(told.splitlines())]  # the last comes first
-    named = ((_instruction(each.get("CreatedBy") or "base image"), int(each.get("Size") or 0)) for each in found)
-    return [{"step": step, "bytes": size} for step, size in named if size]
 
 
 def list_strays(root: Path, *, jaxlib_from_source: bool = False) -> tuple[str, ...]:
@@ -257,12 +230,6 @@ def _content(found: dict[str, Any]) -> str:
     config = {key: value for key, value in (found.get("Config") or {}).items() if key not in ("Labels", "Image")}
     document = json.dumps([found.get("RootFS"), config, found.get("Architecture")], sort_keys=True)
     return f"sha256:{hashlib.sha256(document.encode()).hexdigest()}"
-
-
-def _instruction(text: str) -> str:
-    words = [word for word in text.replace("# buildkit", "").split() if not word.startswith("--mount=")]
-    line = re.sub(r"^RUN (\|\d+ .*?)?/bin/sh -euc ", "RUN ", " ".join(words))
-    return line if len(line) <= 90 else line[:87] + "..."
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +12,6 @@ from tooling.core import files
 from tooling.environment import find_python
 from tooling.image.digests import ImageLock, ImagePin
 from tooling.image.engine import Engine
-from tooling.image.network import Access
 from tooling.image.request import ImageSpec, Means
 from tooling.sources import manifest
 
@@ -142,7 +141,7 @@ def build_argv(
     *,
     build_args: Mapping[str, str],
     labels: Mapping[str, str],
-    access: Access,
+    access: Sequence[str],
     result: Path,
 ) -> list[str]:
     """Return the command, to be run in the repository. Buildx writes what it made to ``result``."""
@@ -152,6 +151,6 @@ def build_argv(
     argv += [] if means.layer_cache else ["--no-cache"]
     argv += [word for each in build_args.items() for word in ("--build-arg", "=".join(each))]
     argv += [word for each in labels.items() for word in ("--label", "=".join(each))]
-    argv += access.options
+    argv += access
     # A separate builder keeps its image, unless it is told to hand it over.
     return [*argv, "--load", "--metadata-file", str(result), "."]

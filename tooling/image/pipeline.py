@@ -91,8 +91,6 @@ def plan_build(where: Engine, request: Request) -> list[list[str]]:
     cache = network.find_cache(spec, request.means)
     means, secret = network.through_cache(cache, request.means, None)
     todo = build.plan(ROOT, where, spec, means, Path("RESULT"), more=secret, only_plan=True)
-    if network.PIP_VARIABLE in todo.access.variables:
-        console.note(f"{network.PIP_VARIABLE} in the environment holds your pip's package indexes")
     commands, image = [list(todo.argv)] * actions.build, "IMAGE" if actions.build else str(spec.reference)
     if spec.target != "devcontainer" and actions.validate != "none":
         commands.append(smoke.argv(where, image, actions.validate, "multimesh-check"))
@@ -115,20 +113,16 @@ def report(
     *,
     as_json: bool,
 ) -> None:
-    """Print the image that was made: for people with a table of layers, or as JSON."""
+    """Print the image that was made: for people, or as JSON."""
     if as_json:
         verdict = {"job": check.job, "seconds": check.seconds, "verdict": check.verdict}
-        layers = build.layers(where, built.image_id)
         answer = {"image": names[0], "names": list(names), "id": built.image_id, "bytes": built.bytes,
-                  "seconds": round(built.seconds, 2), "steps": built.steps, "cached": built.cached, "check": verdict,
-                  "labels": built.labels, "pushed": pushed, "layers": layers}  # fmt: skip
+                  "seconds": round(built.seconds, 2), "check": verdict, "labels": built.labels,
+                  "pushed": pushed}  # fmt: skip
         print(json.dumps(answer, indent=1))
         return
-    if built.cached < built.steps:
-        rows = [(f"{layer['bytes'] / 1e6:.1f} MB", layer["step"]) for layer in build.layers(where, built.image_id)]
-        print(console.table(("size", "layer"), rows))
     print(f"image   {names[0]}\nid      {built.image_id}\nsize    {built.bytes / 1e6:.0f} MB")
-    print(f"built   {built.seconds:.1f} s, {built.cached} of {built.steps} steps from the cache")
+    print(f"built   {built.seconds:.1f} s")
     print(f"check   {check.verdict}")
     if pushed is not None:
         from tooling.image import release

@@ -82,8 +82,6 @@ class Built(NamedTuple):
     content: str  # a digest of layers and configuration, without labels, which every commit changes
     names: tuple[str, ...] = ()  # what the engine calls it already
     seconds: float = 0.0
-    cached: int = 0  # so many of the Dockerfile's steps came from the cache
-    steps: int = 0
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -115,9 +113,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group(
         "how the build reaches what it needs; nothing of this stays in the image"
     ).add_argument
-    text = "pip.conf for the build; default: where your own pip looks for packages"
+    text = "pip.conf for the build, such as ~/.config/pip/pip.conf; default: $PIP_CONFIG_FILE"
     add("--pip-config", metavar="FILE", type=Path, help=text)
-    text = "certificates to trust; default: those that your pip is told to trust"
+    text = "certificates to trust; default: $PIP_CERT, $REQUESTS_CA_BUNDLE, $SSL_CERT_FILE or $CURL_CA_BUNDLE"
     add("--ca-bundle", metavar="FILE", type=Path, help=text)
     add("--network", choices=["default", "host"], default="default", help="of the build's steps; default: %(default)s")
     add("--no-docker-build-cache", action="store_false", dest="layer_cache", help="build every layer anew")

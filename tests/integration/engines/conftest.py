@@ -6,7 +6,6 @@ cache in a step, secrets, an ignore file) and passes the same check, in a few se
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -76,10 +75,10 @@ def upload(tiny: Repository, registry: str, request: pytest.FixtureRequest) -> C
 
 
 @pytest.fixture
-def company(monkeypatch: pytest.MonkeyPatch) -> None:
+def company(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A caller whose pip has an index with a password."""
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("PIP_INDEX_URL", INDEX)
+    (tmp_path / "pip.conf").write_text(f"[global]\nindex-url = {INDEX}\n")
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
 
 
 @pytest.fixture(scope="session")

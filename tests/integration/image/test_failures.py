@@ -143,13 +143,12 @@ def test_a_companys_index_serves_the_build_and_its_password_stays_out(
     spec: Specs,
     means: Means,
     tmp_path: Path,
-    monkeypatch,
 ) -> None:
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("PIP_INDEX_URL", index)
+    config = tmp_path / "pip.conf"
+    config.write_text(f"[global]\nindex-url = {index}\n")
     wanted = changed.path / "requirements" / "tooling.txt"
     wanted.write_text(wanted.read_text(encoding="utf-8") + f"# {tmp_path}\n", encoding="utf-8")  # no layer of before
-    built = build.run(changed.path, engine, spec("installer"), means._replace(network="host"))
+    built = build.run(changed.path, engine, spec("installer"), means._replace(network="host", pip_config=config))
     assert built is not None
     assert any(path.endswith(".whl") for path in Index.served)
     assert PASSWORD not in docker("image", "inspect", built.image_id)
