@@ -19,9 +19,9 @@ _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy"
 def access(means: Means, environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the options by which a build reaches its packages; they name files and variables, never their content."""
     options: list[str] = []
-    if config := means.pip_config or _named(environ, "PIP_CONFIG_FILE"):
+    if config := means.pip_config or _find_file(environ, "PIP_CONFIG_FILE"):
         options += ["--secret", f"id=pip.conf,src={config}"]
-    if bundle := means.ca_bundle or _named(environ, *_CA_VARIABLES):
+    if bundle := means.ca_bundle or _find_file(environ, *_CA_VARIABLES):
         options += ["--secret", f"id=ca.pem,src={bundle}"]
     for name in _PROXIES:
         if environ.get(name):
@@ -29,7 +29,7 @@ def access(means: Means, environ: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(options)
 
 
-def _named(environ: Mapping[str, str], *variables: str) -> Path | None:
+def _find_file(environ: Mapping[str, str], *variables: str) -> Path | None:
     """Return the file that the first of these variables names, if an engine can take it."""
     path = next((Path(environ[name]) for name in variables if environ.get(name)), None)
     return path if path and path.is_file() and fits_an_option(path) else None
