@@ -84,7 +84,7 @@ def test_image_tells_whether_its_base_was_pinned() -> None:
 def document(tmp_path: Path) -> dict[str, Any]:
     name = reference.make("r.example/team", "image", "main")
     spec = ImageSpec(name, "runtime", "cpu", "wheel", "12.8.1", None, "Release", None, None, None)
-    built = Built(spec, DIGEST, 10, GOOD, DIGEST, (), 61.27, 3, 4)
+    built = Built(spec, DIGEST, 10, GOOD, DIGEST, (), 61.27)
     pushed = Pushed(DIGEST, "application/x", 12, 2.0)
     (tmp_path / "sources.lock").write_text("lock")
     return release.record(tmp_path, built, Check("small", 9.5, "ok"), pushed, "sha-abababababab", "v0.3.0")
