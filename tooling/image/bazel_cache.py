@@ -23,6 +23,7 @@ from tooling.image.digests import ImagePin
 
 USER = "multimesh"
 _STARTS_WITHIN_S = 30.0
+_LABEL = "io.github.multimesh-jax.cache"
 
 
 class Server(NamedTuple):
@@ -43,34 +44,17 @@ class Server(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """The settings of a cache. ``container`` is the id of the one that serves it."""
+    """The settings of a cache, which its container has as a label."""
 
     host: str
     port: int
     max_gib: int
-    container: str = ""
 
     @property
     def address(self) -> str:
         """Where clients on this machine reach it, e.g. ``127.0.0.1:9090``."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # noqa: S104
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
-
-    @property
-    def state(self) -> str:
-        """``running``, ``not answering`` or ``stopped``: of the recorded container, whoever else has its port."""
-        told = _docker("inspect", "--format", "{{.State.Running}}", self.container) if self.container else None
-        if told is None or told.returncode or told.text != "true":
-            return "stopped"
-        connection = http.client.HTTPConnection(self.address, timeout=2)
-        try:
-            connection.request("GET", "/status")
-            connection.getresponse()
-        except (OSError, http.client.HTTPException):
-            return "not answering"
-        finally:
-            connection.close()
-        return "running"
 
 
 class Cache(NamedTuple):
@@ -87,18 +71,27 @@ class Cache(NamedTuple):
         """The container's name: one a folder."""
         return "multimesh-cache-" + hashlib.sha256(str(self.folder.resolve()).encode()).hexdigest()[:12]
 
-    @property
-    def settings(self) -> Settings | None:
-        """The settings with which this cache was last started; None before."""
+    def look(self) -> tuple[Settings | None, str]:
+        """Return the settings of our container, if there is one, and ``running``, ``not answering`` or ``stopped``."""
+        if not (self.folder / "bazelrc").exists():  # no engine is asked about what was not started
+            return None, "stopped"
+        asked = f'{{{{.State.Running}}}} {{{{index .Config.Labels "{_LABEL}"}}}}'
+        running, _, label = _docker("inspect", "--format", asked, self.name).text.partition(" ")
         try:
-            return Settings(**json.loads((self.folder / "settings.json").read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
-            return None
-
-    @property
-    def state(self) -> str:
-        """``running``, ``not answering`` or ``stopped``."""
-        return self.settings.state if self.settings else "stopped"
+            settings = Settings(*json.loads(label))
+        except (ValueError, TypeError):  # no container, or one of somebody else
+            return None, "stopped"
+        if running != "true":
+            return settings, "stopped"
+        connection = http.client.HTTPConnection(settings.address, timeout=2)
+        try:
+            connection.request("GET", "/status")
+            connection.getresponse()
+        except (OSError, http.client.HTTPException):
+            return settings, "not answering"
+        finally:
+            connection.close()
+        return settings, "running"
 
     def password(self) -> str:
         """Return the password, which is made once."""
@@ -122,60 +115,61 @@ class Cache(NamedTuple):
         (self.folder / "content").mkdir(parents=True, exist_ok=True)
         self.folder.chmod(0o700)
         with files.lock(self.folder / "start.lock"):
-            had, state = self.settings, self.state
-            if had and state == "running" and had._replace(container="") == wanted:
+            had, state = self.look()
+            if (had, state) == (wanted, "running"):
                 return False
             if state != "stopped":
                 raise errors.CacheError(
                     f"{self.folder}: its cache runs with other settings or does not answer; run `start-cache.sh stop` "
                     "first"
                 )
+            self._remove()
             password = self.password()
-            started = self._start_container(wanted, password, pin.exact)
+            # The unsalted form is the only one that both this standard library can write and bazel-remote reads.
+            digest = base64.b64encode(hashlib.sha1(password.encode(), usedforsecurity=False).digest()).decode()
+            files.write(self.folder / "htpasswd", f"{USER}:{{SHA}}{digest}\n", private=True)
             for file, write in (("bazelrc", True), ("reading.bazelrc", False)):
                 Server(wanted.address, password).write_rc(self.folder / file, write=write)
-            files.write_json(self.folder / "settings.json", started._asdict())
+            try:
+                self._start_container(wanted, pin.exact)
+            except BaseException:
+                self._remove()  # the engine would start it again for ever
+                raise
         return True
 
     def stop(self) -> bool:
         """Stop it; return False if none runs. Its entries and its password stay."""
-        if self.settings is None:
+        if not self.folder.exists():
             return False
         with files.lock(self.folder / "start.lock"):
-            for file in ("bazelrc", "reading.bazelrc"):
-                (self.folder / file).unlink(missing_ok=True)
             return self._remove()
 
-    def _start_container(self, wanted: Settings, password: str, image: str) -> Settings:
-        """Start bazel-remote, which bounds its own size, and wait until it answers; return it with its container."""
-        # The unsalted form is the only one that both this standard library can write and bazel-remote reads.
-        digest = base64.b64encode(hashlib.sha1(password.encode(), usedforsecurity=False).digest()).decode()
-        files.write(self.folder / "htpasswd", f"{USER}:{{SHA}}{digest}\n", private=True)
+    def _start_container(self, wanted: Settings, image: str) -> None:
+        """Start bazel-remote, which bounds its own size, and wait until it answers."""
         host = f"[{wanted.host}]" if ":" in wanted.host else wanted.host
-        self._remove()
         mine = f"--user={os.getuid()}:{os.getgid()}"
         confined = ["--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges", mine]
         ports = [f"--publish={host}:{wanted.port}:8080"]
         mounts = [f"--volume={self.folder / 'content'}:/data", f"--volume={self.folder / 'htpasswd'}:/htpasswd:ro"]
         # The image's entry point names the addresses and the folder already.
         own = ["--max_size", str(wanted.max_gib), "--htpasswd_file", "/htpasswd"]
-        options = ["--detach", "--restart=unless-stopped", f"--name={self.name}"]
+        label = f"--label={_LABEL}={json.dumps(wanted)}"
+        options = ["--detach", "--restart=unless-stopped", f"--name={self.name}", label]
         done = _docker("run", *options, *confined, *ports, *mounts, image, *own)
         if done.returncode:
-            self._remove()
             raise errors.CacheError(f"bazel-remote: the container does not start ({done.complaint})")
-        started, end = wanted._replace(container=done.text.splitlines()[-1]), time.monotonic() + _STARTS_WITHIN_S
-        while (state := started.state) != "running":
+        end = time.monotonic() + _STARTS_WITHIN_S
+        while (state := self.look()[1]) != "running":
             if time.monotonic() > end or state == "stopped":
-                logs = _docker("logs", "--tail=3", started.container)
+                logs = _docker("logs", "--tail=3", self.name)
                 said = (logs.stdout + logs.stderr).decode("utf-8", "replace").strip().replace("\n", " / ")
-                self._remove()  # the engine would start it again for ever, and nothing recorded it
-                raise errors.CacheError(f"bazel-remote: does not answer on {started.address}; it said: {said}")
+                raise errors.CacheError(f"bazel-remote: does not answer on {wanted.address}; it said: {said}")
             time.sleep(0.1)
-        return started
 
     def _remove(self) -> bool:
-        """Remove the container, running or not; say whether there was one."""
+        """Remove the container, running or not, and Bazel's options for it; say whether there was one."""
+        for file in ("bazelrc", "reading.bazelrc"):
+            (self.folder / file).unlink(missing_ok=True)
         done = _docker("rm", "--force", self.name)
         return done.returncode == 0 and done.text != "" and "No such container" not in done.stderr.decode()
 
@@ -189,11 +183,12 @@ def default(environment: Mapping[str, str] = os.environ) -> Cache:
 def find_server(address: str | None = None, cache: Cache | None = None) -> Server | None:
     """Return the server at ``address`` (``HOST:PORT``), or else the one of this user; None if that does not run.
 
-    Only the container that ``start-cache.sh`` recorded gets its password: another server may listen on its port.
+    Only the container that ``start-cache.sh`` started gets its password: another server may listen on its port.
     """
     own = cache or default()
-    if (settings := own.settings) and address in (None, settings.address):
-        return Server(settings.address, own.password()) if settings.state == "running" else None
+    settings, state = own.look()
+    if settings and address in (None, settings.address):
+        return Server(settings.address, own.password()) if state == "running" else None
     return None if address is None else Server(address, None)
 
 
@@ -243,7 +238,7 @@ def run(args: argparse.Namespace) -> int:
         done = "started; " if cache.start(wanted, pin) else "runs already; "
     elif args.action == "stop":
         done = "stopped; " if cache.stop() else "was not running; "
-    had, state = cache.settings, cache.state
+    had, state = cache.look()
     where, bound = (had.address, f"{had.max_gib} GiB") if had else ("-", "-")
     print(f"{done}state {state}, address {where}, at most {bound} in {cache.folder}")
     if state == "running":

@@ -71,7 +71,7 @@ def test_container_starts_once_and_stops(pin: ImagePin, cache: Cache) -> None:
     with pytest.raises(errors.CacheError, match=r"`start-cache\.sh stop` first"):
         cache.start(settings(), pin)
 
-    assert cache.state == "running"
+    assert cache.look()[1] == "running"
     assert (cache.folder / "content" / "arguments").read_text().split() == [
         "--max_size",
         "5",
@@ -87,7 +87,7 @@ def test_container_starts_once_and_stops(pin: ImagePin, cache: Cache) -> None:
 
     assert cache.stop()
     assert not cache.stop()
-    assert cache.state == "stopped"
+    assert cache.look()[1] == "stopped"
     assert (cache.folder / "content" / "arguments").exists()
 
 
@@ -95,10 +95,10 @@ def test_killed_container_is_found_stopped_and_starts_again(pin: ImagePin, cache
     wanted = settings()
     cache.start(wanted, pin)
     subprocess.run(["docker", "kill", cache.name], check=True, capture_output=True)
-    assert cache.state == "stopped"
+    assert cache.look()[1] == "stopped"
     assert bazel_cache.find_server(cache=cache) is None
     assert cache.start(wanted, pin)
-    assert cache.state == "running"
+    assert cache.look()[1] == "running"
 
 
 def test_a_server_that_ends_at_once_is_told_and_not_started_for_ever(
@@ -114,14 +114,14 @@ def test_a_server_that_ends_at_once_is_told_and_not_started_for_ever(
 def test_image_that_cannot_be_had_is_named(docker_engine: None, registry: str, cache: Cache) -> None:
     with pytest.raises(errors.CacheError, match="the container does not start"):
         cache.start(settings(), ImagePin(f"{registry}/no/such", "sha256:" + "ab" * 32))
-    assert cache.state == "stopped"
+    assert cache.look()[1] == "stopped"
 
 
 def test_port_in_use_is_named(pin: ImagePin, cache: Cache) -> None:
     wanted = settings()
     with socket.create_server(("127.0.0.1", wanted.port)), pytest.raises(errors.CacheError, match="does not start"):
         cache.start(wanted, pin)
-    assert cache.state == "stopped"
+    assert cache.look()[1] == "stopped"
     assert cache.start(wanted, pin)
 
 
@@ -149,7 +149,7 @@ def test_who_else_listens_on_its_port_gets_no_password(pin: ImagePin, cache: Cac
     subprocess.run(["docker", "rm", "--force", cache.name], check=True, capture_output=True)
     with socket.create_server(("127.0.0.1", wanted.port)):
         assert bazel_cache.find_server(cache=cache) is None
-        assert cache.state == "stopped"
+        assert cache.look()[1] == "stopped"
     # A container of that name that we did not start is not ours either.
     strange = ["docker", "run", "--detach", "--name", cache.name, "--entrypoint", "/bin/busybox", pin.exact]
     subprocess.run([*strange, "sleep", "600"], check=True, capture_output=True)

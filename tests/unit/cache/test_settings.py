@@ -79,4 +79,4 @@ def test_another_address_gets_no_password(tmp_path: Path) -> None:
 def test_bazel_remote_without_a_digest_is_refused(tmp_path: Path) -> None:
     with pytest.raises(errors.PinError, match="no digest of its image is locked"):
         Cache(tmp_path).start(WANTED, ImagePin("docker.io/buchgr/bazel-remote-cache:latest", None))
-    assert Cache(tmp_path).settings is None
+    assert Cache(tmp_path).look() == (None, "stopped")
