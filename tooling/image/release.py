@@ -41,7 +41,6 @@ def register(subparsers: Subparsers) -> None:
     add("--release", metavar="VERSION", help="also vX.Y.Z and vX.Y, under the conditions of a release")
     text = "the release.json of its push, to be told of the tags"
     add("--release-file", metavar="FILE", type=Path, help=text)
-    add("--json", action="store_true", help="print JSON")
 
 
 def run_promote(args: argparse.Namespace) -> None:
@@ -66,10 +65,7 @@ def run_promote(args: argparse.Namespace) -> None:
         document["version"] = args.release
         kept = {"earlier": earlier(file, document), "told": telling(file, document)}
     moved = tags.promote(where, wanted, digest, names, **kept)
-    if args.json:
-        print(json.dumps({"image": args.image, "tags": [each._asdict() for each in moved]}, indent=1))
-    else:
-        print("\n".join(f"{each.tag}: {each.digest} (before: {each.before or 'no such tag'})" for each in moved))
+    print("\n".join(f"{each.tag}: {each.digest} (before: {each.before or 'no such tag'})" for each in moved))
 
 
 def load_locks(root: Path) -> Locks:

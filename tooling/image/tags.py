@@ -221,15 +221,13 @@ def promote(
     """
     get(engine, reference.at(digest))
     had = {each.tag: each.before for each in earlier if each.digest == digest}
-    for fixed in filter(_FIXED.fullmatch, names):
-        _check_free(reference.tagged(fixed), digest, digest_of(engine, reference.tagged(fixed)))
+    check_free(engine, reference, names, digest)
     names, moved = _still(engine, names, reference), list[Moved]()
     for name in names:
         tag = reference.tagged(name)
         try:
             before = digest_of(engine, tag)
-            if _FIXED.fullmatch(name):  # again: somebody may have taken it since
-                _check_free(tag, digest, before)
+            check_free(engine, reference, [name], digest)  # again: somebody may have taken it since
             if before != digest:
                 create = ("create", "--prefer-index=false", "--tag", str(tag), reference.at(digest))
                 imagetools(engine, *create, label=str(tag))
@@ -243,19 +241,14 @@ def promote(
     return tuple(moved)
 
 
-def check_free(engine: Engine, reference: Reference, names: Sequence[str]) -> None:
-    """Raise ``UsageError`` where a repository has a version of ours already, whatever image that is."""
-    for name in filter(_FIXED.fullmatch, names):
-        if digest_of(engine, reference.tagged(name)) is not None:
-            raise errors.UsageError(f"tag {name}: is in the registry already, and a version never moves; take the next")
-
-
-def _check_free(tag: Reference, digest: str, held: str | None) -> None:
-    if held not in (None, digest):
-        raise errors.RegistryError(
-            f"{tag}: is another image already; take the next version (on GitHub: run the failed jobs again, not all "
-            "of them, which build another image)"
-        )
+def check_free(engine: Engine, reference: Reference, names: Sequence[str], digest: str = "") -> None:
+    """Raise ``RegistryError`` where a tag with the shape of a version is another image than this, or any image."""
+    for tag in map(reference.tagged, filter(_FIXED.fullmatch, names)):
+        if digest_of(engine, tag) not in (None, digest):
+            raise errors.RegistryError(
+                f"{tag}: is another image already; take the next version, for none ever moves (on GitHub: run the "
+                "failed jobs again, not all of them, which build another image)"
+            )
 
 
 def _still(engine: Engine, names: Sequence[str], reference: Reference) -> list[str]:

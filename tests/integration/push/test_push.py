@@ -269,7 +269,7 @@ def test_what_would_stop_a_push_is_asked_with_an_empty_image(
     tags.check_free(engine, target, ("main", "v1.0.0", "latest"))
     tags.promote(engine, target, send(make_tiny(), target).digest, ("main", "v1.0.0"))
     tags.check_free(engine, target, ("main", "v1.0", "latest"))
-    with pytest.raises(errors.UsageError, match=r"tag v1\.0\.0: is in the registry already"):
+    with pytest.raises(errors.RegistryError, match=r":v1\.0\.0: is another image already; take the next version"):
         tags.check_free(engine, target, ("main", "v1.0.0"))
     faulty.faults = [Fault("POST ", 100, status=403)]
     with pytest.raises(errors.RegistryError, match=r"refused \("):
