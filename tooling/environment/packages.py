@@ -123,7 +123,9 @@ def _install_editable(root: Path, reporter: console.Reporter) -> None:
 
 def pip(python: str, *args: str, label: str, on_line: Callable[[str], None] | None = None) -> None:
     """Install packages with the pip of a Python; raise what its complaint means."""
-    options = ("--no-input", "--progress-bar=off", "--disable-pip-version-check")
+    options = ["--no-input", "--progress-bar=off", "--disable-pip-version-check"]
+    if not os.environ.get("PYTHONDONTWRITEBYTECODE"):
+        options.append("--no-compile")  # a run imports a quarter of the modules, and Python keeps what it compiles
     command = [python, "-m", "pip", "install", *options, *args]
     result = proc.run(command, check=False, on_line=on_line, env=os.environ | {"PYTHONSAFEPATH": "1"})
     if result.returncode:
