@@ -54,6 +54,38 @@ def test_the_table_of_steps_is_that_of_the_run(run: dict[str, Any], steps: list[
     assert told == [[row["size"], str(row["pp"]), row["schedule"], f"{row['ratio']:.2f}"] for row in steps]
 
 
+def test_the_tables_of_peers_are_those_of_the_runs(root: Path) -> None:
+    """Of each peer on the newest JAX that it runs on, and of MultiMesh beside it and on today's."""
+    runs = json.loads((root / "multimesh/benchmarks/runs/peers.json").read_text(encoding="utf-8"))["runs"]
+    found = {run["jax"]: run["tables"]["CPU time of a step, x one SPMD program (median, least)"] for run in runs}
+    assert find_python.jax_for(str(root / "requirements" / "run.txt"), find_python.NEWEST) in found
+    page = (root / "docs" / "performance.md").read_text(encoding="utf-8")
+    lines = page.partition("## Beside JaxPP and SpectraX\n")[2].partition("\n#")[0].splitlines()
+    head, _, *cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
+    columns = [name.split(", jax ") for name in head[3:]]
+    told = [[f"{row[who]:.2f}, {row[who + ' min']:.2f}" for row in found[version]] for who, version in columns]
+    assert [row[3:] for row in cells] == [list(row) for row in zip(*told, strict=True)]
+
+    small = next(
+        n for n, row in enumerate(found["0.10.2"]) if (row["d"], row["pp"], row["schedule"]) == (64, 4, "1f1b")
+    )
+    ours, spectrax, before, jaxpp = (
+        f"{found[version][small][who]:.2f}"
+        for version, who in (
+            ("0.10.2", "MultiMesh"),
+            ("0.10.2", "SpectraX"),
+            ("0.9.2", "MultiMesh"),
+            ("0.9.2", "JaxPP"),
+        )
+    )
+    readme = " ".join((root / "README.md").read_text(encoding="utf-8").split())
+    assert f"took {ours} of its CPU time where SpectraX took {spectrax} (jax 0.10)" in readme
+    assert f"and {before} where JaxPP took {jaxpp} (jax 0.9)" in readme
+    peers = (root / "docs" / "peers.md").read_text(encoding="utf-8")
+    assert f"| {before} (jax 0.9), {ours} (0.10), " in peers
+    assert f"| 1 | {jaxpp} (jax 0.9) | {spectrax} (0.10) |" in peers
+
+
 def test_the_tables_of_compiled_jobs_are_those_of_the_file(root: Path) -> None:
     """Each line that ``maxtext/benchmarks/compiled.py --page`` prints stands on the page."""
     done = subprocess.run(
