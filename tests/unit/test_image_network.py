@@ -45,6 +45,20 @@ def test_files_that_are_not_there_or_that_an_engine_cannot_take_stay_here(tmp_pa
         assert network.access(MEANS, {"PIP_CONFIG_FILE": str(path), "PIP_CERT": str(path)}) == ()
 
 
+def test_an_index_in_a_variable_is_named_with_the_remedy(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    index = "https://user:hunter2@index.example/simple"
+    network.tell_unread(MEANS, {"PIP_INDEX_URL": index, "PIP_EXTRA_INDEX_URL": index})
+    said = capsys.readouterr().err
+    assert said == (
+        "PIP_INDEX_URL and PIP_EXTRA_INDEX_URL: not handed to the build; write it into a file, and add "
+        "--pip-config FILE\n"
+    )
+    network.tell_unread(MEANS._replace(pip_config=config), {"PIP_INDEX_URL": index})
+    network.tell_unread(MEANS, {"PIP_INDEX_URL": index, "PIP_CONFIG_FILE": str(config)})
+    network.tell_unread(MEANS, {"PIP_INDEX_URL": ""})
+    assert capsys.readouterr().err == ""
+
+
 def test_proxies_go_by_name() -> None:
     got = network.access(MEANS, {"HTTPS_PROXY": "http://user:hunter2@proxy.example:3128"})
     assert got == ("--build-arg", "HTTPS_PROXY")

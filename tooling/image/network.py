@@ -29,6 +29,13 @@ def access(means: Means, environ: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(options)
 
 
+def tell_unread(means: Means, environ: Mapping[str, str]) -> None:
+    """Say which indexes of this shell's pip a build does not ask: an address may have a password in it."""
+    named = [name for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL") if environ.get(name)]
+    if named and not (means.pip_config or _find_file(environ, "PIP_CONFIG_FILE")):
+        console.note(f"{' and '.join(named)}: not handed to the build; write it into a file, and add --pip-config FILE")
+
+
 def _find_file(environ: Mapping[str, str], *variables: str) -> Path | None:
     """Return the file that the first of these variables names, if an engine can take it."""
     path = next((Path(environ[name]) for name in variables if environ.get(name)), None)

@@ -37,6 +37,8 @@ def run(args: argparse.Namespace) -> None:
     if not request.actions.dry_run and importlib.util.find_spec("jsonschema") is None:
         raise errors.ToolError("there is no .venv with the tools to build and push; run ./bootstrap.sh --group image")
     smoke.check_means(request.actions.validate)
+    if request.actions.build:
+        network.tell_unread(request.means, os.environ)
     if request.actions.upload:
         from tooling.image import release, tags
 
