@@ -33,10 +33,10 @@ def test_it_is_built_pushed_pulled_and_used(
     run = {"GITHUB_SERVER_URL": "https://github.com", "GITHUB_REPOSITORY": "some-lab/multimesh-jax"}
     told = json.loads(changed.build(*base, *place, "--tag", "T", "--upload", "--allow-dirty", "--json", **run).stdout)
     assert told["check"]["verdict"].startswith("ok: 3 steps")
-    history = docker("history", "--human=false", "--format", "{{.Size}}", told["id"])
-    sizes = [int(size) for size in history.splitlines()]
-    assert max(sizes) < LARGEST
-    assert sum(size > LARGEST // 2 for size in sizes) == 4
+    history = docker("history", "--no-trunc", "--human=false", "--format", "{{.Size}} {{.CreatedBy}}", told["id"])
+    layers = [(int(size), step) for size, _, step in (line.partition(" ") for line in history.splitlines())]
+    assert max(layers)[0] < LARGEST
+    assert [size > LARGEST // 2 for size, step in layers if "cuda.sh" in step] == [True] * 4
     pull = told["pushed"]["image"]["pull"].split()[-1]
     docker("rmi", "--force", told["id"])
     docker("pull", "-q", pull)
