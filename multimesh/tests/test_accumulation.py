@@ -47,6 +47,7 @@ def wrong(got, width, dtype):
     return max(np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in pairs)
 
 
+@pytest.mark.telling("1f1b-inside", "zb-h1-outside")
 @pytest.mark.parametrize("where", ["inside", "outside"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_small_results_are_summed_in_float32(where, schedule):

@@ -65,6 +65,7 @@ def test_without_a_known_device_a_plan_needs_no_more_than_that_of_1f1b(name):
 
 
 @pytest.mark.longer
+@pytest.mark.telling("V", "wide head")
 @pytest.mark.parametrize("name", SHAPES)
 def test_no_plan_needs_more_than_the_device_has(name):
     """With less memory it takes a longer table; where none fits, the one that needs least."""
@@ -163,6 +164,7 @@ def test_each_row_of_a_table_has_the_memory_of_its_own_submesh(order, other):
     assert np.argmin(choice.limits) == order.index(other)
 
 
+@pytest.mark.telling("zeros-1f1b", "captured-auto", "row-1f1b", "made-auto")
 @pytest.mark.parametrize("schedule", ["1f1b", Auto(evaluations=60)], ids=str)
 @pytest.mark.parametrize("init", ["zeros", "made", "captured", "row"])
 def test_a_state_that_begins_as_no_argument(init, schedule):

@@ -55,6 +55,7 @@ class Net(eqx.Module):
 
 
 @pytest.mark.longer
+@pytest.mark.telling("1f1b", "auto")
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "auto"])
 def test_a_state_of_equinox_is_handed_on(schedule):
     model, state = eqx.nn.make_with_state(Net)(jax.random.key(0))

@@ -84,7 +84,7 @@ def test_a_fault_is_a_row_with_its_process_and_a_code(tmp_path, fault):
         (2, ["--quick"]),
         pytest.param(4, ["--stages", "2"], marks=pytest.mark.full),
         pytest.param(8, ["--quick"], marks=pytest.mark.full),
-        (1, ["--quick"]),
+        pytest.param(1, ["--quick"], marks=pytest.mark.full),
         pytest.param(1, [], marks=pytest.mark.full),
         pytest.param(1, ["--stages", "1"], marks=pytest.mark.full),
     ],

@@ -68,6 +68,7 @@ def test_what_a_scan_offloads_to_the_host_waits_there_for_its_backward():
     both(make, MLP.init(2), MLP.batch(ROWS, 0))
 
 
+@pytest.mark.longer
 @pytest.mark.telling("each task-1f1b")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("what", ["each task", "the loss"])
@@ -172,6 +173,7 @@ def test_checkpoint_in_the_new_way_to_recompute():
         jax.config.update("jax_remat3", False)
 
 
+@pytest.mark.telling("zb-h1", "None")
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", None])
 def test_checkpoint_around_the_last_of_several_stages(schedule):
     """What the recomputation waits for on other submeshes is no operand of its kernel."""
@@ -207,6 +209,16 @@ UNDER = {
 
 
 @pytest.mark.longer
+@pytest.mark.telling(
+    "vmap-False-around-zb-h1",
+    "vmap-True-inside-zb-h2",
+    "vmap of vmap-True-around-zb-h1",
+    "vmap of vmap-False-inside-zb-h2",
+    "jvp-False-inside-zb-h1",
+    "jvp-True-around-zb-h2",
+    "grad-False-inside-zb-h2",
+    "grad-True-around-zb-h1",
+)
 @pytest.mark.parametrize("schedule", ["zb-h1", pytest.param("zb-h2", marks=pytest.mark.longer)])
 @pytest.mark.parametrize("where", ["inside", "around"])
 @pytest.mark.parametrize("linear", [False, True])

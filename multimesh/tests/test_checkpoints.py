@@ -195,7 +195,7 @@ WHERE += [(str(seconds), rank) for seconds in (0.05, 0.1, 0.2, 0.3, 0.5, 0.8) fo
 
 
 @pytest.mark.multiprocess
-@pytest.mark.telling("checksums-0-background", "in arrays-1-background", "rename-0-waited for")
+@pytest.mark.telling("in arrays-1-background", "rename-0-waited for")
 @pytest.mark.parametrize("how", ["waited for", "background"])
 @pytest.mark.parametrize(("where", "rank"), WHERE)
 def test_a_process_killed_while_saving_leaves_whole_checkpoints_only(tmp_path, where, rank, how):

@@ -185,6 +185,7 @@ def test_lu(layout, kind, n, dtype):
     check_lu(layout, kind, n, dtype)
 
 
+@pytest.mark.telling("rows-24-complex64")
 @pytest.mark.parametrize(("layout", "n", "dtype"), [("rows", 24, "complex64"), ("both", 20, "float64")])
 def test_triangular(layout, n, dtype):
     check_triangular(layout, n, dtype)
@@ -287,6 +288,7 @@ def test_right_hand_sides_keep_their_layout():
 
 
 @pytest.mark.longer
+@pytest.mark.telling("rows")
 @pytest.mark.parametrize("layout", ["rows", "both"])
 def test_one_triangle_is_never_taken_for_a_matrix(layout):
     a = definite(16)

@@ -38,6 +38,12 @@ def places(tree):
     return [MESHES.index(next(m for m in MESHES if x.devices() == set(m.devices.flat))) for x in jax.tree.leaves(tree)]
 
 
+@pytest.mark.telling(
+    "{}-1f1b",
+    "{'reduce': 'mean'}-gpipe",
+    "{'stack': True}-wavefront",
+    "{'reduce': 'mean'}-prefetch-wavefront",
+)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "wavefront", "prefetch-wavefront"])
 @pytest.mark.parametrize("how", [{}, {"reduce": "mean"}, {"stack": True}], ids=str)
 def test_a_slice_of_a_constant_is_a_result(schedule, how):
@@ -130,6 +136,7 @@ def test_a_gradient_inside_a_task_is_part_of_its_forward(schedule):
 
 
 @pytest.mark.longer
+@pytest.mark.telling("1f1b-outside", "zb-v-inside", "dualpipe-v-around the loop")
 @pytest.mark.parametrize("where", ["inside", "outside", "around the loop"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "dualpipe-v"])
 def test_a_checkpoint_around_all_stages_is_cut_at_the_borders_between_submeshes(schedule, where):

@@ -83,6 +83,7 @@ def owners(params):
     return jax.tree.map_with_path(lambda path, _: stage_of(path), params)
 
 
+@pytest.mark.longer
 @pytest.mark.telling("Scanned-1f1b")
 @pytest.mark.parametrize(
     ("cls", "schedule"),

@@ -32,7 +32,7 @@ def each(first: int, count: int, draw: Callable[[int], Any], check: Callable[[An
 
 
 @pytest.mark.longer
-@pytest.mark.telling("0", "25")
+@pytest.mark.telling("0")
 @pytest.mark.parametrize("first", range(0, SEEDS, TOGETHER))
 def test_pipelines(first):
     each(first, TOGETHER, generated.program, generated.check)
@@ -45,7 +45,7 @@ def test_many_pipelines(first):
 
 
 @pytest.mark.longer
-@pytest.mark.telling("0", "25")
+@pytest.mark.telling("0")
 @pytest.mark.parametrize("first", range(0, SEEDS, TOGETHER))
 def test_what_is_around_pipelines(first):
     each(first, TOGETHER, surrounded.surrounded, surrounded.check)

@@ -85,6 +85,7 @@ def lattice(shape):
     return np.stack(np.meshgrid(*map(np.arange, shape), indexing="ij"), -1)
 
 
+@pytest.mark.telling("shape0-turned", "shape0-slabs", "shape1-pencils")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", [(16, 8, 5), (16, 8)])
 def test_painting_and_reading(layout, shape):
@@ -122,6 +123,7 @@ def waves(shape, box):
     return f + flat, [k * each + flat for each in slopes], k**2 * laplacian + flat
 
 
+@pytest.mark.telling("slabs-shape0", "pencils-shape3")
 @pytest.mark.parametrize(("layout", "shape"), [("slabs", (8, 12, 10)), ("pencils", (8, 12, 10)), ("slabs", (12, 7)),
                                                ("pencils", (8, 10, 7))])  # fmt: skip
 def test_derivatives_and_poissons_equation_of_waves(layout, shape):

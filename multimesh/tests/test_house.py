@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
@@ -31,7 +32,11 @@ FLOORS = (
 
 PASSES = (("pipeline",), ("verifying",), ("planning",), ("cutting",), ("trimming",), ("placing",), ("reading",))
 
-GRAPH = imports.graph(ROOT)
+
+@functools.cache
+def library() -> dict[str, set[str]]:
+    """Which module imports which, read once, when the first test asks."""
+    return imports.graph(ROOT)
 
 
 def upward(graph: dict[str, set[str]], floors: tuple[tuple[str, ...], ...], inside: str = "") -> list[str]:
@@ -47,16 +52,18 @@ def upward(graph: dict[str, set[str]], floors: tuple[tuple[str, ...], ...], insi
 
 
 def test_imports_go_down():
-    graph = {name: others for name, others in GRAPH.items() if name != "__init__"}  # it imports lazily what it names
+    graph = {
+        name: others for name, others in library().items() if name != "__init__"
+    }  # it imports lazily what it names
     assert upward(graph, FLOORS) == []
 
 
 def test_passes_import_earlier_ones():
-    assert upward(GRAPH, PASSES, "passes.") == []
+    assert upward(library(), PASSES, "passes.") == []
 
 
 def test_no_module_imports_itself_through_others():
-    graph = {name: others - {"__init__"} for name, others in GRAPH.items()}
+    graph = {name: others - {"__init__"} for name, others in library().items()}
     assert len(imports.bottom_up(graph)) == len(graph)
 
 

@@ -97,6 +97,13 @@ def test_a_fault_is_told_at_the_line_that_has_it(rule, first, options):
     assert all("'" in each.text and each.nbytes > 0 for each in found)
 
 
+@pytest.mark.telling(
+    "bfloat16-float32-product",
+    "bfloat16-replicated",
+    "float32-per-microbatch",
+    "float32-all-to-all",
+    "bfloat16-gathered-weights",
+)
 @pytest.mark.parametrize("rule", ["gathered-weights", "per-microbatch", "float32-product", "replicated", "all-to-all"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_pipeline_without_a_fault_is_told_none(rule, dtype):

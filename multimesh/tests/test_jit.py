@@ -34,6 +34,7 @@ def two_blocks(split):
     return f
 
 
+@pytest.mark.telling("host", "swapped stages", "all devices")
 @pytest.mark.parametrize("where", ["host", "device 0", "device 7", "all devices", "swapped stages"])
 def test_inputs_may_lie_anywhere(split, case, where):
     params, batch = case

@@ -75,6 +75,7 @@ def test_nothing_leaks_over_200_steps():
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
 
 
+@pytest.mark.longer
 def test_a_step_leaves_only_its_results():
     f, params, batch = case("1f1b", 4)
     f(params, batch)  # compiling makes constants that stay
@@ -281,6 +282,7 @@ def test_gathered_rows_are_in_the_workspace():
     assert 0.5 * measured <= need.workspace <= 2 * measured
 
 
+@pytest.mark.telling("P()", "P('model', None)")
 @pytest.mark.parametrize("given", [P(None, "model"), P("model", None), P()], ids=str)
 def test_a_constraint_to_the_layout_of_an_argument_copies_nothing(given):
     """MaxText constrains its parameters before it accumulates gradients; a copy of them all would stay for the loop."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import functools
 import re
 from pathlib import Path
 
@@ -56,7 +57,10 @@ def modules(room: Path) -> dict[str, ast.Module]:
     return {str(file.relative_to(ROOT)): ast.parse(file.read_text(encoding="utf-8")) for file in files}
 
 
-EVERY = {room: modules(room) for room in ROOMS}
+@functools.cache
+def every_room() -> dict[Path, dict[str, ast.Module]]:
+    """Parse all modules of all rooms, once, when the first test asks for them."""
+    return {room: modules(room) for room in ROOMS}
 
 
 def is_participle(name: str) -> bool:
@@ -72,7 +76,7 @@ def test_functions_are_verbs():
     rules = "passes/verifying/"  # these are named by the sentence that must hold
     found = [
         f"{file}: {f.name}"
-        for every in EVERY.values()
+        for every in every_room().values()
         for file, tree in every.items()
         if rules not in file
         for f in functions(tree)
@@ -82,8 +86,7 @@ def test_functions_are_verbs():
 
 
 def test_public_functions_of_a_room_have_names_of_their_own():
-
-    for room, every in EVERY.items():
+    for room, every in every_room().items():
         names = [f.name for tree in every.values() for f in functions(tree) if not f.name.startswith("_")]
         twice = {name for name, times in collections.Counter(names).items() if times > 1}
         assert twice - PUBLIC_TWICE.get(room.name, set()) == set(), room
@@ -91,7 +94,7 @@ def test_public_functions_of_a_room_have_names_of_their_own():
 
 def test_docstrings_say_what_is_done():
     found = []
-    for every in EVERY.values():
+    for every in every_room().values():
         for file, tree in every.items():
             members = [f for node in tree.body if isinstance(node, ast.ClassDef) for f in functions(node)]
             for f in (*functions(tree), *members):
@@ -106,7 +109,7 @@ def test_docstrings_say_what_is_done():
 def test_what_is_no_noun():
     lines = [
         f"{file}: {line.strip()}"
-        for every in EVERY.values()
+        for every in every_room().values()
         for file, tree in every.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module)

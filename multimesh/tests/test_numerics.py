@@ -54,6 +54,7 @@ def test_four_stages_and_eight_microbatches(model, where, schedule):
     check(model, Split(submeshes(4, (2,))), 4, where=where, schedule=schedule, size=2)
 
 
+@pytest.mark.telling("outside-context", "inside-scope")
 @pytest.mark.parametrize("form", FORMS[1:])
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_a_task_can_be_a_context_or_a_registered_scope(form, where):

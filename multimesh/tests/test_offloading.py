@@ -61,6 +61,7 @@ def arguments(meshes, offloaded, spec=()):
 
 
 @pytest.mark.longer
+@pytest.mark.telling("2-spec1")
 @pytest.mark.parametrize(("devices", "spec"), [(1, ()), (2, ("data",))])
 def test_moments_on_the_host_stay_there(devices, spec):
     meshes = submeshes(STAGES, (devices,))

@@ -90,6 +90,7 @@ FEW = [("rows", "float32", "Auto"), ("columns", "complex128", "Explicit"), ("bot
 
 
 @pytest.mark.longer
+@pytest.mark.telling("potrs-case0", "cholesky-case3", "lu-case5", "qr-case7", "eigh-case10", "svd-case11")
 @pytest.mark.parametrize(("name", "case"), [(name, FEW[k % len(FEW)]) for k, name in enumerate(LINALG)])
 def test_linear_algebra_is_jaxs(name, case):
     """The same numbers up to rounding, signs and phases of vectors too, and the same gradients."""
@@ -113,6 +114,7 @@ GRIDS = {  # mesh, spec, spec of the result in natural order and of the transpos
 
 
 @pytest.mark.longer
+@pytest.mark.telling("slab-False-Auto", "pencil-True-Explicit", "copies-True-Auto")
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("grid", GRIDS)

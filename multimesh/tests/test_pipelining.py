@@ -71,8 +71,8 @@ def test_gradients_have_the_numbers_of_plain_jit():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, wanted)
 
 
-@pytest.mark.telling("scan", "u-net", "towers", "moe")
 @pytest.mark.longer
+@pytest.mark.telling("towers", "moe")
 @pytest.mark.parametrize("name", MODELS)
 def test_training_has_the_numbers_of_plain_jit(name):
     model, meshes = MODELS[name], submeshes(4, (1,))

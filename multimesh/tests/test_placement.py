@@ -337,6 +337,12 @@ def test_only_layers_are_tasks_and_the_table_is_tied(schedule):
 
 
 @pytest.mark.longer
+@pytest.mark.telling(
+    "False-sliced-True",
+    "True-reduced-False",
+    "False-of what the other task made-True",
+    "True-of what the other task made-False",
+)
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("way", ["sliced", "of what the other task made", "reduced"])
 @pytest.mark.parametrize("stacked", [True, False])

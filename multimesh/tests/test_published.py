@@ -29,6 +29,7 @@ def test_forecasts_are_near(name, keep, median, last):
     assert found["p90 %"] <= last
 
 
+@pytest.mark.longer
 def test_memory_is_near():
     errors = [abs(e) for each in compared() if (e := each.memory_error) is not None]
     assert len(errors) > 30

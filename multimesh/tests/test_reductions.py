@@ -75,6 +75,7 @@ def whole(params, mask):
     return total / count
 
 
+@pytest.mark.telling("inside-some", "outside-empty microbatches")
 @pytest.mark.parametrize(
     "mask", [[1, 0, 1, 1, 0, 0, 1, 1], [1, 0, 0, 0, 1, 0, 0, 0]], ids=["some", "empty microbatches"]
 )

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from measure import at_every_call, calls
-from models import MLP, SKIP, TRANSFORMER, mlp_block
+from models import MLP, SKIP, mlp_block
 from pipelines import Split, assert_same, gradient, reference_gradient, submeshes
 
 import multimesh as mm
@@ -25,6 +25,7 @@ def compiled_case(model=MLP, schedule="1f1b"):
     return f, split.place(params, model.owners(params)), jax.device_put(model.batch(ROWS, 0))
 
 
+@pytest.mark.telling("KeyboardInterrupt")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_interrupted_at_any_point_of_a_step(error):
     """The step is broken off at each of the calls that it makes, of Python's and C's functions."""
@@ -125,6 +126,7 @@ def test_an_error_inside_a_task():
     assert_same(step(placed, x), want)
 
 
+@pytest.mark.telling("two")
 @pytest.mark.parametrize("functions", ["two", "one"])
 def test_threads(functions):
     cases = [(m, *compiled_case(m)) for m in (MLP, SKIP)]
@@ -153,7 +155,7 @@ def executables():
 
 
 def test_deletion_frees_the_programs():
-    f, params, batch = compiled_case(TRANSFORMER)
+    f, params, batch = compiled_case()
     before = executables()  # with those of jax that placed the parameters
     jax.block_until_ready(f(params, batch))
     alive = weakref.ref(f)

@@ -52,7 +52,7 @@ TRANSFORMED = {
 
 
 @pytest.mark.longer
-@pytest.mark.telling("all devices, explicit-auto", "none-explicit", "the last submesh, explicit-explicit")
+@pytest.mark.telling("none-explicit", "the last submesh, explicit-explicit")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ambient", AMBIENT)
 def test_every_transformation(ambient, kind):

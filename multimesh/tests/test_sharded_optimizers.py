@@ -129,6 +129,7 @@ def test_parallelize_says_it_by_a_constraint():
 
 
 @pytest.mark.compile_gpu
+@pytest.mark.telling("clipped adamw")
 @pytest.mark.parametrize("name", ["adamw", "clipped adamw"])
 def test_a_stage_scatters_gradients_once_and_gathers_parameters_once(name):
     """As XLA compiles it for H100; CPUs have no reduce-scatter."""

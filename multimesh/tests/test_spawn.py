@@ -77,6 +77,7 @@ def test_output_that_a_stranger_holds_open_does_not_hold_up_the_end(tmp_path):
 
 
 @pytest.mark.longer  # others get ten seconds to end by themselves
+@pytest.mark.telling("os.kill(os.getpid(), 9)-137", "0-0")
 @pytest.mark.parametrize(("end", "code"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137), ("0", 0)])
 def test_the_first_that_fails_ends_the_others_with_its_code(tmp_path, end, code):
     text = (

@@ -38,6 +38,7 @@ def places_of(step, *args):
     return jax.tree.map(shape, args[:2], where, is_leaf=lambda x: x is None)
 
 
+@pytest.mark.longer
 @pytest.mark.flax
 def test_orbax_restores_on_other_stages(tmp_path):
     """Its own checkpointer, without a handler of ours: four stages write a stack, two read it."""
@@ -86,6 +87,7 @@ def test_moments_over_data(form):
     assert set(held(got[1][0].nu)) == {STATE // len(MESHES) // 2}
 
 
+@pytest.mark.longer
 def test_muon_keeps_rows_on_their_stages():
     """Its loop over all layers runs on one stage; what it makes returns to the rows."""
     _, got = check(optimizer=MUON)

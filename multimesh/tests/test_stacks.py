@@ -105,6 +105,7 @@ def assert_even(got, meshes=MESHES, copies=3):
     assert max(held(got, meshes)) <= copies * STATE / len(meshes) + 16
 
 
+@pytest.mark.telling("1f1b", "zb-h1")
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
 def test_each_stage_holds_its_rows(schedule):
     step, (params, state) = check(schedule=schedule)
@@ -137,6 +138,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.longer
+@pytest.mark.telling("ratios", "clip, decay", "several steps")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_run_where_rows_are(name):
     step, got = check(optimizer=OPTIMIZERS[name])
@@ -146,6 +148,7 @@ def test_optimizers_run_where_rows_are(name):
     assert max(plan.slots[s].nbytes for t in plan.transfers for s in t.ins) <= 4 * SIZE * WIDTH
 
 
+@pytest.mark.longer
 def test_factored_moments():
     step, got = check(optimizer=optax.adafactor(1e-2, min_dim_size_to_factor=4))
     assert max(held(got)) < 1.3 * STATE / STAGES
@@ -154,6 +157,7 @@ def test_factored_moments():
 
 
 @pytest.mark.longer
+@pytest.mark.telling("outside", "rows")
 @pytest.mark.parametrize("cut", ["outside", "inside", "rows"])
 def test_rows_taken_by_hand(cut):
     _, got = check(by_hand(cut))
@@ -194,6 +198,7 @@ def test_gradients_are_one_array():
 
 
 @pytest.mark.longer
+@pytest.mark.telling("own mesh", "one device")
 @pytest.mark.parametrize("given", ["own mesh", "first submesh", "one device"])
 def test_arrays_that_lie_elsewhere(given):
     grid = Mesh(np.stack([m.devices for m in MESHES]), ("pp", "data"))
@@ -275,6 +280,7 @@ def joined(of, parts, batch):
 
 
 @pytest.mark.longer
+@pytest.mark.telling("ends1")
 @pytest.mark.parametrize("ends", [(0, 3, 6, 8), (0, 2, 4, 5, 8)])
 def test_a_list_of_stacks(ends):
     """The remedy: an array for each stage, which the function joins."""
@@ -366,6 +372,7 @@ def test_explicit_axes():
     assert_same(step(grads, BATCH), jax.jit(jax.value_and_grad(scanned))(jax.device_get(grads), BATCH))
 
 
+@pytest.mark.longer
 def test_saved_and_restored_on_other_stages(tmp_path):
     """One array in a checkpoint, which four stages wrote and two read."""
     step, (params, state) = check()
@@ -384,6 +391,7 @@ def test_saved_and_restored_on_other_stages(tmp_path):
     assert_same(jax.device_get(other(*back, BATCH)), jax.device_get(step(params, state, BATCH)))
 
 
+@pytest.mark.longer
 @pytest.mark.flax
 def test_nnx_layers():
     """A stack by ``nnx.vmap``, run by ``nnx.scan``, with a tied embedding."""
@@ -423,6 +431,7 @@ def test_nnx_layers():
         assert {x.sharding.mesh.axis_names for x in jax.tree.leaves(tree)} == {("stage", "data")}
 
 
+@pytest.mark.longer
 def test_equinox_layers():
     eqx = pytest.importorskip("equinox")
     make = eqx.filter_vmap(lambda key: eqx.nn.MLP(WIDTH, WIDTH, 32, 1, key=key))

@@ -159,6 +159,7 @@ def test_a_callable_object_is_a_task():
     assert_same(y, 2.0 * mlp_block(p, x))
 
 
+@pytest.mark.longer
 def test_tensor_parallel_parameters_keep_their_sharding():
     """Gradients of parameters that come in sharded lie as the parameters do."""
     split = Split(submeshes(2, (2, 2)))

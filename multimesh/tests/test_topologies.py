@@ -209,6 +209,7 @@ def gated(weights, x):
 
 
 @compile_gpu
+@pytest.mark.telling("recomputed")
 @pytest.mark.parametrize("layer", [gated, jax.checkpoint(gated)], ids=["kept", "recomputed"])
 def test_the_forecast_of_a_gated_layer_is_what_xla_assigns(layer):
     """Wide element-wise results are no arrays until a product reads them, however many operations need them.

@@ -117,6 +117,7 @@ def flax_linen(mesh_of, form):
 MAKERS = {"equinox": equinox, "nnx": flax_nnx, "linen": flax_linen}
 
 
+@pytest.mark.longer
 @pytest.mark.telling("task-nnx", "pipeline-equinox")
 @pytest.mark.parametrize("library", MAKERS)
 @pytest.mark.parametrize("form", ["task", "pipeline"])

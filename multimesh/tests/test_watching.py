@@ -121,6 +121,7 @@ def wait_for_its_end(link):
 
 
 @pytest.mark.longer
+@pytest.mark.telling("closes", "http", "hosts", "resets", "waits")
 @pytest.mark.parametrize(
     ("behave", "said"),
     [

@@ -146,7 +146,7 @@ for cell in json.load(open(sys.argv[1]))["cells"]:
 
 
 @pytest.mark.longer
-@pytest.mark.parametrize("name", ["ten_minutes", "any_model"])
+@pytest.mark.parametrize("name", ["ten_minutes", pytest.param("any_model", marks=pytest.mark.full)])
 def test_a_notebook_runs_and_shows_pictures(name: str, tmp_path: Path) -> None:
     done = python("-c", NOTEBOOK, str(ROOT / "examples" / f"{name}.ipynb"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -187,6 +187,7 @@ def test_one_distribution_never_imports_the_other(root: Path) -> None:
         assert (own, relative(root, wrong)) == (own, [])
 
 
+@pytest.mark.longer
 def test_wheels_hold_what_git_tracks_and_are_built_alike_twice(root: Path, tmp_path: Path) -> None:
     held = {}
     for wheel, _ in steps.build_wheels(root, tmp_path):

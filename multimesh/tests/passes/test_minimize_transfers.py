@@ -145,8 +145,14 @@ def check(where, count, mode, loop):
             assert not better, [f"{case.ops[n]} -> {mesh}" for n, mesh in zip(case.moving, meshes, strict=True)]
 
 
-MANY = ("mean of a skip", "a parameter", "scale by a scalar", "several from a skip")
+MOST, MANY = ("mean of a skip", "a parameter"), ("scale by a scalar", "several from a skip")
 """Where a checkpointed loop has the most placements to try."""
+
+
+def marks(where, mode, loop):
+    if mode != "checkpoint" or not loop:
+        return ()
+    return pytest.mark.full if where in MOST else pytest.mark.longer if where in MANY else ()
 
 
 @pytest.mark.parametrize(
@@ -155,7 +161,7 @@ MANY = ("mean of a skip", "a parameter", "scale by a scalar", "several from a sk
         pytest.param(
             *case,
             id="-".join((*case[:2], "loop" if case[2] else "straight")),
-            marks=pytest.mark.longer if case in itertools.product(MANY, ["checkpoint"], [True]) else (),
+            marks=marks(*case),
         )
         for case in itertools.product(ALL, MODES, [True, False])
     ],

@@ -88,7 +88,7 @@ def fragments(stack, schedule="zb-h1"):
     return {f.phase: f for f in part.fragments if f.stage == 1}
 
 
-@pytest.mark.telling("nested", "with_rows", "checkpointed")
+@pytest.mark.telling("nested", "checkpointed")
 @pytest.mark.parametrize("stack", STACKS[1:], ids=lambda f: f.__name__)
 def test_the_gradients_are_those_of_plain_jit(stack):
     args = arguments(2)

@@ -283,6 +283,7 @@ def test_a_push_to_main_moves_main(machine: Machine, trixie: str, ghcr: str) -> 
 
 
 @pytest.mark.stand_in("servers and a runner on this machine")
+@pytest.mark.telling("inputs0-is the tag of a release")
 @pytest.mark.parametrize(
     ("inputs", "told"),
     [

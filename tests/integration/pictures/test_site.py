@@ -93,6 +93,7 @@ def test_no_table_and_no_code_of_any_page_scrolls_sideways_and_numbers_stay_whol
     assert len(found["seen"]) > 30
 
 
+@pytest.mark.telling("light")
 @pytest.mark.parametrize("flags", [(), (browser.DARK,)], ids=["light", "dark"])
 def test_a_browser_shows_every_page_and_finds_words(site: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
     pages = [f"/{page}.html" for page in PAGES]

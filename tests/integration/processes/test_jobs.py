@@ -224,6 +224,7 @@ def test_a_job_that_loses_processes_starts_again(
     compare(output, tmp_path / "one", text)
 
 
+@pytest.mark.telling("scancel --signal=USR1 --batch")
 @pytest.mark.parametrize("tell", ["scancel --signal=USR1 --batch", "scontrol requeue"])
 def test_a_job_whose_allocation_ends_saves_and_goes_on_in_another_one(
     submit: Submit, tmp_path: Path, tell: str

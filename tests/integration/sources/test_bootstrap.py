@@ -274,6 +274,7 @@ def test_building_images_needs_no_packages(tmp_path: Path) -> None:
     assert clone.place("multimesh").is_symlink()
 
 
+@pytest.mark.telling("1-26-the package index cannot be reached; check the network and run again")
 @pytest.mark.parametrize(
     ("retries", "code", "said"),
     [

@@ -81,6 +81,7 @@ def test_kill_while_fetching(large: Clone, server: Any) -> None:
     assert large.leftovers == []
 
 
+@pytest.mark.telling("commit-tree")
 @pytest.mark.parametrize("step", ["checkout", "commit-tree", "read-tree"])
 def test_kill_after_fetching(large: Clone, server: Any, tmp_path: Path, step: str) -> None:
     large.patch("alpha", only="diff --git a/README b/README\n--- a/README\n+++ b/README\n@@ -1 +1 @@\n-later\n+mine\n")

@@ -87,9 +87,15 @@ SPOILERS = [
     (move_head, "commits"), (foreign_folder, "unknown"), (foreign_repository, "unknown"), (foreign_link, "link"),
     (broken_repository, "unknown"), (plain_file, "unknown"),
 ]  # fmt: skip
+LIKE_OTHERS = (add_in_deep_folder, stage_file, move_head, foreign_folder)  # each takes the way of its neighbor
 
 
-@pytest.fixture(params=SPOILERS, ids=[spoil.__name__ for spoil, _ in SPOILERS])
+@pytest.fixture(
+    params=[
+        pytest.param((spoil, state), id=spoil.__name__, marks=pytest.mark.full if spoil in LIKE_OTHERS else ())
+        for spoil, state in SPOILERS
+    ]
+)
 def spoiled(request: pytest.FixtureRequest, clone: Clone, alpha: Upstream) -> Clone:
     """A clone whose tree is not as the last sync left it."""
     spoil, state = request.param
@@ -122,6 +128,7 @@ def test_refused_then_put_aside(spoiled: Clone) -> None:
     assert spoiled.state("alpha") == "clean"
 
 
+@pytest.mark.telling("edit", "foreign_repository", "plain_file")
 @pytest.mark.parametrize("spoil", [edit, commit, foreign_repository, foreign_link, plain_file])
 def test_dropped_when_forced(clone: Clone, alpha: Upstream, spoil: Callable[[Clone], None]) -> None:
     clone.ok("sync")
