@@ -68,6 +68,7 @@ def test_large_ones_where_that_is_asked_for(where):
     assert jax.tree.map(lambda g: g.dtype, usual) == jax.tree.map(lambda g: g.dtype, asked)
 
 
+@pytest.mark.telling("inside")
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_accumulators_of_all_stages_have_that_dtype(where):
     params, x = arguments(WIDTH, jnp.float16)

@@ -143,6 +143,7 @@ def with_another(order, other, schedule, rows=ROWS):
     return got, args, jax.jit(make(lambda f, *_: f, microbatched))
 
 
+@pytest.mark.telling("order0-3", "order3-0")
 @pytest.mark.parametrize(("order", "other"), [((0, 1, 2), 3), ((2, 1, 0), 3), ((2, 1, 3), 0), ((2, 1, 0), 0)])
 def test_a_plan_with_other_submeshes_than_its_loop(order, other):
     """The plan then has more submeshes than the table has rows, or the same in another order."""

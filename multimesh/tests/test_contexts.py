@@ -332,6 +332,7 @@ def test_ignoring_a_stacked_result_raises():
         assert_same(mm.microbatch(lambda x: x.sum(), size=2)(jnp.ones(4)), np.float32(4))
 
 
+@pytest.mark.telling("options0-gpipe", "options1-1f1b")
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("options", [{"enable_task_fusion": False}, {"enable_recomputation": False}])
 def test_numerics_do_not_depend_on_options(options, schedule):

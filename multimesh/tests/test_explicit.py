@@ -93,6 +93,14 @@ def test_every_form_of_a_task(form, model):
     assert {x.sharding.mesh for x in jax.tree.leaves(got)} <= set(split.meshes)
 
 
+@pytest.mark.telling(
+    "grad of eager-spec0-4",
+    "grad of eager-spec3-1",
+    "mm.jit-spec1-2",
+    "mm.jit-spec2-4",
+    "jax.jit-spec0-4",
+    "eager-spec2-4",
+)
 @pytest.mark.parametrize(
     ("spec", "size"), [(P("data"), 4), (P(("data", "model")), 2), (P(None, "model"), 4), (P("model", "data"), 1)]
 )

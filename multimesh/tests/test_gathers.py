@@ -43,6 +43,7 @@ def steps(meshes, schedule, once, rows=ROWS):
     return step
 
 
+@pytest.mark.telling("looped-bfs")
 @pytest.mark.parametrize("schedule", ["looped-bfs", "interleaved"])
 def test_weights_that_are_gathered_before_the_loop_are_gathered_once(schedule):
     """Their gradients are then summed in whole terms, each on its device, and reduced once."""

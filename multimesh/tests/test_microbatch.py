@@ -158,6 +158,7 @@ def test_two_independent_loops(split):
     assert_same(mm.jit(make(split, mm.microbatch))(*args), jax.jit(make(plain, microbatched))(*args))
 
 
+@pytest.mark.telling("1f1b")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_backward_reads_the_forward_sum(split, schedule):
     """The gradient of a log of a sum needs the whole sum before the first backward."""

@@ -258,7 +258,7 @@ TAKES = {
 }
 
 
-@pytest.mark.telling("slice-inside", "index-outside")
+@pytest.mark.telling("slice-inside")
 @pytest.mark.parametrize(
     ("take", "where"), [("slice", "inside"), ("slice", "outside"), ("split", "outside"), ("index", "outside")]
 )

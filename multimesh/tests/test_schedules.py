@@ -64,7 +64,7 @@ def check(model, schedule, where, stages=4, rows=ROWS):
         pytest.param(TRANSFORMER, "zb-h1", "inside", marks=pytest.mark.full),  # in every change: test_adamw
         pytest.param(MOE, "zb-h1", "outside", marks=pytest.mark.full),
         (SKIP, "wavefront", "inside"),
-        (DROPOUT, "wavefront", "outside"),
+        pytest.param(DROPOUT, "wavefront", "outside", marks=pytest.mark.longer),
         (MLP, "prefetch-wavefront", "inside"),
         pytest.param(MOE, "prefetch-wavefront", "outside", marks=pytest.mark.full),
     ],

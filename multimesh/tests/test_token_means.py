@@ -56,6 +56,12 @@ def placed(n, fn):
     return mm.task(fn, f"stage{n}", mesh=MESHES[n])
 
 
+@pytest.mark.telling(
+    "divided_once-1f1b-False",
+    "loss_of_sums-1f1b-True",
+    "loss_of_sums-zb-h1-False",
+    "divided_once-zb-h1-True",
+)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-h1", marks=pytest.mark.longer)])
 @pytest.mark.parametrize("make", [divided_once, loss_of_sums])
@@ -66,6 +72,7 @@ def test_sums_divided_once_are_the_mean_over_tokens(make, schedule, padded):
     assert_same(got, jax.jit(make(functools.partial(sums, lambda n, fn: fn), lambda fn: fn))(*args))
 
 
+@pytest.mark.telling("True")
 @pytest.mark.parametrize("padded", [False, True])
 def test_the_mean_over_microbatches_is_not(padded):
     args = batches(padded)

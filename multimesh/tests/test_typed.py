@@ -48,7 +48,7 @@ def train(loss, schedule="1f1b", has_aux=False):
     return mm.microbatch(grad, size=SIZE, argnum=1, schedule=schedule, reduce="mean")
 
 
-@pytest.mark.telling("task-1f1b", "pipeline-zb-h1")
+@pytest.mark.telling("pipeline-zb-h1")
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "wavefront", "auto"])
 @pytest.mark.parametrize("form", ["task", "pipeline"])
 def test_schedules(form, schedule):
@@ -324,6 +324,7 @@ def summed(fn):
     )
 
 
+@pytest.mark.telling("pipeline")
 @pytest.mark.parametrize("form", ["task", "pipeline"])
 def test_gradients_are_reduced_once_a_step(form):
     """Of parameters that are typed reduced: their gradients are unreduced, and stay so in all microbatches."""

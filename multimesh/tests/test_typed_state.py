@@ -102,6 +102,7 @@ def test_forecasts_and_profiles(form):
     assert len(profile.measured.spans) == sum(i.kind == "RUN" for i in lowered.plan.instructions)
 
 
+@pytest.mark.telling("task")
 @pytest.mark.parametrize("form", ["task", "pipeline"])
 def test_a_state_is_handed_on_from_microbatch_to_microbatch(form):
     """A running mean with a layout in its type, in the first stage."""

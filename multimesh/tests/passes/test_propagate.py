@@ -144,7 +144,7 @@ def test_sums_of_fused_attention_lie_as_the_heads_of_its_queries(layout, shape, 
 
 
 @pytest.mark.telling("1f1b-mlp", "zb-h1-transformer")
-@pytest.mark.parametrize("model", [MLP, TRANSFORMER], ids=lambda m: m.name)
+@pytest.mark.parametrize("model", [MLP, pytest.param(TRANSFORMER, marks=pytest.mark.longer)], ids=lambda m: m.name)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_no_slot_of_a_plan_is_divided_less_than_xla_would(model, schedule):
     """Rows over one axis, the columns of weights over the other; each program compiled again, free to choose."""
