@@ -94,26 +94,13 @@ def test_record_is_what_its_schema_says(tmp_path: Path) -> None:
     said, place = document(tmp_path), tmp_path / "build" / "release.json"
     release.write(place, said)
     assert release.read(place)["image"]["tags"] == [], "before the first tag moves"
-    release.telling(place, said)([Moved("main", None, DIGEST)])
+    release.note_tags(place, said, [Moved("main", None, DIGEST)])
     read = json.loads((tmp_path / "build" / "release.json").read_text())
     assert read == said
     assert read["image"]["pull"] == f"docker pull r.example/team/image@{read['image']['digest']}"
     assert read["image"]["tags"] == [{"tag": "main", "before": None, "digest": read["image"]["digest"]}]
     assert list(read["locks"]) == ["sources.lock"]
     assert read["seconds"] == {"build": 61.3, "check": 9.5, "push": 2.0}
-
-
-def test_the_digest_before_a_move_outlives_a_repetition(tmp_path: Path) -> None:
-    """A later tag fails, and the same command runs again: the first tag then has our digest already."""
-    said, place = document(tmp_path), tmp_path / "release.json"
-    assert release.earlier(place, said) == []
-    first = Moved("main", "sha256:" + "34" * 32, DIGEST)
-    release.telling(place, said)([first])
-    again = document(tmp_path)
-    assert again["image"]["tags"] == []
-    assert release.earlier(place, again) == [first]
-    again["image"]["digest"] = "sha256:" + "56" * 32
-    assert release.earlier(place, again) == [], "of another image"
 
 
 @pytest.mark.parametrize("wrong", [{"format": 2}, {"extra": 1}, {"version": "newest"}, {"locks": {}}, {"created": 5}])

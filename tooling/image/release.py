@@ -7,7 +7,7 @@ import datetime
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +60,9 @@ def run_promote(args: argparse.Namespace) -> None:
     if args.release:
         labels = tags.labels_of(where, wanted.at(digest))
         check_release(args.release, labels, load_locks(ROOT), null_base(labels))
-    kept: dict[str, Any] = {}
+    moved = tags.promote(where, wanted, digest, names)
     if document:
-        document["version"] = args.release
-        kept = {"earlier": earlier(file, document), "told": telling(file, document)}
-    moved = tags.promote(where, wanted, digest, names, **kept)
+        note_tags(file, document | {"version": args.release}, moved)
     print("\n".join(f"{each.tag}: {each.digest} (before: {each.before or 'no such tag'})" for each in moved))
 
 
@@ -168,32 +166,17 @@ def publish(root: Path, engine: Engine, built: Built, check: Check, request: Req
     engine.run("tag", built.image_id, str(name))
     pushed = tags.push(engine, built.image_id, name)
     document = record(root, built, check, pushed, name.tag, actions.release)
-    before = earlier(place, document)
     write(place, document)
     if actions.promote:
         names = tags.tags(reference, latest=actions.latest, version=actions.release)
-        tags.promote(engine, reference, pushed.digest, names, earlier=before, told=telling(place, document))
+        note_tags(place, document, tags.promote(engine, reference, pushed.digest, names))
     return document
 
 
-def telling(place: Path, document: dict[str, Any]) -> Callable[[Sequence[tags.Moved]], None]:
-    """Return a function that writes moved tags into a ``release.json`` as they move."""
-
-    def told(moved: Sequence[tags.Moved]) -> None:
-        document["image"]["tags"] = [each._asdict() for each in moved]
-        write(place, document)
-
-    return told
-
-
-def earlier(place: Path, document: Mapping[str, Any]) -> list[tags.Moved]:
-    """Return the moves of an earlier run for the same image, whose ``before`` must not be lost."""
-    try:
-        held = read(place)
-    except errors.UsageError:
-        return []
-    same = all(held["image"][key] == document["image"][key] for key in ("repository", "digest"))
-    return [tags.Moved(**each) for each in held["image"]["tags"]] if same else []
+def note_tags(place: Path, document: dict[str, Any], moved: Sequence[tags.Moved]) -> None:
+    """Write moved tags into a ``release.json``."""
+    document["image"]["tags"] = [each._asdict() for each in moved]
+    write(place, document)
 
 
 def record(

@@ -203,24 +203,14 @@ def tags(reference: Reference, *, latest: bool, version: str | None) -> tuple[st
     return tuple(dict.fromkeys([*wanted, *(["latest"] if latest else [])]))
 
 
-def promote(
-    engine: Engine,
-    reference: Reference,
-    digest: str,
-    names: Sequence[str],
-    *,
-    earlier: Sequence[Moved] = (),
-    told: Callable[[Sequence[Moved]], None] = lambda moved: None,
-) -> tuple[Moved, ...]:
+def promote(engine: Engine, reference: Reference, digest: str, names: Sequence[str]) -> tuple[Moved, ...]:
     """Move tags of a repository to a digest that it holds, in order, and read each of them back.
 
     A tag with the shape of a version, as ``v1.2.3`` or ``1.2.3-rc1``, may be new but never moves. Where a newer release
-    is there, ``latest``, and ``v1.2`` if it is one of those, stay with it. ``earlier`` are moves of a run that this one
-    repeats: they know what a tag had before; ``told`` hears of each move. ``RegistryError`` where the digest is not
-    there, or a tag cannot be moved; it says which were.
+    is there, ``latest``, and ``v1.2`` if it is one of those, stay with it. ``RegistryError`` where the digest is not
+    there, or a tag cannot be moved; it says which were, and what they had before.
     """
     get(engine, reference.at(digest))
-    had = {each.tag: each.before for each in earlier if each.digest == digest}
     check_free(engine, reference, names, digest)
     names, moved = _still(engine, names, reference), list[Moved]()
     for name in names:
@@ -234,10 +224,10 @@ def promote(
             if (now := digest_of(engine, tag)) != digest:
                 raise errors.RegistryError(f"{tag}: has {now or 'nothing'}, not {digest}: somebody else moves it")
         except errors.RegistryError as error:
-            done, left = ", ".join(each.tag for each in moved) or "none", ", ".join(names[len(moved) :])
+            done = ", ".join(f"{each.tag} (before: {each.before or 'no such tag'})" for each in moved) or "none"
+            left = ", ".join(names[len(moved) :])
             raise errors.RegistryError(f"{error}. Tags moved: {done}; as they were: {left}") from error
-        moved.append(Moved(name, had.get(name, before) if before == digest else before, digest))
-        told(moved)
+        moved.append(Moved(name, before, digest))
     return tuple(moved)
 
 

@@ -124,28 +124,13 @@ def test_promotion_that_stops_half_way(make_tiny, send, engine: Engine, target: 
     second = send(make_tiny("new"), target)
     faulty.faults = [Fault("PUT .*/manifests/latest", 9, status=403)]
 
-    with pytest.raises(errors.RegistryError, match="Tags moved: v1; as they were: latest"):
+    with pytest.raises(errors.RegistryError, match=f"Tags moved: v1 .before: {first.digest}.; as they were: latest"):
         tags.promote(engine, target, second.digest, ("v1", "latest"))
 
     assert (digest_of(target, "v1"), digest_of(target, "latest")) == (second.digest, first.digest)
     faulty.faults = []
     moved = tags.promote(engine, target, second.digest, ("v1", "latest"))
     assert [each.before for each in moved] == [second.digest, first.digest]
-    # What a tag had before the first of them is not lost.
-    told = [tags.Moved("v1", first.digest, second.digest)]
-    again = tags.promote(engine, target, second.digest, ("v1", "latest"), earlier=told)
-    assert [each.before for each in again] == [first.digest, second.digest]
-
-
-@pytest.mark.stand_in("a registry on this machine")
-def test_each_move_is_told_at_once(make_tiny, send, engine: Engine, target: Reference, faulty: FaultyProxy) -> None:
-    first, second = send(make_tiny("old"), target), send(make_tiny("new"), target)
-    tags.promote(engine, target, first.digest, ("v1", "other"))
-    faulty.faults = [Fault("PUT .*/manifests/other", 9, status=403)]
-    told: list[tags.Moved] = []
-    with pytest.raises(errors.RegistryError, match="Tags moved: v1; as they were: other"):
-        tags.promote(engine, target, second.digest, ("v1", "other"), told=lambda moved: told.extend(moved))
-    assert told == [tags.Moved("v1", first.digest, second.digest)]
 
 
 @pytest.mark.stand_in("a registry on this machine")
@@ -162,7 +147,7 @@ def test_a_version_taken_between_the_check_and_the_move_stays(
         return still(engine, names, reference)
 
     monkeypatch.setattr(tags, "_still", lambda *args: (monkeypatch.undo(), meanwhile(*args))[1])
-    with pytest.raises(errors.RegistryError, match=r"v1\.0\.0: is another image already; .* Tags moved: v1; as they"):
+    with pytest.raises(errors.RegistryError, match=r"v1\.0\.0: is another image already; .* Tags moved: v1 .*; as"):
         tags.promote(engine, target, mine.digest, names)
     assert digest_of(target, "v1.0.0") == theirs.digest
 
