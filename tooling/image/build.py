@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -84,16 +83,13 @@ def plan(
         spec, pins, base, machine=machine, multimesh=library, cached=means.use_bazel_cache
     )
     labels = buildx.labels(root, spec, base, ours, maxtext, source, build_args["PYTHON_SHA256"])
-    wants = root / "third_party" / "jax" / ".bazelversion"
-    if from_source and wants.is_file() and f"/{(version := wants.read_text().strip())}/" not in build_args["BAZEL_URL"]:
+    wants, url = root / "third_party" / "jax" / ".bazelversion", build_args.get("BAZEL_URL", "")
+    version = wants.read_text().strip() if from_source and wants.is_file() else ""
+    if from_source and ((version and f"/{version}/" not in url) or not build_args["BAZEL_SHA256"]):
         raise errors.PinError(
-            f"third_party/jax wants Bazel {version}, and {digests.FILE} has {build_args['BAZEL_URL']}; write its "
-            "address there, and the checksum that bazelbuild publishes beside it"
-        )
-    if from_source and not build_args["BAZEL_SHA256"]:
-        raise errors.PinError(
-            f"Bazel is not pinned for this platform; write the checksum of {build_args['BAZEL_URL']}, which "
-            f"bazelbuild publishes as {build_args['BAZEL_URL'].rpartition('/')[2]}.sha256, into {digests.FILE}"
+            f"third_party/jax wants Bazel {version or '(it is not there)'}, and {digests.FILE} has {url} with the "
+            f"sha256 {build_args['BAZEL_SHA256'] or 'null'}; write its address there, and the checksum that bazelbuild "
+            "publishes beside it, with .sha256 at its end"
         )
     access = (*network.access(means, os.environ), *more)
     argv = buildx.build_argv(engine, spec, means, build_args=build_args, labels=labels, access=access, result=result)
@@ -236,24 +232,13 @@ def _content(found: dict[str, Any]) -> str:
 def _archive(root: Path, spec: ImageSpec) -> Iterator[None]:
     """Put a given Python where the build can read it, for as long as it runs; remove one that a killed build left."""
     place = root / _ARCHIVE
-    if spec.python_archive is None and not place.exists():
+    place.unlink(missing_ok=True)
+    try:
+        if spec.python_archive is not None:
+            shutil.copyfile(spec.python_archive, place)
         yield
-        return
-    with place.open("ab") as held:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise errors.UsageError(
-                f"{_ARCHIVE}: another build with --python-archive runs in this clone; wait for its end"
-            ) from None
-        try:
-            if spec.python_archive is None:
-                place.unlink()
-            else:
-                shutil.copyfile(spec.python_archive, place)
-            yield
-        finally:
-            place.unlink(missing_ok=True)
+    finally:
+        place.unlink(missing_ok=True)
 
 
 def _source(root: Path) -> str | None:
