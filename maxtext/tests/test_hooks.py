@@ -91,7 +91,9 @@ def batch() -> Any:
 
 
 @pytest.mark.telling("1f1b-0", "auto-1000000")
-@pytest.mark.parametrize(("schedule", "limit"), [("1f1b", 0), ("auto", 0), ("auto", 10**6)])
+@pytest.mark.parametrize(
+    ("schedule", "limit"), [("1f1b", 0), ("auto", 0), pytest.param("auto", 10**6, marks=pytest.mark.longer)]
+)
 def test_a_step_in_maxtexts_manner_becomes_a_pipeline(
     handoff: Handoff, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str, limit: int
 ):

@@ -110,15 +110,15 @@ def test_a_forecast_needs_no_gpus(run: Run, tmp_path: Path, attention: str):
 
 
 GPUS = ("--nodes", 4, "--gpus", 1, *JOB[2:], "--attention", "cudnn_flash_te", "--forecast", "--compile")
+DEVICES = ["h100", "b200"]
 
 
 @pytest.mark.compile_gpu
 @pytest.mark.telling("h100")
-@pytest.mark.parametrize("device", ["h100", "b200"])
+@pytest.mark.parametrize("device", DEVICES)
 def test_stages_are_compiled_for_gpus_that_are_not_there(run: Run, tmp_path: Path, device: str):
     """With cuDNN's attention. XLA gives parameters, moments and gradients the bytes that the forecast gives them."""
-    job = (*GPUS, "--device", device, "--output", tmp_path)
-    done = run(*job, "--json")
+    done = run(*GPUS, "--device", device, "--output", tmp_path, "--json")
     assert done.code == 0, done.stderr
     found = done.json
     assert found["compilation"]["kernels"] >= found["compilation"]["compiled"] > 0  # no two of these stages are alike
@@ -129,7 +129,16 @@ def test_stages_are_compiled_for_gpus_that_are_not_there(run: Run, tmp_path: Pat
         same = ("parameters", "optimizer", "batch")
         assert [need[name] for name in same] == [compiled[name] for name in same]
         assert compiled["total"] == sum(size for name, size in compiled.items() if name != "total")
-    most = max(need["total"] for need in found["compiled"])
+
+
+@pytest.mark.full
+@pytest.mark.compile_gpu
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_device_with_a_byte_less_than_xla_assigns_is_refused(run: Run, tmp_path: Path, device: str):
+    job = (*GPUS, "--device", device, "--output", tmp_path)
+    done = run(*job, "--json")
+    assert done.code == 0, done.stderr
+    most = max(need["total"] for need in done.json["compiled"])
     refused = run(*job, "--device-memory", most - 1)
     assert refused.code == 16, refused.stderr
     assert "but a device has" in refused.stderr

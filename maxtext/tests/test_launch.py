@@ -258,6 +258,7 @@ def test_a_process_told_to_end_has_the_code_of_its_trainer_where_that_fails_too(
             followed()
 
 
+@pytest.mark.longer
 def test_a_trainer_that_has_saved_may_be_ended_in_any_way(paths: Paths):
     """Where process 1 of a job is the first to end after a signal, Slurm ends process 0 by another one."""
     paths.output.mkdir(parents=True, exist_ok=True)
