@@ -66,7 +66,7 @@ def main() -> int:
         path, options = sys.executable, sys.argv[1:]
         # Help makes no environment, so any Python that runs the rest will do.
         if sys.version_info < OLDEST or {"--help", "-h"}.isdisjoint(options):
-            offline = not {"--offline", "--help", "-h", "--dry-run"}.isdisjoint(options)
+            offline = not {"--offline", "--help", "-h"}.isdisjoint(options)
             chosen, remark = choose(os.environ.get("PYTHON") or "", offline)
             print(chosen, remark, sep="; " if remark else "", file=sys.stderr, flush=True)
             path = chosen.path

@@ -46,8 +46,7 @@ def run(args: argparse.Namespace) -> None:
         raise
     except errors.ToolingError as error:
         failed = error
-    if not args.dry_run:
-        install(ROOT, sync.choose_groups(args), offline=args.offline)
+    install(ROOT, sync.choose_groups(args), offline=args.offline)
     if failed is not None:
         raise failed
 

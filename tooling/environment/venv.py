@@ -13,7 +13,6 @@ sys.path.insert(0, str(ROOT))
 from tooling import cli  # noqa: E402
 from tooling.core import console, files, proc  # noqa: E402
 from tooling.environment import packages  # noqa: E402
-from tooling.sources import manifest  # noqa: E402
 
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
@@ -28,23 +27,11 @@ def make_and_go_on(options: Sequence[str]) -> int:
     """Make the environment if need be, then become ``python -m tooling bootstrap`` in it."""
     wanted = {"requirements": files.sha256(REQUIREMENTS), "root": str(ROOT), "python": BASE}
     if read_stamp() != wanted:
-        args = cli.parse(["bootstrap", *options])  # before anything is made
-        if args.dry_run:
-            return forecast(args.groups or manifest.GROUPS)
+        cli.parse(["bootstrap", *options])  # before anything is made
         with files.lock(ROOT / "third_party" / ".venv.lock"):
             if read_stamp() != wanted:
                 make(wanted)
     return os.execv(PYTHON, [str(PYTHON), "-c", GO_ON, str(ROOT), "bootstrap", *options])  # noqa: S606
-
-
-def forecast(wanted: Sequence[str]) -> int:
-    """Say what would be made, with nothing but Python: no package reads the locks."""
-    print(f"would make {VENV} and install {REQUIREMENTS.relative_to(ROOT)}")
-    print(f"would bring into third_party/ what sources.yaml has for {', '.join(wanted)}")
-    for path in (ROOT / "requirements" / f"{group}.txt" for group in wanted):
-        if path.exists():
-            print(f"would install {path.relative_to(ROOT)}")
-    return 0
 
 
 def read_stamp() -> object:

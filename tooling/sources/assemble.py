@@ -41,11 +41,10 @@ class Means(NamedTuple):
     offline: bool = False
     mirror: str | None = None
 
-    def seeded(self, workspace: Workspace, name: str, left: Iterable[Path]) -> Means:
-        """Use the trees on this disk that may hold a component's objects: its own, and those of killed runs."""
-        folders = (workspace.place(name), *(stage / name for stage in left))
-        seeds = [each for each in folders if (each / ".git" / "objects").is_dir() and not each.is_symlink()]
-        return self._replace(seeds=seeds)
+    def seeded(self, workspace: Workspace, name: str) -> Means:
+        """Use the tree of a component that is here: it may hold the objects of the next."""
+        place = workspace.place(name)
+        return self._replace(seeds=[place] if (place / ".git" / "objects").is_dir() and not place.is_symlink() else [])
 
 
 def build(recipe: Recipe, means: Means, *, verify: bool = True) -> Record:

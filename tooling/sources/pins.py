@@ -67,8 +67,8 @@ def relock(here: Workspace, component: Component, pin: Pin, reporter: console.Re
     pin = pin._replace(patches=found)
     if not patches and component.keeps_upstream_commit:
         return pin._replace(patched_commit=pin.commit, patched_tree=pin.tree)
-    with here.stage() as (stage, left):
-        means = Means(stage, reporter).seeded(here, component.name, left)
+    with here.stage() as stage:
+        means = Means(stage, reporter).seeded(here, component.name)
         built = assemble.build(Recipe(component, pin, patches), means, verify=False)
     reporter.done(component.name, f"locked {len(patches)} patches, {built.commit[:12]}")
     return pin._replace(patched_commit=built.commit, patched_tree=built.tree)
@@ -77,12 +77,12 @@ def relock(here: Workspace, component: Component, pin: Pin, reporter: console.Re
 def refresh(here: Workspace, component: Component, pin: Pin) -> tuple[Pin, tuple[Patch, ...]]:
     """Rewrite ``patches/<name>/`` from the commits since the base; return the new pin and series.
 
-    Patches whose commit did not change keep their file, byte for byte. The tree's branch is moved to the commits that
-    the new series gives; its files do not change.
+    A commit's subject names its file. The tree's branch is moved to the commits that the new series gives; its files
+    do not change.
     """
     place, where = here.place(component.name), f"third_party/{component.name}"
     repo, record = git.Repo(place), _record(component, place)
-    series = _series(here, component, repo, record.base)
+    series = _series(component, repo, record.base)
     commit = patch.apply_series(repo, record.base, series)
     patched = repo.object(f"{commit}^{{tree}}")
     if patched != repo.object("HEAD^{tree}"):
@@ -99,59 +99,39 @@ def refresh(here: Workspace, component: Component, pin: Pin) -> tuple[Pin, tuple
 def _record(component: Component, place: Path) -> Record:
     """Return the record of a tree that can be refreshed."""
     look, where = observe(place), f"third_party/{component.name}"
-    if look.state == "missing":
-        raise errors.UsageError(f"{where}: is not there; run `python -m tooling sync` first")
-    if look.state in ("unknown", "link") or look.record is None:
-        raise errors.DirtyTreeError(
-            f"{where}: was not made by this tooling; run `python -m tooling sync --stash` first"
-        )
+    if look.record is None or look.state in ("missing", "unknown", "link"):
+        raise errors.UsageError(f"{where}: is not there as a sync makes it; run `python -m tooling sync` first")
     if look.state == "dirty":
         raise errors.DirtyTreeError(
             f"{where}: {look.changed[0]} is not committed; commit your changes there, then refresh"
         )
-    if look.record.override is not None:
-        raise errors.UsageError(f"{where}: comes from --override {look.record.override}; sync without it first")
-    if look.record.version != component.version:
-        raise errors.PinError(f"{where}: holds {look.record.version}, not {component.version}; run a sync first")
+    if look.record.override or look.record.version != component.version:
+        held = look.record.override or look.record.version
+        raise errors.PinError(f"{where}: holds {held}, not {component.version}; run `python -m tooling sync` first")
     return look.record
 
 
-def _series(here: Workspace, component: Component, repo: git.Repo, base: str) -> tuple[Patch, ...]:
+def _series(component: Component, repo: git.Repo, base: str) -> tuple[Patch, ...]:
     """Return one patch a commit since the base, in order."""
     where = f"third_party/{component.name}"
     if repo("merge-base", "--is-ancestor", base, "HEAD", check=False).returncode:
         raise errors.PatchError(f"{where}: its commits do not stand on {base[:12]}; rebase them onto it")
     if repo("rev-list", "--merges", f"{base}..HEAD").text:
         raise errors.PatchError(f"{where}: holds a merge, which is no patch; rebase it into commits")
-    known = {each.message: each for each in patch.load_series(here.root, component.name)}
-    series: list[Patch] = []
-    for commit in repo("rev-list", "--reverse", f"{base}..HEAD").text.split():
-        message = repo("show", "--no-patch", "--format=%B", commit).text.strip() + "\n"
-        before = known.get(message)
-        if before is None or not _gives(repo, commit, before):
-            before = _as_patch(repo, component.name, commit, message, before, {each.file for each in series})
-        series.append(before)
-    return tuple(series)
+    commits = repo("rev-list", "--reverse", f"{base}..HEAD").text.split()
+    series = tuple(_as_patch(repo, component.name, commit) for commit in commits)
+    if len({each.file for each in series}) < len(series):
+        raise errors.PatchError(f"{where}: two commits have one subject, which names a patch; give each its own")
+    return series
 
 
-def _gives(repo: git.Repo, commit: str, before: Patch) -> bool:
-    """Say whether an existing patch still gives the content of a commit."""
-    try:
-        again = patch.apply_series(repo, f"{commit}^", (before,))
-    except errors.PatchError:
-        return False
-    return repo.object(f"{again}^{{tree}}") == repo.object(f"{commit}^{{tree}}")
-
-
-def _as_patch(repo: git.Repo, name: str, commit: str, message: str, before: Patch | None, taken: set[str]) -> Patch:
+def _as_patch(repo: git.Repo, name: str, commit: str) -> Patch:
+    subject, _, body = repo("show", "--no-patch", "--format=%B", commit).text.strip().partition("\n")
     options = ("-p", "-U1", "--binary", "--full-index", "--no-ext-diff", "--no-textconv", "--no-renames", "--root")
     content = repo("diff-tree", *options, "--no-commit-id", commit).stdout
-    subject, _, body = message.partition("\n")
     head = f"Subject: {subject}\n\n" + (f"{body.strip()}\n" if body.strip() else "") + "---\n"
-    slug = re.sub(r"[^a-z0-9.]+", "-", subject.lower()).strip("-.")[:_SLUG_LENGTH].strip("-.") or "change"
-    names = (f"{slug}{suffix}.patch" for suffix in ("", *(f"-{number}" for number in range(2, 10_000))))
-    file = before.file if before and before.file not in taken else next(each for each in names if each not in taken)
-    return Patch(name, file, head.encode() + content)
+    slug = re.sub(r"[^a-z0-9._]+", "-", subject.lower()).strip("-._")[:_SLUG_LENGTH].strip("-._") or "change"
+    return Patch(name, f"{slug}.patch", head.encode() + content)
 
 
 def _write(folder: Path, series: Sequence[Patch]) -> None:
@@ -206,7 +186,7 @@ def _resolve(here: Workspace, component: Component, mirror: str | None, reporter
     name, url = component.name, component.address(mirror)
     patches = patch.load_series(here.root, name)
     told = in_wheel(here, component, component.commit) if component.commit else None
-    with here.stage() as (stage, _):
+    with here.stage() as stage:
         reporter.phase(name, f"asking {url}")
         try:
             commit = _find_commit(component, url, told)

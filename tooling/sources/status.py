@@ -93,7 +93,7 @@ def _compare(
     if look.state in ("dirty", "commits"):
         return look.state, f"refresh {name}"
     if look.state in ("unknown", "link"):
-        return look.state, f"sync --stash {name}"
+        return look.state, f"sync {name}"
     if look.record is not None and look.record.override is not None:
         return "overridden", f"sync {name}"
     if look.state == "missing" or look.record is None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from tooling.core import console, errors, files, proc
+from tooling.core import console, errors, proc
 from tooling.core.console import Subparsers, command
 from tooling.sources import assemble, git, manifest, patch
 from tooling.sources.assemble import Means, Recipe
@@ -19,7 +19,7 @@ from tooling.sources.manifest import Component, Pin
 from tooling.sources.named import resolve
 from tooling.sources.workspace import Observed, Workspace, observe, read_record
 
-_MAX_JOBS = 64
+_AT_ONCE = 4  # components
 Override = Path | tuple[str, str]
 """The user's replacement of a component: a folder of this machine, or a url and a commit."""
 
@@ -29,10 +29,7 @@ class Options(NamedTuple):
 
     groups: tuple[str, ...]
     names: tuple[str, ...] = ()
-    jobs: int = 4
     offline: bool = False
-    dry_run: bool = False
-    stash: bool = False
     force: bool = False
     mirror: str | None = None
     overrides: Mapping[str, Override] = MappingProxyType({})
@@ -51,7 +48,7 @@ class Wish(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The outcome for one component; in a dry run, the one that is expected."""
+    """The outcome for one component."""
 
     name: str
     action: str  # kept, created, replaced or failed
@@ -81,15 +78,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "cuda12: run, and the packages with which JAX uses NVIDIA GPUs (5 GB); cuda13: the same for drivers of 580 or "
         "later; compile-gpu: run, and what compiles for GPUs without having one (1.7 GB); data: run, and what reads "
         "Parquet files and datasets of Hugging Face and TensorFlow (2 GB); source: for jaxlib; dev: here")  # fmt: skip
-    add("--jobs", type=int, default=4, metavar="N", help="components at a time (default: %(default)s)")
     add("--offline", action="store_true", help="use only what is on this disk")
     add("--mirror", metavar="URL", help="fetch NAME.git from URL/ instead of its upstream")
     text = "for this run take a component from a folder (as a link) or from a commit of another repository"
     add("--override", action="append", default=[], metavar="NAME=PATH|URL@SHA", help=text)
-    add("--dry-run", action="store_true", help="say what would change, change nothing")
     add("--json", action="store_true", help="print the outcome as JSON")
-    add = parser.add_mutually_exclusive_group().add_argument
-    add("--stash", action="store_true", help="put changed or unknown trees aside in third_party/.stash/")
     add("--force", action="store_true", help="drop changed or unknown trees")
 
 
@@ -101,13 +94,11 @@ def choose_groups(args: argparse.Namespace) -> tuple[str, ...]:
 
 def run(args: argparse.Namespace) -> None:
     """Bring components in; print the outcomes."""
-    if not 1 <= args.jobs <= _MAX_JOBS:
-        raise errors.UsageError(f"--jobs {args.jobs}: must be from 1 to {_MAX_JOBS}")
     if args.mirror and (fault := git.url_fault(args.mirror)):
         raise errors.UsageError(f"--mirror '{git.hide_password(args.mirror)}': {fault}")
     if args.offline and args.mirror:
         raise errors.UsageError("--offline and --mirror exclude each other: leave one out")
-    plain = {key: getattr(args, key) for key in ("jobs", "offline", "dry_run", "stash", "force", "mirror")}
+    plain = {key: getattr(args, key) for key in ("offline", "force", "mirror")}
     names = tuple(getattr(args, "names", ()))
     if names and args.groups:
         raise errors.UsageError("--group and names of components exclude each other: leave one out")
@@ -117,8 +108,7 @@ def run(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps({"components": [each._asdict() for each in outcomes]}, indent=1))
     else:
-        verbs = {"created": "would create", "replaced": "would replace", "failed": "would fail"} if args.dry_run else {}
-        rows = [(o.name, verbs.get(o.action, o.action), o.detail, (o.commit or "-")[:12]) for o in outcomes]
+        rows = [(each.name, each.action, each.detail, (each.commit or "-")[:12]) for each in outcomes]
         print(console.table(("component", "action", "detail", "commit"), rows))
     if failed := [each for each in outcomes if each.error]:
         raise errors.SeveralErrors([str(each.error) for each in failed], failed[0].exit_code)
@@ -157,22 +147,14 @@ def sync(here: Workspace, options: Options, reporter: console.Reporter) -> list[
         return [_wish(here, each, pins, options.overrides.get(each.name)) for each in mine]
 
     first = wishes(follow=False)
-    if options.dry_run:
-        return [_outcome(here, wish, options) for wish in (*first, *wishes(follow=True))]
     if all(_right(wish, observe(here.place(wish.name))) for wish in (*first, *wishes(follow=True))):
         return [_keep(here, each.name) for each in named]  # looking needs no writing
-    with here.exclusive(), here.stage() as (stage, left):
+    with here.exclusive(), here.stage() as stage:
         means = Means(stage, reporter, offline=options.offline, mirror=options.mirror)
-        bring, jobs = partial(_outcome, here, options=options, means=means, left=left), options.jobs
-        outcomes = proc.together(*(partial(bring, wish) for wish in first), at_once=jobs)
+        bring = partial(_outcome, here, options=options, means=means)
+        outcomes = proc.together(*(partial(bring, wish) for wish in first), at_once=_AT_ONCE)
         second = wishes(follow=True)  # when the trees that name their commits are there
-        outcomes += proc.together(*(partial(bring, wish) for wish in second), at_once=jobs)
-        made = {
-            wish.name: wish.target
-            for wish, outcome in zip((*first, *second), outcomes, strict=True)
-            if wish.target and outcome.action != "failed"
-        }
-        files.write_json(here.links, files.read_object(here.links) | made)
+        outcomes += proc.together(*(partial(bring, wish) for wish in second), at_once=_AT_ONCE)
     return outcomes
 
 
@@ -230,8 +212,8 @@ def _right(wish: Wish, look: Observed) -> bool:
     return record.commit == recipe.pin.patched_commit
 
 
-def _refusal(here: Workspace, name: str, look: Observed) -> str | None:
-    """Say why the content of a place may not simply be replaced, or return None."""
+def _refusal(look: Observed) -> str | None:
+    """Say why the content of a place may not simply be replaced, or return None. A link holds nothing itself."""
     if look.state == "dirty":
         more = f" and {len(look.changed) - 3} more" if len(look.changed) > 3 else ""
         return f"has changes that no commit holds ({', '.join(look.changed[:3])}{more})"
@@ -239,8 +221,6 @@ def _refusal(here: Workspace, name: str, look: Observed) -> str | None:
         return f"is at {(look.head or 'no commit')[:12]}, which nobody locked"
     if look.state == "unknown":
         return "was not made by this tooling"
-    if look.state == "link" and files.read_object(here.links).get(name) != look.target:
-        return f"is a link to {look.target} that this tooling did not make"
     return None
 
 
@@ -252,54 +232,38 @@ def _keep(here: Workspace, name: str) -> Outcome:
     return Outcome(name, "kept", "in place", *((record.commit, None, record.source) if record else ()))
 
 
-def _outcome(
-    here: Workspace, wish: Wish, options: Options, means: Means | None = None, left: Sequence[Path] = ()
-) -> Outcome:
-    """Bring one component into place; without means only return the expected outcome."""
+def _outcome(here: Workspace, wish: Wish, options: Options, means: Means) -> Outcome:
+    """Bring one component into place."""
     try:
         look = observe(here.place(wish.name))
         if _right(wish, look):
             return _keep(here, wish.name)
-        refusal = _refusal(here, wish.name, look)
-        if refusal and not (options.stash or options.force):
+        refusal = _refusal(look)
+        if refusal and not options.force:
             raise errors.DirtyTreeError(
                 f"third_party/{wish.name}: {refusal}; keep it with `python -m tooling refresh {wish.name}`, "
-                "put it aside with --stash, or drop it with --force"
+                "move it away, or drop it with --force"
             )
         action = "created" if look.state == "missing" else "replaced"
-        if wish.fault is not None and means is None:
-            return Outcome(wish.name, action, "by git, at the commit that another component's tree names")
         if wish.fault is not None:
             raise wish.fault
-        if means is None:
-            return _forecast(wish, action)
-        return _place(here, wish, action, means.seeded(here, wish.name, left), stash=bool(refusal) and options.stash)
+        return _place(here, wish, action, means.seeded(here, wish.name))
     except errors.ToolingError as error:
         message, code = str(error), error.exit_code
     except OSError as error:
         message, code = f"{wish.name}: {errors.disk_message(error)}", errors.DiskError.exit_code
-    if means is not None:
-        means.reporter.done(wish.name, "failed")
-    return Outcome(wish.name, "failed", "left as it was" if means else "refused", error=message, exit_code=code)
+    means.reporter.done(wish.name, "failed")
+    return Outcome(wish.name, "failed", "left as it was", error=message, exit_code=code)
 
 
-def _forecast(wish: Wish, action: str) -> Outcome:
-    if wish.recipe is None:
-        return Outcome(wish.name, action, f"link to {wish.target}")
-    component, pin = wish.recipe.component, wish.recipe.pin
-    ways = "wheel or git" if component.wheel else "git"
-    detail = f"{component.version} by {ways}, {len(wish.recipe.patches)} patches"
-    return Outcome(wish.name, action, detail, pin.patched_commit, pin.patched_tree)
-
-
-def _place(here: Workspace, wish: Wish, action: str, means: Means, *, stash: bool) -> Outcome:
+def _place(here: Workspace, wish: Wish, action: str, means: Means) -> Outcome:
     if wish.recipe is None:
         new = means.stage / wish.name
         new.symlink_to(wish.target)
-        kept = here.swap(new, wish.name, means.stage, stash=stash)
-        return Outcome(wish.name, action, f"link to {wish.target}" + (f"; the old one is at {kept}" if kept else ""))
+        here.swap(new, wish.name, means.stage)
+        return Outcome(wish.name, action, f"link to {wish.target}")
     built = assemble.build(wish.recipe, means)
-    kept = here.swap(means.stage / wish.name, wish.name, means.stage, stash=stash)
+    here.swap(means.stage / wish.name, wish.name, means.stage)
     detail = f"{wish.recipe.component.version[:12]}, {len(wish.recipe.patches)} patches"
-    means.reporter.done(wish.name, f"{action} {detail}" + (f"; the old tree is at {kept}" if kept else ""))
+    means.reporter.done(wish.name, f"{action} {detail}")
     return Outcome(wish.name, action, detail, built.commit, built.tree, built.source)

@@ -85,15 +85,13 @@ def read_record(place: Path) -> Record | None:
 class Workspace:
     """The folders and files of one clone that sources touch.
 
-    Components lie in ``third_party``; ``stages`` has a folder for each run that builds some, on the same file system,
-    and ``stashes`` the trees that ``--stash`` put aside. ``links`` says which symbolic links are ours.
+    Components lie in ``third_party``; ``stages`` has a folder for each run that builds some, on the same file system.
     """
 
     def __init__(self, root: Path = ROOT) -> None:
         self.root, self.third_party = root, root / "third_party"
         self.manifest, self.lock = root / "sources.yaml", root / "sources.lock"
-        self.stages, self.stashes = self.third_party / ".stage", self.third_party / ".stash"
-        self.links = self.third_party / ".links.json"
+        self.stages = self.third_party / ".stage"
 
     def place(self, name: str) -> Path:
         """Return where a component lies."""
@@ -107,11 +105,10 @@ class Workspace:
             yield
 
     @contextlib.contextmanager
-    def stage(self) -> Iterator[tuple[Path, list[Path]]]:
-        """Give a folder to build in, and the ones that killed runs left behind; both are gone afterwards.
+    def stage(self) -> Iterator[Path]:
+        """Give a folder to build in, which is gone afterwards, as are those that killed runs left.
 
-        A killed run's git may still write into its own stage, so a stage is never used twice. The left ones are good
-        for their finished packs.
+        A killed run's git may still write into its own stage, so a stage is never used twice.
         """
         left = sorted(self.stages.glob("run-*"))
         for old in self.stages.glob("run-*/old/*"):  # taken away, but its run was killed before it was replaced
@@ -120,22 +117,19 @@ class Workspace:
         stage = self.stages / f"run-{os.getpid()}-{os.urandom(4).hex()}"
         try:
             stage.mkdir(parents=True)
-            yield stage, left
+            yield stage
         finally:
             for folder in (stage, *left):
                 shutil.rmtree(folder, ignore_errors=True)
             with contextlib.suppress(OSError):
                 self.stages.rmdir()
 
-    def swap(self, new: Path, name: str, stage: Path, *, stash: bool) -> Path | None:
-        """Move a finished tree into its place; return where the old one is kept, if it is."""
+    def swap(self, new: Path, name: str, stage: Path) -> None:
+        """Move a finished tree into its place, and the old one into the stage."""
         place, old = self.place(name), stage / "old" / name
         if not os.path.lexists(place):
             new.rename(place)
-            return None
-        if stash:
-            free = (self.stashes / f"{name}-{number}" for number in range(1, 1_000_000))
-            old = next(each for each in free if not os.path.lexists(each))
+            return
         old.parent.mkdir(parents=True, exist_ok=True)
         place.rename(old)
         try:
@@ -143,4 +137,3 @@ class Workspace:
         except BaseException:
             old.rename(place)
             raise
-        return old if stash else None

@@ -242,23 +242,18 @@ def test_pyenv_of_another_home(tmp_path: Path, tools: Path) -> None:
         (root / "shims" / name).write_text(f"#!/bin/sh\n{text}\n")
         (root / "shims" / name).chmod(0o755)
 
-    process = bootstrap(clone, "--group", "run", "--dry-run", PATH=f"{root}/shims:{tools}")
+    process = bootstrap(clone, "--groups", "run", PATH=f"{root}/shims:{tools}")
 
-    assert process.returncode == 0, process.stderr
+    assert process.returncode == USAGE, process.stderr
     assert process.stderr.startswith(f"Python {platform.python_version()} (pyenv: {BASE})")
 
 
-def test_help_dry_runs_and_wrong_options_change_nothing_and_need_no_network(tmp_path: Path) -> None:
+def test_help_and_wrong_options_change_nothing(tmp_path: Path) -> None:
     clone = furnish(tmp_path / "clone")
     before = sorted(clone.root.rglob("*"))
-    nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:1/", "PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "0"}
-    forecast = bootstrap(clone, "--group", "run", "--dry-run", **nowhere)
-    assert forecast.returncode == 0, forecast.stderr
-    assert forecast.stdout.splitlines()[-1] == "would install requirements/run.txt"
-    assert sorted(clone.root.rglob("*")) == before
     assert "Bring in sources" in bootstrap(clone, "--help").stdout
     assert bootstrap(clone, "--groups", "run").returncode == USAGE
-    assert not (clone.root / ".venv").exists()
+    assert sorted(clone.root.rglob("*")) == before
 
 
 def test_building_images_needs_no_packages(tmp_path: Path) -> None:

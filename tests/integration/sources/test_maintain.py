@@ -29,7 +29,6 @@ def pin(clone: Clone) -> dict[str, Any]:
 
 def test_refresh_turns_commits_into_patches(clone: Clone, alpha: Upstream, tmp_path: Path) -> None:
     clone.patch("alpha", first=patch_text("README", "hello", "patched"))
-    before = (clone.root / "patches" / "alpha" / "first.patch").read_bytes()
     clone.ok("lock", "alpha")
     clone.ok("sync")
     commit(clone, "src/a.txt", "two\n", "Make it two\n\nOne was too few.")
@@ -39,10 +38,12 @@ def test_refresh_turns_commits_into_patches(clone: Clone, alpha: Upstream, tmp_p
     clone.ok("refresh", "alpha")
 
     assert series(clone) == ["first.patch", "make-it-two.patch", "add-a-blob.patch"]
-    assert (clone.root / "patches" / "alpha" / "first.patch").read_bytes() == before
     assert clone.state("alpha") == "clean"
     assert "kept" in clone.ok("sync")
     assert git(clone.place("alpha"), "log", "-2", "--format=%B|") == "Add a blob\n|\nMake it two\n\nOne was too few.\n|"
+    before = [path.read_bytes() for path in sorted((clone.root / "patches" / "alpha").iterdir())]
+    clone.ok("refresh", "alpha")
+    assert [path.read_bytes() for path in sorted((clone.root / "patches" / "alpha").iterdir())] == before
     other = make_clone(tmp_path / "other")
     for path in ("sources.yaml", "sources.lock", "patches"):
         os.symlink(clone.root / path, other.root / path)
@@ -50,7 +51,7 @@ def test_refresh_turns_commits_into_patches(clone: Clone, alpha: Upstream, tmp_p
     assert other.head("alpha") == clone.head("alpha")
 
 
-def test_refresh_of_an_amended_commit_keeps_the_file_name(clone: Clone, alpha: Upstream) -> None:
+def test_refresh_of_an_amended_commit_keeps_the_name_of_its_file(clone: Clone, alpha: Upstream) -> None:
     clone.patch("alpha", odd_name=patch_text("README", "hello", "patched"))
     clone.ok("lock", "alpha")
     clone.ok("sync")
@@ -74,6 +75,14 @@ def test_refresh_of_a_dropped_commit_removes_its_patch(clone: Clone, alpha: Upst
 
     assert series(clone) == ["a.patch"]
     assert not (clone.root / "patches" / "alpha" / "b.patch").exists()
+
+
+def test_refresh_refuses_two_commits_of_one_subject(clone: Clone, alpha: Upstream) -> None:
+    clone.ok("sync")
+    for name in ("one", "two"):
+        commit(clone, name, f"{name}\n", "Add a file")
+
+    assert "two commits have one subject" in clone.refused(29, "refresh", "alpha")
 
 
 def test_refresh_wants_changes_committed(clone: Clone, alpha: Upstream) -> None:

@@ -235,16 +235,6 @@ def test_only_the_asked_group_is_touched(clone: Clone, alpha: Upstream) -> None:
     assert {each["name"]: each["action"] for each in report["components"]} == {"alpha": "created", "gamma": "kept"}
 
 
-def test_dry_run_says_what_would_happen_and_does_nothing(clone: Clone, alpha: Upstream, server: Any) -> None:
-    before = sorted(path.name for path in (clone.root / "third_party").iterdir())
-
-    out = clone.ok("sync", "--dry-run")
-
-    assert "would create" in out
-    assert server.requests == []
-    assert sorted(path.name for path in (clone.root / "third_party").iterdir()) == before
-
-
 def test_override_takes_a_commit_of_a_fork_and_a_plain_sync_returns_to_the_lock(clone: Clone, alpha: Upstream) -> None:
     clone.patch("alpha", only=new_file("added", "line"))
     clone.ok("lock", "alpha")

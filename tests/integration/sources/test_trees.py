@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -84,7 +83,7 @@ def plain_file(clone: Clone) -> None:
 SPOILERS = [
     (edit, "dirty"), (edit_keeping_size_and_time, "dirty"), (add_file, "dirty"), (add_in_deep_folder, "dirty"),
     (delete_file, "dirty"), (stage_file, "dirty"), (commit, "commits"),
-    (move_head, "commits"), (foreign_folder, "unknown"), (foreign_repository, "unknown"), (foreign_link, "link"),
+    (move_head, "commits"), (foreign_folder, "unknown"), (foreign_repository, "unknown"),
     (broken_repository, "unknown"), (plain_file, "unknown"),
 ]  # fmt: skip
 LIKE_OTHERS = (add_in_deep_folder, stage_file, move_head, foreign_folder)  # each takes the way of its neighbor
@@ -113,33 +112,26 @@ def listing(place: Path) -> dict[str, str]:
     return {str(path.relative_to(place)): path.read_text() for path in files}
 
 
-def test_refused_then_put_aside(spoiled: Clone) -> None:
+def test_refused_until_forced(spoiled: Clone) -> None:
     place = spoiled.place("alpha")
     before = listing(place)
 
     said = spoiled.refused(DIRTY, "sync")
     assert said.startswith("third_party/alpha: ")
-    assert "--stash" in said
-    assert "--force" in said
+    assert "move it away, or drop it with --force" in said
     assert listing(place) == before
 
-    spoiled.ok("sync", "--stash")
-    assert listing(spoiled.root / "third_party" / ".stash" / "alpha-1") == before
+    spoiled.ok("sync", "--force")
     assert spoiled.state("alpha") == "clean"
 
 
-@pytest.mark.telling("edit", "foreign_repository", "plain_file")
-@pytest.mark.parametrize("spoil", [edit, commit, foreign_repository, foreign_link, plain_file])
-def test_dropped_when_forced(clone: Clone, alpha: Upstream, spoil: Callable[[Clone], None]) -> None:
+def test_a_link_is_replaced_and_what_it_leads_to_stays(clone: Clone, alpha: Upstream) -> None:
     clone.ok("sync")
-    spoil(clone)
-
-    clone.ok("sync", "--force")
-
+    foreign_link(clone)
+    assert clone.state("alpha") == "link"
+    clone.ok("sync")
     assert clone.state("alpha") == "clean"
-    assert not (clone.root / "third_party" / ".stash").exists()
-    if spoil is foreign_link:
-        assert (clone.root.parent / "elsewhere" / "mine.txt").is_file(), "what a link points to is not ours to drop"
+    assert (clone.root.parent / "elsewhere" / "mine.txt").is_file()
 
 
 def test_files_that_running_leaves_are_not_dirt(clone: Clone, alpha: Upstream) -> None:
