@@ -14,20 +14,8 @@ from tooling.sources import manifest, named, pins
 from tooling.sources.workspace import Workspace
 
 # Those that others are constrained by come first.
-GROUPS = (
-    "run",
-    "dev",
-    "tooling",
-    "bench",
-    "docs",
-    "inventory",
-    "jupyter",
-    "data",
-    "torch",
-    "cuda12",
-    "cuda13",
-    "compile-gpu",
-)
+GROUPS = ("run", "dev", "tooling", "bench", "docs", "inventory", "jupyter", "data", "torch", "cuda12", "cuda13",
+          "compile-gpu")  # fmt: skip
 ALONE = ("compile-gpu",)  # without what their packages ask for
 OLDEST = find_python.in_dots(find_python.OLDEST)
 SOURCES_ONLY = ("docopt", "promise")

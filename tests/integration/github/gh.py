@@ -66,7 +66,14 @@ def main(words: list[str]) -> int:
         for each in files:
             shutil.copy(each, keeps)
         notes = text(words, "--notes-file")
-        told["releases"].append({"tag": words[2], "files": sorted(each.name for each in files), "body": notes})
+        told["releases"].append(
+            {
+                "tag": words[2],
+                "files": sorted(each.name for each in files),
+                "body": notes,
+                "generated": "--generate-notes" in words,
+            }
+        )
     elif head not in (["auth", "setup-git"], ["label", "create"]):
         print(f"gh: {words} is not known here", file=sys.stderr)
         return 1
