@@ -50,6 +50,8 @@ def pipeline(split: str, model: str, schedule: str, where: str = "inside") -> No
     data = {k: x if is_key(x) else on(split_.mesh(0), x, P("data")) for k, x in batch.items()}
     step = mm.jit(gradient(found, split_, size=size, rows=rows, where=where, schedule=schedule))
     want = reference_gradient(found, stages, rows, size)
+    if (split, model, schedule) == ("halves", "mlp", "1f1b") and where == "inside":
+        sends_ahead(step.plan(placed, data))
     for _ in range(2):
         got = step(placed, data)
         assert_shards(got, want)
@@ -58,6 +60,23 @@ def pipeline(split: str, model: str, schedule: str, where: str = "inside") -> No
     ):
         assert g.sharding.device_set in [split_.devices(s) for s in o]
     assert sum(len(x.addressable_shards) for x in jax.tree.leaves(got)) or jax.process_count() > len(parts)
+
+
+def sends_ahead(plan: Any) -> None:
+    """Cotangents leave before the weight gradients, and as many microbatches are alive as 1F1B has."""
+    last = len(plan.submeshes) - 1
+    assert {r.cell.stage for r in plan.runs if r.cell and r.cell.phase == "W"} == {*range(1, last + 1)}
+    kinds = [(i.kind, i.phase, i.microbatch) for i in plan.instructions if i.submesh == last and i.microbatch == 0]
+    order = [kinds.index(("RUN", "B", 0)), kinds.index(("SEND", None, 0)), kinds.index(("RUN", "W", 0))]
+    assert order == sorted(order)
+    alive = [0] * len(plan.submeshes)
+    for run in (r for r in plan.runs if r.cell):
+        split = any(r.cell.phase == "W" for r in plan.runs if r.cell and r.cell.stage == run.cell.stage)
+        begins = run.cell.phase == "F" or (run.cell.phase == "B" and run.cell.stage == last)
+        alive[run.submesh] += begins
+        assert alive[run.submesh] <= len(plan.submeshes) - run.cell.stage
+        alive[run.submesh] -= run.cell.phase == ("W" if split else "B")
+    assert "leave before their weight gradients: " in " ".join(str(plan).split())
 
 
 def is_key(x: Any) -> bool:

@@ -4,7 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from multimesh.passes.cutting.order import with_order
 from multimesh.passes.cutting.parts import Pipeline
+from multimesh.passes.cutting.turns import join_turns
+from multimesh.passes.cutting.weights import with_weights_apart
 from pipelines import assert_same
 from programs import names, on, pipelined, placed
 
@@ -138,3 +141,46 @@ def test_other_schedules_do_not_split():
     parts = fragments(scanned, "1f1b")
     assert set(parts) == {"F", "B"}
     assert names(parts["B"].ops).count("scan") == 1
+
+
+def rows_between(stack, schedule, owner=lambda device: device.id):
+    """Phase and microbatch of the cells of each of three submeshes, whose devices are of processes ``owner``."""
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arguments(3))
+    cut = pipelined(placed(step(stack, schedule), *shapes), upto="tables")
+    (part,) = [p for p in cut.parts if isinstance(p, Pipeline)]
+    found = with_order(join_turns(with_weights_apart(part, owner)))
+    cells = [(found.fragments[n], k) for n, k in found.cells]
+    return [" ".join(f"{f.phase}{k}" for f, k in cells if f.mesh == mesh) for mesh in found.submeshes]
+
+
+def test_what_another_process_waits_for_leaves_before_the_weight_gradients():
+    """Each W is right behind its B, so as many microbatches are alive as without it. Nobody waits for stage 0."""
+    assert rows_between(unrolled, "1f1b") == [
+        "F0 F1 F2 B0 F3 B1 B2 B3",
+        "F0 F1 B0 W0 F2 B1 W1 F3 B2 W2 B3 W3",
+        "B0 W0 B1 W1 B2 W2 B3 W3",
+    ]
+    assert rows_between(scanned, "eager-1f1b")[1:] == [
+        "F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3",
+        "B0 W0 B1 W1 B2 W2 B3 W3",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stack", "schedule", "owner"),
+    [
+        (unrolled, "1f1b", lambda device: 0),  # one process, which starts both kernels itself
+        (unrolled, "gpipe", lambda device: device.id),  # other microbatches hide the transfer
+        (unrolled, "wavefront", lambda device: device.id),  # which says when a value is sent
+        (checkpointed, "1f1b", lambda device: device.id),  # W would compute a product again
+    ],
+    ids=["one process", "gpipe", "wavefront", "checkpointed"],
+)
+def test_weight_gradients_stay_in_b_where_that_is_cheaper(stack, schedule, owner):
+    assert not any("W" in row for row in rows_between(stack, schedule, owner))
+
+
+def test_two_stages_of_a_process_stay_as_they_are():
+    """Submeshes 1 and 2 are of one process: only the first of them sends to another."""
+    rows = rows_between(unrolled, "1f1b", lambda device: min(device.id, 1))
+    assert ["W" in row for row in rows] == [False, True, False]

@@ -12,6 +12,7 @@ from multimesh.core.grouping import group
 from multimesh.core.submesh import describe
 from multimesh.core.text import amount
 from multimesh.plan.instructions import PlanData, Run
+from multimesh.schedules.published import PUBLISHED
 
 _NARROWEST = 40
 _ROWS = 24  # submeshes or stages shown; of more, the first and the last
@@ -39,6 +40,7 @@ def text(plan: PlanData, width: int | None = None) -> str:
         *made,
         *textwrap.wrap(total, width),
         *textwrap.wrap(_spread_note(plan), width),
+        *textwrap.wrap(_ahead_note(plan), width),
         *_middle(_reshards(plan, width), "reshards"),
     ]
     runs: list[list[Run]] = [[] for _ in plan.submeshes]
@@ -68,6 +70,29 @@ def _spread_note(plan: PlanData) -> str:
     named = [f"{leaf} ({amount(size[leaf], 'bytes')}) on {', '.join(map(str, on[leaf]))}" for leaf in several[:_HELD]]
     more = [f"{len(several) - _HELD} more"] * (len(several) > _HELD)
     return f"arguments on several submeshes: {'; '.join([*named, *more])}" if several else ""
+
+
+def _ahead_note(plan: PlanData) -> str:
+    """Return a sentence on backwards whose results leave ahead of weight gradients, and on what that costs."""
+    ahead = {schedule.name for schedule in PUBLISHED if schedule.sends_ahead}
+    if not ahead.issuperset(plan.schedules):
+        return ""
+    made: dict[tuple[int, int], set[int]] = {}  # (stage, microbatch) to what B gives
+    more = [0] * len(plan.submeshes)
+    count = 0
+    for run in plan.runs:
+        if run.cell is not None and run.cell.phase == "B":
+            made[run.cell.stage, run.cell.microbatch] = {*run.outs}
+        elif run.cell is not None and run.cell.phase == "W":
+            count += 1
+            kept = made[run.cell.stage, run.cell.microbatch].intersection(run.ins)
+            more[run.submesh] = max(more[run.submesh], sum(plan.slots[slot].nbytes for slot in kept))
+    if not count:
+        return ""
+    return (
+        f"other processes wait for {count} backwards, whose results leave before their weight gradients: {count} runs "
+        f"more, and up to {amount(max(more), 'bytes')} more alive on a submesh"
+    )
 
 
 def _reshards(plan: PlanData, width: int) -> list[str]:

@@ -76,6 +76,7 @@ class Interleaved(Schedule):
 
     name: ClassVar[str] = "interleaved"
     summary: ClassVar[str] = "1f1b with two stages on each submesh"
+    sends_ahead: ClassVar[bool] = True
     usual: ClassVar[int] = 2
 
     def row(self, rank: int, submeshes: int, chunks: int, microbatches: int) -> Iterator[Cell]:

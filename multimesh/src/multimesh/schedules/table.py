@@ -63,6 +63,9 @@ class Schedule:
         The order in a few words, for ``--help``.
     splits
         Whether weight gradients are a phase W of their own.
+    sends_ahead
+        Whether the result of a backward that another process waits for leaves before the weight gradients, which then
+        are a kernel of their own behind it. The order and the live microbatches stay those of the table.
     chunks
         Stages on each submesh, if the schedule has tables for one number only.
     usual
@@ -75,6 +78,7 @@ class Schedule:
     name: ClassVar[str]
     summary: ClassVar[str] = ""
     splits: ClassVar[bool] = False
+    sends_ahead: ClassVar[bool] = False
     chunks: ClassVar[int | None] = None
     usual: ClassVar[int] = 1
     ahead: ClassVar[int | None] = None

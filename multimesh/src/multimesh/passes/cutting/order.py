@@ -45,11 +45,12 @@ def _by_start(
 ) -> tuple[tuple[int, int], ...]:
     """Merge the orders of submeshes, and late cells, into one global order by the time each cell could start."""
     needs = _needs(fragments)
-    split = any(f.phase == "W" for f in fragments)
+    split = {f.stage for f in fragments if f.phase == "W"}
+    lasts = [1.0 + (f.phase == "B" and f.stage not in split) for f in fragments]  # relative, for the order only
     times = run(
         rows,
         needs=lambda cell: [(source, cell[1]) for source in needs[cell[0]]],
-        cost=lambda cell: 1.0 + (fragments[cell[0]].phase == "B" and not split),  # relative, for the order only
+        cost=lambda cell: lasts[cell[0]],
     )
     if len(times) < sum(map(len, rows)):
         raise internal_error("stages wait for each other although the table is valid")

@@ -3,30 +3,78 @@
 A scan over layers makes both. Its body is split likewise, into a scan that carries the cotangents and one, in W, that
 makes the weight gradients from what the first stacks. W computes again what needs no cotangent, as the forward that
 `jax.checkpoint` repeats. Every operation reads the values that it read before.
+
+Where another process waits for a backward, its result leaves before W, which fills the time of the transfer. Such a W
+follows its B at once, also in schedules without W: no submesh holds more microbatches than without it.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+
+import jax
 
 from multimesh import ir
 from multimesh.core import _compat
 from multimesh.ir import graph
+from multimesh.ir.flops import count_flops
 from multimesh.passes.cutting.parts import Fragment, Pipeline, with_interfaces
 from multimesh.passes.cutting.scans import split_scan
 from multimesh.schedules import Cell
 
+_MOST_WORK = 1.02
+"""Operations of B and W, by those of both in one, up to which they are worth a kernel each."""
 
-def with_weights_apart(pipeline: Pipeline) -> Pipeline:
-    """Split the backward fragments of those stages whose B and W the table has apart.
+
+def _owner(device: jax.Device) -> int:
+    return int(device.process_index)
+
+
+def with_weights_apart(pipeline: Pipeline, owner: Callable[[jax.Device], int] = _owner) -> Pipeline:
+    """Split the backward fragments of those stages whose B and W the table has apart, and of those that send ahead.
 
     A first stage that always runs them back to back is not split; where others wait for B, its result leaves before W.
+    ``owner`` gives the process of a device.
     """
     apart = {c.stage for c in itertools.chain(*pipeline.table) if c.phase == "W"}
     apart -= back_to_back(pipeline.table, "B", "W") & {0}
-    return replace(pipeline, fragments=split_weights(pipeline.fragments, apart, set(pipeline.results)))
+    ahead = set[int]() if apart else _send_ahead(pipeline, owner)
+    table = tuple(tuple(itertools.chain(*(_with_weights(cell, ahead) for cell in row))) for row in pipeline.table)
+    fragments = split_weights(pipeline.fragments, apart | ahead, set(pipeline.results))
+    return replace(pipeline, table=table, fragments=fragments)
+
+
+def _with_weights(cell: Cell, ahead: set[int]) -> tuple[Cell, ...]:
+    follows = cell.phase == "B" and cell.stage in ahead
+    return (cell, Cell("W", cell.stage, cell.microbatch)) if follows else (cell,)
+
+
+def _send_ahead(pipeline: Pipeline, owner: Callable[[jax.Device], int]) -> set[int]:
+    """Return the stages whose cotangents leave before their weight gradients: other processes wait for them.
+
+    A stage whose W would compute a product again that B has computed, as under `jax.checkpoint`, sends as it did.
+    """
+    mark = pipeline.loop.mark
+    if not mark.schedule.sends_ahead or pipeline.loop.carries:
+        return set()
+    processes = {mesh: set(map(owner, mesh.devices.flat)) for mesh in pipeline.submeshes}
+    backward = [part for part in pipeline.fragments if part.phase == "B"]
+    waited = [
+        part
+        for part in backward
+        if any(processes[part.mesh].isdisjoint(processes[f.mesh]) and part.made & {*f.needs} for f in backward)
+    ]
+    stages = {part.stage for part in waited if part.stage is not None}
+    halves = split_weights(pipeline.fragments, stages, set(pipeline.results)) if stages else ()
+    found: set[int] = set()
+    for part in waited:
+        both = [half for half in halves if half.stage == part.stage and half.phase in ("B", "W")]
+        work = sum(count_flops(half.ops) for half in both)
+        if part.stage is not None and len(both) == 2 and work <= _MOST_WORK * count_flops(part.ops):
+            found.add(part.stage)
+    return found
 
 
 def back_to_back(table: Sequence[Sequence[Cell]], first: str, second: str) -> set[int]:
