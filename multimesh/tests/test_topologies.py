@@ -231,3 +231,20 @@ def test_the_forecast_of_a_gated_layer_is_what_xla_assigns(layer):
     for forecast, found in zip(low.memory_forecast("gpu"), low.compile().device_memory(), strict=True):
         assert 0.75 < forecast.workspace / found.workspace < 1.35  # it was 1.4 to 1.9
         assert forecast.total == pytest.approx(found.total, rel=0.14)
+
+
+def test_a_plan_of_several_processes_is_made_in_one():
+    """What another process waits for leaves before the weight gradients, as where the job runs."""
+    low, _ = lowered(jax.devices()[:8])
+    assert low.over(1) is low
+    there = low.over(2)
+    phases = [{run.cell.phase for run in of.plan.runs if run.cell} for of in (low, there)]
+    assert phases == [{"F", "B"}, {"F", "B", "W"}]
+    assert there.over(2) is there
+    assert there.over(1).plan.fingerprint() == low.plan.fingerprint()
+    assert "leave before their weight gradients" in " ".join(str(there.plan).split())
+    assert there.plan.forecast({"F": 1, "B": 2}).makespan == low.plan.forecast({"F": 1, "B": 2}).makespan
+    with pytest.raises(mm.UsageError, match="over: 3 processes have no equal shares of 8 devices"):
+        low.over(3)
+    with pytest.raises(mm.UsageError, match="call it on what lower"):
+        low.on(jax.devices()[::-1]).over(2)

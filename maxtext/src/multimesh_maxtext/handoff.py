@@ -66,7 +66,9 @@ class Handoff:
     context: Mapping[str, bool] = field(default_factory=dict)
     # arrays of the train state with fewer elements than this lie whole on each device of their stage
     replicate_below: int = 0
-    platform: str = ""  # platform of the devices that a forecast is for; it may run on another
+    # platform, processes: of the devices that a forecast is for, and how many processes share them
+    platform: str = ""
+    processes: int = 1
     gather_once: bool = False  # whether parameters are gathered before the loop over microbatches, and not in it
     # 1: the state of the optimizer is laid out over the axis of data parallelism too; 2: sums of gradients as well
     zero: int = 0

@@ -101,6 +101,7 @@ def forecasting(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_mem
         handoff(alone, paths, _common_memory(job, gpu_memory)),
         forecast=str(paths.forecast),
         platform=job.options.platform,
+        processes=job.options.nodes,
         precompile=str(job.options.precompile.resolve()) if job.options.precompile else "",
         **(_target(job) if job.options.compile else {}),
     )

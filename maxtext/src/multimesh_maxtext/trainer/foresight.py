@@ -23,6 +23,7 @@ def forecast_stages(lowered: multimesh.Lowered, state: Any, handoff: Handoff) ->
     ``lowered``: the train step.
     ``state``: the train state, as for `needs`.
     """
+    lowered = lowered.over(handoff.processes)
     timeline = lowered.plan.forecast(lowered.plan.estimate())
     timeline.to_svg(Path(handoff.forecast).with_suffix(".svg"))
     platform = handoff.platform and ("cpu" if handoff.platform == "cpu" else "gpu")

@@ -28,7 +28,7 @@ from multimesh.observe.profile import Profile, profile
 from multimesh.passes import pipeline
 from multimesh.passes.pipeline import Pass, Traced
 from multimesh.plan import fingerprint
-from multimesh.plan.moving import move_plan
+from multimesh.plan.moving import devices_of, move_plan
 from multimesh.plan.plan import Plan
 from multimesh.processes import agree
 from multimesh.runtime.actions import processes
@@ -72,6 +72,7 @@ class Lowered:
     names: tuple[str, ...] = ()
     out_kinds: Mapping[int, str] = dataclasses.field(default_factory=dict)  # result leaf to a kind of memory
     name: str = ""
+    moved: bool = False  # whether `on` has put other devices in the place of those that it was traced for
 
     @property
     def block_names(self) -> tuple[str, ...]:
@@ -120,11 +121,39 @@ class Lowered:
             return forecast(self.plan, platform)
 
     def on(self, devices: Sequence[jax.Device]) -> Lowered:
-        """Return the same kernels for other devices, each in the place of one of ours in the order of their ids.
+        """Return the plan for other devices, each in the place of one of ours in the order of their ids.
 
         So a function that was lowered for virtual CPU devices is compiled for GPUs of `multimesh.topology`.
         """
-        return dataclasses.replace(self, plan=move_plan(self.plan, devices))
+        there = self._over([device.process_index for device in devices])
+        return dataclasses.replace(there, plan=move_plan(there.plan, devices), moved=True)
+
+    def over(self, processes: int) -> Lowered:
+        """Return the plan of a job of so many processes, with equal shares of the devices in the order of their ids.
+
+        What another process waits for may leave earlier, in a kernel of its own. The result is for `Lowered.plan` and
+        forecasts: the devices still are those of this process.
+
+        Raises ``UsageError`` where the devices have no equal shares.
+        """
+        count = len(devices_of(self.plan))
+        checks.whole("over: processes", processes, 1)
+        if count % processes:
+            raise UsageError(f"over: {processes} processes have no equal shares of {count} devices")
+        return self._over([n * processes // count for n in range(count)])
+
+    def _over(self, processes: Sequence[int]) -> Lowered:
+        """Return the plan where ``processes`` has the process of each device; itself if their bounds are as before."""
+        devices = devices_of(self.plan)
+        now, then = [*map(self.traced.owner, devices)], [*processes[: len(devices)]]
+        if [*map(now.index, now)] == [*map(then.index, then)] or len(then) < len(devices):
+            return self
+        if self.moved:
+            raise UsageError("on, over: the plan was moved to other devices before; call it on what lower() gave")
+        traced = dataclasses.replace(self.traced, processes=dict(zip(devices, processes, strict=False)))
+        with pause_gc():
+            *_, last = pipeline.run(traced)
+        return dataclasses.replace(self, plan=last.made, traced=traced)
 
     def compile(
         self, compiler_options: Mapping[str, Any] | None = None, *, precompiled: str | os.PathLike[str] | None = None

@@ -63,6 +63,11 @@ class Traced:
     homes: tuple[Mesh | None, ...] = ()  # submesh of each argument leaf, if they lie on several
     types: Mapping[int, PartitionSpec] = field(default_factory=dict)  # result leaf to the spec that its type says
     schedules: Mapping[int, Schedule] = field(default_factory=dict)  # number of a loop to another schedule
+    processes: Mapping[jax.Device, int] = field(default_factory=dict)  # of devices that stand for those of a job
+
+    def owner(self, device: jax.Device) -> int:
+        """Return the process of a device, or of the one that it stands for."""
+        return int(self.processes.get(device, device.process_index))
 
     def in_blocks(self, stacks: Stacks) -> Traced:
         """Return the same for a program with blocks instead of stacks."""
@@ -124,7 +129,7 @@ PASSES: Mapping[str, Callable[[Any, Traced], Any]] = {
     "fragment": lambda program, _: cut(program),
     "stages": _each(number_stages),
     "tables": _each(with_table),
-    "weights": _each(with_weights_apart),
+    "weights": lambda parts, traced: parts.each_pipeline(lambda part: with_weights_apart(part, traced.owner)),
     "keep_less": lambda parts, traced: parts.each_pipeline(keep_less) if traced.options.enable_recomputation else parts,
     "turns": _each(join_turns),
     "order": _each(with_order),

@@ -16,6 +16,7 @@ from multimesh.ir.seconds import estimate_kernel as of_device
 from multimesh.plan.instructions import PlanData, Run, Send
 from multimesh.schedules import Cell
 from multimesh.schedules.costs import PHASES, Key, StageCosts, cost
+from multimesh.schedules.published import AHEAD
 
 NOTE = "estimated: operations on each device, from shapes; transfers take no time"
 
@@ -63,7 +64,8 @@ def costs_of(plan: PlanData, given: Mapping[Any, float]) -> Costs:
 
     The first key that fits counts: (stage, phase), (task, phase), task, phase. A kernel that covers several phases
     costs their sum: B makes the weight gradients too unless the plan has kernels for W, and the last stage's B runs
-    its forward where `jit` joined the two. ``transfer`` is the time of each transfer, by default 0. A kernel outside
+    its forward where `jit` joined the two. Where `jit` split a B because another process waits for it, a W without a
+    cost of its own is part of B's. ``transfer`` is the time of each transfer, by default 0. A kernel outside
     of microbatch loops is free unless its task is named.
 
     Raises ``UsageError`` for a key that nothing in the plan has, a phase without a cost, and a value that is no cost.
@@ -89,7 +91,8 @@ def costs_of(plan: PlanData, given: Mapping[Any, float]) -> Costs:
         keys = {phase: _keys(stage, task, phase) for phase in covers[stage, run.cell.phase]}
         if task in times and not any(key in times for found in keys.values() for key in found[:2]):
             return times[task]
-        if run.cell.phase in keys and not times.keys() & set(keys[run.cell.phase]):  # late kernels are free
+        free = run.cell.phase == "W" and AHEAD.issuperset(plan.schedules)
+        if run.cell.phase in keys and not free and not times.keys() & set(keys[run.cell.phase]):  # late ones are free
             raise UsageError(f"costs: none for {run.cell.phase} of stage {stage} (task {task!r})")
         return sum(next((times[key] for key in found if key in times), 0.0) for found in keys.values())
 

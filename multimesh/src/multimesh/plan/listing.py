@@ -12,7 +12,7 @@ from multimesh.core.grouping import group
 from multimesh.core.submesh import describe
 from multimesh.core.text import amount
 from multimesh.plan.instructions import PlanData, Run
-from multimesh.schedules.published import PUBLISHED
+from multimesh.schedules.published import AHEAD
 
 _NARROWEST = 40
 _ROWS = 24  # submeshes or stages shown; of more, the first and the last
@@ -74,8 +74,7 @@ def _spread_note(plan: PlanData) -> str:
 
 def _ahead_note(plan: PlanData) -> str:
     """Return a sentence on backwards whose results leave ahead of weight gradients, and on what that costs."""
-    ahead = {schedule.name for schedule in PUBLISHED if schedule.sends_ahead}
-    if not ahead.issuperset(plan.schedules):
+    if not AHEAD.issuperset(plan.schedules):
         return ""
     made: dict[tuple[int, int], set[int]] = {}  # (stage, microbatch) to what B gives
     more = [0] * len(plan.submeshes)

@@ -408,3 +408,6 @@ PUBLISHED: tuple[Schedule, ...] = (
     *(ZBH1(), ZBH2(), InterleavedZB(), ZBV(), DualPipeV(), Wavefront(), PrefetchWavefront()),
 )
 """Every published schedule, in the order in which they are compared."""
+
+AHEAD = frozenset(schedule.name for schedule in PUBLISHED if schedule.sends_ahead)
+"""Names of schedules whose cotangents leave before weight gradients that they have no phase for."""

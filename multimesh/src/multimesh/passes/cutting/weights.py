@@ -28,11 +28,7 @@ _MOST_WORK = 1.02
 """Operations of B and W, by those of both in one, up to which they are worth a kernel each."""
 
 
-def _owner(device: jax.Device) -> int:
-    return int(device.process_index)
-
-
-def with_weights_apart(pipeline: Pipeline, owner: Callable[[jax.Device], int] = _owner) -> Pipeline:
+def with_weights_apart(pipeline: Pipeline, owner: Callable[[jax.Device], int]) -> Pipeline:
     """Split the backward fragments of those stages whose B and W the table has apart, and of those that send ahead.
 
     A first stage that always runs them back to back is not split; where others wait for B, its result leaves before W.
