@@ -131,7 +131,7 @@ class Lowered:
     def over(self, processes: int) -> Lowered:
         """Return the plan of a job of so many processes, with equal shares of the devices in the order of their ids.
 
-        What another process waits for may leave earlier, in a kernel of its own. The result is for `Lowered.plan` and
+        Results that another process waits for may leave earlier, from a kernel of their own. It is for its `plan` and
         forecasts: the devices still are those of this process.
 
         Raises ``UsageError`` where the devices have no equal shares.

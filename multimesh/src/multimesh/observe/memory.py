@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 from jax.sharding import Mesh
@@ -161,7 +161,9 @@ def _peak(
     """Return the most bytes of results alive at once."""
     ops = list(_inline(ops, bodies))
     exchanges = [find_exchanges(op, known, mesh) for op in ops]
-    own, last = _live_ranges(ops, known, bodies, mesh, outside, wanted, sums, beside)
+    own, last, made = _live_ranges(ops, known, bodies, mesh, outside, wanted, sums, beside)
+    ranges = {v: (n, last[v]) for n, values in enumerate(own) for v in values if last.get(v, -1) > n}
+    lent = set[ir.Value]() if beside else _lend(ranges, made, lambda v: _size(v, known, mesh))
     ending: dict[int, int] = collections.defaultdict(int)  # bytes that the operation of this number reads last
     beginning: dict[int, int] = collections.defaultdict(int)  # bytes of operands that it gathers first
     uses = group((copy, n) for n, each in enumerate(exchanges) for copy in each.gathered)
@@ -171,7 +173,7 @@ def _peak(
     alive = peak = 0
     for n, op in enumerate(ops):
         alive += beginning[n]
-        for v in (v for v in own[n] if last.get(v, -1) > n):
+        for v in (v for v in own[n] if v in ranges and v not in lent):
             size = _size(v, known, mesh)
             alive += size
             ending[last[v]] += size
@@ -184,6 +186,26 @@ def _peak(
         peak = max(peak, alive + own_peak + part)
         alive -= ending[n]
     return peak
+
+
+def _lend(
+    ranges: Mapping[ir.Value, tuple[int, int]], made: Mapping[ir.Value, int], size: Callable[[ir.Value], int]
+) -> set[ir.Value]:
+    """Return the arrays that lie in the buffers of results until these are made, the largest first, as in XLA.
+
+    ``ranges`` has the first and the last operation that each array is alive in, ``made`` the one that makes a result.
+    """
+    taken: dict[ir.Value, list[tuple[int, int]]] = {result: [] for result in sorted(made, key=made.__getitem__)}
+    lent = set[ir.Value]()
+    for v in sorted(ranges, key=size, reverse=True):
+        begin, end = ranges[v]
+        for result, others in taken.items():
+            apart = all(end < first or begin > last for first, last in others)
+            if end < made[result] and size(result) >= size(v) and apart:
+                others.append((begin, end))
+                lent.add(v)
+                break
+    return lent
 
 
 def _inline(ops: Iterable[ir.Op], bodies: Mapping[ir.Op, Inner]) -> Iterator[ir.Op]:
@@ -210,8 +232,8 @@ def _live_ranges(
     wanted: Iterable[ir.Atom],
     sums: frozenset[ir.Value],
     beside: bool,
-) -> tuple[Sequence[Sequence[ir.Value]], Mapping[ir.Value, int]]:
-    """Return the arrays that each operation begins, and the number of the last one that reads each array.
+) -> tuple[Sequence[Sequence[ir.Value]], Mapping[ir.Value, int], Mapping[ir.Value, int]]:
+    """Return the arrays that each operation begins, the last one that reads each, and the one that makes each result.
 
     A result that is fused away keeps its operands alive. CPUs keep an element-wise result that several operations read.
     GPUs compute it again in each, unless a product or the like reads it: it is then made right before the first one.
@@ -238,6 +260,7 @@ def _live_ranges(
 
     last: dict[ir.Value, int] = {}
     begin: dict[ir.Value, int] = {}
+    made: dict[ir.Value, int] = {}
     own: list[list[ir.Value]] = [[] for _ in ops]
     for n, op in enumerate(ops):
         through = tuple(dict.fromkeys(arrays(op.ins)))
@@ -251,7 +274,7 @@ def _live_ranges(
         for v in op.outs:
             at = now
             if v in outside:
-                pass
+                made |= {v: at} if v not in sums and v not in same else {}
             elif buffer == "own":
                 own[at].append(v)
             elif v in whole and buffer != "operand":
@@ -267,7 +290,7 @@ def _live_ranges(
             if beside and v in sums:
                 last[v] = at + 1
     last |= dict.fromkeys(arrays(wanted), len(ops))
-    return own, last
+    return own, last, made
 
 
 def _shrinks(op: ir.Op, known: Known, mesh: Mesh) -> bool:
