@@ -6,6 +6,7 @@ import itertools
 import json
 
 import jax
+import jax.numpy as jnp
 import pytest
 from models import MLP, SKIP, TRANSFORMER
 from pipelines import SCHEDULES, Split, gradient, submeshes
@@ -161,3 +162,21 @@ def test_the_passes_of_a_lowered_function_end_in_its_plan():
     assert done[-1].made.instructions == lowered.plan.instructions
     assert done[-1].made.over == lowered.plan.over != {}  # what delayed reductions leave: it was no other program
     assert all(str(p) for p in done)
+
+
+def test_a_forward_pass_starts_a_kernel_for_each_microbatch_and_stage():
+    """It makes no zeros and no copies; what it has beside is what no microbatch reads, and the stack of the results."""
+    meshes, rows, size = submeshes(4), 16, 2
+
+    def forward(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return x
+
+    cut = mm.pipeline(forward, meshes)
+    call = mm.jit(mm.microbatch(cut, size=size, argnum=1, reduce="rows", schedule="wavefront"))
+    plan = call.plan([jnp.ones((8, 8))] * 8, jnp.ones((rows, 8)))
+    stages = [run.cell.stage for run in plan.runs if run.cell]
+    assert [stages.count(stage) for stage in range(4)] == [rows // size] * 4
+    assert len(plan.runs) - len(stages) <= 2
+    assert len(plan.transfers) == 3 * rows // size
