@@ -209,15 +209,22 @@ def gated(weights, x):
 
 
 @compile_gpu
-@pytest.mark.telling("recomputed")
-@pytest.mark.parametrize("layer", [gated, jax.checkpoint(gated)], ids=["kept", "recomputed"])
-def test_the_forecast_of_a_gated_layer_is_what_xla_assigns(layer):
+@pytest.mark.telling("apart")
+@pytest.mark.parametrize(
+    ("layer", "per"),
+    [(gated, "node"), (gated, "gpu"), (jax.checkpoint(gated), "gpu")],
+    ids=["kept", "apart", "recomputed"],
+)
+def test_the_forecast_of_a_gated_layer_is_what_xla_assigns(layer, per):
     """Wide element-wise results are no arrays until a product reads them, however many operations need them.
 
     XLA keeps the gradients of the weights in bfloat16 until the end of the kernel, and then adds them to their sums.
+    Where they are apart, other arrays lie in the buffers of results that are not made yet.
     """
     rows, width, wide = 8192, 2048, 8192
-    meshes = [Mesh(devices, ("data",)) for devices in np.array(mm.topology("h100", gpus=2)).reshape(2, 1)]
+    meshes = [
+        Mesh(devices, ("data",)) for devices in np.array(mm.topology("h100", gpus=2, process_per=per)).reshape(2, 1)
+    ]
 
     def loss(params, x):
         for number, mesh in enumerate(meshes):
@@ -229,7 +236,9 @@ def test_the_forecast_of_a_gated_layer_is_what_xla_assigns(layer):
     x = jax.ShapeDtypeStruct((4 * rows, width), "bfloat16")
     low = mm.jit(mm.microbatch(jax.value_and_grad(loss), argnum=1, size=rows)).lower(params, x)
     for forecast, found in zip(low.memory_forecast("gpu"), low.compile().device_memory(), strict=True):
-        assert 0.75 < forecast.workspace / found.workspace < 1.35  # it was 1.4 to 1.9
+        results = any(kernel.name.startswith("W") for kernel in low.plan.kernels)
+        beside, needed = (each.workspace + each.values * results for each in (forecast, found))
+        assert 0.75 < beside / needed < 1.35  # it was 1.4 to 1.9
         assert forecast.total == pytest.approx(found.total, rel=0.14)
 
 
