@@ -36,6 +36,9 @@ CASES = (
 )
 """Flags of `maxtext/run.py`, beside `SIZES` and ``--cpus 8``."""
 
+FEW = (CASES[1], CASES[7], CASES[9])
+"""For every change: sequence parallelism, shards of weights, experts."""
+
 SHARDS_WEIGHTS = frozenset(("fsdp", "fsdp_transpose", "context", "expert"))
 """Axes over which a user asks for parameters to be gathered: ``--fsdp``, and ``--cp`` and ``--ep``, which shard so."""
 
@@ -44,9 +47,9 @@ _MATRIX = 4096  # elements; biases and scales are smaller
 Record = dict[str, Any]
 
 
-def compile_cases(folder: Path) -> list[Record]:
-    """Compile the kernels of all cases; see kernels.py for what is told of each."""
-    jobs = {case: small_job([*SIZES.split(), "--cpus", "8", *case.split()], 2, folder) for case in CASES}
+def compile_cases(folder: Path, cases: Iterable[str] = CASES) -> list[Record]:
+    """Compile the kernels of some cases; see kernels.py for what is told of each."""
+    jobs = {case: small_job([*SIZES.split(), "--cpus", "8", *case.split()], 2, folder) for case in cases}
     script = Path(__file__).with_name("kernels.py")
     return run_script(script, jobs, folder / "kernels", find_maxtext(ROOT))
 

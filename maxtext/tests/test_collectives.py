@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from collective_table import CASES, Record, compile_cases, gathered_weights, shown, text
-
-pytestmark = pytest.mark.longer
+from collective_table import CASES, FEW, compile_cases, gathered_weights, shown, text
 
 
-@pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory) -> list[Record]:
-    return compile_cases(tmp_path_factory.mktemp("collectives"))
-
-
-@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda n: CASES[n])
-def test_no_kernel_gathers_a_weight_unless_fsdp_asked(records: list[Record], number: int):
-    record = records[number]
-    assert record["error"] is None
-    assert [*gathered_weights(record)] == []
-
-
-def test_bytes_of_collectives_are_those_of_the_page(records: list[Record]):
-    """Renew it with ``python maxtext/tests/collective_table.py`` where a change is meant."""
-    assert text(records) == shown()
+@pytest.mark.parametrize(
+    "cases",
+    [pytest.param(FEW, marks=pytest.mark.longer, id="few"), pytest.param(CASES, marks=pytest.mark.full, id="all")],
+)
+def test_no_kernel_gathers_a_weight_unless_fsdp_asked(tmp_path: Path, cases: tuple[str, ...]):
+    """And bytes are those of the page: renew it with ``python maxtext/tests/collective_table.py`` if that is meant."""
+    records = compile_cases(tmp_path, cases)
+    assert [record["error"] for record in records] == [None] * len(cases)
+    assert [line for record in records for line in gathered_weights(record)] == []
+    head, *tables = shown().split("\n\n`")
+    assert len(tables) == len(CASES)
+    assert text(records) == "\n\n`".join([head, *(each for each in tables if each.partition("`")[0] in cases)])
