@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -55,31 +54,6 @@ def test_what_a_hook_raises_is_told_once_and_ends_nothing(capsys: pytest.Capture
 
 def with_packages(*folders: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": ":".join(map(str, folders))}
-
-
-@pytest.mark.longer
-def test_a_hook_gets_every_record_of_two_processes_once(run: Callable[..., Any], tmp_path: Path):
-    (tmp_path / "mine.py").write_text(
-        "import json, os\n"
-        "def log(record):\n"
-        "    with open(os.environ['RECORDS'], 'a') as file:\n"
-        "        print(json.dumps([os.getpid(), record]), file=file)\n"
-        "    if record['step'] == 1:\n"
-        "        raise ValueError('not this one')\n"
-    )
-    environment = {**with_packages(tmp_path), "RECORDS": str(tmp_path / "records")}
-    flags = [*SMALL.replace("--cpus 2", "--spawn --nodes 2 --cpus 1").split(), "--num-steps", "3", "--eval-every", "2"]
-    done = run(*flags, "--metrics-hook", "mine:log", "--output", tmp_path / "out", env=environment)
-    assert done.code == 0, done.stderr
-    assert done.stderr.count("--metrics-hook mine:log: ValueError at step 1: not this one") == 1
-    assert "failed for 1 of" in done.stderr
-    found = [json.loads(line) for line in (tmp_path / "records").read_text().splitlines()]
-    assert len({process for process, _ in found}) == 1
-    written = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
-    wanted = [record for record in written if "learning/loss" in record or "eval/total_loss" in record]
-    assert [record for _, record in found] == wanted
-    assert sum("learning/loss" in record for record in wanted) == 3
-    assert any("eval/total_loss" in record for record in wanted)
 
 
 def run_the_page(run: Callable[..., Any], folder: Path, package: str, **environment: str) -> Any:

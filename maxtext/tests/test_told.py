@@ -57,26 +57,6 @@ def test_the_newest_comparison_is_read(tmp_path: Path):
 SIZES = "--sequence-length 32 --model-dims 32 --num-heads 2 --batch-size 8 --microbatch-size 2 --num-steps 4"
 
 
-@pytest.mark.longer
-def test_processes_compare_themselves_while_they_train(root: Path, tmp_path: Path):
-    """Two of a pipeline; the record of the second step and --json have it. A textfile collector would read the rest."""
-    line = [sys.executable, root / "maxtext/run.py", "--spawn", "--nodes", "2", "--cpus", "1", "--pp", "2", "--json"]
-    line += [*SIZES.split(), "--output", tmp_path, "--prometheus", tmp_path / "run.prom"]
-    done = subprocess.run(line, capture_output=True, text=True, env=os.environ)
-    assert done.returncode in (0, 13), done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])["processes"]
-    assert 0 < found["median_seconds"] <= found["worst_seconds"]
-    assert found["slowest"] in (0, 1)
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if SLOWEST in row] == [1]
-    for said in re.findall("process .* is slow after .*", (tmp_path / "maxtext.log").read_text()):
-        assert re.match(r"process [01] of 2 \(on \S+\) is slow after step 1: ", said)
-    scraped = dict(row.split() for row in (tmp_path / "run.prom").read_text().splitlines() if not row.startswith("#"))
-    assert (float(scraped["multimesh_step"]), float(scraped["multimesh_steps_wanted"])) == (3, 4)
-    assert float(scraped["multimesh_loss"]) == pytest.approx(rows[-1]["learning/loss"])
-    assert float(scraped["multimesh_step_seconds"]) > 0
-
-
 @pytest.mark.full
 @pytest.mark.multiprocess
 def test_a_process_on_a_busy_core_is_named_in_a_real_run(root: Path, tmp_path: Path):
