@@ -74,13 +74,14 @@ def test_a_run_killed_while_it_saves_resumes_bit_for_bit(whole: Whole, run: Run,
     again = (*GRID, "--output", tmp_path, "--checkpoint", tmp_path / "ck", "--resume", *whole.arguments)
     killed(root, again, while_saving(tmp_path / "ck"))
     (half,) = (tmp_path / "ck").glob("*-tmp")
-    done = run(*again)
+    done = run(*again, "--keep-checkpoints", 3)
     assert done.code == 0, done.stderr
     step = int(half.name.split(".")[0])
     ignored = f"checkpoint {step} was half-written when its run ended; ignored and removed"
     told = [line for line in done.stderr.splitlines() if "has no checksums" not in line]  # if it was killed before that
     assert told == [ignored, f"resuming from checkpoint {step - 1}"]
     continues(records(tmp_path), records(whole.output))
+    newest_are_kept(done, tmp_path / "ck")
 
 
 @pytest.mark.full
@@ -232,13 +233,18 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
     assert {path.name for path in ck.iterdir() if path.name[0].isdigit()} == {*map(str, range(STEPS)), "2.damaged"}
 
 
-def test_the_newest_checkpoints_are_kept(run: Run, tmp_path: Path):
+def newest_are_kept(done: Any, folder: Path) -> None:
+    """Three of a run that ended."""
+    assert "the newest 3 checkpoints are kept (--keep-checkpoints)" in done.stdout
+    assert sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit()) == [*range(STEPS)][-3:]
+
+
+@pytest.mark.full
+def test_the_newest_checkpoints_of_one_program_are_kept(run: Run, tmp_path: Path):
     arguments = ("--backend", "spmd", *TRAINING, "--cpus", 1, "--checkpoint", tmp_path / "ck", "--checkpoint-every", 1)
     done = run(*arguments, "--keep-checkpoints", 3, "--output", tmp_path / "out")
     assert done.code in (0, 13), done.stderr
-    assert "the newest 3 checkpoints are kept (--keep-checkpoints)" in done.stdout
-    kept = sorted(int(path.name) for path in (tmp_path / "ck").iterdir() if path.name.isdigit())
-    assert kept == [*range(STEPS)][-3:]
+    newest_are_kept(done, tmp_path / "ck")
 
 
 def largest(step: Path) -> Path:
