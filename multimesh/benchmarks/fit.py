@@ -112,6 +112,11 @@ def applied(values: Values) -> dict[str, Values]:
     return known
 
 
+def forgotten(values: Values, stack: str) -> Values:
+    """Return the constants with those of a stack at the middle of their priors, as if no run told of it."""
+    return {name: _PRIORS[name][0] if name.rpartition(".")[0] == stack else value for name, value in values.items()}
+
+
 class Model:
     """Forecasts of runs for any constants."""
 

@@ -39,7 +39,8 @@ _STACKS = (  # facts of the sources: which software ran
     (r"nanotron", "eager"),
     (r"maxtext|paxml|levanter|marin|jax", "maxtext"),
     (r"torchtitan|llm-foundry|InternEvo|fsdp|pytorch|lightning|colossal|deepspeed", "pytorch"),
-    (r"nvidia|nemo|megatron|mlcommons|mlperf", "modern"),
+    (r"mlcommons|mlperf", "modern-graphs"),  # its configurations read config_common_cg.sh
+    (r"nvidia|nemo|megatron", "modern"),
 )
 _DATES = (  # when the software of a release ran
     (r"§\s?(2\d)\.(\d\d)", 0.0),
@@ -151,6 +152,7 @@ def _run(name: str, row: Mapping[str, str]) -> Run:
         schedule="interleaved" if _whole(row, "vp", 1) > 1 else "1f1b",
         sequence_parallel=row["sp"] == "1" or (not row["sp"] and software.fused_attention),
         sharded=_sharded(row["optimizer_sharding"], fsdp),
+        within=int(found[1]) if (found := re.search(r"within (\d+)", row["optimizer_sharding"])) else 0,
         precision="fp4" if "FP4" in row["precision"] else "fp8" if "8" in row["precision"] else "bf16",
     )
     on = dataclasses.replace(on, network=_NETWORKS.get(row["system"], on.network))

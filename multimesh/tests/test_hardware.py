@@ -74,5 +74,5 @@ def test_a_group_within_a_domain_uses_the_link():
 
 
 def test_an_unknown_stack_is_named():
-    with pytest.raises(UsageError, match="stack: there is no 'nemo'; known are modern, megatron-2026"):
+    with pytest.raises(UsageError, match="stack: there is no 'nemo'; known are modern, modern-graphs, megatron-2026"):
         software.stack("nemo")

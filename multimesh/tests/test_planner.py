@@ -14,6 +14,7 @@ from pathlib import Path
 import loso
 import pytest
 from multimesh.errors import UsageError
+from multimesh.hardware import kernels
 from multimesh.hardware.devices import device
 from multimesh.hardware.software import stack
 from multimesh.planner import bands, calibration, loop, models, products
@@ -116,11 +117,27 @@ def test_a_band_is_what_nearest_runs_of_unseen_sources_were_off():
 
 
 def test_bands_hold_for_sources_that_no_constant_was_fitted_to():
-    runs, widths = bands.load_runs(), loso.inside(bands.load_runs())
+    runs = bands.load_runs()
+    distances = loso.Distances(runs)
+    assert loso.choose(runs, distances) == bands.RULE
+    _, widths = loso.inside(runs, distances)
     inside = [abs(math.expm1(run.error)) <= widths[run.id] for run in runs]
     assert statistics.mean(inside) >= 0.85
     error = statistics.median(abs(math.expm1(run.error)) for run in runs)
     assert statistics.median(widths.values()) <= 2.5 * error
+
+
+def test_an_optimizer_that_is_sharded_within_a_node_has_more_bytes_and_shorter_rings():
+    alone = how(tp=1, pp=1, dp=64)
+    near = alone.changed(within=8)
+    whole, parts = (forecast(LLAMA, each, "a100", "pytorch") for each in (alone, near))
+    held = [step.memory[0].optimizer for step in (whole, parts)]
+    assert held[1] == pytest.approx(8 * held[0])
+    assert parts.seconds < whole.seconds  # broadcasts to 8 in place of 64
+    assert kernels.pass_on(device("a100"), 8) == pytest.approx(7 * 3.4e-6)
+    assert kernels.pass_on(device("a100"), 16) == pytest.approx(13 * 3.4e-6 + 2 * 14e-6)
+    with pytest.raises(UsageError, match="within 5 does not divide the 64 replicas"):
+        alone.changed(within=5)
 
 
 def test_a_measured_run_narrows_the_band_and_moves_the_forecast():

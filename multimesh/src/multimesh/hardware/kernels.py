@@ -9,6 +9,9 @@ BYTES = {"bf16": 2.0, "fp8": 1.0, "fp4": 0.5625}
 
 _LATENCY = 2e-6  # of a step of a ring, in seconds
 _NETWORK_LATENCY = 10e-6  # of a message to another domain, in seconds
+# Latency of a step of a ring with large messages over a link and a network, in seconds: NVIDIA/nccl 2.30.7,
+# src/graph/tuning.cc, hwLatencies of Ring with Simple, 3.4 us by NVLINK and 14.0 us by NET.
+_LINK_STEP, _NETWORK_STEP = 3.4e-6, 14e-6
 _TILE = 128  # rows of a product that run together
 _HEAD, _HALF = 128, 0.4  # elements of a head that fill the units of attention; a head of half has 2 ** -0.4 of the rate
 _LENGTH = 550.0  # tokens at which attention has half of its rate
@@ -71,6 +74,16 @@ def latency(device: Device, ranks: float, within: float = 1) -> float:
     domains = ranks * within / device.domain
     inside = min(ranks, max(1.0, device.domain / within)) - 1
     return inside * _LATENCY + (min(ranks, domains) * _NETWORK_LATENCY if domains > 1 else 0.0)
+
+
+def pass_on(device: Device, ranks: float, within: float = 1) -> float:
+    """Return the seconds until the first bytes of a broadcast are at the end of a ring.
+
+    ``device``, ``ranks``, ``within``: as in `ring`.
+    """
+    domains = ranks * within / device.domain
+    far = min(ranks, domains) if domains > 1 else 0.0
+    return max(0.0, ranks - 1 - far) * _LINK_STEP + far * _NETWORK_STEP
 
 
 def gather(device: Device, size: float, ranks: float, within: float = 1) -> float:

@@ -35,6 +35,9 @@ class Stack:
     exposed_tensor, exposed_gradients, exposed_parameters, exposed_context
         Share of the time of collectives of tensor, data, fully sharded and context parallelism that computation does
         not hide.
+    broadcasts
+        Tensors of a layer whose owner broadcasts them when the optimizer is done, one after the other, where ZeRO-1
+        gives each rank whole tensors; 0: it gathers equal slices of all.
     blocking
         Share of the time of a transfer between stages that keeps both ends from computing; ``blocking_interleaved``
         where a submesh has several stages.
@@ -79,6 +82,7 @@ class Stack:
     exposed_gradients: float = 1.0
     exposed_parameters: float = 1.0
     exposed_context: float = 1.0
+    broadcasts: float = 0.0
     blocking: float = 1.0
     blocking_interleaved: float = 1.0
     rails: float = 1.0

@@ -45,6 +45,9 @@ class Configuration:
     sharded
         State that data parallelism shards beside the batch: ``none``, ``optimizer`` (its state, ZeRO-1), or
         ``parameters`` (with gradients and state: ZeRO-3, FSDP), also over dp.
+    within
+        Neighboring devices that share the state of the optimizer among them, such as those of a node; 0: all that data
+        parallelism has.
     gather_once
         Whether sharded parameters are gathered once a step and stay, in place of once for each microbatch.
     offload
@@ -72,6 +75,7 @@ class Configuration:
     recompute: str = "none"
     recomputed: float = 1.0
     sharded: str = "none"
+    within: int = 0
     gather_once: bool = False
     offload: bool = False
     precision: str = "bf16"
@@ -90,6 +94,9 @@ class Configuration:
             if getattr(self, name) not in known:
                 raise checks.refuse(f"configuration: {name}", f"one of {', '.join(known)}", getattr(self, name))
         checks.whole("configuration: etp", self.etp, 0)
+        checks.whole("configuration: within", self.within, 0)
+        if self.within and self.replicas % self.within:
+            raise UsageError(f"configuration: within {self.within} does not divide the {self.replicas} replicas")
         if not 0 <= self.recomputed <= 1:
             raise checks.refuse("configuration: recomputed", "a share from 0 to 1", self.recomputed)
         if not 1 <= self.load < float("inf"):
@@ -132,7 +139,9 @@ class Configuration:
     @property
     def state_shards(self) -> int:
         """Devices that share the state of the optimizer."""
-        return self.replicas if self.sharded != "none" else self.fsdp
+        if self.sharded == "none":
+            return self.fsdp
+        return max(self.fsdp, self.within) if self.within else self.replicas
 
     @property
     def stages(self) -> int:

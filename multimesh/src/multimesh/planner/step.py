@@ -139,22 +139,34 @@ def _parameters(model: Transformer, how: Configuration) -> tuple[float, float]:
 def _gradients(model: Transformer, how: Configuration, on: Device, software: Stack, parts: layer.LayerParts) -> float:
     """Return the seconds of the reduction of gradients, and of the gather of parameters where the optimizer is sharded.
 
-    Computation hides them only while the last microbatches go back and the first go forward.
+    Computation hides them only while the last microbatches go back and the first go forward. It hides no broadcasts of
+    whole tensors, which wait for the optimizer.
     """
     always, routed = _parameters(model, how)
     inner = how.tp
     if traffic.shards(how) == 1:
-        size, ranks = _GRADIENT + _PARAMETER, how.replicas
+        reduced, gathered, ranks = _GRADIENT, _PARAMETER, how.replicas
     elif how.sharded != "parameters" and how.dp > 1:
-        size, ranks = 2 * _GRADIENT / how.fsdp, how.dp
+        reduced, gathered, ranks = _GRADIENT / how.fsdp, _GRADIENT / how.fsdp, how.dp
         inner *= how.fsdp * how.cp
     else:
         return 0.0
     buckets = model.layers / how.pp
-    waits = 2 * buckets * kernels.latency(on, ranks, inner) if ranks > 1 else 0.0
-    whole = kernels.gather(on, always * size, ranks, inner) + waits
-    if routed:
-        whole += kernels.gather(on, routed * size, min(ranks, how.expert_replicas), inner * how.ep)
+    near = min(ranks, how.within or ranks)  # that share the state of the optimizer
+
+    def joined(size: float, among: int) -> float:
+        waits = buckets * kernels.latency(on, among, inner) if among > 1 else 0.0
+        found = kernels.gather(on, always * size, among, inner) + waits
+        if routed:
+            found += kernels.gather(on, routed * size, min(among, how.expert_replicas), inner * how.ep)
+        return found
+
+    whole, last = joined(reduced, ranks), 0.0
+    if software.broadcasts and how.sharded == "optimizer" and near > 1:
+        last = kernels.gather(on, always * gathered, near, inner)
+        last += min(near, software.broadcasts * buckets) * kernels.pass_on(on, near, inner)
+    else:
+        whole += joined(gathered, near)
     rounds = min(how.microbatches, how.pp) if how.interleave > 1 else 1  # one stage ends while others go on
     hides = rounds * model.layers / how.pp * parts.layer.total
-    return max(software.exposed_gradients * whole, whole - hides)
+    return max(software.exposed_gradients * whole, whole - hides) + last
