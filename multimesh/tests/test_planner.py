@@ -13,6 +13,7 @@ from pathlib import Path
 
 import loso
 import pytest
+import rows
 from multimesh.errors import UsageError
 from multimesh.hardware import kernels
 from multimesh.hardware.devices import device
@@ -109,11 +110,22 @@ def test_what_cannot_be_is_refused():
 def test_a_band_is_what_nearest_runs_of_unseen_sources_were_off():
     usual = forecast(LLAMA, how(), "h100")
     assert 0.05 < bands.band(usual) < 0.25
-    assert re.fullmatch(r"\w+-\d+, \d+ % off", str(bands.nearest(usual)))
+    assert re.fullmatch(r"\w+-\d+, forecast \d+ % too (fast|slow)", str(bands.nearest(usual)))
     experts = forecast(models.model("qwen3-235b-a22b"), how(tp=1, dp=4, ep=4), "mi300x")
     assert bands.band(experts) > 1.5 * bands.band(usual)
     assert any("no published run is like this one" in text for text in bands.warnings(experts))
     assert not list(bands.warnings(usual))
+
+
+@pytest.mark.parametrize("run", ["dgxc-017-moe", "mb-046"])
+def test_a_forecast_near_a_run_that_took_longer_says_so(run):
+    """Suggestions for grok-1 and kimi-k2 are faster than the best published runs, by more than 15 %."""
+    (known,) = [each for each in rows.read(*rows.FILES)[0] if each.id == run]
+    step = forecast(known.model, known.how, known.device, known.stack)
+    (text,) = [text for text in bands.warnings(step) if "took" in text]
+    assert re.fullmatch(
+        r"the nearest measured run, [\w-]+, took \d+ % longer than its forecast, and this may too", text
+    )
 
 
 def test_bands_hold_for_sources_that_no_constant_was_fitted_to():

@@ -24,6 +24,7 @@ _LEAST = (0.45, 0.30, 0.27, 0.16, 0.10)  # band at least, by the sources that ha
 _LEAST_MEMORY, _MOST = 0.15, 0.80
 _CALIBRATED, _REACH, _SOME = 0.03, 0.1, 40  # least band after a run; differences of distances; runs of a group
 _STRANGE, _ABOVE = 1.9, 1.1  # a distance; times the utilization of the best run of a kind
+_TOO_FAST = 0.08  # logarithm by which the forecast of the nearest run is below what it took
 _FAR = 1.0  # distance from which on a band grows with the distance
 _SHARES = (
     "attention",
@@ -100,7 +101,9 @@ class Nearest:
     distance: float
 
     def __str__(self) -> str:
-        return f"{self.id}, {100 * abs(math.expm1(self.error)):.0f} % off"
+        return (
+            f"{self.id}, forecast {100 * abs(math.expm1(self.error)):.0f} % too {'fast' if self.error < 0 else 'slow'}"
+        )
 
 
 @functools.cache
@@ -171,10 +174,13 @@ def nearest(step: Step) -> Nearest:
 
 
 def warnings(step: Step) -> Iterator[str]:
-    """Return why a forecast may be too good: no run is like it, or none of its kind was as fast."""
+    """Return why a forecast may be too good: no run is like it, or the nearest took longer, or none was as fast."""
     own, near = describe(step), nearest(step)
     if near.distance > _STRANGE:
         yield f"no published run is like this one; the nearest, {near.id}, differs much, so the band is wide"
+    elif near.error < -_TOO_FAST:
+        more_time = 100 * math.expm1(-near.error)
+        yield f"the nearest measured run, {near.id}, took {more_time:.0f} % longer than its forecast, and this may too"
     kind = [run for run in load_runs() if run.kinds[:2] == own.kinds[:2] and run.kinds[3] == own.kinds[3]]
     best = max(kind, key=lambda run: run.utilization, default=None)
     if best is not None and step.utilization > _ABOVE * best.utilization:

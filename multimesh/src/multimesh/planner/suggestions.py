@@ -107,7 +107,7 @@ class Suggestions:
             sizes = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in self.best.memory_parts if size > 5e7)
             found.append(f"GB of {self._number(self.best)}: {sizes}{band}")
         if self.best.nearest:
-            found.append(f"nearest measured run to {self._number(self.best)}: {self.best.nearest} by our forecast")
+            found.append(f"nearest measured run to {self._number(self.best)}: {self.best.nearest}")
         for number, option in enumerate(self.options[:_DETAILED], 1):
             if option.how.layers and option.how.pp > 1:
                 found.append(f"{parts} of the stages of {number}: {_runs(option.how.layers)}")
