@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 
 from multimesh.commands import forecast
-from test_house import FLOORS, GRAPH, ROOT
+from test_house import FLOORS, ROOT, library
 
 from tests import imports
 
@@ -71,7 +71,7 @@ def reduced(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
 def rooms() -> dict[str, set[str]]:
     """The rooms that each room imports, after `FLOORS` and the imports of `test_house`."""
     graph: dict[str, set[str]] = {room: set() for floor in FLOORS for room in floor}
-    for name, others in GRAPH.items():
+    for name, others in library().items():
         graph[name.split(".")[0]] |= {other.split(".")[0] for other in others} - {name.split(".")[0]}
     return graph
 
