@@ -87,7 +87,7 @@ def test_all_that_runs_at_night_is_reported() -> None:
     jobs = workflow("nightly.yml")["jobs"]
     assert jobs.keys() == {"test", "report"}
     assert jobs["report"]["needs"] == "test"
-    assert {"links", "full-library", "head-jax"} <= set(jobs["test"]["strategy"]["matrix"]["part"])
+    assert {"links", "full-library", "head-jax", "newest-step"} <= set(jobs["test"]["strategy"]["matrix"]["part"])
 
 
 def test_somebody_approves_before_anything_is_released() -> None:

@@ -43,7 +43,8 @@ PARTS = {
     "integration-images": " passed",
 }
 SLOW = dict.fromkeys(("full-library", "full-maxtext", "full-integration", "full-compile-gpu"), " passed") | {
-    "links": "=== links to other sites: "
+    "links": "=== links to other sites: ",
+    "newest-step": " of that on jax ",
 }
 
 
