@@ -26,7 +26,7 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> tuple[list[report.Row],
     rows = []
     for one, other in zip(old["tables"][table], new["tables"][table], strict=True):
         of = {name: one[name] for name in names}
-        ratios = {f"jax {run['jax']}": row["ratio"] for run, row in ((old, one), (new, other))}
+        ratios = {f"old, {old['jax']}": one["ratio"], f"new, {new['jax']}": other["ratio"]}
         rows.append({**of, **ratios, "new by old": other["ratio"] / one["ratio"]})
     return rows, statistics.median(row["new by old"] for row in rows)
 
