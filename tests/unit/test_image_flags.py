@@ -156,6 +156,8 @@ def test_a_python_that_a_killed_build_left_is_removed(tmp_path: Path) -> None:
     given = ask("--python-archive", str(tmp_path / "given.tar.gz")).spec
     with image_build._archive(tmp_path, given):
         assert left.read_text() == "whole"
+        with pytest.raises(errors.UsageError, match="another build"), image_build._archive(tmp_path, ask().spec):
+            pass
     assert not left.exists()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -232,13 +233,24 @@ def _content(found: dict[str, Any]) -> str:
 def _archive(root: Path, spec: ImageSpec) -> Iterator[None]:
     """Put a given Python where the build can read it, for as long as it runs; remove one that a killed build left."""
     place = root / _ARCHIVE
-    place.unlink(missing_ok=True)
-    try:
-        if spec.python_archive is not None:
-            shutil.copyfile(spec.python_archive, place)
+    if spec.python_archive is None and not place.exists():
         yield
-    finally:
-        place.unlink(missing_ok=True)
+        return
+    with place.open("ab") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise errors.UsageError(
+                f"{_ARCHIVE}: another build with --python-archive runs in this clone; wait for its end"
+            ) from None
+        try:
+            if spec.python_archive is None:
+                place.unlink()
+            else:
+                shutil.copyfile(spec.python_archive, place)
+            yield
+        finally:
+            place.unlink(missing_ok=True)
 
 
 def _source(root: Path) -> str | None:
