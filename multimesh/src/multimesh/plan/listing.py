@@ -77,20 +77,19 @@ def _ahead_note(plan: PlanData) -> str:
     if not AHEAD.issuperset(plan.schedules):
         return ""
     made: dict[tuple[int, int], set[int]] = {}  # (stage, microbatch) to what B gives
-    more = [0] * len(plan.submeshes)
-    count = 0
+    count = most = 0
     for run in plan.runs:
         if run.cell is not None and run.cell.phase == "B":
             made[run.cell.stage, run.cell.microbatch] = {*run.outs}
         elif run.cell is not None and run.cell.phase == "W":
             count += 1
             kept = made[run.cell.stage, run.cell.microbatch].intersection(run.ins)
-            more[run.submesh] = max(more[run.submesh], sum(plan.slots[slot].nbytes for slot in kept))
+            most = max(most, sum(plan.slots[slot].nbytes for slot in kept))
     if not count:
         return ""
     return (
         f"other processes wait for {count} backwards, whose results leave before their weight gradients: {count} runs "
-        f"more, and up to {amount(max(more), 'bytes')} more alive on a submesh"
+        f"more, and up to {amount(most, 'bytes')} more alive on a submesh"
     )
 
 
