@@ -8,6 +8,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,11 @@ def run_promote(args: argparse.Namespace) -> None:
     if args.release:
         labels = tags.labels_of(where, wanted.at(digest))
         check_release(args.release, labels, load_locks(ROOT), null_base(labels))
-    moved = tags.promote(where, wanted, digest, names)
     if document:
-        note_tags(file, document | {"version": args.release}, moved)
+        document["version"] = args.release
+        moved = tags.promote(where, wanted, digest, names, partial(note_tags, file, document))
+    else:
+        moved = tags.promote(where, wanted, digest, names)
     print("\n".join(f"{each.tag}: {each.digest} (before: {each.before or 'no such tag'})" for each in moved))
 
 
@@ -169,7 +172,7 @@ def publish(root: Path, engine: Engine, built: Built, check: Check, request: Req
     write(place, document)
     if actions.promote:
         names = tags.tags(reference, latest=actions.latest, version=actions.release)
-        note_tags(place, document, tags.promote(engine, reference, pushed.digest, names))
+        tags.promote(engine, reference, pushed.digest, names, partial(note_tags, place, document))
     return document
 
 

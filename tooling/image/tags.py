@@ -203,9 +203,16 @@ def tags(reference: Reference, *, latest: bool, version: str | None) -> tuple[st
     return tuple(dict.fromkeys([*wanted, *(["latest"] if latest else [])]))
 
 
-def promote(engine: Engine, reference: Reference, digest: str, names: Sequence[str]) -> tuple[Moved, ...]:
+def promote(
+    engine: Engine,
+    reference: Reference,
+    digest: str,
+    names: Sequence[str],
+    note: Callable[[Sequence[Moved]], None] = lambda moved: None,
+) -> tuple[Moved, ...]:
     """Move tags of a repository to a digest that it holds, in order, and read each of them back.
 
+    ``note`` gets those that moved, after each, so that what a tag had before outlives a promotion that is killed.
     A tag with the shape of a version, as ``v1.2.3`` or ``1.2.3-rc1``, may be new but never moves. Where a newer release
     is there, ``latest``, and ``v1.2`` if it is one of those, stay with it. ``RegistryError`` where the digest is not
     there, or a tag cannot be moved; it says which were, and what they had before.
@@ -228,6 +235,7 @@ def promote(engine: Engine, reference: Reference, digest: str, names: Sequence[s
             left = ", ".join(names[len(moved) :])
             raise errors.RegistryError(f"{error}. Tags moved: {done}; as they were: {left}") from error
         moved.append(Moved(name, before, digest))
+        note(moved)
     return tuple(moved)
 
 

@@ -123,10 +123,12 @@ def test_promotion_that_stops_half_way(make_tiny, send, engine: Engine, target: 
     tags.promote(engine, target, first.digest, ("v1", "latest"))
     second = send(make_tiny("new"), target)
     faulty.faults = [Fault("PUT .*/manifests/latest", 9, status=403)]
+    noted: list[tags.Moved] = []
 
     with pytest.raises(errors.RegistryError, match=f"Tags moved: v1 .before: {first.digest}.; as they were: latest"):
-        tags.promote(engine, target, second.digest, ("v1", "latest"))
+        tags.promote(engine, target, second.digest, ("v1", "latest"), noted.extend)
 
+    assert noted == [("v1", first.digest, second.digest)]  # before the promotion stopped
     assert (digest_of(target, "v1"), digest_of(target, "latest")) == (second.digest, first.digest)
     faulty.faults = []
     moved = tags.promote(engine, target, second.digest, ("v1", "latest"))
