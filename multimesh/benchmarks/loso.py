@@ -21,7 +21,7 @@ from pathlib import Path
 import fit
 import report
 import rows
-from multimesh.planner import bands
+from multimesh.planner import bands, traffic
 from multimesh.planner.bands import MeasuredStep
 from multimesh.planner.step import forecast
 
@@ -127,6 +127,18 @@ GROUPS: tuple[tuple[str, Callable[[MeasuredStep], bool]], ...] = (
 )
 """Regimes, for the tables of docs/forecasts.md."""
 
+WAYS: tuple[tuple[str, Callable[[rows.Run], bool]], ...] = (
+    ("context parallelism", lambda run: run.how.cp > 1),
+    ("FSDP, microbatches of at most 4,096 tokens", lambda run: traffic.shards(run.how) > 1 and run.how.tokens <= 4096),
+    ("sequences of 16,384 tokens or more", lambda run: run.how.sequence >= 16384),
+    ("512 replicas or more", lambda run: run.how.replicas >= 512),
+    ("tensor parallelism of 8 or more", lambda run: run.how.tp >= 8),
+    ("width of 12,288 or more", lambda run: run.model.hidden >= 12288),
+    ("full recomputation", lambda run: run.how.recompute == "full"),
+    ("pipelines with several stages on a submesh", lambda run: run.how.interleave > 1),
+)
+"""Ways to spread a model whose forecasts were once far off, for the same page."""
+
 
 def line(name: str, runs: Sequence[MeasuredStep], widths: dict[str, float]) -> report.Row:
     """Return the errors of some runs, and how many are inside their bands."""
@@ -149,8 +161,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write planner/measured.csv")
     args = parser.parse_args()
     path = Path(str(resources.files("multimesh.planner").joinpath("measured.csv")))
+    runs, _ = rows.read(*rows.FILES)
     if args.write:
-        runs, _ = rows.read(*rows.FILES)
         found: Sequence[MeasuredStep] = left_out(runs, fit.now())
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows(bands.write(run) for run in found)
@@ -168,6 +180,11 @@ def main() -> None:
             for s, rule in rules.items()
         ],
         "By regime": [line(name, some, widths) for name, keep in GROUPS if (some := [r for r in found if keep(r)])],
+        "By the way that models are spread": [
+            line(name, [error for error in found if error.id in some], widths)
+            for name, keep in WAYS
+            if (some := {run.id for run in runs if keep(run) and not run.model.experts})
+        ],
         "All": [line("all", found, widths)],
         "After a run of the same source": [row for s in rules if (row := after_a_run(s, tuple(found)))],
     }
