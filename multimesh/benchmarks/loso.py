@@ -94,19 +94,20 @@ def inside(runs: Sequence[MeasuredStep], distances: Distances) -> tuple[dict[str
     return rules, widths
 
 
-def after_a_run(source: str, runs: tuple[MeasuredStep, ...]) -> report.Row | None:
+def after_a_run(source: str, runs: tuple[MeasuredStep, ...], *, near: bool) -> report.Row | None:
     """Return how far runs of a source are off once the error of another is taken off, and how many bands hold."""
     pairs = bands.pair_runs(runs)
-    own = [pair for pair in pairs if pair.one.source == source]
+    own = [p for p in pairs if p.one.source == source and (p.distance <= bands.LIKE) == near]
     if not own:
         return None
     others, runs_of_others = [p for p in pairs if p.one.source != source], [r for r in runs if r.source != source]
     found = []
     for pair in own[:: 1 + len(own) // _PAIRS]:
         plain = bands.width(pair.one, runs_of_others)
-        found.append((pair.error, plain, min(plain, bands.width_after(pair.one, pair.distance, others))))
+        found.append((pair.error, plain, bands.change_width(plain, pair.one, pair.distance, others)))
     return {
         "rows": source,
+        "the other run": "near" if near else "far",
         "pairs": len(found),
         "median %": 100 * statistics.median(error for error, _, _ in found),
         "band before, median %": 100 * statistics.median(plain for _, plain, _ in found),
@@ -186,7 +187,9 @@ def main() -> None:
             if (some := {run.id for run in runs if keep(run) and not run.model.experts})
         ],
         "All": [line("all", found, widths)],
-        "After a run of the same source": [row for s in rules if (row := after_a_run(s, tuple(found)))],
+        "After a run of the same source": [
+            row for near in (True, False) for s in rules if (row := after_a_run(s, tuple(found), near=near))
+        ],
     }
     report.show(tables, as_json=args.json)
 

@@ -152,7 +152,7 @@ def test_an_optimizer_that_is_sharded_within_a_node_has_more_bytes_and_shorter_r
         alone.changed(within=5)
 
 
-def test_a_measured_run_narrows_the_band_and_moves_the_forecast():
+def test_a_measured_run_moves_the_forecast():
     software = stack("modern")
     seconds = 1.2 * forecast(LLAMA, how(), "h100").seconds
     found = calibration.fit(LLAMA, how(), device("h100"), software, seconds, calibration.Calibration())
@@ -160,7 +160,13 @@ def test_a_measured_run_narrows_the_band_and_moves_the_forecast():
     assert found.after == pytest.approx(1, abs=0.02)
     other = forecast(LLAMA, how(tp=2), found.device(device("h100")), found.stack(software))
     assert other.seconds > 1.1 * forecast(LLAMA, how(tp=2), "h100").seconds
-    assert bands.after_run(other, found.run) < bands.band(other)
+
+
+def test_a_run_narrows_the_bands_of_what_is_like_it_and_widens_others():
+    like, unlike = (forecast(LLAMA, how(**change), "b200") for change in ({}, {"batch": 8, "sequence": 65536}))
+    run = bands.describe(like, "yours")
+    assert bands.after_run(like, run) < bands.band(like)
+    assert bands.after_run(unlike, run) >= bands.band(unlike)
 
 
 def test_models_have_the_parameters_that_they_are_known_for():

@@ -145,9 +145,12 @@ def _one(options: argparse.Namespace, name: str, terms: Terms | None, progress: 
     if calibrated is not None:
         notes.append(str(calibrated))
         if calibrated.run is not None:
-            best = [_narrow(job, option, calibrated.run) for option in best]
-            wide, narrow = found.best.band or 0.0, next(o for o in best if o.how == found.best.how).band or 0.0
-            notes.append(f"your run narrows the band of the suggestion from {100 * wide:.0f} to {100 * narrow:.0f} %")
+            best = [_with_run(job, option, calibrated.run) for option in best]
+            before, after = found.best.band or 0.0, next(o for o in best if o.how == found.best.how).band or 0.0
+            unlike = "; your run is not much like the suggestion: measure one that is" if after > before else ""
+            notes.append(
+                f"the band of the suggestion is {100 * after:.0f} % after your run, {100 * before:.0f} % before{unlike}"
+            )
     found = found.changed(best, notes)
     return Answer(job.device, job.software, count, found, bill.bill(found.best, job.device, terms) if terms else None)
 
@@ -178,7 +181,7 @@ def training(options: argparse.Namespace, on: Device, software: Stack) -> Traini
     )
 
 
-def _narrow(job: Training, option: Option, run: MeasuredStep) -> Option:
+def _with_run(job: Training, option: Option, run: MeasuredStep) -> Option:
     """Return an option with the band after a run of the user's own."""
     step = forecast(job.model, option.how, job.device, job.software)
     return dataclasses.replace(option, band=bands.after_run(step, run))

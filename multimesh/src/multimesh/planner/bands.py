@@ -23,6 +23,10 @@ UNKNOWN = 0.30
 _LEAST = (0.45, 0.30, 0.27, 0.16, 0.10)  # band at least, by the sources that have runs of the kind and generation
 _LEAST_MEMORY, _MOST = 0.15, 0.80
 _CALIBRATED, _REACH, _SOME = 0.03, 0.1, 40  # least band after a run; differences of distances; runs of a group
+_INSIDE_FAR = 0.95  # share of pairs inside a band after a run that is not like the forecast
+LIKE = 0.3
+"""Distance up to which a run of the user's own is like a forecast, and narrows its band."""
+
 _STRANGE, _ABOVE = 1.9, 1.1  # a distance; times the utilization of the best run of a kind
 _TOO_FAST = 0.08  # logarithm by which the forecast of the nearest run is below what it took
 _FAR = 1.0  # distance from which on a band grows with the distance
@@ -206,10 +210,19 @@ def memory_band(step: Step) -> float:
 def after_run(step: Step, run: MeasuredStep) -> float:
     """Return half of the width of the band after constants were fitted to a run of the user's own.
 
-    It is never wider than the band before.
+    It is never wider than the band before where the run is like the forecast, and never narrower where it is not.
     """
     own = describe(step)
-    return min(band(step), width_after(own, distance(own, run), pair_runs(load_runs())))
+    return change_width(band(step), own, distance(own, run), pair_runs(load_runs()))
+
+
+def change_width(before: float, own: MeasuredStep, far: float, pairs: Sequence[Pair]) -> float:
+    """Return the width of a band after constants were fitted to a run that is ``far`` from the forecast ``own``.
+
+    Constants that are fitted to a run carry its error over: they mend what is alike in both, and spoil the rest.
+    """
+    after = width_after(own, far, pairs)
+    return min(before, after) if far <= LIKE else max(before, after)
 
 
 @dataclass(frozen=True)
@@ -254,7 +267,8 @@ def width_after(own: MeasuredStep, far: float, pairs: Sequence[Pair]) -> float:
         d = (away[pair.one.id] + away[pair.other.id]) / 2
         near.append(math.exp(-0.5 * ((d * d - first * first) / reach**2 + ((pair.distance - far) / _REACH) ** 2)))
     errors = _balance((pair.one.source, pair.error, weight) for pair, weight in zip(pairs, near, strict=True))
-    return max(_CALIBRATED, _quantile(errors, RULE.inside)) if errors else _MOST
+    inside = RULE.inside if far <= LIKE else _INSIDE_FAR
+    return max(_CALIBRATED, _quantile(errors, inside)) if errors else _MOST
 
 
 def _balance(found: Iterable[tuple[str, float, float]]) -> tuple[tuple[float, float], ...]:
