@@ -15,9 +15,9 @@ from multimesh_maxtext.command import cli, suggesting
 from multimesh_maxtext.command.checks import Job
 from multimesh_maxtext.command.model import describe_model
 from multimesh_maxtext.command.options import parse, read
-from multimesh_maxtext.command.sizes import planner_configuration, precision, transformer
-from multimesh_maxtext.command.suggesting import Asked
-from multimesh_maxtext.command.values import DEVICES
+from multimesh_maxtext.command.sizes import planner_configuration, precision, recompute, transformer
+from multimesh_maxtext.command.suggesting import POLICIES, Asked
+from multimesh_maxtext.command.values import DEVICES, REMAT
 from multimesh_maxtext.errors import DoesNotFitError, UnsupportedError, UsageError
 from multimesh_maxtext.handoff import Forecast, Need
 
@@ -115,6 +115,14 @@ def test_experts_share_the_axis_of_data(maxtext: Path):
     words = asked.words(how)
     assert words[words.index("--dp") + 1] == words[words.index("--ep") + 1] == "2"
     assert asked.settled(how).options.parallelism == 16
+
+
+def test_policies_have_names_of_the_planner():
+    named = {policy: recompute(policy) for policy in (None, *REMAT)}
+    assert {named[policy] for policy in POLICIES} == {*POLICIES}
+    assert named[None] == "full"
+    assert named["save_dot_except_mlpwi"] == "save_dot_except_mlp"
+    assert named["custom"] == "minimal"
 
 
 def test_what_would_be_refused_is_left_out(maxtext: Path):

@@ -13,7 +13,7 @@ from multimesh.errors import UsageError
 from multimesh.hardware.devices import Device, device
 from multimesh.hardware.software import Stack, stack
 from multimesh.planner import footprint, layer, models, stage_layers
-from multimesh.planner.configuration import RECOMPUTE, Configuration
+from multimesh.planner.configuration import RECOMPUTE, USUAL, Configuration
 from multimesh.planner.transformer import Transformer
 
 from multimesh import schedules
@@ -251,12 +251,12 @@ def _year(source: str) -> float:
 
 def _recomputed(text: str, model: Transformer, how: Configuration, on: Device, software: Stack) -> Configuration:
     """Return the run with its recomputation; where none is stated, the least that fits into a device."""
-    stated = next((name for name in ("full", "selective", "none") if name in text), "")
+    stated = next((name for name in reversed(RECOMPUTE) if name in text), "")
     if stated == "selective" and software.name == "pytorch":  # every second product, or block
         return how.changed(recompute="full", recomputed=0.5)
     if stated:
         return how.changed(recompute=stated)
-    for name, share in (*((name, 1.0) for name in RECOMPUTE[:-1]), *(("full", n / 4) for n in range(1, 5))):
+    for name, share in (*((name, 1.0) for name in USUAL[:-1]), *(("full", n / 4) for n in range(1, 5))):
         tried = how.changed(recompute=name, recomputed=share)
         if max(held.total for held in footprint.peak_bytes(model, tried, software)) <= on.memory:
             return tried

@@ -9,6 +9,8 @@ from multimesh.planner import Configuration, Step, Transformer, band, forecast
 from multimesh_maxtext.command.checks import Job, schedule_name
 from multimesh_maxtext.command.model import Model
 
+_FORECAST = ("save_dot_except_mlp", "save_out_proj", "save_qkv_proj", "full")  # policies that the planner knows by name
+
 
 def transformer(model: Model) -> Transformer:
     """Return the model's sizes. Layers that differ from each other count as equal ones, but dense ones at the start."""
@@ -79,10 +81,19 @@ def planner_configuration(job: Job) -> Configuration:
         sequence_parallel=bool(o.sequence_parallel),
         sharded="optimizer" if o.zero else "none",
         gather_once=bool(o.gather_once),
-        recompute="full" if o.remat in (None, "none", "full") else "minimal",
+        recompute=recompute(o.remat),
         precision=precision(job.model),
         layers=job.pieces if o.pp > 1 else (),
     )
+
+
+def recompute(policy: str | None) -> str:
+    """Return the planner's name of a policy of MaxText: ``minimal`` for those that it does not know."""
+    if policy in (None, "none"):  # MaxText recomputes everything then
+        return "full"
+    if policy in ("save_dot_except_mlpwi", "save_dot_with_context_except_mlp"):
+        return "save_dot_except_mlp"
+    return policy if policy in _FORECAST else "minimal"
 
 
 def forecast_step(job: Job) -> Step | None:

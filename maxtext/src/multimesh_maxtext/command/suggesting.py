@@ -24,7 +24,7 @@ from multimesh_maxtext.command.launch import forecasting
 from multimesh_maxtext.command.model import Model, describe_model
 from multimesh_maxtext.command.options import Options, Parsed, read
 from multimesh_maxtext.command.settle import settle
-from multimesh_maxtext.command.sizes import precision, transformer
+from multimesh_maxtext.command.sizes import precision, recompute, transformer
 from multimesh_maxtext.command.translate import Paths
 from multimesh_maxtext.errors import (
     DoesNotFitError,
@@ -37,8 +37,8 @@ from multimesh_maxtext.errors import (
 )
 from multimesh_maxtext.handoff import Forecast
 
-POLICIES = ("minimal", "full")
-"""Policies of MaxText that are searched; both are also names of `Configuration.recompute`."""
+POLICIES = ("minimal", "save_dot_except_mlp", "save_qkv_proj", "full")
+"""Policies of MaxText that are searched; all are also names of `Configuration.recompute`."""
 
 FP8 = ("quantization=fp8_full", "use_qwix_quantization=true")
 """Settings of MaxText for products in fp8, as pipelines were compared with it."""
@@ -92,7 +92,7 @@ class Asked:
         if "--microbatch-size" in self.given:
             found["microbatch"] = o.microbatch_size
         if "--remat" in self.given:
-            found["recompute"] = "full" if o.remat == "full" else "minimal"
+            found["recompute"] = recompute(o.remat)
         if o.schedule:
             found["schedule"] = o.schedule
         if isinstance(o.partition, tuple):
@@ -275,8 +275,8 @@ def _notes(asked: Asked, how: Configuration) -> Iterator[str]:
         yield "--cp on GPUs needs TransformerEngine there, which orders the parts of sequences"
     if block in UNLIKE:
         yield f"layers of decoder_block={block} are not alike; the forecast takes them as equal, and its band is wider"
-    if "--remat" in asked.given and asked.options.remat not in POLICIES:
-        yield f"--remat {asked.options.remat} is forecast as minimal"
+    if "--remat" in asked.given and asked.options.remat != recompute(asked.options.remat):
+        yield f"--remat {asked.options.remat} is forecast as {recompute(asked.options.remat)}"
     for reason in dict.fromkeys(asked.refused):
         yield f"left out, as it would be refused: {reason}"
 

@@ -9,6 +9,12 @@ from multimesh.planner.configuration import Configuration
 from multimesh.planner.transformer import Transformer
 
 _SCORES = 5.0  # bytes that unfused attention keeps for a score: of softmax, of its dropout, and the mask
+_KEPT = {  # results of products, beside the input of the layer
+    "minimal": ("into attention", "out of attention", "up"),
+    "save_dot_except_mlp": ("into attention", "out of attention"),
+    "save_out_proj": ("out of attention",),
+    "save_qkv_proj": ("into attention",),
+}
 _HELD = 2.0  # layers whose gathered parameters, or offloaded activations, are on the device at a time
 
 
@@ -27,9 +33,13 @@ def residual_bytes(model: Transformer, how: Configuration, software: Stack) -> f
     width = model.expert * routed + model.shared_ffn if model.experts else float(model.ffn)
     up = width * model.gates
     ranks = model.query_rank + model.kv_rank
-    if how.recompute == "minimal":
-        products = model.queries + model.keys_and_values + up
-        return 2.0 * how.tokens * (2 * model.hidden + ranks + products) / how.tp
+    if how.recompute in _KEPT:
+        sizes = {
+            "into attention": ranks + model.queries + model.keys_and_values,
+            "out of attention": model.hidden,
+            "up": up,
+        }
+        return 2.0 * how.tokens * (model.hidden + sum(sizes[kind] for kind in _KEPT[how.recompute])) / how.tp
     size = min(2.0, 2 * kernels.BYTES[how.precision]) / 2  # of an input of a product; two copies where it is narrow
     between = 2.0 * (model.hidden + ranks) / spread + (model.queries + model.keys_and_values + up) / how.tp
     inputs = 2.0 * model.hidden / spread + (model.values + width) / how.tp
@@ -43,7 +53,7 @@ def residual_bytes(model: Transformer, how: Configuration, software: Stack) -> f
 def running(model: Transformer, how: Configuration, software: Stack) -> float:
     """Return the bytes of a layer that runs: what it computes again, and the parameters that it gathered."""
     plain = how.changed(recompute="none", offload=False)
-    whole = residual_bytes(model, plain, software) if how.recompute in ("minimal", "full") else 0.0
+    whole = residual_bytes(model, plain, software) if how.recompute not in ("none", "selective") else 0.0
     if how.offload:
         whole = max(whole, _HELD * residual_bytes(model, how.changed(offload=False), software))
     return whole + weights_bytes(model, how)

@@ -10,7 +10,10 @@ from multimesh.core import checks
 from multimesh.errors import UsageError
 from multimesh.hardware.devices import PRECISIONS
 
-RECOMPUTE = ("none", "selective", "minimal", "full")
+USUAL = ("none", "selective", "minimal", "full")
+"""Recomputation that most software has, the most frugal last."""
+
+RECOMPUTE = (*USUAL[:-1], "save_dot_except_mlp", "save_out_proj", "save_qkv_proj", "full")
 SHARDED = ("none", "optimizer", "parameters")
 
 
@@ -39,7 +42,8 @@ class Configuration:
         Whether what lies between the products of tensor parallelism is sharded over tp as well.
     recompute
         Values that the backward pass computes again: ``none``, ``selective`` (attention), ``minimal`` (all but the
-        results of matrix products, as MaxText's policy of that name), or ``full``.
+        results of matrix products, as MaxText's policy of that name), MaxText's ``save_dot_except_mlp``,
+        ``save_out_proj`` and ``save_qkv_proj``, which keep the results of some products, or ``full``.
     recomputed
         Share of the layers that do so; the others keep everything.
     sharded

@@ -54,7 +54,9 @@ def _layer(
     if how.recompute == "full":
         whole += Times(backward=whole.forward * how.recomputed)
     elif how.recompute != "none":  # element-wise kernels that run again are fused with those of the backward pass
-        whole += Times(backward=attention.forward * how.recomputed)
+        again = products.products_again(model, how, device, stack)
+        again += tensor.forward * len(products.AGAIN.get(how.recompute, ())) / 4  # a gather or a scatter for each
+        whole += Times(backward=(again * products.twice(how) + attention.forward) * how.recomputed)
     least = max(stack.layer, stack.expert_layer if model.experts else 0.0)
     started = max(1.0, least / whole.forward, 2 * least / (whole.backward + whole.weights))
     sharded = traffic.sharding(model, how, device, stack, whole)

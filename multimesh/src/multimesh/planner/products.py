@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from multimesh import schedules
 from multimesh.hardware import kernels
 from multimesh.hardware.devices import Device
 from multimesh.hardware.software import Stack
@@ -13,6 +14,15 @@ from multimesh.planner.configuration import Configuration
 from multimesh.planner.transformer import Transformer
 
 Product = tuple[float, float, float, float]  # how many of [m, k] times [k, n] run together, and m, k, n
+
+AGAIN: Mapping[str, tuple[str, ...]] = {
+    "save_dot_except_mlp": ("up",),
+    "save_out_proj": ("into attention", "up"),
+    "save_qkv_proj": ("out of attention", "up"),
+    "full": ("into attention", "out of attention", "up", "down"),
+}
+"""Products of a layer that the backward pass computes again, by recomputation; attention between them always does."""
+
 
 _GATED_PASSES, _PLAIN_PASSES = 6.0, 4.0  # arrays of the width of the MLP that its activation reads or writes
 _BACKWARD_PASSES = 1.5  # of those forward
@@ -43,18 +53,24 @@ class Times:
 
 def products(model: Transformer, how: Configuration, device: Device, stack: Stack) -> Times:
     """Return the seconds of the matrix products of a layer."""
-    shapes = list(_shapes(model, how))
-
-    def seconds(of: list[Product], *, cast: bool) -> float:
-        return sum(
-            kernels.matmul(device, m, k, n, how.precision, count, cast=cast) * (stack.grouped if count > 1 else 1)
-            + stack.kernel
-            for count, m, k, n in of
-        )
-
+    shapes = [shape for _, shape in _shapes(model, how)]
     inputs = [(count, m, n, k) for count, m, k, n in shapes]
     weights = [(count, k, m, n) for count, m, k, n in shapes]
-    return Times(seconds(shapes, cast=True), seconds(inputs, cast=True), seconds(weights, cast=False))
+    return Times(*(_seconds(of, how, device, stack, cast=of is not weights) for of in (shapes, inputs, weights)))
+
+
+def products_again(model: Transformer, how: Configuration, device: Device, stack: Stack) -> float:
+    """Return the seconds of the matrix products of a layer that the backward pass computes again."""
+    again = [shape for kind, shape in _shapes(model, how) if kind in AGAIN.get(how.recompute, ())]
+    return _seconds(again, how, device, stack, cast=True)
+
+
+def _seconds(of: Sequence[Product], how: Configuration, device: Device, stack: Stack, *, cast: bool) -> float:
+    return sum(
+        kernels.matmul(device, m, k, n, how.precision, count, cast=cast) * (stack.grouped if count > 1 else 1)
+        + stack.kernel
+        for count, m, k, n in of
+    )
 
 
 def operations(model: Transformer, how: Configuration) -> float:
@@ -62,26 +78,41 @@ def operations(model: Transformer, how: Configuration) -> float:
 
     Two for each multiplication. Attention between its projections is left out.
     """
-    once = sum(2.0 * count * m * k * n for count, m, k, n in _shapes(model, how))
-    return once * (3 + (how.recomputed if how.recompute == "full" else 0))
+    again = AGAIN.get(how.recompute, ())
+    return sum(
+        2.0 * count * m * k * n * (3 + how.recomputed * twice(how) * (kind in again))
+        for kind, (count, m, k, n) in _shapes(model, how)
+    )
 
 
-def _shapes(model: Transformer, how: Configuration) -> Iterator[Product]:
+def twice(how: Configuration) -> int:
+    """Return how often a layer is computed again: for B and for W where these are apart, as MultiMesh does it.
+
+    It keeps them together with ``full``.
+    """
+    return 2 if how.pp > 1 and how.recompute != "full" and schedules.get(how.schedule).splits else 1
+
+
+def _shapes(model: Transformer, how: Configuration) -> Iterator[tuple[str, Product]]:
+    """Yield the matrix products of a layer forward, each after the kind that ``AGAIN`` names."""
     tokens, tp = how.tokens, how.tp
     for rows, columns, shards_columns in model.projections:
-        yield (1, tokens, rows, columns / tp) if shards_columns else (1, tokens, rows / tp, columns)
+        if shards_columns:
+            yield "into attention", (1, tokens, rows, columns / tp)
+        else:
+            yield "out of attention", (1, tokens, rows / tp, columns)
     if not model.experts:
-        yield 1, tokens, model.hidden, model.up / tp
-        yield 1, tokens, model.ffn / tp, model.hidden
+        yield "up", (1, tokens, model.hidden, model.up / tp)
+        yield "down", (1, tokens, model.ffn / tp, model.hidden)
         return
     if model.shared_ffn:
-        yield 1, tokens, model.hidden, model.shared_ffn * model.gates / tp
-        yield 1, tokens, model.shared_ffn / tp, model.hidden
-    yield 1, tokens / tp, model.hidden, model.experts
+        yield "up", (1, tokens, model.hidden, model.shared_ffn * model.gates / tp)
+        yield "down", (1, tokens, model.shared_ffn / tp, model.hidden)
+    yield "up", (1, tokens / tp, model.hidden, model.experts)
     count = max(1.0, model.experts / how.ep)  # experts on this device, with tokens of all that share them
     rows = tokens * how.expert_tp / tp * model.active * how.load / count
-    yield count, rows, model.hidden, model.expert * model.gates / how.expert_tp
-    yield count, rows, model.expert / how.expert_tp, model.hidden
+    yield "up", (count, rows, model.hidden, model.expert * model.gates / how.expert_tp)
+    yield "down", (count, rows, model.expert / how.expert_tp, model.hidden)
 
 
 def attention(model: Transformer, how: Configuration, device: Device, stack: Stack) -> Times:
