@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 
 from multimesh.planner.configuration import Configuration
 from multimesh.planner.layer import LayerParts
@@ -33,21 +34,23 @@ def balance(model: Transformer, how: Configuration, parts: LayerParts, route: tu
     One layer after the other goes to the submesh that has least to do, there to the stage that has; the embedding and
     the head are there before.
     """
-    places = placement(how, route)
-    sizes, busy, rows = [1] * how.stages, [parts.layer.total] * how.stages, [0.0] * how.pp
+    places, each = placement(how, route), parts.layer.total
+    ends = math.ceil((parts.embedding.total + parts.head.total) / each)
+    least = max(1, model.layers // how.stages - ends - 2)  # that each stage has in the end
+    sizes, busy, rows = [least] * how.stages, [least * each] * how.stages, [0.0] * how.pp
     busy[0] += parts.embedding.total
     busy[-1] += parts.head.total
     for stage, row in enumerate(places):
         rows[row] += busy[stage]
     queue = [(rows[row], busy[stage], stage) for stage, row in enumerate(places)]
     heapq.heapify(queue)
-    left = model.layers - how.stages
+    left = model.layers - least * how.stages
     while left:
         of_row, _, stage = heapq.heappop(queue)
         if of_row == rows[places[stage]]:
             sizes[stage] += 1
-            busy[stage] += parts.layer.total
-            rows[places[stage]] += parts.layer.total
+            busy[stage] += each
+            rows[places[stage]] += each
             left -= 1
         heapq.heappush(queue, (rows[places[stage]], busy[stage], stage))
     return tuple(sizes)
