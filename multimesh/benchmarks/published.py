@@ -40,7 +40,7 @@ class Compared:
     @property
     def memory_error(self) -> float | None:
         """The same of bytes, where they are published."""
-        return math.log(self.step.bytes / self.run.memory) if self.run.memory else None
+        return math.log(self.run.held(self.step.memory) / self.run.memory) if self.run.memory else None
 
     @property
     def aimed_at(self) -> bool:
@@ -64,7 +64,7 @@ class Compared:
             "band": band(self.step),
             "memory_band": memory_band(self.step),
             "nearest": str(nearest(self.step)),
-            "forecast_gb": self.step.bytes / 1e9,
+            "forecast_gb": self.run.held(self.step.memory) / 1e9,
             "measured_gb": self.run.memory / 1e9 or None,
             "utilization": self.step.utilization,
             "bubble": self.step.bubble,

@@ -10,7 +10,10 @@ from multimesh.core import checks
 from multimesh.errors import UsageError
 from multimesh.hardware.devices import PRECISIONS
 
-RECOMPUTE = ("none", "selective", "minimal", "full")
+RECOMPUTE = ("none", "selective", "alternate", "minimal", "full")
+USUAL = tuple(name for name in RECOMPUTE if name != "alternate")
+"""What a search tries: most software has these, the most frugal last."""
+
 SHARDED = ("none", "optimizer", "parameters")
 
 
@@ -38,13 +41,14 @@ class Configuration:
     sequence_parallel
         Whether what lies between the products of tensor parallelism is sharded over tp as well.
     recompute
-        Values that the backward pass computes again: ``none``, ``selective`` (attention), ``minimal`` (all but the
-        results of matrix products, as MaxText's policy of that name), or ``full``.
+        Values that the backward pass computes again: ``none``, ``selective`` (attention), ``alternate`` (every second
+        matrix product, and all that is no product or attention, as torchtitan's selective ``op``), ``minimal`` (all but
+        the results of matrix products, as MaxText's policy of that name), or ``full``.
     recomputed
         Share of the layers that do so; the others keep everything.
     sharded
         State that data parallelism shards beside the batch: ``none``, ``optimizer`` (its state, ZeRO-1), or
-        ``parameters`` (with gradients and state: ZeRO-3, FSDP), also over dp.
+        ``parameters`` (with gradients and state: ZeRO-3, FSDP), also over dp and cp.
     within
         Neighboring devices that share the state of the optimizer among them, such as those of a node; 0: all that data
         parallelism has.

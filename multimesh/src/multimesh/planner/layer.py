@@ -53,6 +53,9 @@ def _layer(
     whole = multiplied + attention + passed + tensor + context + experts
     if how.recompute == "full":
         whole += Times(backward=whole.forward * how.recomputed)
+    elif how.recompute == "alternate":
+        again = 0.5 * (multiplied.forward + tensor.forward) + passed.forward
+        whole += Times(backward=again * how.recomputed)
     elif how.recompute != "none":  # element-wise kernels that run again are fused with those of the backward pass
         whole += Times(backward=attention.forward * how.recomputed)
     least = max(stack.layer, stack.expert_layer if model.experts else 0.0)

@@ -63,7 +63,7 @@ def operations(model: Transformer, how: Configuration) -> float:
     Two for each multiplication. Attention between its projections is left out.
     """
     once = sum(2.0 * count * m * k * n for count, m, k, n in _shapes(model, how))
-    return once * (3 + (how.recomputed if how.recompute == "full" else 0))
+    return once * (3 + {"full": 1.0, "alternate": 0.5}.get(how.recompute, 0.0) * how.recomputed)
 
 
 def _shapes(model: Transformer, how: Configuration) -> Iterator[Product]:

@@ -11,7 +11,7 @@ from multimesh import schedules
 from multimesh.core import checks
 from multimesh.errors import UsageError
 from multimesh.hardware.devices import Device
-from multimesh.planner.configuration import RECOMPUTE, Configuration
+from multimesh.planner.configuration import USUAL, Configuration
 from multimesh.planner.transformer import Transformer
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Configuration) if field.name not in ("batch", "sequence"))
@@ -44,7 +44,7 @@ class Space:
     # fields of `Configuration` that keep a value. Sequence parallelism is on wherever tp is above 1. Experts that are
     # narrow are not cut by tp
     fixed: Mapping[str, object]
-    policies: tuple[str, ...] = RECOMPUTE  # of recomputation: those that the software has, the most frugal last
+    policies: tuple[str, ...] = USUAL  # of recomputation: those that the software has, the most frugal last
     precisions: tuple[str, ...] = ("bf16",)  # of products, all of which are tried
     # the state that data parallelism shards beside the batch. To shard the optimizer costs no time and less memory.
     sharded: str = "optimizer"

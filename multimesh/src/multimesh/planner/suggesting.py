@@ -15,7 +15,7 @@ from multimesh.hardware.software import Stack, stack
 from multimesh.planner import lost
 from multimesh.planner.best_first import Option, Search, Told, Where
 from multimesh.planner.bounds import Transformers
-from multimesh.planner.configuration import RECOMPUTE
+from multimesh.planner.configuration import USUAL
 from multimesh.planner.space import Space
 from multimesh.planner.suggestions import Suggestions
 from multimesh.planner.transformer import Transformer
@@ -65,7 +65,7 @@ class Training:
     software: Stack = dataclasses.field(default_factory=lambda: stack("modern"))
     limit: float = 0.0
     least_band: float = 0.0
-    policies: tuple[str, ...] = RECOMPUTE
+    policies: tuple[str, ...] = USUAL
     precisions: tuple[str, ...] = ("bf16",)
     sharded: str = "optimizer"
     offloads: bool = False
