@@ -45,7 +45,7 @@ class Compared:
     @property
     def aimed_at(self) -> bool:
         """Whether the goals count the run: it has a pipeline or tensor parallelism, and no eager software ran it."""
-        return (self.run.how.pp > 1 or self.run.how.tp > 1) and self.run.stack.name != "eager"
+        return (self.run.how.pp > 1 or self.run.how.tp > 1) and self.run.stack.name not in ("eager", "nanotron")
 
     @property
     def dense(self) -> bool:

@@ -38,7 +38,8 @@ _ADAPTERS = re.compile(r"(\d+)x(\d+)Gb")
 _STACKS = (  # facts of the sources: which software ran
     (r"bigscience", "deepspeed-2021"),
     (r"arXiv 2104\.04473|arXiv 2205\.05198", "megatron-2021"),
-    (r"nanotron|not compiled", "eager"),
+    (r"nanotron", "nanotron"),
+    (r"not compiled", "eager"),
     (r"maxtext|paxml|levanter|marin|jax", "maxtext"),
     (r"torchtitan|llm-foundry|InternEvo|fsdp|pytorch|lightning|colossal|deepspeed", "pytorch"),
     (r"mlcommons|mlperf", "modern-graphs"),  # its configurations read config_common_cg.sh
@@ -187,7 +188,7 @@ def _run(name: str, row: Mapping[str, str]) -> Run:
         route = schedules.get(how.schedule).placement(how.pp)
         how = how.changed(layers=stage_layers.balance(model, how, parts, route))
     memory = float(row["memory_gb"] or 0) * 1e9
-    counted = next((what for pattern, what in _COUNTED if re.search(pattern, row["source"])), "device")
+    counted = next((what for pattern, what in _COUNTED if re.search(pattern, row["source"], re.IGNORECASE)), "device")
     return Run(name, row["source"], model, how, on, software, float(row["step_s"]), memory, counted)
 
 

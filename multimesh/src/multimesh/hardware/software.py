@@ -22,6 +22,8 @@ class Stack:
         A name and a version.
     fused_attention
         Whether scores of attention stay on the chip.
+    flash2
+        Whether fused attention is FlashAttention 2, also where later kernels are faster.
     passes
         Arrays of bfloat16 of the width of the model that the element-wise kernels of a layer read or write forward.
     replicated
@@ -84,6 +86,7 @@ class Stack:
     name: str
     about: str
     fused_attention: bool = True
+    flash2: bool = False
     passes: float = 0.0
     replicated: float = 1.0
     score_passes: float = 0.0

@@ -51,7 +51,7 @@ def residual_bytes(model: Transformer, how: Configuration, software: Stack) -> f
 def running(model: Transformer, how: Configuration, software: Stack) -> float:
     """Return the bytes of a layer that runs: what it computes again, and the arrays and parameters that it gathered."""
     plain = how.changed(recompute="none", offload=False)
-    whole = residual_bytes(model, plain, software) if how.recompute in ("alternate", "minimal", "full") else 0.0
+    whole = residual_bytes(model, plain, software) if how.recompute in ("minimal", "alternate", "full") else 0.0
     if how.offload:
         whole = max(whole, _HELD * residual_bytes(model, how.changed(offload=False), software))
     gathered = _GATHERED * 2.0 * how.tokens * model.hidden if how.sequence_parallel and how.tp > 1 else 0.0

@@ -10,7 +10,7 @@ from multimesh.core import checks
 from multimesh.errors import UsageError
 from multimesh.hardware.devices import PRECISIONS
 
-RECOMPUTE = ("none", "selective", "alternate", "minimal", "full")
+RECOMPUTE = ("none", "selective", "minimal", "alternate", "full")
 USUAL = tuple(name for name in RECOMPUTE if name != "alternate")
 """What a search tries: most software has these, the most frugal last."""
 
@@ -41,9 +41,9 @@ class Configuration:
     sequence_parallel
         Whether what lies between the products of tensor parallelism is sharded over tp as well.
     recompute
-        Values that the backward pass computes again: ``none``, ``selective`` (attention), ``alternate`` (every second
-        matrix product, and all that is no product or attention, as torchtitan's selective ``op``), ``minimal`` (all but
-        the results of matrix products, as MaxText's policy of that name), or ``full``.
+        Values that the backward pass computes again: ``none``, ``selective`` (attention), ``minimal`` (all but the
+        results of matrix products, as MaxText's policy of that name), ``alternate`` (every second matrix product, and
+        all that is no product or attention, as torchtitan's selective ``op``), or ``full``.
     recomputed
         Share of the layers that do so; the others keep everything.
     sharded

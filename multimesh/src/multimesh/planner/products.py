@@ -90,7 +90,8 @@ def attention(model: Transformer, how: Configuration, device: Device, stack: Sta
     width = (model.queries + model.values) / how.tp
     if stack.fused_attention:
         operations = tokens * seen * width
-        forward = kernels.attention(device, operations, model.head_size, how.sequence / how.cp) + stack.kernel
+        forward = kernels.attention(device, operations, model.head_size, how.sequence / how.cp, flash2=stack.flash2)
+        forward += stack.kernel
         return Times(forward, _FUSED_BACKWARD * forward)
     head = model.head_size
     padded = math.ceil(head / _PAD) * _PAD / head * (stack.misaligned if head % 8 else 1.0)
