@@ -39,7 +39,7 @@ def test_memory_is_near():
 
 @pytest.mark.parametrize(
     ("source", "number", "median", "most"),
-    [("bs", 32, 0.04, 0.35), ("nanotron", 11, 0.02, 0.03), ("titan2", 30, 0.09, 0.57)],
+    [("bs", 32, 0.04, 0.35), ("nanotron", 11, 0.02, 0.03), ("titan2", 30, 0.06, 0.57)],
 )
 def test_memory_of_each_source_is_near(source, number, median, most):
     runs = [run for run in rows.read(*rows.FILES)[0] if run.memory and rows.prefix(run) == source]
