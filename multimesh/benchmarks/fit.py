@@ -80,8 +80,8 @@ _PRIORS: Mapping[str, tuple[float, float]] = {
     "megatron-2021.kernel": (1.5e-5, 0.5),
     "deepspeed-2021.passes": (60, 0.5),
     "deepspeed-2021.kernel": (1e-4, 0.5),
-    "eager.passes": (300, 0.5),
     "eager.layer": (2.5e-3, 0.5),
+    "nanotron.passes": (300, 0.5),
 }
 """Constants, with the middle of the prior and the standard deviation of its logarithm."""
 

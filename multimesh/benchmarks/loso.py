@@ -44,7 +44,7 @@ def left_out(runs: Sequence[rows.Run], constants: fit.Values) -> list[MeasuredSt
         unseen = [model.errors(fit.forgotten(values, run.stack.name), [number])[0] for number, run in enumerate(own)]
         for run, error, other in zip(own, model.errors(values), unseen, strict=True):
             step = forecast(run.model, run.how, run.device, run.stack)
-            memory = math.log(step.bytes / run.memory) if run.memory else math.nan
+            memory = math.log(run.held(step.memory) / run.memory) if run.memory else math.nan
             found.append(bands.describe(step, run.id, error, memory, run.seconds, other))
     return found
 

@@ -40,12 +40,12 @@ class Compared:
     @property
     def memory_error(self) -> float | None:
         """The same of bytes, where they are published."""
-        return math.log(self.step.bytes / self.run.memory) if self.run.memory else None
+        return math.log(self.run.held(self.step.memory) / self.run.memory) if self.run.memory else None
 
     @property
     def aimed_at(self) -> bool:
         """Whether the goals count the run: it has a pipeline or tensor parallelism, and no eager software ran it."""
-        return (self.run.how.pp > 1 or self.run.how.tp > 1) and self.run.stack.name != "eager"
+        return (self.run.how.pp > 1 or self.run.how.tp > 1) and self.run.stack.name not in ("eager", "nanotron")
 
     @property
     def dense(self) -> bool:
@@ -64,7 +64,7 @@ class Compared:
             "band": band(self.step),
             "memory_band": memory_band(self.step),
             "nearest": str(nearest(self.step)),
-            "forecast_gb": self.step.bytes / 1e9,
+            "forecast_gb": self.run.held(self.step.memory) / 1e9,
             "measured_gb": self.run.memory / 1e9 or None,
             "utilization": self.step.utilization,
             "bubble": self.step.bubble,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from multimesh.hardware.devices import Device, device
 from multimesh.hardware.software import Stack, stack
 from multimesh.planner import footprint, layer, models, stage_layers
 from multimesh.planner.configuration import RECOMPUTE, USUAL, Configuration
+from multimesh.planner.footprint import Footprint
 from multimesh.planner.transformer import Transformer
 
 from multimesh import schedules
@@ -36,11 +38,21 @@ _ADAPTERS = re.compile(r"(\d+)x(\d+)Gb")
 _STACKS = (  # facts of the sources: which software ran
     (r"bigscience", "deepspeed-2021"),
     (r"arXiv 2104\.04473|arXiv 2205\.05198", "megatron-2021"),
-    (r"nanotron", "eager"),
+    (r"nanotron", "nanotron"),
+    (r"not compiled", "eager"),
     (r"maxtext|paxml|levanter|marin|jax", "maxtext"),
     (r"torchtitan|llm-foundry|InternEvo|fsdp|pytorch|lightning|colossal|deepspeed", "pytorch"),
     (r"mlcommons|mlperf", "modern-graphs"),  # its configurations read config_common_cg.sh
     (r"nvidia|nemo|megatron", "modern"),
+)
+_COUNTED = (  # what the memory of a source is, where it is not all that the fullest device holds
+    (r"nanotron", "first"),  # trainer.py: torch.cuda.max_memory_allocated() of rank 0
+    (r"torchtitan", "tensors"),  # metrics.py: reserved_bytes.all.peak of PyTorch's allocator, the largest of all ranks
+)
+_LOGITS = (  # bytes of a logit at the peak, counted in a source's code
+    (r"loss compiled", 4.0),  # the logits and their gradient in bfloat16
+    (r"loss parallel", 18.0),  # PyTorch's tensor/parallel/loss.py: four arrays of float32 and a gap of bfloat16
+    (r"loss eager", 14.0),  # bfloat16 and float32, log-softmax, its gradient, with the gap that the first two leave
 )
 _DATES = (  # when the software of a release ran
     (r"§\s?(2\d)\.(\d\d)", 0.0),
@@ -87,6 +99,9 @@ class Run:
         Of a step, measured.
     memory
         Bytes of a device, measured; 0: not stated.
+    counted
+        What these are: ``device`` (all of the fullest device), ``tensors`` (those of PyTorch's allocator there), or
+        ``first`` (the same, of a device of the first stage).
     """
 
     id: str
@@ -97,6 +112,12 @@ class Run:
     stack: Stack
     seconds: float
     memory: float
+    counted: str = "device"
+
+    def held(self, memory: Sequence[Footprint]) -> float:
+        """Return the bytes of a forecast that are to be compared with those measured."""
+        some = memory[:1] if self.counted == "first" else memory
+        return max(held.total - (0.0 if self.counted == "device" else held.rest) for held in some)
 
 
 def read(*files: Path) -> tuple[tuple[Run, ...], dict[str, str]]:
@@ -152,6 +173,7 @@ def _run(name: str, row: Mapping[str, str]) -> Run:
         schedule="interleaved" if _whole(row, "vp", 1) > 1 else "1f1b",
         sequence_parallel=row["sp"] == "1" or (not row["sp"] and software.fused_attention),
         sharded=_sharded(row["optimizer_sharding"], fsdp),
+        gather_once="gathered once" in row["optimizer_sharding"],
         within=int(found[1]) if (found := re.search(r"within (\d+)", row["optimizer_sharding"])) else 0,
         precision="fp4" if "FP4" in row["precision"] else "fp8" if "8" in row["precision"] else "bf16",
     )
@@ -159,12 +181,15 @@ def _run(name: str, row: Mapping[str, str]) -> Run:
     if found := _ADAPTERS.search(row["system"]):
         on = dataclasses.replace(on, network=int(found[1]) * int(found[2]) * 1e9 / 8 / on.domain)
     how = _recomputed(row["recompute"].lower(), model, how, on, software)
+    if "nanotron" in row["source"] and how.pp > 1:
+        how = how.changed(layers=_by_cost(model, how.pp))
     if model.experts and how.pp > 1:  # their stages are laid out by hand
         parts = layer.parts(model, how, on.with_software(software.year), software)
         route = schedules.get(how.schedule).placement(how.pp)
         how = how.changed(layers=stage_layers.balance(model, how, parts, route))
     memory = float(row["memory_gb"] or 0) * 1e9
-    return Run(name, row["source"], model, how, on, software, float(row["step_s"]), memory)
+    counted = next((what for pattern, what in _COUNTED if re.search(pattern, row["source"], re.IGNORECASE)), "device")
+    return Run(name, row["source"], model, how, on, software, float(row["step_s"]), memory, counted)
 
 
 def _whole(row: Mapping[str, str], column: str, otherwise: int) -> int:
@@ -191,7 +216,7 @@ def _model(row: Mapping[str, str]) -> Transformer:
         kv_heads=_whole(row, "kv_heads", heads),
         vocabulary=_whole(row, "vocab", 51200),
         gated=bool(_GATED.search(name)),
-        tied="mpt" in name,
+        tied="mpt" in name or "tied" in row["note"],
     )
 
 
@@ -234,6 +259,8 @@ def _stack(row: Mapping[str, str], experts: bool, since: float) -> Stack:
     if found == "modern" and experts:
         found = "megatron-2026" if year >= 2026.4 and since > 2024 else "megatron-2025"  # Hopper's times did not change
     known = stack(found)
+    if logit := next((size for pattern, size in _LOGITS if re.search(pattern, row["note"])), 0.0):
+        known = dataclasses.replace(known, logit_bytes=logit)
     if "tokendrop" in row["note"]:  # shapes are known before the step
         known = dataclasses.replace(known, expert_layer=known.expert_layer / 2)
     return dataclasses.replace(known, year=year) if year else known
@@ -252,8 +279,8 @@ def _year(source: str) -> float:
 def _recomputed(text: str, model: Transformer, how: Configuration, on: Device, software: Stack) -> Configuration:
     """Return the run with its recomputation; where none is stated, the least that fits into a device."""
     stated = next((name for name in reversed(RECOMPUTE) if name in text), "")
-    if stated == "selective" and software.name == "pytorch":  # every second product, or block
-        return how.changed(recompute="full", recomputed=0.5)
+    if stated == "selective" and software.name in ("pytorch", "eager"):
+        return how.changed(recompute="alternate")
     if stated:
         return how.changed(recompute=stated)
     for name, share in (*((name, 1.0) for name in USUAL[:-1]), *(("full", n / 4) for n in range(1, 5))):
@@ -263,7 +290,20 @@ def _recomputed(text: str, model: Transformer, how: Configuration, on: Device, s
     return how
 
 
+def _by_cost(model: Transformer, pp: int) -> tuple[int, ...]:
+    """Return the layers of nanotron's stages: one ends with the layer that exceeds its share of all products.
+
+    ``models/base.py``: the head counts as a block, and the embedding costs nothing.
+    """
+    costs = [model.dense_layer_parameters] * model.layers + [model.embedding_parameters]
+    sizes, stage = [0] * pp, 0
+    for number, done in enumerate(itertools.accumulate(costs)):
+        sizes[stage] += number < model.layers
+        stage += done > sum(costs) * (stage + 1) / pp
+    return tuple(sizes)
+
+
 def _sharded(text: str, fsdp: int) -> str:
     if text.startswith(("FSDP", "ZeRO-3")):
-        return "optimizer" if fsdp > 1 else "parameters"
+        return "optimizer" if fsdp > 1 and "over cp" not in text else "parameters"
     return "none" if text == "none" else "optimizer"

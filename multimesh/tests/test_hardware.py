@@ -73,6 +73,13 @@ def test_a_group_within_a_domain_uses_the_link():
     assert kernels.ring(h100, 16) > kernels.ring(h100, 2, within=8)  # eight ranks share eight adapters
 
 
+def test_flash_attention_2_is_slower_only_where_a_later_one_is_known():
+    for name, slower in (("h100", True), ("a100", False)):
+        one, two = (kernels.attention(device(name), 1e12, flash2=flash2) for flash2 in (False, True))
+        assert (two > one) == slower
+        assert two >= one
+
+
 def test_an_unknown_stack_is_named():
     with pytest.raises(UsageError, match="stack: there is no 'nemo'; known are modern, modern-graphs, megatron-2026"):
         software.stack("nemo")

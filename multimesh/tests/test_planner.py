@@ -18,7 +18,7 @@ from multimesh.errors import UsageError
 from multimesh.hardware import kernels
 from multimesh.hardware.devices import device
 from multimesh.hardware.software import stack
-from multimesh.planner import bands, calibration, loop, models, products
+from multimesh.planner import activations, bands, calibration, loop, models, products
 from multimesh.planner.configuration import Configuration
 from multimesh.planner.products import Times
 from multimesh.planner.step import forecast
@@ -256,3 +256,26 @@ def test_what_is_kept_shrinks_with_recomputation_and_offload():
     assert offloaded.seconds >= forecast(LLAMA, how(), "h100").seconds
     fp8 = forecast(LLAMA, how(precision="fp8"), "h100").memory[0].activations
     assert fp8 == kept[0]  # two copies of a byte, by rows and by columns
+
+
+def test_every_second_product_again_keeps_less_and_takes_longer_than_none():
+    steps = [forecast(LLAMA, how(recompute=name), "h100") for name in ("full", "alternate", "none")]
+    kept = [step.memory[0].activations for step in steps]
+    assert kept == sorted(kept)
+    seconds = [step.seconds for step in steps]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_fully_sharded_parameters_are_sharded_over_context_parallelism_too():
+    plain = Configuration(batch=8, sequence=32768, fsdp=8, sharded="parameters")
+    ring = Configuration(batch=8, sequence=32768, cp=8, sharded="parameters")
+    held = [forecast(LLAMA, each, "h100", "pytorch").memory[0] for each in (plain, ring)]
+    assert held[0].parameters == held[1].parameters == pytest.approx(LLAMA.parameters / 8 * 2)
+    assert held[0].optimizer == held[1].optimizer
+
+
+def test_eager_software_keeps_more_and_what_tensor_parallelism_gathered():
+    of = [activations.residual_bytes(LLAMA, how(tp=size), stack("eager")) for size in (1, 4)]
+    fused = [activations.residual_bytes(LLAMA, how(tp=size), stack("pytorch")) for size in (1, 4)]
+    assert of[0] > fused[0]
+    assert of[1] > of[0] / 4 > fused[1]

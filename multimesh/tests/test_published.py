@@ -12,6 +12,7 @@ from pathlib import Path
 import published
 import pytest
 import rows
+from multimesh.planner import footprint
 
 RUNS = rows.RUNS / "dense.csv"
 
@@ -34,6 +35,26 @@ def test_memory_is_near():
     errors = [abs(e) for each in compared() if (e := each.memory_error) is not None]
     assert len(errors) > 30
     assert statistics.median(errors) <= 0.10
+
+
+@pytest.mark.parametrize(
+    ("source", "number", "median", "most"),
+    [("bs", 32, 0.04, 0.35), ("nanotron", 11, 0.02, 0.03), ("titan2", 30, 0.06, 0.57)],
+)
+def test_memory_of_each_source_is_near(source, number, median, most):
+    runs = [run for run in rows.read(*rows.FILES)[0] if run.memory and rows.prefix(run) == source]
+    errors = [abs(run.held(footprint.peak_bytes(run.model, run.how, run.stack)) / run.memory - 1) for run in runs]
+    assert len(errors) >= number
+    assert statistics.median(errors) <= median
+    assert max(errors) <= most
+
+
+def test_nanotron_ends_a_stage_where_it_exceeds_its_share():
+    layers = {run.id: run.how.layers for run in rows.read(RUNS)[0] if rows.prefix(run) == "nanotron"}
+    assert layers["nanotron-011"] == (7, 7, 6, 4)
+    assert layers["nanotron-004"] == (4, 3, 3, 4, 3, 3, 4, 0)
+    assert sum(layers["nanotron-006"]) == 24
+    assert layers["nanotron-005"] == ()
 
 
 def test_what_ran_fits():

@@ -18,7 +18,7 @@ from multimesh.hardware import measured
 _MANY = 2**20
 PRECISIONS = ("bf16", "fp8", "fp4")
 _YOUNG = 2.0  # years
-_GROWING = ("matmul_bf16", "matmul_fp8", "matmul_fp4", "attention")
+_GROWING = ("matmul_bf16", "matmul_fp8", "matmul_fp4", "attention", "flash2")
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Rates:
     network: float
     matmul_fp8: float = 0.0
     matmul_fp4: float = 0.0
+    flash2: float = 0.0  # FlashAttention 2, which knows nothing of units that came later; 0: as attention
     # since, early: the year in which software began to know the device, and the share of the rates of products and
     # attention that it lacked then; it is gone after two years
     since: float = 0.0
@@ -90,7 +91,7 @@ class Device:
             if getattr(self, name):
                 _positive(self.name, name, getattr(self, name))
         for name, share in vars(self.rates).items():
-            if share or name not in ("matmul_fp8", "matmul_fp4", "since", "early"):
+            if share or name not in ("matmul_fp8", "matmul_fp4", "flash2", "since", "early"):
                 _positive(self.name, f"rates.{name}", share)
 
     def peak(self, precision: str) -> float:

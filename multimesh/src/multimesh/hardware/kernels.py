@@ -35,7 +35,9 @@ def matmul(
     return count * (2.0 * rows * n * k / device.matmul_rate(precision) + move(device, passed))
 
 
-def attention(device: Device, operations: float, head: float = _HEAD, length: float = float("inf")) -> float:
+def attention(
+    device: Device, operations: float, head: float = _HEAD, length: float = float("inf"), *, flash2: bool = False
+) -> float:
     """Return the seconds of fused attention.
 
     Short sequences and small heads reach a part of the rate of long and wide ones, as published tables of
@@ -45,8 +47,10 @@ def attention(device: Device, operations: float, head: float = _HEAD, length: fl
     ``operations``: multiplications and additions of both products.
     ``head``: elements of a head.
     ``length``: tokens of a sequence on a device.
+    ``flash2``: whether it is FlashAttention 2.
     """
-    rate = device.bf16 * device.rates.attention
+    share = (flash2 and device.rates.flash2) or device.rates.attention
+    rate = device.bf16 * share
     return operations / (rate * min(1.0, head / _HEAD) ** _HALF) * (1 + _LENGTH / length)
 
 

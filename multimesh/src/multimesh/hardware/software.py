@@ -22,6 +22,8 @@ class Stack:
         A name and a version.
     fused_attention
         Whether scores of attention stay on the chip.
+    flash2
+        Whether fused attention is FlashAttention 2, also where later kernels are faster.
     passes
         Arrays of bfloat16 of the width of the model that the element-wise kernels of a layer read or write forward.
     replicated
@@ -62,10 +64,21 @@ class Stack:
         Seconds of a step beside everything else.
     parameter_bytes, gradient_bytes, optimizer_bytes
         Of a parameter.
-    kept
-        Times what fused kernels keep of a layer for its backward pass.
+    copies
+        Whether element-wise kernels are not fused, so that they keep arrays that no product takes: the activation of
+        the MLP before its gate, keys and values beside those that came with the queries, and the result of attention in
+        another layout where a microbatch has several sequences.
+    keeps_gathered
+        Whether the inputs of products that tensor parallelism gathers are kept for the backward pass. Otherwise it
+        gathers them again.
     logit_bytes
         Of a logit at the peak.
+    held_ends
+        Whether fully sharded parallelism has the embedding and the head gathered all the time, and room for the buffer
+        that it gathers them into. Otherwise it gathers one of them where it is used.
+    summed_bytes
+        Of a gradient that a device has whole while the microbatches add to it, where sharded parameters are gathered
+        once a step.
     reserved
         Bytes of a device for the driver, libraries, and buffers of collectives.
     """
@@ -73,6 +86,7 @@ class Stack:
     name: str
     about: str
     fused_attention: bool = True
+    flash2: bool = False
     passes: float = 0.0
     replicated: float = 1.0
     score_passes: float = 0.0
@@ -98,8 +112,11 @@ class Stack:
     parameter_bytes: float = 2.0
     gradient_bytes: float = 4.0
     optimizer_bytes: float = 12.0
-    kept: float = 1.0
+    copies: bool = False
+    keeps_gathered: bool = False
     logit_bytes: float = 8.0
+    held_ends: bool = False
+    summed_bytes: float = 2.0
     reserved: float = 2e9
 
 

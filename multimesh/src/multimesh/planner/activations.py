@@ -15,6 +15,7 @@ _KEPT = {  # results of products, beside the input of the layer
     "save_out_proj": ("out of attention",),
     "save_qkv_proj": ("into attention",),
 }
+_GATHERED = 2.0  # arrays of a width of the model that tensor parallelism has whole at a time: an input and its gradient
 _HELD = 2.0  # layers whose gathered parameters, or offloaded activations, are on the device at a time
 
 
@@ -40,23 +41,31 @@ def residual_bytes(model: Transformer, how: Configuration, software: Stack) -> f
             "up": up,
         }
         return 2.0 * how.tokens * (model.hidden + sum(sizes[kind] for kind in _KEPT[how.recompute])) / how.tp
+    if how.recompute == "alternate":
+        products = model.queries + model.keys_and_values / 2 + model.values + width
+        unused = model.hidden if software.copies else 0.0  # the last product, which nothing needs
+        return 2.0 * how.tokens * ((model.hidden + unused) / spread + (ranks + products) / how.tp)
     size = min(2.0, 2 * kernels.BYTES[how.precision]) / 2  # of an input of a product; two copies where it is narrow
     between = 2.0 * (model.hidden + ranks) / spread + (model.queries + model.keys_and_values + up) / how.tp
-    inputs = 2.0 * model.hidden / spread + (model.values + width) / how.tp
+    inputs = 2.0 * model.hidden / (1 if software.keeps_gathered else spread) + (model.values + width) / how.tp
     permuted = 2.0 * routed * model.hidden / how.tp
-    found = 2.0 * how.tokens * (between + size * (inputs + permuted)) * software.kept
+    found = 2.0 * how.tokens * (between + size * (inputs + permuted))
+    if software.copies:
+        again = model.keys_and_values + (width if model.gated else 0.0) + model.values * (how.microbatch > 1)
+        found += 2.0 * how.tokens * again / how.tp
     if not software.fused_attention and how.recompute != "selective":
         found += _SCORES * how.tokens * how.sequence * model.heads / how.tp
     return found
 
 
 def running(model: Transformer, how: Configuration, software: Stack) -> float:
-    """Return the bytes of a layer that runs: what it computes again, and the parameters that it gathered."""
+    """Return the bytes of a layer that runs: what it computes again, and the arrays and parameters that it gathered."""
     plain = how.changed(recompute="none", offload=False)
     whole = residual_bytes(model, plain, software) if how.recompute not in ("none", "selective") else 0.0
     if how.offload:
         whole = max(whole, _HELD * residual_bytes(model, how.changed(offload=False), software))
-    return whole + weights_bytes(model, how)
+    gathered = _GATHERED * 2.0 * how.tokens * model.hidden if how.sequence_parallel and how.tp > 1 else 0.0
+    return whole + gathered + weights_bytes(model, how)
 
 
 def weights_bytes(model: Transformer, how: Configuration) -> float:

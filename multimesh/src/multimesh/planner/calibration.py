@@ -64,7 +64,7 @@ class Calibration:
         )
 
 
-_PRODUCTS = ("matmul_bf16", "matmul_fp8", "matmul_fp4", "attention")
+_PRODUCTS = ("matmul_bf16", "matmul_fp8", "matmul_fp4", "attention", "flash2")
 _REST = ("passes", "kernel", "layer", "expert_layer", "step")
 
 

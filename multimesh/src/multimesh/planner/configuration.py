@@ -11,9 +11,9 @@ from multimesh.errors import UsageError
 from multimesh.hardware.devices import PRECISIONS
 
 USUAL = ("none", "selective", "minimal", "full")
-"""Recomputation that most software has, the most frugal last."""
+"""Recomputation that most software has, the most frugal last: a search tries it."""
 
-RECOMPUTE = (*USUAL[:-1], "save_dot_except_mlp", "save_out_proj", "save_qkv_proj", "full")
+RECOMPUTE = (*USUAL[:-1], "alternate", "save_dot_except_mlp", "save_out_proj", "save_qkv_proj", "full")
 SHARDED = ("none", "optimizer", "parameters")
 
 
@@ -42,13 +42,14 @@ class Configuration:
         Whether what lies between the products of tensor parallelism is sharded over tp as well.
     recompute
         Values that the backward pass computes again: ``none``, ``selective`` (attention), ``minimal`` (all but the
-        results of matrix products, as MaxText's policy of that name), MaxText's ``save_dot_except_mlp``,
+        results of matrix products, as MaxText's policy of that name), ``alternate`` (every second matrix product, and
+        all that is no product or attention, as torchtitan's selective ``op``), MaxText's ``save_dot_except_mlp``,
         ``save_out_proj`` and ``save_qkv_proj``, which keep the results of some products, or ``full``.
     recomputed
         Share of the layers that do so; the others keep everything.
     sharded
         State that data parallelism shards beside the batch: ``none``, ``optimizer`` (its state, ZeRO-1), or
-        ``parameters`` (with gradients and state: ZeRO-3, FSDP), also over dp.
+        ``parameters`` (with gradients and state: ZeRO-3, FSDP), also over dp and cp.
     within
         Neighboring devices that share the state of the optimizer among them, such as those of a node; 0: all that data
         parallelism has.

@@ -66,25 +66,37 @@ def _row(
     last = how.stages - 1 in own
     layers = sum(sizes[stage] for stage in own)
     ends = (0 in own) + (last and not (model.tied and 0 in own))
-    spread = how.fsdp * (how.dp if how.sharded == "parameters" else 1)
+    spread = traffic.shards(how)
     always, routed = _parameters(model, how, layers, 0 in own, last)
     always += ends * model.embedding_parameters / how.tp
     split = max(1.0, spread / how.ep) if how.ep > 1 else spread
     parameters = always / spread + routed / split
     state = always / how.state_shards
     state += routed / (how.expert_replicas if how.sharded != "none" else split)
-    logits = software.logit_bytes * how.tokens * model.vocabulary / how.tp if last else 0.0
-    if traffic.shards(how) > 1:
-        logits += 2.0 * model.embedding_parameters / how.tp
-    once = 2.0 * (always + routed - parameters) if how.gather_once else 0.0
+    once = always + routed - parameters if how.gather_once else 0.0
+    held, gathered = _ends(model, how, software, ends)
+    head = gathered
+    if last:
+        head += software.logit_bytes * how.tokens * model.vocabulary / how.tp
+        head += 2.0 * how.tokens * model.hidden if how.sequence_parallel and how.tp > 1 else 0.0  # its gathered input
     return Footprint(
-        parameters * software.parameter_bytes + once,
-        parameters * software.gradient_bytes + once,
+        parameters * software.parameter_bytes + 2.0 * once,
+        parameters * software.gradient_bytes + software.summed_bytes * once,
         state * software.optimizer_bytes,
         layers / len(own) * keeps,
-        max(logits, runs),
+        held + max(head, runs),
         software.reserved,
     )
+
+
+def _ends(model: Transformer, how: Configuration, software: Stack, ends: int) -> tuple[float, float]:
+    """Return the bytes of an embedding and a head that sharding gathers: all the time, and where the logits are."""
+    one = 2.0 * model.embedding_parameters / how.tp
+    if traffic.shards(how) == 1:
+        return 0.0, 0.0
+    if software.held_ends:
+        return (1.0 if how.gather_once else 2.0) * ends * one, 0.0
+    return 0.0, one
 
 
 def _parameters(model: Transformer, how: Configuration, layers: int, first: bool, last: bool) -> tuple[float, float]:

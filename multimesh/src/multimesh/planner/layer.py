@@ -55,8 +55,9 @@ def _layer(
         whole += Times(backward=whole.forward * how.recomputed)
     elif how.recompute != "none":  # element-wise kernels that run again are fused with those of the backward pass
         again = products.products_again(model, how, device, stack)
-        again += tensor.forward * len(products.AGAIN.get(how.recompute, ())) / 4  # a gather or a scatter for each
-        whole += Times(backward=(again * products.twice(how) + attention.forward) * how.recomputed)
+        again += tensor.forward * sum(products.AGAIN.get(how.recompute, {}).values()) / 4  # one collective for each
+        beside = passed if how.recompute == "alternate" else attention
+        whole += Times(backward=(again * products.twice(how) + beside.forward) * how.recomputed)
     least = max(stack.layer, stack.expert_layer if model.experts else 0.0)
     started = max(1.0, least / whole.forward, 2 * least / (whole.backward + whole.weights))
     sharded = traffic.sharding(model, how, device, stack, whole)

@@ -15,13 +15,15 @@ from multimesh.planner.transformer import Transformer
 
 Product = tuple[float, float, float, float]  # how many of [m, k] times [k, n] run together, and m, k, n
 
-AGAIN: Mapping[str, tuple[str, ...]] = {
-    "save_dot_except_mlp": ("up",),
-    "save_out_proj": ("into attention", "up"),
-    "save_qkv_proj": ("out of attention", "up"),
-    "full": ("into attention", "out of attention", "up", "down"),
+_KINDS = ("into attention", "out of attention", "up", "down")
+AGAIN: Mapping[str, Mapping[str, float]] = {
+    "alternate": dict.fromkeys(_KINDS, 0.5),
+    "save_dot_except_mlp": {"up": 1.0},
+    "save_out_proj": {"into attention": 1.0, "up": 1.0},
+    "save_qkv_proj": {"out of attention": 1.0, "up": 1.0},
+    "full": dict.fromkeys(_KINDS, 1.0),
 }
-"""Products of a layer that the backward pass computes again, by recomputation; attention between them always does."""
+"""Share of each kind of products of a layer that the backward pass computes again, by recomputation."""
 
 
 _GATED_PASSES, _PLAIN_PASSES = 6.0, 4.0  # arrays of the width of the MLP that its activation reads or writes
@@ -61,8 +63,10 @@ def products(model: Transformer, how: Configuration, device: Device, stack: Stac
 
 def products_again(model: Transformer, how: Configuration, device: Device, stack: Stack) -> float:
     """Return the seconds of the matrix products of a layer that the backward pass computes again."""
-    again = [shape for kind, shape in _shapes(model, how) if kind in AGAIN.get(how.recompute, ())]
-    return _seconds(again, how, device, stack, cast=True)
+    shares = AGAIN.get(how.recompute, {})
+    return sum(
+        shares.get(kind, 0.0) * _seconds([shape], how, device, stack, cast=True) for kind, shape in _shapes(model, how)
+    )
 
 
 def _seconds(of: Sequence[Product], how: Configuration, device: Device, stack: Stack, *, cast: bool) -> float:
@@ -78,9 +82,9 @@ def operations(model: Transformer, how: Configuration) -> float:
 
     Two for each multiplication. Attention between its projections is left out.
     """
-    again = AGAIN.get(how.recompute, ())
+    again = AGAIN.get(how.recompute, {})
     return sum(
-        2.0 * count * m * k * n * (3 + how.recomputed * twice(how) * (kind in again))
+        2.0 * count * m * k * n * (3 + how.recomputed * twice(how) * again.get(kind, 0.0))
         for kind, (count, m, k, n) in _shapes(model, how)
     )
 
@@ -121,7 +125,8 @@ def attention(model: Transformer, how: Configuration, device: Device, stack: Sta
     width = (model.queries + model.values) / how.tp
     if stack.fused_attention:
         operations = tokens * seen * width
-        forward = kernels.attention(device, operations, model.head_size, how.sequence / how.cp) + stack.kernel
+        forward = kernels.attention(device, operations, model.head_size, how.sequence / how.cp, flash2=stack.flash2)
+        forward += stack.kernel
         return Times(forward, _FUSED_BACKWARD * forward)
     head = model.head_size
     padded = math.ceil(head / _PAD) * _PAD / head * (stack.misaligned if head % 8 else 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from multimesh.hardware import kernels
@@ -53,6 +54,8 @@ def expert_arrays(model: Transformer, how: Configuration) -> Passed:
 def tensor(model: Transformer, how: Configuration, device: Device, stack: Stack) -> Times:
     """Return the seconds of the collectives of tensor parallelism."""
     arrays = tensor_arrays(model, how)
+    if stack.keeps_gathered:
+        arrays = dataclasses.replace(arrays, backward=arrays.forward)
     return arrays.times(kernels.gather(device, arrays.size, how.tp) * stack.exposed_tensor)
 
 
@@ -95,7 +98,7 @@ def sharding(model: Transformer, how: Configuration, device: Device, stack: Stac
 def _gather(model: Transformer, how: Configuration, device: Device, stack: Stack, ranks: int) -> float:
     """Return the seconds of a gather of a layer's parameters; experts are gathered among those that hold the same."""
     always = 2.0 * (model.always_parameters if model.experts else model.dense_layer_parameters) / how.tp
-    inner = how.tp * how.cp
+    inner = how.tp * (1 if how.sharded == "parameters" else how.cp)
     if not stack.rails:
         own = always + 2.0 * model.expert_parameters / (how.ep * how.expert_tp)
         return own / (device.network * device.rates.network)
@@ -116,7 +119,7 @@ def offloading(how: Configuration, device: Device, layer: Times, kept: float) ->
 
 def shards(how: Configuration) -> int:
     """Return the devices that share the parameters of a layer beyond tensor parallelism."""
-    return how.fsdp * (how.dp if how.sharded == "parameters" else 1)
+    return how.fsdp * (how.dp * how.cp if how.sharded == "parameters" else 1)
 
 
 def hop(model: Transformer, how: Configuration, device: Device, stack: Stack) -> tuple[float, float]:
