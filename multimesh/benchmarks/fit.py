@@ -81,7 +81,8 @@ _PRIORS: Mapping[str, tuple[float, float]] = {
     "deepspeed-2021.passes": (60, 0.5),
     "deepspeed-2021.kernel": (1e-4, 0.5),
     "eager.layer": (2.5e-3, 0.5),
-    "nanotron.passes": (300, 0.5),
+    "nanotron.passes": (130, 0.5),  # as counted for eager
+    "nanotron.transfer": (2e-3, 1.0),
 }
 """Constants, with the middle of the prior and the standard deviation of its logarithm."""
 

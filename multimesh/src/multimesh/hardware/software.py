@@ -43,6 +43,8 @@ class Stack:
     blocking
         Share of the time of a transfer between stages that keeps both ends from computing; ``blocking_interleaved``
         where a submesh has several stages.
+    transfer
+        Seconds of the host for a transfer between stages, in which neither end computes.
     rails
         Share of a ring's bandwidth that sharded parameters get; 0: that of one network adapter a device.
     year
@@ -99,6 +101,7 @@ class Stack:
     broadcasts: float = 0.0
     blocking: float = 1.0
     blocking_interleaved: float = 1.0
+    transfer: float = 0.0
     rails: float = 1.0
     year: float = 2026.0
     expert_passes: float = 2.0

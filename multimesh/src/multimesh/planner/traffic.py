@@ -129,4 +129,5 @@ def hop(model: Transformer, how: Configuration, device: Device, stack: Stack) ->
     size = 2.0 * how.tokens * model.hidden / how.tp  # its devices share the bytes, and gather them where they arrive
     inner = how.tp * how.cp * how.dp * how.fsdp
     one = kernels.send(device, size, far=inner * how.pp > device.domain)
-    return one, 2 * one * (stack.blocking_interleaved if how.interleave > 1 else stack.blocking)
+    waits = one * (stack.blocking_interleaved if how.interleave > 1 else stack.blocking)
+    return one, 2 * (waits + stack.transfer)
