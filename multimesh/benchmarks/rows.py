@@ -13,7 +13,7 @@ from multimesh.errors import UsageError
 from multimesh.hardware.devices import Device, device
 from multimesh.hardware.software import Stack, stack
 from multimesh.planner import footprint, layer, models, stage_layers
-from multimesh.planner.configuration import RECOMPUTE, Configuration
+from multimesh.planner.configuration import NARROW, RECOMPUTE, Configuration
 from multimesh.planner.transformer import Transformer
 
 from multimesh import schedules
@@ -41,6 +41,13 @@ _STACKS = (  # facts of the sources: which software ran
     (r"torchtitan|llm-foundry|InternEvo|fsdp|pytorch|lightning|colossal|deepspeed", "pytorch"),
     (r"mlcommons|mlperf", "modern-graphs"),  # its configurations read config_common_cg.sh
     (r"nvidia|nemo|megatron", "modern"),
+)
+_RECIPES = (  # facts of the recipes that ran models with experts, in the notes of their rows
+    ("full graph", "megatron-2026"),
+    ("overlap without graphs", "megatron-2025-overlap"),
+    ("all-to-all", "megatron-2025-alltoall"),
+    ("graphs of", "megatron-2025-graphs"),
+    ("no graphs", "megatron-2025"),
 )
 _DATES = (  # when the software of a release ran
     (r"§\s?(2\d)\.(\d\d)", 0.0),
@@ -125,6 +132,8 @@ def _run(name: str, row: Mapping[str, str]) -> Run:
     missing = [column for column in _NEEDED if not row.get(column)]
     if "CHECK:" in note:
         raise ValueError("disagrees with itself")
+    if found := re.search(r"known fault: (.*)", note):
+        raise ValueError(f"a fault that its source knows: {found[1]}")
     if "lora" in (row.get("source", "") + note).lower():
         raise ValueError("most of its weights are frozen")
     model = _model(row)
@@ -136,7 +145,7 @@ def _run(name: str, row: Mapping[str, str]) -> Run:
         raise ValueError("its axes do not make its GPUs")
     known = _DEVICES.get(row["gpu"], row["gpu"].split("-")[0].split(" ")[0].lower())
     on = device(known)
-    software = _stack(row, bool(model.experts), on.rates.since)
+    software = _stack(row, bool(model.experts))
     how = Configuration(
         batch=_whole(row, "gbs", 0),
         sequence=_whole(row, "seq", 0),
@@ -153,6 +162,7 @@ def _run(name: str, row: Mapping[str, str]) -> Run:
         sequence_parallel=row["sp"] == "1" or (not row["sp"] and software.fused_attention),
         sharded=_sharded(row["optimizer_sharding"], fsdp),
         within=int(found[1]) if (found := re.search(r"within (\d+)", row["optimizer_sharding"])) else 0,
+        narrow=tuple(part for part in NARROW if f"fp8 {part}" in note),
         precision="fp4" if "FP4" in row["precision"] else "fp8" if "8" in row["precision"] else "bf16",
     )
     on = dataclasses.replace(on, network=_NETWORKS.get(row["system"], on.network))
@@ -223,7 +233,7 @@ def _layers(row: Mapping[str, str], hidden: int, pp: int) -> int:
     return max(1, round(rest / (12 * hidden**2) / pp)) * pp
 
 
-def _stack(row: Mapping[str, str], experts: bool, since: float) -> Stack:
+def _stack(row: Mapping[str, str], experts: bool) -> Stack:
     source = f"{row['source']} {row['system']}"
     found = next((name for pattern, name in _STACKS if re.search(pattern, source, re.IGNORECASE)), None)
     if found is None:
@@ -232,7 +242,7 @@ def _stack(row: Mapping[str, str], experts: bool, since: float) -> Stack:
         found = "deepspeed-2022"
     year = _year(row["source"]) or (2025.0 if "msmoe" in row["id"] else 0.0)
     if found == "modern" and experts:
-        found = "megatron-2026" if year >= 2026.4 and since > 2024 else "megatron-2025"  # Hopper's times did not change
+        found = next((stack for word, stack in _RECIPES if word in row["note"]), "megatron-2025-alltoall")
     known = stack(found)
     if "tokendrop" in row["note"]:  # shapes are known before the step
         known = dataclasses.replace(known, expert_layer=known.expert_layer / 2)
@@ -251,7 +261,7 @@ def _year(source: str) -> float:
 
 def _recomputed(text: str, model: Transformer, how: Configuration, on: Device, software: Stack) -> Configuration:
     """Return the run with its recomputation; where none is stated, the least that fits into a device."""
-    stated = next((name for name in ("full", "selective", "none") if name in text), "")
+    stated = next((name for name in ("full", "selective", "latent", "none") if name in text), "")
     if stated == "selective" and software.name == "pytorch":  # every second product, or block
         return how.changed(recompute="full", recomputed=0.5)
     if stated:

@@ -52,6 +52,10 @@ class Stack:
         Times that the products of experts take longer than equal ones of their own.
     exposed_experts
         Share of the time of all-to-alls of expert parallelism that computation does not hide.
+    sent_once
+        Whether a token crosses the network once for each domain that has experts of it, and not once for each expert.
+    bias_kernels
+        Whether biases of experts, and limits of what enters their activation, have kernels of their own.
     jitter
         Share of a step that each doubling of the devices beyond a domain adds: the slowest of many.
     layer, expert_layer
@@ -90,6 +94,8 @@ class Stack:
     expert_passes: float = 2.0
     grouped: float = 1.2
     exposed_experts: float = 1.0
+    sent_once: bool = True
+    bias_kernels: bool = False
     jitter: float = 0.0
     layer: float = 0.0
     expert_layer: float = 0.0

@@ -35,6 +35,8 @@ def residual_bytes(model: Transformer, how: Configuration, software: Stack) -> f
     inputs = 2.0 * model.hidden / spread + (model.values + width) / how.tp
     permuted = 2.0 * routed * model.hidden / how.tp
     found = 2.0 * how.tokens * (between + size * (inputs + permuted)) * software.kept
+    if how.recompute == "latent":
+        found -= 2.0 * how.tokens * (model.queries + model.keys_and_values) / how.tp * software.kept
     if not software.fused_attention and how.recompute != "selective":
         found += _SCORES * how.tokens * how.sequence * model.heads / how.tp
     return found

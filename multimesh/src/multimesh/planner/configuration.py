@@ -12,6 +12,7 @@ from multimesh.hardware.devices import PRECISIONS
 
 RECOMPUTE = ("none", "selective", "minimal", "full")
 SHARDED = ("none", "optimizer", "parameters")
+NARROW = ("attention", "head")
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Configuration:
         Whether what lies between the products of tensor parallelism is sharded over tp as well.
     recompute
         Values that the backward pass computes again: ``none``, ``selective`` (attention), ``minimal`` (all but the
-        results of matrix products, as MaxText's policy of that name), or ``full``.
+        results of matrix products, as MaxText's policy of that name), ``full``, or ``latent`` (heads of latent
+        attention, from the compressed ones; the search doesn't try it).
     recomputed
         Share of the layers that do so; the others keep everything.
     sharded
@@ -54,6 +56,8 @@ class Configuration:
         Whether what the layers keep for the backward pass waits in the host's memory.
     precision
         Of the products of the layers: ``bf16``, ``fp8`` or ``fp4``.
+    narrow
+        What runs in fp8 beside them: ``attention`` between its projections, ``head``.
     layers
         Layers of each stage; empty: spread by `stages`.
     """
@@ -79,6 +83,7 @@ class Configuration:
     gather_once: bool = False
     offload: bool = False
     precision: str = "bf16"
+    narrow: tuple[str, ...] = ()
     layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -86,7 +91,7 @@ class Configuration:
         for name in ("batch", "sequence", "microbatch", "dp", "fsdp", "tp", "pp", "cp", "ep", "interleave"):
             checks.whole(f"configuration: {name}", getattr(self, name), 1)
         for name, known in (
-            ("recompute", RECOMPUTE),
+            ("recompute", (*RECOMPUTE, "latent")),
             ("sharded", SHARDED),
             ("precision", PRECISIONS),
             ("schedule", schedules.names()),
@@ -97,6 +102,8 @@ class Configuration:
         checks.whole("configuration: within", self.within, 0)
         if self.within and self.replicas % self.within:
             raise UsageError(f"configuration: within {self.within} does not divide the {self.replicas} replicas")
+        if not {*self.narrow} <= {*NARROW}:
+            raise checks.refuse("configuration: narrow", f"some of {', '.join(NARROW)}", self.narrow)
         if not 0 <= self.recomputed <= 1:
             raise checks.refuse("configuration: recomputed", "a share from 0 to 1", self.recomputed)
         if not 1 <= self.load < float("inf"):

@@ -19,6 +19,12 @@ _BACKWARD_PASSES = 1.5  # of those forward
 _FUSED_BACKWARD = 2.5 / 0.85  # attention computes its scores again, and has more products of less reuse
 _PAD = 64  # elements of a head that a product of unfused attention takes at a time
 _ROUTED = 8.0  # bytes of a token and expert that the router reads and writes
+_BAND = 256  # keys of tiles that local attention masks in part: it takes tiles of 128 keys and 256 queries
+# Arrays that unfused kernels read and write for a token and expert, forward and backward: of the width of an expert for
+# the limits of its activation (clamp, concatenate), and of the model's for the bias (multiply, add, concatenate; the
+# bias and the probability have sums of their own). Counted in NVIDIA/Megatron-LM, core_r0.15 and core_r0.16:
+# weighted_bias_quick_geglu_impl, and TEGroupedMLP._apply_bias.
+_LIMITED, _BIASED = (8.0, 10.0), (6.0, 6.0)
 
 
 @dataclass(frozen=True)
@@ -84,14 +90,28 @@ def _shapes(model: Transformer, how: Configuration) -> Iterator[Product]:
     yield count, rows, model.expert / how.expert_tp, model.hidden
 
 
+def expansion(model: Transformer, how: Configuration, device: Device, stack: Stack) -> Times:
+    """Return the seconds in which the backward pass computes the heads of latent attention again."""
+    shapes = ((how.tokens, rows, columns / how.tp) for rows, columns in model.expansions)
+    return Times(backward=sum(kernels.matmul(device, *shape, how.precision) + stack.kernel for shape in shapes))
+
+
 def attention(model: Transformer, how: Configuration, device: Device, stack: Stack) -> Times:
     """Return the seconds of attention between its projections."""
-    tokens, seen = how.tokens, model.seen(how.sequence)
+    tokens, sequence = how.tokens, float(how.sequence)
     width = (model.queries + model.values) / how.tp
     if stack.fused_attention:
-        operations = tokens * seen * width
-        forward = kernels.attention(device, operations, model.head_size, how.sequence / how.cp) + stack.kernel
-        return Times(forward, _FUSED_BACKWARD * forward)
+        local = min(sequence, 2.0 * (model.window + _BAND)) if model.window else sequence
+        narrow = "attention" in how.narrow
+        forward, backward = kernels.attention_in_fp8(model.head_size) if narrow else (1.0, 1.0)
+
+        def seconds(share: float, seen: float) -> float:
+            return share and kernels.attention(device, share * tokens * seen * width, model.head_size, seen / how.cp)
+
+        whole = seconds(1 - model.windowed, sequence)
+        one = whole + seconds(model.windowed, local) + stack.kernel
+        back = whole + seconds(model.windowed, sequence if narrow else local) + stack.kernel  # in fp8 it masks
+        return Times(forward * one, backward * _FUSED_BACKWARD * back)
     head = model.head_size
     padded = math.ceil(head / _PAD) * _PAD / head * (stack.misaligned if head % 8 else 1.0)
     scored = 2.0 * tokens * how.sequence * width * padded / device.matmul_rate("bf16")
@@ -108,8 +128,24 @@ def elementwise(model: Transformer, how: Configuration, device: Device, stack: S
     if model.experts:
         gathered = 2.0 * model.hidden * (1 + model.active * how.load)
         routed = (stack.expert_passes * gathered + _ROUTED * model.experts) / how.tp
-    forward = kernels.move(device, how.tokens * (width + inner + routed))
-    return Times(forward, _BACKWARD_PASSES * forward)
+    forward = how.tokens * (width + inner + routed)
+    biases = _biases(model, how, stack)
+    return Times(
+        kernels.move(device, forward) + kernels.move(device, biases[0]),
+        kernels.move(device, _BACKWARD_PASSES * forward) + kernels.move(device, biases[1]),
+    )
+
+
+def _biases(model: Transformer, how: Configuration, stack: Stack) -> tuple[float, float]:
+    """Return the bytes of kernels for biases of experts and limits of their activation, forward and backward."""
+    if not (model.biased and stack.bias_kernels):
+        return 0.0, 0.0
+    copies = 2.0 * how.tokens / how.tp * model.active * how.load
+    forward, backward = (
+        copies * (limits * model.expert + biases * model.hidden)
+        for limits, biases in zip(_LIMITED, _BIASED, strict=True)
+    )
+    return forward, backward
 
 
 def _inner(model: Transformer, how: Configuration) -> float:
