@@ -20,11 +20,12 @@ _FUSED_BACKWARD = 2.5 / 0.85  # attention computes its scores again, and has mor
 _PAD = 64  # elements of a head that a product of unfused attention takes at a time
 _ROUTED = 8.0  # bytes of a token and expert that the router reads and writes
 _BAND = 256  # keys of tiles that local attention masks in part: it takes tiles of 128 keys and 256 queries
-# Arrays that unfused kernels read and write for a token and expert, forward and backward: of the width of an expert for
-# the limits of its activation (clamp, concatenate), and of the model's for the bias (multiply, add, concatenate; the
-# bias and the probability have sums of their own). Counted in NVIDIA/Megatron-LM, core_r0.15 and core_r0.16:
-# weighted_bias_quick_geglu_impl, and TEGroupedMLP._apply_bias.
-_LIMITED, _BIASED = (8.0, 10.0), (6.0, 6.0)
+# Arrays of bfloat16 that unfused kernels read and write for a token and expert, forward and backward: of the width of
+# an expert for the limits of its activation (clamp, concatenate), and of the model's for the bias (multiply, add,
+# concatenate; the bias and the probability have sums of their own). DeepEP and HybridEP give probabilities of float32,
+# so the bias is added in it. Counted in NVIDIA/Megatron-LM, core_r0.15 and core_r0.16: weighted_bias_quick_geglu_impl,
+# TEGroupedMLP._apply_bias, and the managers of the flex dispatcher.
+_LIMITED, _BIASED, _BIASED_FLOAT32 = (8.0, 10.0), (6.0, 6.0), (14.0, 18.0)
 
 
 @dataclass(frozen=True)
@@ -101,17 +102,18 @@ def attention(model: Transformer, how: Configuration, device: Device, stack: Sta
     tokens, sequence = how.tokens, float(how.sequence)
     width = (model.queries + model.values) / how.tp
     if stack.fused_attention:
-        local = min(sequence, 2.0 * (model.window + _BAND)) if model.window else sequence
-        narrow = "attention" in how.narrow
-        forward, backward = kernels.attention_in_fp8(model.head_size) if narrow else (1.0, 1.0)
 
         def seconds(share: float, seen: float) -> float:
             return share and kernels.attention(device, share * tokens * seen * width, model.head_size, seen / how.cp)
 
-        whole = seconds(1 - model.windowed, sequence)
-        one = whole + seconds(model.windowed, local) + stack.kernel
-        back = whole + seconds(model.windowed, sequence if narrow else local) + stack.kernel  # in fp8 it masks
-        return Times(forward * one, backward * _FUSED_BACKWARD * back)
+        forward, backward = kernels.attention_in_fp8(model.head_size) if "attention" in how.narrow else (1.0, 1.0)
+        local = min(sequence, 2.0 * (model.window + _BAND)) if model.window else sequence
+        masked = sequence if "attention" in how.narrow else local  # fp8 computes all scores backward, and masks them
+        everywhere = seconds(1 - model.windowed, sequence) + stack.kernel
+        return Times(
+            forward * (everywhere + seconds(model.windowed, local)),
+            backward * _FUSED_BACKWARD * (everywhere + seconds(model.windowed, masked)),
+        )
     head = model.head_size
     padded = math.ceil(head / _PAD) * _PAD / head * (stack.misaligned if head % 8 else 1.0)
     scored = 2.0 * tokens * how.sequence * width * padded / device.matmul_rate("bf16")
@@ -127,7 +129,8 @@ def elementwise(model: Transformer, how: Configuration, device: Device, stack: S
     routed = 0.0
     if model.experts:
         gathered = 2.0 * model.hidden * (1 + model.active * how.load)
-        routed = (stack.expert_passes * gathered + _ROUTED * model.experts) / how.tp
+        unsorted = not stack.sent_once and model.experts <= how.ep  # what comes for one expert is in order
+        routed = (stack.expert_passes / (2 if unsorted else 1) * gathered + _ROUTED * model.experts) / how.tp
     forward = how.tokens * (width + inner + routed)
     biases = _biases(model, how, stack)
     return Times(
@@ -141,9 +144,10 @@ def _biases(model: Transformer, how: Configuration, stack: Stack) -> tuple[float
     if not (model.biased and stack.bias_kernels):
         return 0.0, 0.0
     copies = 2.0 * how.tokens / how.tp * model.active * how.load
+    added = _BIASED_FLOAT32 if stack.sent_once else _BIASED
     forward, backward = (
         copies * (limits * model.expert + biases * model.hidden)
-        for limits, biases in zip(_LIMITED, _BIASED, strict=True)
+        for limits, biases in zip(_LIMITED, added, strict=True)
     )
     return forward, backward
 
