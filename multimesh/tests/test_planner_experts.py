@@ -121,6 +121,12 @@ def test_latent_attention_can_be_expanded_again():
     assert sum(a * b for a, b in DEEPSEEK.expansions) == 1536 * 24576 + 512 * (128 * 128 + 16384)
 
 
+def test_what_comes_out_of_experts_is_kept_where_probabilities_weigh_it():
+    inside, after = (forecast(QWEN, how(), "gb200", s) for s in (FLEX, dataclasses.replace(FLEX, permuted=2.0)))
+    more = after.memory[0].activations - inside.memory[0].activations
+    assert more == 2.0 * QWEN.layers * how().tokens * QWEN.active * QWEN.hidden
+
+
 def test_the_host_bounds_forward_and_backward_apart():
     tiny = how(sequence=256)
     for software in (FLEX, stack("megatron-2025-overlap")):

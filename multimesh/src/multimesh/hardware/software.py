@@ -68,6 +68,9 @@ class Stack:
         Of a parameter.
     kept
         Times what fused kernels keep of a layer for its backward pass.
+    permuted
+        Arrays of tokens in the order of their experts that a layer keeps: with 1 the probabilities weigh inside of the
+        experts, with 2 what comes out of them is kept too.
     logit_bytes
         Of a logit at the peak.
     reserved
@@ -105,6 +108,7 @@ class Stack:
     gradient_bytes: float = 4.0
     optimizer_bytes: float = 12.0
     kept: float = 1.0
+    permuted: float = 2.0
     logit_bytes: float = 8.0
     reserved: float = 2e9
 

@@ -33,7 +33,7 @@ def residual_bytes(model: Transformer, how: Configuration, software: Stack) -> f
     size = min(2.0, 2 * kernels.BYTES[how.precision]) / 2  # of an input of a product; two copies where it is narrow
     between = 2.0 * (model.hidden + ranks) / spread + (model.queries + model.keys_and_values + up) / how.tp
     inputs = 2.0 * model.hidden / spread + (model.values + width) / how.tp
-    permuted = 2.0 * routed * model.hidden / how.tp
+    permuted = software.permuted * routed * model.hidden / how.tp
     found = 2.0 * how.tokens * (between + size * (inputs + permuted)) * software.kept
     if how.recompute == "latent":
         found -= 2.0 * how.tokens * (model.queries + model.keys_and_values) / how.tp * software.kept

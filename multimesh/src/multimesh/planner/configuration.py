@@ -57,7 +57,7 @@ class Configuration:
     precision
         Of the products of the layers: ``bf16``, ``fp8`` or ``fp4``.
     narrow
-        What runs in fp8 beside them: ``attention`` between its projections, ``head``.
+        Further parts in fp8: ``attention`` between its projections, ``head``.
     layers
         Layers of each stage; empty: spread by `stages`.
     """

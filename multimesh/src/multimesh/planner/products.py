@@ -146,8 +146,7 @@ def _biases(model: Transformer, how: Configuration, stack: Stack) -> tuple[float
     copies = 2.0 * how.tokens / how.tp * model.active * how.load
     added = _BIASED_FLOAT32 if stack.sent_once else _BIASED
     forward, backward = (
-        copies * (limits * model.expert + biases * model.hidden)
-        for limits, biases in zip(_LIMITED, added, strict=True)
+        copies * (limits * model.expert + biases * model.hidden) for limits, biases in zip(_LIMITED, added, strict=True)
     )
     return forward, backward
 
