@@ -127,16 +127,13 @@ def test_what_comes_out_of_experts_is_kept_where_probabilities_weigh_it():
     assert more == 2.0 * QWEN.layers * how().tokens * QWEN.active * QWEN.hidden
 
 
-def test_the_host_bounds_forward_and_backward_apart():
-    tiny = how(sequence=256)
-    for software in (FLEX, stack("megatron-2025-overlap")):
-        found = times(QWEN, tiny, software)
-        assert found.forward == pytest.approx(software.expert_layer)
-        assert found.backward + found.weights == pytest.approx(2 * software.expert_layer)
-    long = how(sequence=4096, microbatch=8)
+def test_the_host_bounds_a_layer_without_graphs():
+    tiny, long = how(sequence=256), how(sequence=4096, microbatch=8)
+    names = ("megatron-2026", "megatron-2025-graphs", "megatron-2025", "megatron-2025-overlap")
+    seconds = [times(QWEN, tiny, stack(name)).total for name in names]
+    assert seconds == sorted(seconds)
+    assert seconds[-1] >= 3 * stack("megatron-2025-overlap").expert_layer
     assert times(QWEN, long, FLEX) == times(QWEN, long, dataclasses.replace(FLEX, expert_layer=0.0))
-    graphs = times(QWEN, tiny, stack("megatron-2026"))  # a graph of the whole step needs no host
-    assert graphs.total < times(QWEN, tiny, stack("megatron-2025-graphs")).total < times(QWEN, tiny, FLEX).total
 
 
 def test_rows_have_the_software_of_their_recipes():

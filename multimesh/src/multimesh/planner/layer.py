@@ -57,8 +57,8 @@ def _layer(
         whole += products.expansion(model, how, device, stack) * how.recomputed
     elif how.recompute != "none":  # element-wise kernels that run again are fused with those of the backward pass
         whole += Times(backward=attention.forward * how.recomputed)
-    least = max(stack.layer, stack.expert_layer if model.experts else 0.0)  # the host starts twice as much backward
-    ahead, back = max(1.0, least / whole.forward), max(1.0, 2 * least / (whole.backward + whole.weights))
+    least = max(stack.layer, stack.expert_layer if model.experts else 0.0)
+    started = max(1.0, least / whole.forward, 2 * least / (whole.backward + whole.weights))
     sharded = traffic.sharding(model, how, device, stack, whole)
     offloaded = Times()
     if how.offload:
@@ -75,9 +75,7 @@ def _layer(
         "sharded parameters": sharded.total,
         "offload": offloaded.total,
     }
-    whole += sharded + offloaded
-    started = Times(whole.forward * ahead, whole.backward * back, whole.weights * back)
-    return started, tuple((name, s) for name, s in shares.items() if s)
+    return (whole + sharded + offloaded) * started, tuple((name, s) for name, s in shares.items() if s)
 
 
 def _embedding(model: Transformer, how: Configuration, device: Device) -> Times:
