@@ -37,7 +37,7 @@ def beside(run: rows.Run, runs: tuple[rows.Run, ...]) -> report.Row:
         how.batch,
         how.sequence,
         on,
-        fixed={"precision": how.precision},
+        fixed={"precision": how.precision, "narrow": how.narrow},
         software=best.stack,
         limit=_MEMORY * on.memory,
     )

@@ -14,7 +14,7 @@ from multimesh.errors import UsageError
 from multimesh.hardware.devices import Device, device
 from multimesh.hardware.software import Stack, stack
 from multimesh.planner import footprint, layer, models, stage_layers
-from multimesh.planner.configuration import RECOMPUTE, USUAL, Configuration
+from multimesh.planner.configuration import NARROW, RECOMPUTE, USUAL, Configuration
 from multimesh.planner.footprint import Footprint
 from multimesh.planner.transformer import Transformer
 
@@ -53,6 +53,13 @@ _LOGITS = (  # bytes of a logit at the peak, counted in a source's code
     (r"loss compiled", 4.0),  # the logits and their gradient in bfloat16
     (r"loss parallel", 18.0),  # PyTorch's tensor/parallel/loss.py: four arrays of float32 and a gap of bfloat16
     (r"loss eager", 14.0),  # bfloat16 and float32, log-softmax, its gradient, with the gap that the first two leave
+)
+_RECIPES = (  # facts of the recipes that ran models with experts, in the notes of their rows
+    ("full graph", "megatron-2026"),
+    ("overlap without graphs", "megatron-2025-overlap"),
+    ("all-to-all", "megatron-2025-alltoall"),
+    ("graphs of", "megatron-2025-graphs"),
+    ("no graphs", "megatron-2025"),
 )
 _DATES = (  # when the software of a release ran
     (r"§\s?(2\d)\.(\d\d)", 0.0),
@@ -146,6 +153,8 @@ def _run(name: str, row: Mapping[str, str]) -> Run:
     missing = [column for column in _NEEDED if not row.get(column)]
     if "CHECK:" in note:
         raise ValueError("disagrees with itself")
+    if found := re.search(r"known fault: (.*)", note):
+        raise ValueError(f"a fault that its source knows: {found[1]}")
     if "lora" in (row.get("source", "") + note).lower():
         raise ValueError("most of its weights are frozen")
     model = _model(row)
@@ -157,7 +166,7 @@ def _run(name: str, row: Mapping[str, str]) -> Run:
         raise ValueError("its axes do not make its GPUs")
     known = _DEVICES.get(row["gpu"], row["gpu"].split("-")[0].split(" ")[0].lower())
     on = device(known)
-    software = _stack(row, bool(model.experts), on.rates.since)
+    software = _stack(row, bool(model.experts))
     how = Configuration(
         batch=_whole(row, "gbs", 0),
         sequence=_whole(row, "seq", 0),
@@ -175,6 +184,7 @@ def _run(name: str, row: Mapping[str, str]) -> Run:
         sharded=_sharded(row["optimizer_sharding"], fsdp),
         gather_once="gathered once" in row["optimizer_sharding"],
         within=int(found[1]) if (found := re.search(r"within (\d+)", row["optimizer_sharding"])) else 0,
+        narrow=tuple(part for part in NARROW if f"fp8 {part}" in note),
         precision="fp4" if "FP4" in row["precision"] else "fp8" if "8" in row["precision"] else "bf16",
     )
     on = dataclasses.replace(on, network=_NETWORKS.get(row["system"], on.network))
@@ -248,7 +258,7 @@ def _layers(row: Mapping[str, str], hidden: int, pp: int) -> int:
     return max(1, round(rest / (12 * hidden**2) / pp)) * pp
 
 
-def _stack(row: Mapping[str, str], experts: bool, since: float) -> Stack:
+def _stack(row: Mapping[str, str], experts: bool) -> Stack:
     source = f"{row['source']} {row['system']}"
     found = next((name for pattern, name in _STACKS if re.search(pattern, source, re.IGNORECASE)), None)
     if found is None:
@@ -257,7 +267,7 @@ def _stack(row: Mapping[str, str], experts: bool, since: float) -> Stack:
         found = "deepspeed-2022"
     year = _year(row["source"]) or (2025.0 if "msmoe" in row["id"] else 0.0)
     if found == "modern" and experts:
-        found = "megatron-2026" if year >= 2026.4 and since > 2024 else "megatron-2025"  # Hopper's times did not change
+        found = next((stack for word, stack in _RECIPES if word in row["note"]), "megatron-2025-alltoall")
     known = stack(found)
     if logit := next((size for pattern, size in _LOGITS if re.search(pattern, row["note"])), 0.0):
         known = dataclasses.replace(known, logit_bytes=logit)

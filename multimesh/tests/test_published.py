@@ -67,7 +67,8 @@ def test_models_with_experts_are_read_or_refused_with_a_reason():
     runs, others = rows.read(rows.RUNS / "moe.csv")
     assert {run.model.experts > 0 for run in runs} == {True}
     assert len(runs) > 50
-    assert {text for name, text in others.items() if "experts are not stated" not in text} <= {
+    known = ("experts are not stated", "a fault that its source knows")
+    assert {text for text in others.values() if not any(word in text for word in known)} <= {
         "not stated: mbs, tp",
         "configuration: ep 64 x etp 1 does not divide the 32 devices of a submesh",
     }

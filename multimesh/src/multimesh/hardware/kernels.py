@@ -15,6 +15,11 @@ _LINK_STEP, _NETWORK_STEP = 3.4e-6, 14e-6
 _TILE = 128  # rows of a product that run together
 _HEAD, _HALF = 128, 0.4  # elements of a head that fill the units of attention; a head of half has 2 ** -0.4 of the rate
 _LENGTH = 550.0  # tokens at which attention has half of its rate
+# Times that attention takes in fp8 with scales of blocks, of those in bfloat16, forward and backward: heads up to 128,
+# and wider ones. NVIDIA/cudnn-frontend, benchmark/sdpa_benchmark_training/results of April 2026, means of gb200 and
+# gb300 with sequences of 4,096, of llama3.1 and dsv3. With a window (gpt_oss) the backward kernel takes 3.6 times as
+# long for twice the sequence.
+_IN_FP8 = ((0.79, 1.09), (0.68, 0.76))
 
 
 def matmul(
@@ -52,6 +57,11 @@ def attention(
     share = (flash2 and device.rates.flash2) or device.rates.attention
     rate = device.bf16 * share
     return operations / (rate * min(1.0, head / _HEAD) ** _HALF) * (1 + _LENGTH / length)
+
+
+def attention_in_fp8(head: float) -> tuple[float, float]:
+    """Return the times that attention takes in fp8, forward and backward, of those in bfloat16."""
+    return _IN_FP8[head > _HEAD]
 
 
 def move(device: Device, size: float) -> float:

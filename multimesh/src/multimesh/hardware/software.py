@@ -56,6 +56,10 @@ class Stack:
         Times that the products of experts take longer than equal ones of their own.
     exposed_experts
         Share of the time of all-to-alls of expert parallelism that computation does not hide.
+    sent_once
+        Whether a token crosses the network once for each domain that has experts of it, and not once for each expert.
+    bias_kernels
+        Whether biases of experts, and limits of what enters their activation, have kernels of their own.
     jitter
         Share of a step that each doubling of the devices beyond a domain adds: the slowest of many.
     layer, expert_layer
@@ -73,6 +77,9 @@ class Stack:
     keeps_gathered
         Whether the inputs of products that tensor parallelism gathers are kept for the backward pass. Otherwise it
         gathers them again.
+    permuted
+        Arrays of tokens in the order of their experts that a layer keeps: with 1 the probabilities weigh inside of the
+        experts, with 2 what comes out of them is kept too.
     logit_bytes
         Of a logit at the peak.
     held_ends
@@ -107,6 +114,8 @@ class Stack:
     expert_passes: float = 2.0
     grouped: float = 1.2
     exposed_experts: float = 1.0
+    sent_once: bool = True
+    bias_kernels: bool = False
     jitter: float = 0.0
     layer: float = 0.0
     expert_layer: float = 0.0
@@ -117,6 +126,7 @@ class Stack:
     optimizer_bytes: float = 12.0
     copies: bool = False
     keeps_gathered: bool = False
+    permuted: float = 2.0
     logit_bytes: float = 8.0
     held_ends: bool = False
     summed_bytes: float = 2.0

@@ -48,8 +48,10 @@ def residual_bytes(model: Transformer, how: Configuration, software: Stack) -> f
     size = min(2.0, 2 * kernels.BYTES[how.precision]) / 2  # of an input of a product; two copies where it is narrow
     between = 2.0 * (model.hidden + ranks) / spread + (model.queries + model.keys_and_values + up) / how.tp
     inputs = 2.0 * model.hidden / (1 if software.keeps_gathered else spread) + (model.values + width) / how.tp
-    permuted = 2.0 * routed * model.hidden / how.tp
+    permuted = software.permuted * routed * model.hidden / how.tp
     found = 2.0 * how.tokens * (between + size * (inputs + permuted))
+    if how.recompute == "latent":
+        found -= 2.0 * how.tokens * (model.queries + model.keys_and_values) / how.tp
     if software.copies:
         again = model.keys_and_values + (width if model.gated else 0.0) + model.values * (how.microbatch > 1)
         found += 2.0 * how.tokens * again / how.tp

@@ -13,8 +13,9 @@ from multimesh.hardware.devices import PRECISIONS
 USUAL = ("none", "selective", "minimal", "full")
 """Recomputation that most software has, the most frugal last: a search tries it."""
 
-RECOMPUTE = (*USUAL[:-1], "alternate", "save_dot_except_mlp", "save_out_proj", "save_qkv_proj", "full")
+RECOMPUTE = (*USUAL[:-1], "latent", "alternate", "save_dot_except_mlp", "save_out_proj", "save_qkv_proj", "full")
 SHARDED = ("none", "optimizer", "parameters")
+NARROW = ("attention", "head")
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,9 @@ class Configuration:
     recompute
         Values that the backward pass computes again: ``none``, ``selective`` (attention), ``minimal`` (all but the
         results of matrix products, as MaxText's policy of that name), ``alternate`` (every second matrix product, and
-        all that is no product or attention, as torchtitan's selective ``op``), MaxText's ``save_dot_except_mlp``,
-        ``save_out_proj`` and ``save_qkv_proj``, which keep the results of some products, or ``full``.
+        all that is no product or attention, as torchtitan's selective ``op``), ``latent`` (heads of latent attention,
+        from the compressed ones), MaxText's ``save_dot_except_mlp``, ``save_out_proj`` and ``save_qkv_proj``, which
+        keep the results of some products, or ``full``.
     recomputed
         Share of the layers that do so; the others keep everything.
     sharded
@@ -59,6 +61,8 @@ class Configuration:
         Whether what the layers keep for the backward pass waits in the host's memory.
     precision
         Of the products of the layers: ``bf16``, ``fp8`` or ``fp4``.
+    narrow
+        Further parts in fp8: ``attention`` between its projections, ``head``.
     layers
         Layers of each stage; empty: spread by `stages`.
     """
@@ -84,6 +88,7 @@ class Configuration:
     gather_once: bool = False
     offload: bool = False
     precision: str = "bf16"
+    narrow: tuple[str, ...] = ()
     layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -102,6 +107,8 @@ class Configuration:
         checks.whole("configuration: within", self.within, 0)
         if self.within and self.replicas % self.within:
             raise UsageError(f"configuration: within {self.within} does not divide the {self.replicas} replicas")
+        if not {*self.narrow} <= {*NARROW}:
+            raise checks.refuse("configuration: narrow", f"some of {', '.join(NARROW)}", self.narrow)
         if not 0 <= self.recomputed <= 1:
             raise checks.refuse("configuration: recomputed", "a share from 0 to 1", self.recomputed)
         if not 1 <= self.load < float("inf"):

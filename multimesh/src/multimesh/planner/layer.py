@@ -53,6 +53,8 @@ def _layer(
     whole = multiplied + attention + passed + tensor + context + experts
     if how.recompute == "full":
         whole += Times(backward=whole.forward * how.recomputed)
+    elif how.recompute == "latent":
+        whole += products.expansion(model, how, device, stack) * how.recomputed
     elif how.recompute != "none":  # element-wise kernels that run again are fused with those of the backward pass
         again = products.products_again(model, how, device, stack)
         again += tensor.forward * sum(products.AGAIN.get(how.recompute, {}).values()) / 4  # one collective for each
@@ -86,6 +88,7 @@ def _embedding(model: Transformer, how: Configuration, device: Device) -> Times:
 
 def _head(model: Transformer, how: Configuration, device: Device, stack: Stack) -> Times:
     columns = model.vocabulary / how.tp
-    product = kernels.matmul(device, how.tokens, model.hidden, columns)
+    precision = how.precision if "head" in how.narrow else "bf16"
+    product = kernels.matmul(device, how.tokens, model.hidden, columns, precision)
     logits = kernels.move(device, stack.head_passes * how.tokens * columns)
     return Times(product + logits, product + logits, product)

@@ -106,6 +106,7 @@ def of_config(config: object, file: str = "config.json") -> Transformer:
     found = Transformer(
         name.rstrip("/").split("/")[-1],
         gated=kind not in _PLAIN,
+        biased=bool(fields["experts"] and config.get("swiglu_limit") and config.get("attention_bias")),
         tied=bool(config.get("tie_word_embeddings", kind in ("gpt2", "mpt", "bloom"))),
         **fields,
     )

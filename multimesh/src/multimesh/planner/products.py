@@ -31,6 +31,13 @@ _BACKWARD_PASSES = 1.5  # of those forward
 _FUSED_BACKWARD = 2.5 / 0.85  # attention computes its scores again, and has more products of less reuse
 _PAD = 64  # elements of a head that a product of unfused attention takes at a time
 _ROUTED = 8.0  # bytes of a token and expert that the router reads and writes
+_BAND = 256  # keys of tiles that local attention masks in part: it takes tiles of 128 keys and 256 queries
+# Arrays of bfloat16 that unfused kernels read and write for a token and expert, forward and backward: of the width of
+# an expert for the limits of its activation (clamp, concatenate), and of the model's for the bias (multiply, add,
+# concatenate; the bias and the probability have sums of their own). DeepEP and HybridEP give probabilities of float32,
+# so the bias is added in it. Counted in NVIDIA/Megatron-LM, core_r0.15 and core_r0.16: weighted_bias_quick_geglu_impl,
+# TEGroupedMLP._apply_bias, and the managers of the flex dispatcher.
+_LIMITED, _BIASED, _BIASED_FLOAT32 = (8.0, 10.0), (6.0, 6.0), (14.0, 18.0)
 
 
 @dataclass(frozen=True)
@@ -119,15 +126,30 @@ def _shapes(model: Transformer, how: Configuration) -> Iterator[tuple[str, Produ
     yield "down", (count, rows, model.expert / how.expert_tp, model.hidden)
 
 
+def expansion(model: Transformer, how: Configuration, device: Device, stack: Stack) -> Times:
+    """Return the seconds in which the backward pass computes the heads of latent attention again."""
+    shapes = ((how.tokens, rows, columns / how.tp) for rows, columns in model.expansions)
+    return Times(backward=sum(kernels.matmul(device, *shape, how.precision) + stack.kernel for shape in shapes))
+
+
 def attention(model: Transformer, how: Configuration, device: Device, stack: Stack) -> Times:
     """Return the seconds of attention between its projections."""
-    tokens, seen = how.tokens, model.seen(how.sequence)
+    tokens, sequence = how.tokens, float(how.sequence)
     width = (model.queries + model.values) / how.tp
     if stack.fused_attention:
-        operations = tokens * seen * width
-        forward = kernels.attention(device, operations, model.head_size, how.sequence / how.cp, flash2=stack.flash2)
-        forward += stack.kernel
-        return Times(forward, _FUSED_BACKWARD * forward)
+
+        def seconds(share: float, seen: float) -> float:
+            operations = share * tokens * seen * width
+            return share and kernels.attention(device, operations, model.head_size, seen / how.cp, flash2=stack.flash2)
+
+        forward, backward = kernels.attention_in_fp8(model.head_size) if "attention" in how.narrow else (1.0, 1.0)
+        local = min(sequence, 2.0 * (model.window + _BAND)) if model.window else sequence
+        masked = sequence if "attention" in how.narrow else local  # fp8 computes all scores backward, and masks them
+        everywhere = seconds(1 - model.windowed, sequence) + stack.kernel
+        return Times(
+            forward * (everywhere + seconds(model.windowed, local)),
+            backward * _FUSED_BACKWARD * (everywhere + seconds(model.windowed, masked)),
+        )
     head = model.head_size
     padded = math.ceil(head / _PAD) * _PAD / head * (stack.misaligned if head % 8 else 1.0)
     scored = 2.0 * tokens * how.sequence * width * padded / device.matmul_rate("bf16")
@@ -143,9 +165,26 @@ def elementwise(model: Transformer, how: Configuration, device: Device, stack: S
     routed = 0.0
     if model.experts:
         gathered = 2.0 * model.hidden * (1 + model.active * how.load)
-        routed = (stack.expert_passes * gathered + _ROUTED * model.experts) / how.tp
-    forward = kernels.move(device, how.tokens * (width + inner + routed))
-    return Times(forward, _BACKWARD_PASSES * forward)
+        unsorted = not stack.sent_once and model.experts <= how.ep  # what comes for one expert is in order
+        routed = (stack.expert_passes / (2 if unsorted else 1) * gathered + _ROUTED * model.experts) / how.tp
+    forward = how.tokens * (width + inner + routed)
+    biases = _biases(model, how, stack)
+    return Times(
+        kernels.move(device, forward) + kernels.move(device, biases[0]),
+        kernels.move(device, _BACKWARD_PASSES * forward) + kernels.move(device, biases[1]),
+    )
+
+
+def _biases(model: Transformer, how: Configuration, stack: Stack) -> tuple[float, float]:
+    """Return the bytes of kernels for biases of experts and limits of their activation, forward and backward."""
+    if not (model.biased and stack.bias_kernels):
+        return 0.0, 0.0
+    copies = 2.0 * how.tokens / how.tp * model.active * how.load
+    added = _BIASED_FLOAT32 if stack.sent_once else _BIASED
+    forward, backward = (
+        copies * (limits * model.expert + biases * model.hidden) for limits, biases in zip(_LIMITED, added, strict=True)
+    )
+    return forward, backward
 
 
 def _inner(model: Transformer, how: Configuration) -> float:

@@ -36,8 +36,12 @@ class Passed:
 
 
 def tensor_arrays(model: Transformer, how: Configuration) -> Passed:
-    """Return the arrays of tensor parallelism: with sequence parallelism inputs are gathered again for W."""
-    return Passed(2.0 * how.tokens * model.hidden, 4, 5 if how.sequence_parallel else 4)
+    """Return the arrays of tensor parallelism: with sequence parallelism inputs are gathered again for W.
+
+    Those of routed experts are of `expert_tensor_arrays`.
+    """
+    number = 2 if model.experts and not model.shared_ffn else 4
+    return Passed(2.0 * how.tokens * model.hidden, number, number + 1 if how.sequence_parallel else number)
 
 
 def context_arrays(model: Transformer, how: Configuration) -> Passed:
@@ -49,6 +53,11 @@ def context_arrays(model: Transformer, how: Configuration) -> Passed:
 def expert_arrays(model: Transformer, how: Configuration) -> Passed:
     """Return the arrays of expert parallelism: tokens to their experts and back."""
     return Passed(2.0 * how.tokens * model.hidden / how.tp * model.active * how.load, 2, 2)
+
+
+def expert_tensor_arrays(model: Transformer, how: Configuration) -> Passed:
+    """Return the arrays that the devices of an expert gather from each other, and scatter: all copies of tokens."""
+    return Passed(2.0 * how.tokens * how.expert_tp / how.tp * model.hidden * model.active * how.load, 2, 2)
 
 
 def tensor(model: Transformer, how: Configuration, device: Device, stack: Stack) -> Times:
@@ -66,13 +75,14 @@ def context(model: Transformer, how: Configuration, device: Device, stack: Stack
 
 
 def experts(model: Transformer, how: Configuration, device: Device, stack: Stack) -> Times:
-    """Return the seconds of expert parallelism."""
-    if not model.experts or how.ep == 1:
+    """Return the seconds of expert parallelism, and of what the devices of an expert send each other."""
+    if not model.experts:
         return Times()
-    arrays = expert_arrays(model, how)
-    return arrays.times(
-        kernels.exchange(device, arrays.size, how.ep, how.expert_tp, model.active) * stack.exposed_experts
-    )
+    inside, arrays = expert_tensor_arrays(model, how), expert_arrays(model, how)
+    copies = model.active if stack.sent_once else 1.0
+    sent = inside.times(kernels.gather(device, inside.size, how.expert_tp))
+    sent += arrays.times(kernels.exchange(device, arrays.size, how.ep, how.expert_tp, copies))
+    return sent * stack.exposed_experts
 
 
 def sharding(model: Transformer, how: Configuration, device: Device, stack: Stack, layer: Times) -> Times:

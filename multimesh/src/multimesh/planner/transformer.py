@@ -40,6 +40,8 @@ class Transformer:
         Further tokens that are predicted, each by a layer and a head of its own (MTP).
     tied
         Whether the head is the embedding transposed.
+    biased
+        Whether experts have biases, and limits of what enters their activation.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Transformer:
     window: int = 0
     windowed: float = 0.0
     predicted: int = 0
+    biased: bool = False
 
     def __post_init__(self) -> None:
         """Check the sizes."""
@@ -146,6 +149,14 @@ class Transformer:
             (self.kv_rank, plain + self.values, True),
             (self.values, self.hidden, False),
         )
+
+    @property
+    def expansions(self) -> tuple[tuple[float, float], ...]:
+        """Rows and columns of the matrices that make heads of the compressed queries, keys and values."""
+        if not self.kv_rank:
+            return ()
+        ranks = (self.query_rank, self.kv_rank)
+        return tuple((rows, columns) for rows, columns, _ in self.projections if rows in ranks)
 
     @property
     def attention_parameters(self) -> float:
