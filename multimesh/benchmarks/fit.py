@@ -65,7 +65,7 @@ _PRIORS: Mapping[str, tuple[float, float]] = {
     "megatron-2025.expert_layer": (3e-3, 0.5),
     "megatron-2025-graphs.expert_layer": (1.5e-3, 0.5),
     "megatron-2025-alltoall.expert_passes": (12, 0.5),
-    "megatron-2025-overlap.expert_layer": (5e-3, 0.5),
+    "megatron-2025-overlap.expert_layer": (3e-3, 0.5),
     "megatron-2026.expert_passes": (4, 0.5),
     "megatron-2026.grouped": (1.1, 0.1),
     "megatron-2026.exposed_experts": (0.5, 0.4),
