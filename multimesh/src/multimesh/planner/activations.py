@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from multimesh.hardware import kernels
 from multimesh.hardware.software import Stack
-from multimesh.planner import traffic
+from multimesh.planner import saved, traffic
 from multimesh.planner.configuration import Configuration
 from multimesh.planner.transformer import Transformer
 
@@ -22,7 +22,7 @@ def residual_bytes(model: Transformer, how: Configuration, software: Stack) -> f
         return how.recomputed * less + (1 - how.recomputed) * whole
     spread = how.tp if how.sequence_parallel else 1
     if how.recompute == "full":
-        return 2.0 * how.tokens * model.hidden / spread
+        return 2.0 * how.tokens * model.hidden / spread + saved.saved_bytes(model, how)
     routed = model.active * how.load if model.experts else 0.0
     width = model.expert * routed + model.shared_ffn if model.experts else float(model.ffn)
     up = width * model.gates

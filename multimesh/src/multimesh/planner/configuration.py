@@ -11,6 +11,7 @@ from multimesh.errors import UsageError
 from multimesh.hardware.devices import PRECISIONS
 
 RECOMPUTE = ("none", "selective", "minimal", "full")
+SAVED = ("input", "query", "key", "value", "context", "out", "mlpwi", "mlpwo")
 SHARDED = ("none", "optimizer", "parameters")
 
 
@@ -42,6 +43,10 @@ class Configuration:
         results of matrix products, as MaxText's policy of that name), or ``full``.
     recomputed
         Share of the layers that do so; the others keep everything.
+    saved
+        Results of a layer that ``full`` keeps, as JAX's policies name them: its ``input``, ``query``, ``key``, ``value``,
+        ``context`` (of attention), ``out``, ``mlpwi`` (gate and up) and ``mlpwo``. Empty: it keeps the input and computes
+        all again, as Megatron does.
     sharded
         State that data parallelism shards beside the batch: ``none``, ``optimizer`` (its state, ZeRO-1), or
         ``parameters`` (with gradients and state: ZeRO-3, FSDP), also over dp.
@@ -74,6 +79,7 @@ class Configuration:
     sequence_parallel: bool = True
     recompute: str = "none"
     recomputed: float = 1.0
+    saved: tuple[str, ...] = ()
     sharded: str = "none"
     within: int = 0
     gather_once: bool = False
@@ -93,6 +99,9 @@ class Configuration:
         ):
             if getattr(self, name) not in known:
                 raise checks.refuse(f"configuration: {name}", f"one of {', '.join(known)}", getattr(self, name))
+        for name in self.saved:
+            if name not in SAVED:
+                raise checks.refuse("configuration: saved", f"names of {', '.join(SAVED)}", name)
         checks.whole("configuration: etp", self.etp, 0)
         checks.whole("configuration: within", self.within, 0)
         if self.within and self.replicas % self.within:

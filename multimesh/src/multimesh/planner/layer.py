@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from multimesh.hardware import kernels
 from multimesh.hardware.devices import Device
 from multimesh.hardware.software import Stack
-from multimesh.planner import activations, products, traffic
+from multimesh.planner import activations, products, saved, traffic
 from multimesh.planner.configuration import Configuration
 from multimesh.planner.products import Times
 from multimesh.planner.transformer import Transformer
@@ -52,7 +52,7 @@ def _layer(
     experts = traffic.experts(model, how, device, stack)
     whole = multiplied + attention + passed + tensor + context + experts
     if how.recompute == "full":
-        whole += Times(backward=whole.forward * how.recomputed)
+        whole += Times(backward=whole.forward * how.recomputed * saved.again(model, how))
     elif how.recompute != "none":  # element-wise kernels that run again are fused with those of the backward pass
         whole += Times(backward=attention.forward * how.recomputed)
     least = max(stack.layer, stack.expert_layer if model.experts else 0.0)

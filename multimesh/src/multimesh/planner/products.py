@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from multimesh.hardware import kernels
 from multimesh.hardware.devices import Device
 from multimesh.hardware.software import Stack
+from multimesh.planner import saved
 from multimesh.planner.configuration import Configuration
 from multimesh.planner.transformer import Transformer
 
@@ -63,7 +64,7 @@ def operations(model: Transformer, how: Configuration) -> float:
     Two for each multiplication. Attention between its projections is left out.
     """
     once = sum(2.0 * count * m * k * n for count, m, k, n in _shapes(model, how))
-    return once * (3 + (how.recomputed if how.recompute == "full" else 0))
+    return once * (3 + (how.recomputed * saved.again(model, how) if how.recompute == "full" else 0))
 
 
 def _shapes(model: Transformer, how: Configuration) -> Iterator[Product]:
