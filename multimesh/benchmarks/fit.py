@@ -46,6 +46,25 @@ _PRIORS: Mapping[str, tuple[float, float]] = {
     "fitted.blackwell.early": (0.20, 0.5),
     "fitted.blackwell-ultra.matmul_bf16": (0.75, 0.08),
     "fitted.blackwell-ultra.matmul_fp8": (0.70, 0.10),
+    "fitted.cdna.matmul_bf16": (0.57, 0.06),  # order 8192 on MI300X: 724 to 765 (AMD-AGI/Primus, node smoke test)
+    "fitted.cdna.matmul_fp8": (0.42, 0.08),  # hipBLASLt: 1,015 to 1,159 (Azure AI-benchmarking-guide, ND MI300X v5)
+    "fitted.cdna.attention": (0.33, 0.25),  # FlashAttention 2, heads of 64: 329 (the same guide)
+    "fitted.cdna-4.matmul_bf16": (0.57, 0.06),  # hipBLASLt on MI355X: 1,310 to 1,540 (Primus, gpt_oss_20b)
+    "fitted.cdna-4.matmul_fp8": (0.54, 0.08),  # 2,391 to 2,972 (the same files)
+    "fitted.cdna-4.attention": (
+        0.35,
+        0.30,
+    ),  # sparse, forward: up to 878 (Primus, deepseek-v4); of dense none found
+    "fitted.tpu.matmul_bf16": (0.80, 0.10),  # no table found: as the two below
+    "fitted.tpu.attention": (0.50, 0.30),  # no table of Splash attention found
+    "fitted.tpu-v6.matmul_bf16": (0.75, 0.06),  # order 8192: 668 to 689 (yangwhale/gpu-tpu-pedia)
+    "fitted.tpu-v6.attention": (0.50, 0.30),
+    "fitted.tpu-v7.matmul_bf16": (
+        0.83,
+        0.05,
+    ),  # order 16384: 950 of 1,153 a core (accelerator-microbenchmarks)
+    "fitted.tpu-v7.matmul_fp8": (0.75, 0.12),
+    "fitted.tpu-v7.attention": (0.50, 0.30),
     "fitted.ampere.network": (0.80, 0.15),
     "fitted.hopper.network": (0.80, 0.15),
     "modern.passes": (40, 0.3),
@@ -69,6 +88,12 @@ _PRIORS: Mapping[str, tuple[float, float]] = {
     "megatron-2026.expert_passes": (4, 0.5),
     "megatron-2026.grouped": (1.1, 0.1),
     "megatron-2026.exposed_experts": (0.5, 0.4),
+    "maxtext-tpu.passes": (40, 0.3),
+    "maxtext-tpu.exposed_tensor": (0.25, 0.5),
+    "maxtext-tpu.exposed_gradients": (0.3, 0.6),
+    "maxtext-tpu.exposed_parameters": (0.25, 0.7),
+    "maxtext-tpu.jitter": (0.004, 0.7),
+    "maxtext-tpu.expert_passes": (8, 0.5),
     "pytorch.passes": (60, 0.3),
     "pytorch.exposed_tensor": (0.9, 0.2),
     "pytorch.exposed_gradients": (0.3, 0.6),

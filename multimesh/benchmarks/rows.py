@@ -21,7 +21,7 @@ from multimesh.planner.transformer import Transformer
 from multimesh import schedules
 
 RUNS = Path(__file__).parent / "runs"
-FILES = tuple(RUNS / name for name in ("dense.csv", "fresh.csv", "moe.csv"))
+FILES = tuple(RUNS / name for name in ("dense.csv", "fresh.csv", "moe.csv", "others.csv"))
 """All published runs; ``schedules.csv`` has others."""
 
 _NEEDED = ("gpus", "seq", "gbs", "mbs", "tp", "pp", "step_s")
@@ -35,8 +35,10 @@ _DEVICES = {
 }
 _NETWORKS = {"Jean Zay": 6.25e9}  # bytes a second: four adapters of 100 Gb/s for eight GPUs
 _ADAPTERS = re.compile(r"(\d+)x(\d+)Gb")
+_SLICES = re.compile(r"(\d+) x v\d+[ep]-\d+")  # of TPUs: each has a torus of its own, and a network joins them
 _STACKS = (  # facts of the sources: which software ran
     (r"bigscience", "deepspeed-2021"),
+    (r"NeMo for ROCm", "modern"),
     (r"arXiv 2104\.04473|arXiv 2205\.05198", "megatron-2021"),
     (r"nanotron", "nanotron"),
     (r"not compiled", "eager"),
@@ -65,6 +67,7 @@ _DATES = (  # when the software of a release ran
     (r"§\s?(2\d)\.(\d\d)", 0.0),
     (r"container (2\d)\.(\d\d)", 0.0),
     (r"tag v(2\d)\.(\d\d)", 0.0),
+    (r"MaxText[^)]*, 20(2\d)-(\d\d)", 0.0),
     (r"training_results_v(\d)\.(\d)", 2020.45),  # a round every half year: 5.1 in autumn 2025
 )
 _GATED = re.compile(r"llama|mi[sx]tral|qwen|gemma|deepseek|glm|yi-|olmo", re.IGNORECASE)
@@ -164,8 +167,7 @@ def _run(name: str, row: Mapping[str, str]) -> Run:
     dp, rest = divmod(_whole(row, "gpus", 0), tp * pp * cp * fsdp)
     if rest:
         raise ValueError("its axes do not make its GPUs")
-    known = _DEVICES.get(row["gpu"], row["gpu"].split("-")[0].split(" ")[0].lower())
-    on = device(known)
+    on = device(_DEVICES.get(row["gpu"], row["gpu"].split(" ")[0].lower()))
     software = _stack(row, bool(model.experts))
     how = Configuration(
         batch=_whole(row, "gbs", 0),
@@ -185,11 +187,15 @@ def _run(name: str, row: Mapping[str, str]) -> Run:
         gather_once="gathered once" in row["optimizer_sharding"],
         within=int(found[1]) if (found := re.search(r"within (\d+)", row["optimizer_sharding"])) else 0,
         narrow=tuple(part for part in NARROW if f"fp8 {part}" in note),
+        load=float(found[1]) if (found := re.search(r"capacity ([\d.]+\d)", note)) else 1.0,
+        offload="offload" in row["recompute"] + note,
         precision="fp4" if "FP4" in row["precision"] else "fp8" if "8" in row["precision"] else "bf16",
     )
     on = dataclasses.replace(on, network=_NETWORKS.get(row["system"], on.network))
     if found := _ADAPTERS.search(row["system"]):
         on = dataclasses.replace(on, network=int(found[1]) * int(found[2]) * 1e9 / 8 / on.domain)
+    if found := _SLICES.search(row["system"]):
+        on = dataclasses.replace(on, domain=how.devices // int(found[1]))
     how = _recomputed(row["recompute"].lower(), model, how, on, software)
     if "nanotron" in row["source"] and how.pp > 1:
         how = how.changed(layers=_by_cost(model, how.pp))
@@ -225,8 +231,9 @@ def _model(row: Mapping[str, str]) -> Transformer:
         heads=heads,
         kv_heads=_whole(row, "kv_heads", heads),
         vocabulary=_whole(row, "vocab", 51200),
+        head=int(found[1]) if (found := re.search(r"head_dim (\d+)", row["note"])) else 0,
         gated=bool(_GATED.search(name)),
-        tied="mpt" in name or "tied" in row["note"],
+        tied=name.startswith(("mpt", "maxtext")) or "tied" in row["note"],
     )
 
 
@@ -268,9 +275,13 @@ def _stack(row: Mapping[str, str], experts: bool) -> Stack:
     year = _year(row["source"]) or (2025.0 if "msmoe" in row["id"] else 0.0)
     if found == "modern" and experts:
         found = next((stack for word, stack in _RECIPES if word in row["note"]), "megatron-2025-alltoall")
+    if found == "maxtext" and row["gpu"].startswith("tpu"):
+        found = "maxtext-tpu"
     known = stack(found)
     if logit := next((size for pattern, size in _LOGITS if re.search(pattern, row["note"])), 0.0):
         known = dataclasses.replace(known, logit_bytes=logit)
+    if "weight_dtype bfloat16" in row["note"]:
+        known = dataclasses.replace(known, parameter_bytes=2.0, gradient_bytes=2.0, optimizer_bytes=4.0)
     if "tokendrop" in row["note"]:  # shapes are known before the step
         known = dataclasses.replace(known, expert_layer=known.expert_layer / 2)
     return dataclasses.replace(known, year=year) if year else known
@@ -288,6 +299,8 @@ def _year(source: str) -> float:
 
 def _recomputed(text: str, model: Transformer, how: Configuration, on: Device, software: Stack) -> Configuration:
     """Return the run with its recomputation; where none is stated, the least that fits into a device."""
+    if text.startswith("saves"):
+        return how.changed(recompute="full", saved=tuple(re.findall(r"\w+", text.split(",")[0])[1:]))
     stated = next((name for name in reversed(RECOMPUTE) if name in text), "")
     if stated == "selective" and software.name in ("pytorch", "eager"):
         return how.changed(recompute="alternate")

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from multimesh.hardware import kernels
 from multimesh.hardware.software import Stack
-from multimesh.planner import traffic
+from multimesh.planner import recomputation, traffic
 from multimesh.planner.configuration import Configuration
 from multimesh.planner.transformer import Transformer
 
 _SCORES = 5.0  # bytes that unfused attention keeps for a score: of softmax, of its dropout, and the mask
-_KEPT = {  # results of products, beside the input of the layer
-    "minimal": ("into attention", "out of attention", "up"),
-    "save_dot_except_mlp": ("into attention", "out of attention"),
-    "save_out_proj": ("out of attention",),
-    "save_qkv_proj": ("into attention",),
-}
 _GATHERED = 2.0  # arrays of a width of the model that tensor parallelism has whole at a time: an input and its gradient
 _HELD = 2.0  # layers whose gathered parameters, or offloaded activations, are on the device at a time
 
@@ -28,19 +22,15 @@ def residual_bytes(model: Transformer, how: Configuration, software: Stack) -> f
         less = residual_bytes(model, how.changed(recomputed=1.0), software)
         return how.recomputed * less + (1 - how.recomputed) * whole
     spread = how.tp if how.sequence_parallel else 1
-    if how.recompute == "full":
-        return 2.0 * how.tokens * model.hidden / spread
+    if how.recompute == "full" or recomputation.kept_names(how):
+        return 2.0 * how.tokens * model.hidden / spread + recomputation.named_bytes(model, how)
     routed = model.active * how.load if model.experts else 0.0
     width = model.expert * routed + model.shared_ffn if model.experts else float(model.ffn)
     up = width * model.gates
     ranks = model.query_rank + model.kv_rank
-    if how.recompute in _KEPT:
-        sizes = {
-            "into attention": ranks + model.queries + model.keys_and_values,
-            "out of attention": model.hidden,
-            "up": up,
-        }
-        return 2.0 * how.tokens * (model.hidden + sum(sizes[kind] for kind in _KEPT[how.recompute])) / how.tp
+    if how.recompute == "minimal":
+        products = model.queries + model.keys_and_values + up
+        return 2.0 * how.tokens * (2 * model.hidden + ranks + products) / how.tp
     if how.recompute == "alternate":
         products = model.queries + model.keys_and_values / 2 + model.values + width
         unused = model.hidden if software.copies else 0.0  # the last product, which nothing needs

@@ -13,7 +13,15 @@ from multimesh.hardware.devices import PRECISIONS
 USUAL = ("none", "selective", "minimal", "full")
 """Recomputation that most software has, the most frugal last: a search tries it."""
 
-RECOMPUTE = (*USUAL[:-1], "latent", "alternate", "save_dot_except_mlp", "save_out_proj", "save_qkv_proj", "full")
+POLICIES = {
+    "save_dot_except_mlp": ("query", "key", "value", "out"),
+    "save_qkv_proj": ("query", "key", "value"),
+    "save_out_proj": ("out",),
+}
+"""Policies of MaxText between ``minimal`` and ``full``, with the results of a layer that they keep."""
+
+RECOMPUTE = (*USUAL[:-1], "latent", "alternate", *POLICIES, "full")
+SAVED = ("input", "query", "key", "value", "context", "out", "mlpwi", "mlpwo")
 SHARDED = ("none", "optimizer", "parameters")
 NARROW = ("attention", "head")
 
@@ -49,6 +57,10 @@ class Configuration:
         keep the results of some products, or ``full``.
     recomputed
         Share of the layers that do so; the others keep everything.
+    saved
+        Results of a layer that ``full`` keeps, as JAX's policies name them: its ``input``, ``query``, ``key``,
+        ``value``, ``context`` (of attention), ``out``, ``mlpwi`` (gate and up) and ``mlpwo``. Empty: it keeps the
+        input and computes all again, as Megatron does.
     sharded
         State that data parallelism shards beside the batch: ``none``, ``optimizer`` (its state, ZeRO-1), or
         ``parameters`` (with gradients and state: ZeRO-3, FSDP), also over dp and cp.
@@ -83,6 +95,7 @@ class Configuration:
     sequence_parallel: bool = True
     recompute: str = "none"
     recomputed: float = 1.0
+    saved: tuple[str, ...] = ()
     sharded: str = "none"
     within: int = 0
     gather_once: bool = False
@@ -103,6 +116,8 @@ class Configuration:
         ):
             if getattr(self, name) not in known:
                 raise checks.refuse(f"configuration: {name}", f"one of {', '.join(known)}", getattr(self, name))
+        if not {*self.saved} <= {*SAVED} or (self.saved and self.recompute != "full"):
+            raise checks.refuse("configuration: saved", f"some of {', '.join(SAVED)}, with full", self.saved)
         checks.whole("configuration: etp", self.etp, 0)
         checks.whole("configuration: within", self.within, 0)
         if self.within and self.replicas % self.within:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from multimesh.hardware import kernels
 from multimesh.hardware.devices import Device
 from multimesh.hardware.software import Stack
-from multimesh.planner import activations, products, traffic
+from multimesh.planner import activations, products, recomputation, traffic
 from multimesh.planner.configuration import Configuration
 from multimesh.planner.products import Times
 from multimesh.planner.transformer import Transformer
@@ -51,15 +51,16 @@ def _layer(
     context = traffic.context(model, how, device, stack)
     experts = traffic.experts(model, how, device, stack)
     whole = multiplied + attention + passed + tensor + context + experts
-    if how.recompute == "full":
-        whole += Times(backward=whole.forward * how.recomputed)
-    elif how.recompute == "latent":
-        whole += products.expansion(model, how, device, stack) * how.recomputed
-    elif how.recompute != "none":  # element-wise kernels that run again are fused with those of the backward pass
-        again = products.products_again(model, how, device, stack)
-        again += tensor.forward * sum(products.AGAIN.get(how.recompute, {}).values()) / 4  # one collective for each
-        beside = passed if how.recompute == "alternate" else attention
-        whole += Times(backward=(again * products.twice(how) + beside.forward) * how.recomputed)
+    again = recomputation.again(model, how)
+    forward = products.products_again(model, how, device, stack, again)
+    for name, part in (
+        *(("attention", attention), ("memory", passed)),
+        *(("tensor", tensor), ("context", context), ("experts", experts)),
+    ):
+        forward += again.get(name, 0.0) * part.forward
+    if how.recompute == "latent":
+        forward = products.expansion(model, how, device, stack)
+    whole += Times(backward=forward * recomputation.times(how) * how.recomputed)
     least = max(stack.layer, stack.expert_layer if model.experts else 0.0)
     started = max(1.0, least / whole.forward, 2 * least / (whole.backward + whole.weights))
     sharded = traffic.sharding(model, how, device, stack, whole)

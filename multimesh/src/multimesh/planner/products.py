@@ -6,25 +6,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from multimesh import schedules
 from multimesh.hardware import kernels
 from multimesh.hardware.devices import Device
 from multimesh.hardware.software import Stack
+from multimesh.planner import recomputation
 from multimesh.planner.configuration import Configuration
 from multimesh.planner.transformer import Transformer
 
 Product = tuple[float, float, float, float]  # how many of [m, k] times [k, n] run together, and m, k, n
-
-_KINDS = ("into attention", "out of attention", "up", "down")
-AGAIN: Mapping[str, Mapping[str, float]] = {
-    "alternate": dict.fromkeys(_KINDS, 0.5),
-    "save_dot_except_mlp": {"up": 1.0},
-    "save_out_proj": {"into attention": 1.0, "up": 1.0},
-    "save_qkv_proj": {"out of attention": 1.0, "up": 1.0},
-    "full": dict.fromkeys(_KINDS, 1.0),
-}
-"""Share of each kind of products of a layer that the backward pass computes again, by recomputation."""
-
 
 _GATED_PASSES, _PLAIN_PASSES = 6.0, 4.0  # arrays of the width of the MLP that its activation reads or writes
 _BACKWARD_PASSES = 1.5  # of those forward
@@ -68,11 +57,12 @@ def products(model: Transformer, how: Configuration, device: Device, stack: Stac
     return Times(*(_seconds(of, how, device, stack, cast=of is not weights) for of in (shapes, inputs, weights)))
 
 
-def products_again(model: Transformer, how: Configuration, device: Device, stack: Stack) -> float:
-    """Return the seconds of the matrix products of a layer that the backward pass computes again."""
-    shares = AGAIN.get(how.recompute, {})
+def products_again(
+    model: Transformer, how: Configuration, device: Device, stack: Stack, again: Mapping[str, float]
+) -> float:
+    """Return the seconds of the products of a layer that the backward pass computes again: a share of each kind."""
     return sum(
-        shares.get(kind, 0.0) * _seconds([shape], how, device, stack, cast=True) for kind, shape in _shapes(model, how)
+        again.get(kind, 0.0) * _seconds([shape], how, device, stack, cast=True) for kind, shape in _shapes(model, how)
     )
 
 
@@ -89,23 +79,15 @@ def operations(model: Transformer, how: Configuration) -> float:
 
     Two for each multiplication. Attention between its projections is left out.
     """
-    again = AGAIN.get(how.recompute, {})
+    again, times = recomputation.again(model, how), recomputation.times(how)
     return sum(
-        2.0 * count * m * k * n * (3 + how.recomputed * twice(how) * again.get(kind, 0.0))
+        2.0 * count * m * k * n * (3 + how.recomputed * times * again.get(kind, 0.0))
         for kind, (count, m, k, n) in _shapes(model, how)
     )
 
 
-def twice(how: Configuration) -> int:
-    """Return how often a layer is computed again: for B and for W where these are apart, as MultiMesh does it.
-
-    It keeps them together with ``full``.
-    """
-    return 2 if how.pp > 1 and how.recompute != "full" and schedules.get(how.schedule).splits else 1
-
-
 def _shapes(model: Transformer, how: Configuration) -> Iterator[tuple[str, Product]]:
-    """Yield the matrix products of a layer forward, each after the kind that ``AGAIN`` names."""
+    """Yield the matrix products of a layer forward, each after its kind in `recomputation.PRODUCTS`."""
     tokens, tp = how.tokens, how.tp
     for rows, columns, shards_columns in model.projections:
         if shards_columns:
@@ -126,10 +108,10 @@ def _shapes(model: Transformer, how: Configuration) -> Iterator[tuple[str, Produ
     yield "down", (count, rows, model.expert / how.expert_tp, model.hidden)
 
 
-def expansion(model: Transformer, how: Configuration, device: Device, stack: Stack) -> Times:
+def expansion(model: Transformer, how: Configuration, device: Device, stack: Stack) -> float:
     """Return the seconds in which the backward pass computes the heads of latent attention again."""
     shapes = ((how.tokens, rows, columns / how.tp) for rows, columns in model.expansions)
-    return Times(backward=sum(kernels.matmul(device, *shape, how.precision) + stack.kernel for shape in shapes))
+    return sum(kernels.matmul(device, *shape, how.precision) + stack.kernel for shape in shapes)
 
 
 def attention(model: Transformer, how: Configuration, device: Device, stack: Stack) -> Times:
