@@ -15,7 +15,7 @@ from multimesh.hardware.devices import device
 from multimesh.hardware.software import stack
 from multimesh.planner import footprint, models, picture
 from multimesh.planner.bill import RESTART, Terms
-from multimesh.planner.configuration import RECOMPUTE, Configuration
+from multimesh.planner.configuration import USUAL, Configuration
 from multimesh.planner.space import MORE_STAGES, ONE_STAGE, TWO_STAGES, divisors
 from multimesh.planner.step import forecast
 from multimesh.planner.suggesting import Training, fewest, suggest
@@ -39,7 +39,7 @@ def every(devices: int, batch: int) -> list[Configuration]:
         rest, over = divmod(devices, tp * pp * fsdp)
         if over or batch % (rest * fsdp) or tp > 8 or pp > SMALL.layers:
             continue
-        for microbatch, v, recompute in itertools.product(divisors(batch // (rest * fsdp)), range(1, 13), RECOMPUTE):
+        for microbatch, v, recompute in itertools.product(divisors(batch // (rest * fsdp)), range(1, 13), USUAL):
             if SMALL.layers % (pp * v) or (pp == 1 and v > 1):
                 continue
             names = ("1f1b",) if pp == 1 else {1: ONE_STAGE, 2: TWO_STAGES}.get(v, MORE_STAGES)

@@ -116,8 +116,8 @@ class Configuration:
         ):
             if getattr(self, name) not in known:
                 raise checks.refuse(f"configuration: {name}", f"one of {', '.join(known)}", getattr(self, name))
-        if not {*self.saved} <= {*SAVED} or (self.saved and self.recompute != "full"):
-            raise checks.refuse("configuration: saved", f"some of {', '.join(SAVED)}, with full", self.saved)
+        if not {*self.saved} <= {*SAVED}:
+            raise checks.refuse("configuration: saved", f"some of {', '.join(SAVED)}", self.saved)
         checks.whole("configuration: etp", self.etp, 0)
         checks.whole("configuration: within", self.within, 0)
         if self.within and self.replicas % self.within:

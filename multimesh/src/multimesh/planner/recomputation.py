@@ -14,7 +14,7 @@ PRODUCTS = ("into attention", "out of attention", "up", "down")
 
 def kept_names(how: Configuration) -> tuple[str, ...]:
     """Return the results of a layer that are kept by name; none where the policy is another."""
-    return POLICIES.get(how.recompute, how.saved)
+    return POLICIES.get(how.recompute, how.saved if how.recompute == "full" else ())
 
 
 def again(model: Transformer, how: Configuration) -> Mapping[str, float]:
