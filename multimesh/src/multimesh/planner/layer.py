@@ -44,42 +44,28 @@ def parts(model: Transformer, how: Configuration, device: Device, stack: Stack) 
 def _layer(
     model: Transformer, how: Configuration, device: Device, stack: Stack
 ) -> tuple[Times, tuple[tuple[str, float], ...]]:
-    multiplied = products.products(model, how, device, stack)
-    attention = products.attention(model, how, device, stack)
-    passed = products.elementwise(model, how, device, stack)
-    tensor = traffic.tensor(model, how, device, stack)
-    context = traffic.context(model, how, device, stack)
-    experts = traffic.experts(model, how, device, stack)
-    whole = multiplied + attention + passed + tensor + context + experts
-    again = recomputation.again(model, how)
-    forward = products.products_again(model, how, device, stack, again)
-    for name, part in (
-        *(("attention", attention), ("memory", passed)),
-        *(("tensor", tensor), ("context", context), ("experts", experts)),
-    ):
-        forward += again.get(name, 0.0) * part.forward
+    parts = {
+        "matrix products": products.products(model, how, device, stack),
+        "attention": products.attention(model, how, device, stack),
+        "memory": products.elementwise(model, how, device, stack),
+        "tensor parallelism": traffic.tensor(model, how, device, stack),
+        "context parallelism": traffic.context(model, how, device, stack),
+        "expert parallelism": traffic.experts(model, how, device, stack),
+    }
+    shares = recomputation.again(model, how)
+    again = products.products_again(model, how, device, stack, shares)
+    again += sum(shares.get(name, 0.0) * part.forward for name, part in parts.items())
     if how.recompute == "latent":
-        forward = products.expansion(model, how, device, stack)
-    whole += Times(backward=forward * recomputation.times(how) * how.recomputed)
+        again = products.expansion(model, how, device, stack)
+    whole = sum(parts.values(), Times(backward=again * recomputation.times(how) * how.recomputed))
     least = max(stack.layer, stack.expert_layer if model.experts else 0.0)
     started = max(1.0, least / whole.forward, 2 * least / (whole.backward + whole.weights))
-    sharded = traffic.sharding(model, how, device, stack, whole)
-    offloaded = Times()
+    parts["sharded parameters"] = traffic.sharding(model, how, device, stack, whole)
     if how.offload:
-        offloaded = traffic.offloading(
-            how, device, whole, activations.residual_bytes(model, how.changed(offload=False), stack)
-        )
-    shares = {
-        "matrix products": multiplied.total,
-        "attention": attention.total,
-        "memory": passed.total,
-        "tensor parallelism": tensor.total,
-        "context parallelism": context.total,
-        "expert parallelism": experts.total,
-        "sharded parameters": sharded.total,
-        "offload": offloaded.total,
-    }
-    return (whole + sharded + offloaded) * started, tuple((name, s) for name, s in shares.items() if s)
+        kept = activations.residual_bytes(model, how.changed(offload=False), stack)
+        parts["offload"] = traffic.offloading(how, device, whole, kept)
+    whole += parts["sharded parameters"] + parts.get("offload", Times())
+    return whole * started, tuple((name, part.total) for name, part in parts.items() if part.total)
 
 
 def _embedding(model: Transformer, how: Configuration, device: Device) -> Times:

@@ -11,6 +11,8 @@ from multimesh.planner.transformer import Transformer
 PRODUCTS = ("into attention", "out of attention", "up", "down")
 """Matrix products of a layer, in the order in which it runs them; "up" is the gate, and the router, too."""
 
+_COLLECTIVES = ("tensor parallelism", "context parallelism", "expert parallelism")
+
 
 def kept_names(how: Configuration) -> tuple[str, ...]:
     """Return the results of a layer that are kept by name; none where the policy is another."""
@@ -20,8 +22,8 @@ def kept_names(how: Configuration) -> tuple[str, ...]:
 def again(model: Transformer, how: Configuration) -> Mapping[str, float]:
     """Return the share of each part of a layer's forward that the backward pass computes again, without those of 0.
 
-    Parts are ``PRODUCTS``, "attention", "memory" (element-wise kernels), and the collectives "tensor", "context" and
-    "experts". Where results are kept by name, XLA leaves out the last product of a dense MLP, which nothing reads.
+    Parts are ``PRODUCTS``, "attention", "memory" (element-wise kernels), and "tensor", "context" and "expert
+    parallelism" (their collectives). Where results are kept by name, XLA leaves out the last product of a dense MLP, which nothing reads.
     """
     names = kept_names(how)
     if how.recompute in ("none", "latent"):
@@ -29,9 +31,9 @@ def again(model: Transformer, how: Configuration) -> Mapping[str, float]:
     if how.recompute in ("selective", "minimal"):  # element-wise kernels are fused with those of the backward pass
         return {"attention": 1.0}
     if how.recompute == "alternate":
-        return {**dict.fromkeys((*PRODUCTS, "tensor"), 0.5), "memory": 1.0}
+        return {**dict.fromkeys((*PRODUCTS, "tensor parallelism"), 0.5), "memory": 1.0}
     if not names:
-        return dict.fromkeys((*PRODUCTS, "attention", "memory", "tensor", "context", "experts"), 1.0)
+        return dict.fromkeys((*PRODUCTS, "attention", "memory", *_COLLECTIVES), 1.0)
     widths = {"query": model.queries, "key": model.keys, "value": model.keys_and_values - model.keys}
     missing = sum(width for name, width in widths.items() if name not in names)
     products = {
@@ -41,12 +43,8 @@ def again(model: Transformer, how: Configuration) -> Mapping[str, float]:
         "down": float(bool(model.experts) and "mlpwo" not in names),
     }
     attention = float("context" not in names)
-    collectives = {
-        "tensor": sum(products.values()) / 4,  # a gather or a scatter beside each
-        "context": attention,
-        "experts": (products["up"] + products["down"]) / 2,
-    }
-    return {**products, "attention": attention, "memory": 1.0, **collectives}
+    sent = sum(products.values()) / 4, attention, (products["up"] + products["down"]) / 2  # one beside each product
+    return {**products, "attention": attention, "memory": 1.0, **dict(zip(_COLLECTIVES, sent, strict=True))}
 
 
 def times(how: Configuration) -> int:
