@@ -52,12 +52,12 @@ def _layer(
         "context parallelism": traffic.context(model, how, device, stack),
         "expert parallelism": traffic.experts(model, how, device, stack),
     }
-    shares = recomputation.again(model, how)
-    again = products.products_again(model, how, device, stack, shares)
+    shares = recomputation.count_again(model, how)
+    again = products.sum_again(model, how, device, stack, shares)
     again += sum(shares.get(name, 0.0) * part.forward for name, part in parts.items())
     if how.recompute == "latent":
         again = products.expansion(model, how, device, stack)
-    whole = sum(parts.values(), Times(backward=again * recomputation.times(how) * how.recomputed))
+    whole = sum(parts.values(), Times(backward=again * recomputation.count_times(how) * how.recomputed))
     least = max(stack.layer, stack.expert_layer if model.experts else 0.0)
     started = max(1.0, least / whole.forward, 2 * least / (whole.backward + whole.weights))
     parts["sharded parameters"] = traffic.sharding(model, how, device, stack, whole)

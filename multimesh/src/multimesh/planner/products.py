@@ -57,7 +57,7 @@ def products(model: Transformer, how: Configuration, device: Device, stack: Stac
     return Times(*(_seconds(of, how, device, stack, cast=of is not weights) for of in (shapes, inputs, weights)))
 
 
-def products_again(
+def sum_again(
     model: Transformer, how: Configuration, device: Device, stack: Stack, again: Mapping[str, float]
 ) -> float:
     """Return the seconds of the products of a layer that the backward pass computes again: a share of each kind."""
@@ -79,7 +79,7 @@ def operations(model: Transformer, how: Configuration) -> float:
 
     Two for each multiplication. Attention between its projections is left out.
     """
-    again, times = recomputation.again(model, how), recomputation.times(how)
+    again, times = recomputation.count_again(model, how), recomputation.count_times(how)
     return sum(
         2.0 * count * m * k * n * (3 + how.recomputed * times * again.get(kind, 0.0))
         for kind, (count, m, k, n) in _shapes(model, how)

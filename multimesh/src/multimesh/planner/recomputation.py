@@ -14,18 +14,19 @@ PRODUCTS = ("into attention", "out of attention", "up", "down")
 _COLLECTIVES = ("tensor parallelism", "context parallelism", "expert parallelism")
 
 
-def kept_names(how: Configuration) -> tuple[str, ...]:
+def list_kept(how: Configuration) -> tuple[str, ...]:
     """Return the results of a layer that are kept by name; none where the policy is another."""
     return POLICIES.get(how.recompute, how.saved if how.recompute == "full" else ())
 
 
-def again(model: Transformer, how: Configuration) -> Mapping[str, float]:
+def count_again(model: Transformer, how: Configuration) -> Mapping[str, float]:
     """Return the share of each part of a layer's forward that the backward pass computes again, without those of 0.
 
     Parts are ``PRODUCTS``, "attention", "memory" (element-wise kernels), and "tensor", "context" and "expert
-    parallelism" (their collectives). Where results are kept by name, XLA leaves out the last product of a dense MLP, which nothing reads.
+    parallelism" (their collectives). Where results are kept by name, XLA leaves out the last product of a dense MLP,
+    which nothing reads.
     """
-    names = kept_names(how)
+    names = list_kept(how)
     if how.recompute in ("none", "latent"):
         return {}
     if how.recompute in ("selective", "minimal"):  # element-wise kernels are fused with those of the backward pass
@@ -47,16 +48,16 @@ def again(model: Transformer, how: Configuration) -> Mapping[str, float]:
     return {**products, "attention": attention, "memory": 1.0, **dict(zip(_COLLECTIVES, sent, strict=True))}
 
 
-def times(how: Configuration) -> int:
+def count_times(how: Configuration) -> int:
     """Return how often these parts are computed again: for B and for W where MultiMesh has them apart.
 
     It keeps them together where all of a layer is computed again.
     """
     apart = how.pp > 1 and schedules.get(how.schedule).splits
-    return 2 if apart and kept_names(how) else 1
+    return 2 if apart and list_kept(how) else 1
 
 
-def named_bytes(model: Transformer, how: Configuration) -> float:
+def count_bytes(model: Transformer, how: Configuration) -> float:
     """Return the bytes of the results that are kept by name, on a device, for a microbatch of a layer."""
     routed = model.active * how.load if model.experts else 0.0
     widths = {
@@ -68,4 +69,4 @@ def named_bytes(model: Transformer, how: Configuration) -> float:
         "mlpwi": (model.expert * routed + model.shared_ffn if model.experts else model.ffn) * model.gates,
         "mlpwo": model.hidden * routed,
     }
-    return 2.0 * how.tokens * sum(widths.get(name, 0.0) for name in kept_names(how)) / how.tp
+    return 2.0 * how.tokens * sum(widths.get(name, 0.0) for name in list_kept(how)) / how.tp

@@ -27,7 +27,7 @@ ONE_STAGE, TWO_STAGES, MORE_STAGES = (
 _MOST_CHUNKS = 12  # stages of a submesh
 _PART = 8192  # tokens of a sequence on a device at least, where context parallelism is searched
 _NARROW = 4096  # width of an expert that tensor parallelism does not cut
-_KEPT = ("etp", "load", "recomputed", "sharded", "gather_once", "offload", "narrow")
+_KEPT = ("etp", "load", "recomputed", "saved", "sharded", "gather_once", "offload", "narrow")
 
 
 @dataclass(frozen=True)
