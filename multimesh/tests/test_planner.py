@@ -18,8 +18,8 @@ from multimesh.errors import UsageError
 from multimesh.hardware import kernels
 from multimesh.hardware.devices import device
 from multimesh.hardware.software import stack
-from multimesh.planner import activations, bands, calibration, loop, models, products
-from multimesh.planner.configuration import Configuration
+from multimesh.planner import activations, bands, calibration, loop, models, products, recomputation
+from multimesh.planner.configuration import SAVED, Configuration
 from multimesh.planner.products import Times
 from multimesh.planner.step import forecast
 from multimesh.planner.transformer import Transformer
@@ -279,3 +279,20 @@ def test_eager_software_keeps_more_and_what_tensor_parallelism_gathered():
     fused = [activations.residual_bytes(LLAMA, how(tp=size), stack("pytorch")) for size in (1, 4)]
     assert of[0] > fused[0]
     assert of[1] > of[0] / 4 > fused[1]
+
+
+def test_what_a_policy_keeps_does_not_run_again():
+    """The last product of a dense MLP is read by nothing, so it runs again with no policy."""
+    none, *others = (
+        forecast(LLAMA, how(recompute="full", saved=names), "tpu-v5p")
+        for names in ((), ("input",), ("input", "mlpwo"), ("input", "query", "context"), SAVED)
+    )
+    assert [step.seconds for step in others] == sorted((step.seconds for step in others), reverse=True)
+    assert none.seconds > others[0].seconds == others[1].seconds > others[2].seconds
+    again = recomputation.count_again(LLAMA, how(recompute="full", saved=SAVED))
+    assert {name for name, share in again.items() if share} == {"memory"}
+    kept = [step.memory[0].activations for step in (none, *others)]
+    assert kept == sorted(kept)
+    assert kept[0] == kept[1]
+    with pytest.raises(UsageError, match="saved must be some of input, query"):
+        how(saved=("everything",))

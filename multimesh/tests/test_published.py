@@ -74,6 +74,16 @@ def test_models_with_experts_are_read_or_refused_with_a_reason():
     }
 
 
+def test_every_run_of_other_devices_has_a_forecast():
+    runs, others = rows.read(rows.RUNS / "others.csv")
+    assert not others
+    assert {run.device.name for run in runs} == {"tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-v7", "mi350x", "mi355x", "b300"}
+    slices = [run for run in runs if run.device.name == "tpu-v5e"]
+    assert {run.device.domain for run in slices} == {256}
+    assert {run.how.dp for run in slices} == {1, 2, 4, 8, 16, 32}
+    assert all(run.how.saved or run.how.recompute != "full" or run.model.experts for run in runs)
+
+
 def test_most_rows_that_are_complete_have_a_forecast():
     runs, others = rows.read(*rows.FILES)
     complete = len(runs) + sum("not stated" not in reason for reason in others.values())

@@ -299,9 +299,9 @@ def _runtime(root: argparse.ArgumentParser) -> None:
     add("--device-memory", type=parse_size, metavar="SIZE", help=text)
     text = (
         "with --forecast or --suggest: estimate tokens a second on these GPUs, and take the part of their memory "
-        "that JAX takes (3/4, or --fbmem) as the limit"
+        f"that JAX takes (3/4, or --fbmem) as the limit: {', '.join(DEVICES)}"
     )
-    add("--device", choices=DEVICES, help=text)
+    add("--device", choices=DEVICES, metavar="NAME", help=text)
     text = (
         "GPU memory to reserve per device, in GB below 1000, in MB from there on: becomes JAX's memory fraction, "
         "which is printed (default: JAX's own)"
