@@ -114,6 +114,7 @@ GOALS: tuple[tuple[str, Callable[[Compared], bool], float, float], ...] = (
     ("long context on a100", lambda c: c.run.how.sequence >= 16384 and c.run.device.name == "a100", 10.0, 16.0),
     ("h200", lambda c: c.run.device.name == "h200", 5.0, 12.0),
     ("experts", lambda c: bool(c.run.model.experts), 8.0, 20.0),
+    ("tpus", lambda c: c.run.device.name.startswith("tpu") and c.dense, 7.0, 16.0),
 )
 """Groups of runs with the largest median and 90th percentile of errors in percent that CI allows."""
 
