@@ -121,6 +121,7 @@ GROUPS: tuple[tuple[str, Callable[[MeasuredStep], bool]], ...] = (
     ("H100 and H200, bf16", lambda run: run.kinds[1] == "hopper" and run.kinds[3] == "bf16" and run.kinds[0] == "0"),
     ("H100 and H200, fp8", lambda run: run.kinds[1] == "hopper" and run.kinds[3] == "fp8" and run.kinds[0] == "0"),
     ("Blackwell, dense", lambda run: run.kinds[1].startswith("blackwell") and run.kinds[0] == "0"),
+    ("TPUs", lambda run: run.kinds[1] == "tpu" and run.kinds[0] == "0"),
     ("experts", lambda run: run.kinds[0] == "1"),
     ("a fifth of the step or more in attention", lambda run: run.shares[0] >= 0.2 and run.kinds[0] == "0"),
     ("sharded parameters", lambda run: run.shares[4] > 0),

@@ -71,7 +71,7 @@ class Rule:
     growth: float  # by which it widens for each unit of the distance of the nearest run beyond 1
 
 
-RULE = Rule(0.88, 1.5)
+RULE = Rule(0.88, 2.0)
 """The narrowest that has 85 % of each source inside in bands of the others: ``multimesh/benchmarks/loso.py``."""
 
 
