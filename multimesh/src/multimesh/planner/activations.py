@@ -22,7 +22,7 @@ def residual_bytes(model: Transformer, how: Configuration, software: Stack) -> f
         less = residual_bytes(model, how.changed(recomputed=1.0), software)
         return how.recomputed * less + (1 - how.recomputed) * whole
     spread = how.tp if how.sequence_parallel else 1
-    if how.recompute == "full" or recomputation.list_kept(how):
+    if how.recompute == "full" or recomputation.list_names(how):
         return 2.0 * how.tokens * model.hidden / spread + recomputation.count_bytes(model, how)
     routed = model.active * how.load if model.experts else 0.0
     width = model.expert * routed + model.shared_ffn if model.experts else float(model.ffn)

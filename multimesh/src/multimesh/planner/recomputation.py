@@ -14,7 +14,7 @@ PRODUCTS = ("into attention", "out of attention", "up", "down")
 _COLLECTIVES = ("tensor parallelism", "context parallelism", "expert parallelism")
 
 
-def list_kept(how: Configuration) -> tuple[str, ...]:
+def list_names(how: Configuration) -> tuple[str, ...]:
     """Return the results of a layer that are kept by name; none where the policy is another."""
     return POLICIES.get(how.recompute, how.saved if how.recompute == "full" else ())
 
@@ -26,7 +26,7 @@ def count_again(model: Transformer, how: Configuration) -> Mapping[str, float]:
     parallelism" (their collectives). Where results are kept by name, XLA leaves out the last product of a dense MLP,
     which nothing reads.
     """
-    names = list_kept(how)
+    names = list_names(how)
     if how.recompute in ("none", "latent"):
         return {}
     if how.recompute in ("selective", "minimal"):  # element-wise kernels are fused with those of the backward pass
@@ -54,7 +54,7 @@ def count_times(how: Configuration) -> int:
     It keeps them together where all of a layer is computed again.
     """
     apart = how.pp > 1 and schedules.get(how.schedule).splits
-    return 2 if apart and list_kept(how) else 1
+    return 2 if apart and list_names(how) else 1
 
 
 def count_bytes(model: Transformer, how: Configuration) -> float:
@@ -69,4 +69,4 @@ def count_bytes(model: Transformer, how: Configuration) -> float:
         "mlpwi": (model.expert * routed + model.shared_ffn if model.experts else model.ffn) * model.gates,
         "mlpwo": model.hidden * routed,
     }
-    return 2.0 * how.tokens * sum(widths.get(name, 0.0) for name in list_kept(how)) / how.tp
+    return 2.0 * how.tokens * sum(widths.get(name, 0.0) for name in list_names(how)) / how.tp
