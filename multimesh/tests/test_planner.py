@@ -139,6 +139,7 @@ def test_a_forecast_near_a_run_that_took_longer_says_so(run):
     )
 
 
+@pytest.mark.longer
 def test_bands_hold_for_sources_that_no_constant_was_fitted_to():
     runs = bands.load_runs()
     distances = loso.Distances(runs)
