@@ -263,6 +263,15 @@ def test_goodput_is_that_of_the_best_interval_of_checkpoints():
         Terms(1e12, failures=1e6, save=60.0).goodput(1024)
 
 
+def test_tpus_run_maxtext_unless_software_is_named(capsys: pytest.CaptureFixture[str]):
+    flags = (*SIZES, "--device", "tpu-v6e", "--tp", "1", "--pp", "1", "--json")
+    usual, same, other = (
+        json.loads(command(capsys, *flags, *more)[1])["suggestions"][0]["seconds"]
+        for more in ((), ("--software", "maxtext-tpu"), ("--software", "modern"))
+    )
+    assert usual == same != other
+
+
 def test_devices_are_compared_in_one_table(capsys: pytest.CaptureFixture[str]):
     code, text, _ = command(capsys, *SIZES, "--device", "h100,b200", "--tokens", "1e12", "--tp", "1")
     assert code == 0

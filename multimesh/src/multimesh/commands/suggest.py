@@ -127,7 +127,9 @@ def run_search(options: argparse.Namespace) -> dict[str, Any]:
 
 def _one(options: argparse.Namespace, name: str, terms: Terms | None, progress: Progress | None) -> Answer:
     """Search for one device."""
-    on, software = devices.device(name, options.devices_file), stack(options.software)
+    on = devices.device(name, options.devices_file)
+    usual = "maxtext-tpu" if on.generation.startswith("tpu") else "modern"
+    software = stack(options.software or usual)
     if options.network is not None:
         on = dataclasses.replace(on, network=options.network)
     job = training(options, on, software)

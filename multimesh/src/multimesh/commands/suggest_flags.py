@@ -73,7 +73,8 @@ def _cluster(cluster: argparse._ArgumentGroup) -> None:
     text = "that a device sends to other nodes in a second: 25e9"
     add("--network", type=values.amount, metavar="BYTES", help=text)
     text = "what runs it: " + "; ".join(f"{name}: {software.stack(name).about}" for name in software.stack_names())
-    add("--software", choices=software.stack_names(), default="modern", metavar="NAME", help=text)
+    text += " (default: modern, and maxtext-tpu on TPUs)"
+    add("--software", choices=software.stack_names(), metavar="NAME", help=text)
     text = "JSON file of a run of yours, to which three constants are fitted"
     add("--calibrate", type=Path, metavar="FILE", help=text)
     text = "GPUs of a node (default: %(default)s)"
