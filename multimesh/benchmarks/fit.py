@@ -51,18 +51,12 @@ _PRIORS: Mapping[str, tuple[float, float]] = {
     "fitted.cdna.attention": (0.33, 0.25),  # FlashAttention 2, heads of 64: 329 (the same guide)
     "fitted.cdna-4.matmul_bf16": (0.57, 0.06),  # hipBLASLt on MI355X: 1,310 to 1,540 (Primus, gpt_oss_20b)
     "fitted.cdna-4.matmul_fp8": (0.54, 0.08),  # 2,391 to 2,972 (the same files)
-    "fitted.cdna-4.attention": (
-        0.35,
-        0.30,
-    ),  # sparse, forward: up to 878 (Primus, deepseek-v4); of dense none found
+    "fitted.cdna-4.attention": (0.35, 0.30),  # sparse, forward: up to 878 (Primus, deepseek-v4); of dense none found
     "fitted.tpu.matmul_bf16": (0.80, 0.10),  # no table found: as the two below
     "fitted.tpu.attention": (0.50, 0.30),  # no table of Splash attention found
     "fitted.tpu-v6.matmul_bf16": (0.75, 0.06),  # order 8192: 668 to 689 (yangwhale/gpu-tpu-pedia)
     "fitted.tpu-v6.attention": (0.50, 0.30),
-    "fitted.tpu-v7.matmul_bf16": (
-        0.83,
-        0.05,
-    ),  # order 16384: 950 of 1,153 a core (accelerator-microbenchmarks)
+    "fitted.tpu-v7.matmul_bf16": (0.83, 0.05),  # order 16384: 950 of 1,153 a core (accelerator-microbenchmarks)
     "fitted.tpu-v7.matmul_fp8": (0.75, 0.12),
     "fitted.tpu-v7.attention": (0.50, 0.30),
     "fitted.ampere.network": (0.80, 0.15),

@@ -25,7 +25,7 @@ def residual_bytes(model: Transformer, how: Configuration, software: Stack) -> f
     if how.recompute == "full" or recomputation.list_names(how):
         return 2.0 * how.tokens * model.hidden / spread + recomputation.count_bytes(model, how)
     routed = model.active * how.load if model.experts else 0.0
-    width = model.expert * routed + model.shared_ffn if model.experts else float(model.ffn)
+    width = model.mlp_width(how.load)
     up = width * model.gates
     ranks = model.query_rank + model.kv_rank
     if how.recompute == "minimal":

@@ -62,7 +62,9 @@ def sum_again(
 ) -> float:
     """Return the seconds of the products of a layer that the backward pass computes again: a share of each kind."""
     return sum(
-        again.get(kind, 0.0) * _seconds([shape], how, device, stack, cast=True) for kind, shape in _shapes(model, how)
+        share * _seconds([shape], how, device, stack, cast=True)
+        for kind, shape in _shapes(model, how)
+        if (share := again.get(kind, 0.0))
     )
 
 
@@ -110,8 +112,8 @@ def _shapes(model: Transformer, how: Configuration) -> Iterator[tuple[str, Produ
 
 def expansion(model: Transformer, how: Configuration, device: Device, stack: Stack) -> float:
     """Return the seconds in which the backward pass computes the heads of latent attention again."""
-    shapes = ((how.tokens, rows, columns / how.tp) for rows, columns in model.expansions)
-    return sum(kernels.matmul(device, *shape, how.precision) + stack.kernel for shape in shapes)
+    shapes = [(1, how.tokens, rows, columns / how.tp) for rows, columns in model.expansions]
+    return _seconds(shapes, how, device, stack, cast=True)
 
 
 def attention(model: Transformer, how: Configuration, device: Device, stack: Stack) -> Times:
@@ -143,7 +145,7 @@ def elementwise(model: Transformer, how: Configuration, device: Device, stack: S
     """Return the seconds of the element-wise kernels."""
     whole = 0.0 if how.sequence_parallel else stack.replicated
     width = stack.passes * model.hidden * (whole + (1 - whole) / how.tp)
-    inner = (_GATED_PASSES if model.gated else _PLAIN_PASSES) * _inner(model, how)
+    inner = (_GATED_PASSES if model.gated else _PLAIN_PASSES) * model.mlp_width(how.load) / how.tp
     routed = 0.0
     if model.experts:
         gathered = 2.0 * model.hidden * (1 + model.active * how.load)
@@ -167,10 +169,3 @@ def _biases(model: Transformer, how: Configuration, stack: Stack) -> tuple[float
         copies * (limits * model.expert + biases * model.hidden) for limits, biases in zip(_LIMITED, added, strict=True)
     )
     return forward, backward
-
-
-def _inner(model: Transformer, how: Configuration) -> float:
-    """Return the width of the MLP on a device, for each of its tokens."""
-    if not model.experts:
-        return model.ffn / how.tp
-    return (model.expert * model.active * how.load + model.shared_ffn) / how.tp

@@ -20,7 +20,7 @@ def list_names(how: Configuration) -> tuple[str, ...]:
 
 
 def count_again(model: Transformer, how: Configuration) -> Mapping[str, float]:
-    """Return the share of each part of a layer's forward that the backward pass computes again, without those of 0.
+    """Return the share of each part of a layer's forward that the backward pass computes again.
 
     Parts are ``PRODUCTS``, "attention", "memory" (element-wise kernels), and "tensor", "context" and "expert
     parallelism" (their collectives). Where results are kept by name, XLA leaves out the last product of a dense MLP,
@@ -66,7 +66,7 @@ def count_bytes(model: Transformer, how: Configuration) -> float:
         "value": model.keys_and_values - model.keys,
         "context": model.values,
         "out": float(model.hidden),
-        "mlpwi": (model.expert * routed + model.shared_ffn if model.experts else model.ffn) * model.gates,
+        "mlpwi": model.mlp_width(how.load) * model.gates,
         "mlpwo": model.hidden * routed,
     }
     return 2.0 * how.tokens * sum(widths.get(name, 0.0) for name in list_names(how)) / how.tp

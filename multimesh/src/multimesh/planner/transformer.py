@@ -158,6 +158,10 @@ class Transformer:
         ranks = (self.query_rank, self.kv_rank)
         return tuple((rows, columns) for rows, columns, _ in self.projections if rows in ranks)
 
+    def mlp_width(self, load: float) -> float:
+        """Return the width of the MLPs that a token passes; of routed experts ``load`` times as many as on average."""
+        return self.expert * self.active * load + self.shared_ffn if self.experts else float(self.ffn)
+
     @property
     def attention_parameters(self) -> float:
         """Parameters of a layer's attention."""
