@@ -11,6 +11,7 @@ largest relative difference of their losses. The stages share one GPU, so the ti
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import statistics
 import sys
@@ -54,89 +55,42 @@ def start(processes: int, *, on_cpu: bool) -> NoReturn:
 
 
 def measure(args: argparse.Namespace) -> list[report.Row]:
-    """Be the process of one stage; train with each schedule and with one program."""
+    """Be the process of one stage: losses and times of the pipelines beside those of one program in this process."""
     import jax
+    from workload import Size, pipeline, spmd
 
     import multimesh as mm
 
     job = mm.distributed.initialize()
-    with jax.default_matmul_precision("highest"):
-        return compared(args, job.rank)
-
-
-def compared(args: argparse.Namespace, rank: int) -> list[report.Row]:
-    """Losses and times of the pipelines beside those of one program in this process."""
-    import jax
-    import numpy as np
-    from workload import Size, batch, init, loss_fn, train_step
-
-    import multimesh as mm
-
-    count = args.processes
-    size = Size("one", width=args.width, sequence=args.sequence, stages=count, tensor=1, devices=count)
-    data, params = batch(size), init(size)
-    meshes = [jax.sharding.Mesh(np.array([device]), "data") for device in jax.devices()]
+    size = Size("one", width=args.width, sequence=args.sequence, stages=1, tensor=1, devices=1)
+    stages = dataclasses.replace(size, stages=args.processes, devices=args.processes)
     rows = []
-
-    def pipeline(schedule: str) -> Any:
-        loss = loss_fn(size, lambda s, fn: mm.task(fn, f"stage{s}", mesh=meshes[s]))
-        grads = mm.microbatch(jax.value_and_grad(loss), size=size.rows, argnum=1, schedule=schedule)
-        return mm.jit(train_step(grads, size.microbatches), donate_argnums=(0, 1))
-
-    single, alone = trained(jax.jit(train_step(accumulated(size), size.microbatches)), params, data, args.steps, float)
-    for schedule in SCHEDULES:
-        step = pipeline(schedule)
-        losses, seconds = trained(step, params, data, args.steps, lambda loss: float(mm.distributed.gather(loss)))
-        gaps = [abs(ours - its) / its for ours, its in zip(losses, single, strict=True)]
-        row = {"schedule": schedule, "processes": count, "device": jax.devices()[0].device_kind}
-        rows.append(row | {"step ms": 1e3 * seconds, "one program ms": 1e3 * alone, "losses differ by": max(gaps)})
-        if args.svg and schedule == "1f1b":
-            profile = step.profile(params, zeros(params), data)
-            if rank == 0:
-                profile.measured.to_svg(args.svg)
+    with jax.default_matmul_precision("highest"):
+        single, alone = train(*spmd(size, jax.local_devices()), args.steps, float)
+        for schedule in SCHEDULES:
+            step, given = pipeline(stages, schedule, lambda host, where: host)
+            losses, seconds = train(step, given, args.steps, lambda loss: float(mm.distributed.gather(loss)))
+            gaps = [abs(ours - its) / its for ours, its in zip(losses, single, strict=True)]
+            row = {"schedule": schedule, "processes": args.processes, "device": jax.devices()[0].device_kind}
+            rows.append(row | {"step ms": 1e3 * seconds, "one program ms": 1e3 * alone, "losses differ by": max(gaps)})
+            if args.svg and schedule == "1f1b":
+                profile = step.profile(*given)
+                if job.rank == 0:
+                    profile.measured.to_svg(args.svg)
     return rows
 
 
-def trained(
-    step: Callable[..., Any], params: Any, data: Any, steps: int, read: Callable[[Any], float]
-) -> tuple[list[float], float]:
+def train(step: Any, given: Any, steps: int, read: Callable[[Any], float]) -> tuple[list[float], float]:
     """Losses of the first steps, and the median seconds of a step after the first."""
-    state, losses, times = zeros(params), [], []
+    from step import Training
+
+    training, losses, times = Training(step, given), [], []
     for _ in range(steps):
         start = time.perf_counter()
-        params, state, loss = step(params, state, data)
-        losses.append(read(loss))
+        training()
+        losses.append(read(training.loss))
         times.append(time.perf_counter() - start)
     return losses, statistics.median(times[1:])
-
-
-def zeros(params: Any) -> Any:
-    """The state of the optimizer before the first step, on the host."""
-    import jax
-    import numpy as np
-    import optax
-
-    def nothing() -> Any:
-        return jax.tree.map(np.zeros_like, params)
-
-    return optax.ScaleByAdamState(np.int32(0), nothing(), nothing()), optax.EmptyState()
-
-
-def accumulated(size: Any) -> Callable[..., Any]:
-    """Sums of losses and gradients over the microbatches, one after another, in one program."""
-    import jax
-    from workload import unmarked
-
-    def grads(params: Any, data: Any) -> Any:
-        pieces = jax.tree.map(lambda x: x.reshape(size.microbatches, size.rows, *x.shape[1:]), data)
-        first = jax.value_and_grad(unmarked)(params, jax.tree.map(lambda x: x[0], pieces))
-
-        def one(total: Any, piece: Any) -> tuple[Any, None]:
-            return jax.tree.map(jax.numpy.add, total, jax.value_and_grad(unmarked)(params, piece)), None
-
-        return jax.lax.scan(one, first, jax.tree.map(lambda x: x[1:], pieces))[0]
-
-    return grads
 
 
 if __name__ == "__main__":

@@ -213,7 +213,7 @@ def compared(work: Work, rounds: int, svg: str | None) -> list[report.Row]:
     ideal = dict.fromkeys(profiles, (m + 1) / m) | {"SPMD dp 2": 1.0, "halves": 1.0, "one process": 2.0}
 
     def row(name: str) -> report.Row:
-        times, forecast = wall[name], profiles[name].forecast.makespan if name in profiles else None
+        times, forecast = wall[name], profiles[name].simulated.makespan if name in profiles else None
         cpu = [statistics.median(c for _, c in each[name]) for each in every]
         return {
             "step": name,

@@ -2,14 +2,20 @@
 
 Ratios of CPU time travel between machines; wall times of virtual CPU devices do not. The two programs alternate,
 so that what else the machine does falls on both.
+
+``--than OLD.json`` compares with what ``--json`` printed on another JAX, on the same machine: rows go up and down by a
+tenth, so their median decides. Exit code 1: it rose by more than 10 %.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,6 +30,8 @@ CASES = [
 ]
 LIMITS = {"tiny": 0.5, "small": 0.8}
 FIRST_CALL_LIMIT = 1.3
+STEPS = "CPU time of a step"
+MOST = 1.1  # of the ratio on another JAX
 
 
 def seconds(f: Callable[[], Any]) -> float:
@@ -70,10 +78,21 @@ def steps(size: Size, schedule: str, count: int) -> tuple[float, float, float, f
     return statistics.median(times[0]), statistics.median(times[1]), float(one.loss), float(many.loss)
 
 
-def main() -> None:
+def compare(old: dict[str, Any], rows: Sequence[report.Row], version: str) -> tuple[bool, str]:
+    """Return whether our steps are slower than those of an older run, by the median of the rows, and a line of it."""
+    pairs = zip(old["tables"][STEPS], rows, strict=True)
+    change = statistics.median(new["ratio"] / before["ratio"] for before, new in pairs)
+    text = f"on jax {version} the ratio is {change:.2f} of that on jax {old['jax']}, by the median of {len(rows)} rows"
+    if change > MOST:
+        return True, f"error: {text}, above {MOST}: see docs/performance.md, Each kernel's own choice"
+    return False, text
+
+
+def main() -> int:
     options = report.parser(__doc__)
     options.add_argument("--steps", type=int, default=20, help="steps of each program (default 20)")
     options.add_argument("--repeats", type=int, default=3, help="first calls of each program (default 3; 0 for none)")
+    options.add_argument("--than", type=Path, metavar="OLD.json", help="a run on another JAX to compare with")
     args = options.parse_args()
     step_rows, first_rows = [], []
     for size, schedule in CASES:
@@ -90,8 +109,13 @@ def main() -> None:
             first_rows.append(
                 case | {"SPMD s": spmd_s, "MultiMesh s": mm_s, "ratio": mm_s / spmd_s, "limit": FIRST_CALL_LIMIT}
             )
-    report.show({"CPU time of a step": step_rows, "CPU time of the first call": first_rows}, args.json)
+    report.show({STEPS: step_rows, "CPU time of the first call": first_rows}, args.json)
+    if not args.than:
+        return 0
+    slower, text = compare(json.loads(args.than.read_text(encoding="utf-8")), step_rows, jax.__version__)
+    print(text, file=sys.stderr)
+    return int(slower)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

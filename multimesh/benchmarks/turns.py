@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,15 +21,3 @@ def measure(
             if count:
                 table[name].append(1000 * (clock() - start))
     return table
-
-
-def show(table: Mapping[str, list[float]], base: str) -> None:
-    """Print medians, ranges and ratios to ``base``: the ratio of the medians, and the median of the rounds' ratios."""
-    print(f"{'CPU ms':34} median      range       x {base}   (load {os.getloadavg()[0]:.1f})")
-    for name, times in table.items():
-        each = statistics.median(t / b for t, b in zip(times, table[base], strict=True))
-        ratio = statistics.median(times) / statistics.median(table[base])
-        print(
-            f"{name:34} {statistics.median(times):6.0f} {min(times):7.0f}-{max(times):<7.0f} {ratio:5.2f} ({each:.2f})"
-        )
-    print()

@@ -14,7 +14,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -62,9 +62,9 @@ class Size:
         """Data-parallel devices of one submesh."""
         return self.devices // self.stages // self.tensor
 
-    def grid(self) -> np.ndarray:
-        """Devices by stage, data and model."""
-        return np.array(jax.devices()[: self.devices]).reshape(self.stages, self.data, self.tensor)
+    def grid(self, devices: Sequence[jax.Device] | None = None) -> np.ndarray:
+        """Devices by stage, data and model: the first of all, or of these."""
+        return np.array((devices or jax.devices())[: self.devices]).reshape(self.stages, self.data, self.tensor)
 
     def submeshes(self) -> list[Mesh]:
         return [Mesh(d, ("data", "model")) for d in self.grid()]
@@ -120,19 +120,6 @@ def cross_entropy(logits: Any, labels: Any) -> Any:
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1))
 
 
-def logits(params: Any, tokens: Any) -> Any:
-    """The model without marks, as for one device."""
-    x = params["embed"][tokens]
-    for p in params["layers"]:
-        x = block(p, x)
-    return x @ params["head"]
-
-
-def unmarked(params: Any, b: Any) -> Any:
-    """Its loss."""
-    return cross_entropy(logits(params, b["x"]), b["y"])
-
-
 def loss_fn(size: Size, stage: Callable[[int, Step], Step]) -> Step:
     """Loss of one microbatch; ``stage(s, fn)`` runs ``fn`` as stage ``s``."""
 
@@ -164,9 +151,9 @@ def train_step(grads_of: Step, microbatches: int) -> Step:
     return step
 
 
-def spmd(size: Size) -> tuple[Step, tuple[Any, Any, Any]]:
+def spmd(size: Size, devices: Sequence[jax.Device] | None = None) -> tuple[Step, tuple[Any, Any, Any]]:
     """One program over all devices, and its arguments in place."""
-    mesh = Mesh(size.grid(), ("stage", "data", "model"))
+    mesh = Mesh(size.grid(devices), ("stage", "data", "model"))
     everything = NamedSharding(mesh, P())
     rows = NamedSharding(mesh, P(("stage", "data")))
     params = init(size)
@@ -202,8 +189,8 @@ def state_shardings(where: Any, scalar: NamedSharding) -> Any:
     return (optax.ScaleByAdamState(count=scalar, mu=where, nu=where), optax.EmptyState())
 
 
-def pipeline(size: Size, schedule: str) -> tuple[Any, tuple[Any, Any, Any]]:
-    """The same step over the submeshes, and its arguments in place."""
+def pipeline(size: Size, schedule: str, place: Callable[[Any, Any], Any] = jax.device_put) -> tuple[Any, Any]:
+    """The same step over the submeshes, and its arguments (parameters, state, batch), where ``place`` puts them."""
     import multimesh as mm  # the peers of peers.py run where MultiMesh does not
 
     meshes = size.submeshes()
@@ -219,15 +206,15 @@ def pipeline(size: Size, schedule: str) -> tuple[Any, tuple[Any, Any, Any]]:
     }
     loss = loss_fn(size, lambda s, fn: mm.task(fn, name=f"stage{s}", mesh=meshes[s % size.stages]))
     grads_of = mm.microbatch(jax.value_and_grad(loss), size=size.rows, argnum=1, schedule=schedule)
-    placed = jax.device_put(params, where)
-    zeros = jax.tree.map(lambda x, w: jax.device_put(np.zeros_like(x), w), params, where)
-    again = jax.tree.map(lambda x, w: jax.device_put(np.zeros_like(x), w), params, where)
-    count = jax.device_put(np.int32(0), shard(0, P()))
+    placed = place(params, where)
+    zeros = jax.tree.map(lambda x, w: place(np.zeros_like(x), w), params, where)
+    again = jax.tree.map(lambda x, w: place(np.zeros_like(x), w), params, where)
+    count = place(np.int32(0), shard(0, P()))
     state = (optax.ScaleByAdamState(count=count, mu=zeros, nu=again), optax.EmptyState())
     b = batch(size)
     data = {
-        "x": jax.device_put(b["x"], shard(0, P("data"))),
-        "y": jax.device_put(b["y"], shard(size.stages - 1, P("data"))),
+        "x": place(b["x"], shard(0, P("data"))),
+        "y": place(b["y"], shard(size.stages - 1, P("data"))),
     }
     step = mm.jit(train_step(grads_of, size.microbatches), donate_argnums=(0, 1))
     return step, (placed, state, data)

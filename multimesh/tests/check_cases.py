@@ -26,7 +26,7 @@ def have_another_folder() -> None:
 
 def be_slow() -> None:
     """Share one core with programs that spin and come first, while it computes."""
-    from multimesh.check import compute
+    from multimesh.commands.check import compute
 
     usual, spin = compute.products, "import os\nwhile os.getppid() != 1: pass"
 
@@ -61,13 +61,13 @@ def be_deaf() -> None:
 
 
 def be_stopped() -> None:
-    from multimesh.check import compute
+    from multimesh.commands.check import compute
 
     compute.products = lambda bench: os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def hang() -> None:
-    from multimesh.check import compute
+    from multimesh.commands.check import compute
 
     compute.products = lambda bench: time.sleep(600)
 
@@ -82,7 +82,7 @@ def main(fault: str, wanted: str, *flags: str) -> None:
     import dataclasses
 
     from multimesh.__main__ import parser
-    from multimesh.check import run
+    from multimesh.commands.check import run
 
     every = run.steps
     limit = 8.0 if fault in ("hang", "be_deaf") else 60.0

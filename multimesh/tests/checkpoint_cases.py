@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import resource
 import signal
 import threading
-import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from multimesh.checkpoints import saving, shard_files
 from multimesh.processes import arrays
+from multimesh.state import file_sums, handlers, saving
 from process_arrays import REPLICATED, crossed, meshes, on
 from process_cases import is_key, main
 
@@ -30,14 +30,13 @@ def state(stages: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
     where = [Mesh(np.array(jax.devices()[:1]), ("data",))] if stages is None else crossed() if not stages else []
     where = where or meshes(stages or 1)
     want: dict[str, Any] = {"step": 7, "rate": 0.1, "done": False, "none": None, "rng": jax.random.key(5)}
-    want |= {"numpy": np.arange(5, dtype=np.int16), "plain": jnp.arange(3), "empty": np.zeros((0, 8), np.float32)}
+    want |= {"numpy": np.arange(5, dtype=np.int16), "plain": jnp.arange(3)}
     got = dict(want)
     for n in range(4):
         x, mesh = np.random.default_rng(n).normal(size=(8, 8)), where[n * len(where) // 4]
         named = {"w": (x.astype(np.float32), P("data")), "b": (x.astype(jnp.bfloat16), REPLICATED)}
         named |= {"mask": (x > 0, P(None, "data")), "count": (np.int32(n), REPLICATED)}
         named |= {"q": (x.astype(jnp.float8_e4m3fn), P("data")), "t": (x.astype(jnp.int4), P("data"))}
-        named |= {"none": (x[:0], P("data"))}
         want[f"layer{n}"] = {k: value for k, (value, _) in named.items()} | {
             "key": jax.random.split(jax.random.key(n), 8)
         }
@@ -94,29 +93,27 @@ def _type(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
-def disk_full(folder: str) -> None:
-    """Process 1 can't write: all processes are told so, with its name and the system's reason; nothing is left."""
+def disk_full(folder: str, rank: str) -> None:
+    """A process can't write: all processes are told so, with its name and the system's reason; nothing is left."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if jax.process_index() == 1:
+    if jax.process_index() == int(rank):
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, usual[1]))
     try:
-        with pytest.raises(
-            mm.MultiMeshError, match=r"^process 1 of 2 \(.+\): mm.distributed.save to .*: File too large: "
-        ):
+        with pytest.raises(mm.MultiMeshError, match=rf"^process {rank} of 2 \(.+\): .*: File too large: "):
             mm.distributed.save(f"{folder}/1", state(2)[0])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, usual)
-    mm.distributed.barrier("process 0 has removed what was written")
+    mm.distributed.barrier(f"process 0 has removed what {rank} has written")
     assert list(Path(folder).iterdir()) == []
 
 
 PHASES = {  # of a save: what is done in it, whether a process is killed before or after that, and who does it
-    "begin": (saving, "_save", "before", "all"),
-    "first byte": (shard_files, "write", "before", "all"),
-    "in arrays": (shard_files, "_write", "after", "all"),
-    "table": (shard_files, "write_table", "before", "first"),
-    "checksums": (shard_files, "write_table", "after", "first"),
+    "begin": (saving, "together", "before", "all"),
+    "in arrays": (handlers, "begin_write", "after", "all"),
+    "sums": (file_sums, "sum_files", "before", "all"),
+    "tree": (handlers, "finish_write", "before", "first"),
+    "checksums": (file_sums, "write_sums", "after", "first"),
     "rename": (Path, "rename", "before", "first"),
     "renamed": (Path, "rename", "after", "first"),
 }
@@ -158,87 +155,51 @@ def killed_saving(folder: str, rank: str, phase: str, how: str, by: str = "SIGKI
         mm.distributed.save(f"{folder}/{n}", placed(n), background=how == "background")
 
 
+def delayed(until: Callable[[], Any]) -> Callable[..., Any]:
+    """Orbax's writing, which is complete after ``until``."""
+    begin_write = handlers.begin_write
+
+    def begin(*args: Any) -> Any:
+        futures, files = begin_write(*args)
+        return [*futures, SimpleNamespace(result=until)], files
+
+    return begin
+
+
 def saved_beside(folder: str) -> None:
     """Arrays that are donated while they are saved; a second save; and the error of one process in all of them."""
     first, last = 0, jax.process_count() - 1
-    written, go_on = shard_files.write, threading.Event()
-
-    def held(*args: Any) -> Any:
-        assert go_on.wait(60)
-        return written(*args)
-
-    shard_files.write = held
+    begin_write, go_on = handlers.begin_write, threading.Event()
+    handlers.begin_write = delayed(lambda: go_on.wait(60))
     x = np.arange(96, dtype=np.float32).reshape(24, 4)
     state = {"w": on(meshes(1)[0], x, P("data")), "n": 1}
     twice = jax.jit(lambda x: x * 2, donate_argnums=0)
     mm.distributed.save(f"{folder}/1", state, background=True)
     later = {"w": jax.block_until_ready(twice(state["w"])), "n": 2}
-    assert state["w"].is_deleted()
-    with pytest.raises(mm.errors.BusyError, match="goes on in the background"):
-        mm.distributed.save(f"{folder}/2", later, background=True, while_saving="refuse")
-    go_on.set()
+    threading.Timer(0.1, go_on.set).start()
     mm.distributed.save(f"{folder}/2", later, background=True)
-    found = mm.distributed.restore(f"{folder}/1", later)  # it waits for the second one
+    before = mm.distributed.restore(f"{folder}/1", later)  # it waits for the second one
     assert Path(f"{folder}/2").is_dir()
-    for number, got in ((1, found), (2, mm.distributed.restore(f"{folder}/2", later))):
+    for number, got in ((1, before), (2, mm.distributed.restore(f"{folder}/2", later))):
         assert got["n"] == number
         for shard in got["w"].addressable_shards:
             np.testing.assert_array_equal(shard.data, (number * x)[shard.index])
 
-    def full(*args: Any) -> Any:
+    def full() -> Any:
         raise OSError(28, "No space left on device", folder)
 
+    handlers.begin_write = begin_write
     for who in {first, last}:
-        shard_files.write = full if jax.process_index() == who else written
+        handlers.begin_write = delayed(full) if jax.process_index() == who else begin_write
         mm.distributed.save(f"{folder}/3", later, background=True)
+        handlers.begin_write = begin_write
         with pytest.raises(mm.MultiMeshError, match=f"save to {folder}/3: No space left on device") as raised:
             mm.distributed.save(f"{folder}/4", later)
         assert last == 0 or str(raised.value).startswith(f"process {who} of {last + 1} (")
-    shard_files.write = written
     mm.distributed.save(f"{folder}/3", later, background=True)
     mm.distributed.wait_for_save()
     mm.distributed.barrier("process 0 has removed what was written")
     assert {p.name for p in Path(folder).iterdir()} == {"1", "2", "3"}
-
-
-def seen_late(folder: str) -> None:
-    """As on NFS: process 0 sees the file of process 1 a second after that has written it, first a part of it; process
-    1 sees the checkpoint a second after process 0 has renamed it.
-    """
-    late, (written, read_table) = jax.process_index() == 1, (shard_files.write, Path.stat)
-    started = time.monotonic()
-
-    def write(file: Path, *args: Any) -> Any:
-        hidden = Path(f"{file}-not-seen")
-        found = written(hidden, *args)
-
-        def appear() -> None:
-            data = hidden.read_bytes()
-            hidden.unlink()
-            file.write_bytes(data[:10])
-            time.sleep(0.5)
-            file.write_bytes(data)
-
-        threading.Timer(1, appear).start()
-        return [dataclasses.replace(shard, file=file.name) for shard in found]
-
-    def stat(path: Path, **kwargs: Any) -> Any:
-        if path.name == shard_files.TABLE and time.monotonic() < started + 1:
-            raise FileNotFoundError(2, "No such file or directory", str(path))
-        return read_table(path, **kwargs)
-
-    tree = {"w": on(meshes(1)[0], np.arange(96, dtype=np.float32).reshape(24, 4), P("data"))}
-    if late:
-        shard_files.write = write
-    mm.distributed.save(f"{folder}/1", tree)
-    started = time.monotonic()
-    if late:
-        Path.stat = stat  # type: ignore[assignment]
-    back = mm.distributed.restore(f"{folder}/1", tree)
-    Path.stat = read_table  # type: ignore[method-assign]
-    assert not late or time.monotonic() > started + 1
-    for x, y in zip(back["w"].addressable_shards, tree["w"].addressable_shards, strict=True):
-        np.testing.assert_array_equal(x.data, y.data)
 
 
 if __name__ == "__main__":

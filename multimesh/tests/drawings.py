@@ -1,4 +1,4 @@
-"""The pictures in docs/pictures: diagrams, and every schedule with 4 submeshes and 8 microbatches of equal phases.
+"""The pictures in docs/pictures: the house, and every schedule with 4 submeshes and 8 microbatches of equal phases.
 
 ``python multimesh/tests/drawings.py --write`` renews them; without ``--write`` it says which would change.
 """
@@ -9,18 +9,18 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
-# Of runs and fits; by hand:
-OTHERS = ("maxtext.svg", "processes.svg", "layouts.svg", "forecasts.svg", "suggest.svg", "particle-mesh.png")
-PAGES = ("tutorial-", "slow-")  # written by docs/ten-minutes.md, which a test compares, and by docs/slow-pipeline.md
+# Of runs; by hand:
+OTHERS = ("concepts.svg", "processes.svg", "layouts.svg", "particle-mesh.png")
+PAGES = ("tutorial-", "slow-")  # written by docs/ten-minutes.md, which a test compares, and by docs/troubleshooting.md
 
 
 def drawings() -> dict[str, str]:
     """File name to what the file must hold."""
     import diagrams
     from multimesh.commands import forecast
-    from multimesh.timelines import svg
+    from multimesh.observe.timelines import svg
 
-    made = {"house.svg": diagrams.house(), "concepts.svg": diagrams.concepts()}
+    made = {"house.svg": diagrams.house()}
     for name, shape in forecast.choose_schedules(None, submeshes=4, chunks=None, microbatches=8):
         made[f"{name}.svg"] = svg.draw(forecast.simulate_schedule(name, shape).timeline)
     return made

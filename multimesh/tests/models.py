@@ -40,7 +40,7 @@ class Model:
         return owner | {k: jax.tree.map(lambda _, k=k: shared[k], v) for k, v in params.items() if k != "stages"}
 
 
-def _normal(seed: int, *shape: int) -> np.ndarray:
+def normal(seed: int, *shape: int) -> np.ndarray:
     return (np.random.default_rng(seed).normal(size=shape) / np.sqrt(shape[0])).astype(np.float32)
 
 
@@ -50,11 +50,11 @@ def _regression(rows: int, seed: int) -> dict[str, np.ndarray]:
     return {"x": x, "y": np.sin(x.sum(-1, keepdims=True)).astype(np.float32)}
 
 
-def _mlp_stage(s: int) -> dict[str, np.ndarray]:
+def mlp_params(s: int) -> dict[str, np.ndarray]:
     return {
-        "up": _normal(3 * s, WIDTH, HIDDEN),
-        "bias": 0.1 * _normal(3 * s + 1, HIDDEN),
-        "down": _normal(3 * s + 2, HIDDEN, WIDTH),
+        "up": normal(3 * s, WIDTH, HIDDEN),
+        "bias": 0.1 * normal(3 * s + 1, HIDDEN),
+        "down": normal(3 * s + 2, HIDDEN, WIDTH),
     }
 
 
@@ -74,7 +74,7 @@ def squared_error(x: Any, y: Any) -> Any:
 
 
 def _mlp_init(stages: int) -> dict[str, Any]:
-    return {"stages": [_mlp_stage(s) for s in range(stages)]}
+    return {"stages": [mlp_params(s) for s in range(stages)]}
 
 
 def _mlp_loss(params: Any, batch: Any, stage: Stage) -> Any:
@@ -115,12 +115,12 @@ def _dropout_loss(params: Any, batch: Any, stage: Stage) -> Any:
     return squared_error(x, batch["y"])
 
 
-def _layer(s: int) -> dict[str, np.ndarray]:
+def attention_params(s: int) -> dict[str, np.ndarray]:
     return {
         "gain": np.ones(WIDTH, np.float32),
-        "qkv": _normal(10 * s, WIDTH, HEADS, 3 * WIDTH // HEADS),
-        "out": _normal(10 * s + 1, WIDTH, WIDTH).reshape(HEADS, WIDTH // HEADS, WIDTH),
-        "mlp": _mlp_stage(50 + s),
+        "qkv": normal(10 * s, WIDTH, HEADS, 3 * WIDTH // HEADS),
+        "out": normal(10 * s + 1, WIDTH, WIDTH).reshape(HEADS, WIDTH // HEADS, WIDTH),
+        "mlp": mlp_params(50 + s),
     }
 
 
@@ -145,7 +145,7 @@ def cross_entropy(logits: Any, labels: Any) -> Any:
 
 
 def _transformer_init(stages: int) -> dict[str, Any]:
-    return {"emb": 0.5 * _normal(7, VOCAB, WIDTH), "stages": [_layer(s) for s in range(stages)]}
+    return {"emb": 0.5 * normal(7, VOCAB, WIDTH), "stages": [attention_params(s) for s in range(stages)]}
 
 
 def _tokens(rows: int, seed: int) -> dict[str, np.ndarray]:
@@ -166,11 +166,11 @@ def _transformer_loss(params: Any, batch: Any, stage: Stage) -> Any:
     return stage(len(front), head)(params["emb"], last, x, batch["y"])
 
 
-def _moe_stage(s: int) -> dict[str, np.ndarray]:
+def moe_params(s: int) -> dict[str, np.ndarray]:
     return {
-        "router": _normal(20 * s, WIDTH, EXPERTS),
-        "up": _normal(20 * s + 1, WIDTH, EXPERTS * HIDDEN).reshape(WIDTH, EXPERTS, HIDDEN),
-        "down": _normal(20 * s + 2, HIDDEN, EXPERTS * WIDTH).reshape(HIDDEN, EXPERTS, WIDTH),
+        "router": normal(20 * s, WIDTH, EXPERTS),
+        "up": normal(20 * s + 1, WIDTH, EXPERTS * HIDDEN).reshape(WIDTH, EXPERTS, HIDDEN),
+        "down": normal(20 * s + 2, HIDDEN, EXPERTS * WIDTH).reshape(HIDDEN, EXPERTS, WIDTH),
     }
 
 
@@ -196,6 +196,6 @@ MLP = Model("mlp", _mlp_init, _regression, _mlp_loss)
 SKIP = Model("skip", _mlp_init, _regression, _skip_loss)
 DROPOUT = Model("dropout", _mlp_init, _dropout_batch, _dropout_loss)
 TRANSFORMER = Model("transformer", _transformer_init, _tokens, _transformer_loss)
-MOE = Model("moe", lambda stages: {"stages": [_moe_stage(s) for s in range(stages)]}, _regression, _moe_loss)
+MOE = Model("moe", lambda stages: {"stages": [moe_params(s) for s in range(stages)]}, _regression, _moe_loss)
 
 MODELS = (MLP, SKIP, DROPOUT, TRANSFORMER, MOE)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from models import Model, Stage, plain
+from models import Model, Stage, mlp_block, plain
 
 import multimesh as mm
 
@@ -172,6 +172,15 @@ def foreign_inputs(plan: mm.Plan, leaves: Sequence[int]) -> dict[int, list[int]]
         if leaf in held:
             held[leaf].append(plan.slots[slot].submesh)
     return {leaf: on for leaf, on in held.items() if len(on) > 1}
+
+
+def two_blocks(stage):
+    """A block of each of two stages, one after the other."""
+
+    def f(p, x):
+        return stage(1, mlp_block)(p["stages"][1], stage(0, mlp_block)(p["stages"][0], x))
+
+    return f
 
 
 def split_two():

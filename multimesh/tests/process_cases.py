@@ -306,7 +306,7 @@ def analyses() -> None:
 def profiled(split: str, skew: str, transport: str | None = None) -> None:
     """A profile has all that any process did, in order on one clock, also where their clocks differ; alike in all."""
     from multimesh.observe import clocks
-    from multimesh.timelines import perfetto, svg
+    from multimesh.observe.timelines import perfetto, svg
 
     parts, ahead = SPLITS[split](), float(skew) * jax.process_index()
     w = [on(mesh, np.eye(64, dtype=np.float32)) for mesh in parts]
@@ -438,7 +438,7 @@ def not_in_it() -> None:
 
 
 def disagreement() -> None:
-    """Another constant, and another place of an argument, are errors in all processes."""
+    """Another constant, another place of an argument, and other rows of the host are errors in all processes."""
     parts = meshes()
     number = 1.0 + jax.process_index()
     f = mm.jit(lambda x: mm.task(lambda y: y * number, "b", mesh=parts[1])(mm.task(jnp.sin, "a", mesh=parts[0])(x)))
@@ -447,6 +447,9 @@ def disagreement() -> None:
     g = mm.jit(lambda x: mm.task(lambda y: y * 2, "b", mesh=parts[1])(mm.task(jnp.sin, "a", mesh=parts[0])(x)))
     with pytest.raises(mm.MultiMeshError, match="arguments"):
         g(jax.device_put(np.ones((4, 4), np.float32), jax.local_devices()[0]))
+    h = mm.jit(lambda x: mm.task(lambda y: y * 3, "b", mesh=parts[1])(mm.task(jnp.sin, "a", mesh=parts[0])(x)))
+    with pytest.raises(mm.UsageError, match=r"arguments of plan \d+, 0: .*'x of the host, with values of checksum"):
+        h(np.full((4, 4), number, np.float32))
 
 
 def graphs(first: str, count: str) -> None:

@@ -65,3 +65,16 @@ def run(count: int, devices: int, script: Path, *args: str, timeout: float = 300
             for file in pair:
                 file.seek(0)
         return [Ended(p.returncode, *(file.read() for file in pair)) for p, pair in zip(started, files, strict=True)]
+
+
+def certificates(folder: Path) -> dict[str, str]:
+    """A certificate for this machine and the authority that signed it."""
+    (folder / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
+    for command in (
+        "req -x509 -newkey rsa:2048 -nodes -keyout ca.key -out ca.pem -subj /CN=ours -days 2",
+        "req -newkey rsa:2048 -nodes -keyout node.key -out node.csr -subj /CN=localhost",
+        "x509 -req -in node.csr -CA ca.pem -CAkey ca.key -CAcreateserial -out node.pem -days 2 -extfile names",
+    ):
+        subprocess.run(["openssl", *command.split()], cwd=folder, check=True, capture_output=True)
+    names = {"cert_file": "node.pem", "key_file": "node.key", "ca_file": "ca.pem"}
+    return {f"mtls_{name}": str(folder / file) for name, file in names.items()}

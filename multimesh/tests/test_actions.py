@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import MODELS
-from multimesh.runtime.actions import by_devices, lanes, project, whole
-from multimesh.runtime.transport import way
+from multimesh.runtime.actions import all_actions, by_devices, process_transfers, project
+from multimesh.runtime.resharding import plan_resharding
 from pipelines import Split, gradient, submeshes
 
 import multimesh as mm
@@ -35,14 +35,14 @@ def pipeline(schedule):
 
 def ways(plan, action):
     moved = zip(action.ins, action.outs, strict=True)
-    return [way(plan.layouts[a], plan.layouts[b], plan.slots[a].shape) for a, b in moved]
+    return [plan_resharding(plan.layouts[a], plan.layouts[b], plan.slots[a].shape) for a, b in moved]
 
 
 def check(plan, owner):
     """Parts in the order of the whole, in which no action is missing; replayed, all come to their end."""
     count = 1 + max(owner(d) for mesh in plan.submeshes for d in mesh.devices.flat)
     parts = [project(plan, process, owner) for process in range(count)]
-    actions = {action.number: action for action in whole(plan, owner)}
+    actions = {action.number: action for action in all_actions(plan, owner)}
     assert set().union(*({a.number for a in part} for part in parts)) == set(actions)
     freed = collections.Counter(slot for part in parts for action in part for slot in action.frees)
     for process, part in enumerate(parts):
@@ -71,12 +71,12 @@ def replay(plan, parts, owner):
                 action = queue[0]
                 needed = []
                 if action.kernel is None:
-                    found = lanes(ways(plan, action), owner)
-                    for lane in found:
-                        if lane.source == me and ("sent", action.number, me, lane.target) not in sent:
-                            sent["sent", action.number, me, lane.target] += 1
-                            assert {action.ins[p.array] for p in lane.parcels} <= env[me]
-                    needed = [r for r in found if r.target == me != r.source]
+                    transfers = process_transfers(ways(plan, action), owner)
+                    for transfer in transfers:
+                        if transfer.source == me and ("sent", action.number, me, transfer.target) not in sent:
+                            sent["sent", action.number, me, transfer.target] += 1
+                            assert {action.ins[p.array] for p in transfer.pieces} <= env[me]
+                    needed = [r for r in transfers if r.target == me != r.source]
                 else:
                     assert set(action.ins) <= env[me]
                 if any(not sent["sent", action.number, r.source, me] for r in needed):
@@ -128,10 +128,10 @@ def test_every_byte_crosses_once_where_cuts_fit():
     devices = np.array(jax.devices())
     source = NamedSharding(Mesh(devices[:4], ("data",)), P("data"))
     target = NamedSharding(Mesh(devices[4:].reshape(2, 2), ("data", "model")), P("data", "model"))
-    found = lanes([way(source, target, (8, 8))], OWNERS["4x2"])
-    assert sum(len(r.parcels) for r in found) * 8 == 64
-    assert [(r.source, r.target) for r in found] == [(0, 2), (1, 3)]
-    pairs = [(a.id, b.id) for r in found for a, b, _ in by_devices(r)]
+    transfers = process_transfers([plan_resharding(source, target, (8, 8))], OWNERS["4x2"])
+    assert sum(len(r.pieces) for r in transfers) * 8 == 64
+    assert [(r.source, r.target) for r in transfers] == [(0, 2), (1, 3)]
+    pairs = [(a.id, b.id) for r in transfers for a, b, _ in by_devices(r)]
     assert pairs == sorted(set(pairs))
 
 

@@ -3,6 +3,7 @@
 import collections
 import os
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ from multimesh.runtime.compile_options import cores
 from pipelines import Split, assert_same, submeshes
 
 import multimesh as mm
+
+X = np.ones((4, 4), np.float32)
 
 sizes = pytest.mark.parametrize("size", [1, 2])
 
@@ -292,3 +295,35 @@ def test_one_numpy_array_as_two_arguments_of_which_one_is_donated(aligned, devic
     step = mm.jit(lambda w, m: task(w, m)[0], donate_argnums=0)
     assert_same(step(given, given), old + 1)
     np.testing.assert_array_equal(given, old)
+
+
+def trained(split, params, x):
+    h = split(0, lambda w, x: jnp.tanh(x @ w))(params["w"], x)
+    return jax.tree.map(lambda p: 0.9 * p, params), split(1, lambda v, h: (h @ v).sum())(params["v"], h)
+
+
+def test_a_donated_argument_that_is_given_again_is_named():
+    split = Split(submeshes(2, (1,)))
+    step = mm.jit(lambda params, x: trained(split, params, x), donate_argnums=0)
+    old = {"w": jax.device_put(X, split.mesh(0).devices[0]), "v": jax.device_put(X, split.mesh(1).devices[0])}
+    new, _ = step(old, X)
+    for stale in (old, {"w": old["w"], "v": new["v"]}):
+        with pytest.raises(mm.UsageError, match=r"params\['w'\] was donated to an earlier call .* jnp.copy"):
+            step(stale, X)
+
+
+def test_a_donated_argument_that_nothing_replaces_is_told():
+    """As JAX does; one that is replaced, passed through, read by nobody or a scalar is not."""
+    split = Split(submeshes(2, (1,)))
+
+    def loss(params, n, x):
+        return trained(split, params, x)[1] + n, params["kept"]
+
+    given = {"w": X, "v": X, "kept": X, "unread": X}
+    line = r"loss: params\['v'\], params\['w'\] donated, but no result of its type"
+    with pytest.warns(UserWarning, match=line) as told:
+        mm.jit(loss, donate_argnums=(0, 1)).lower(given, 1.0, X)
+    assert [w.filename for w in told if "donated" in str(w.message)] == [__file__]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*donated")
+        mm.jit(lambda params, x: trained(split, params, x), donate_argnums=0).lower({"w": X, "v": X}, X)

@@ -121,7 +121,7 @@ W = np.eye(WIDTH, dtype=np.float32)
 def test_containers_are_neither_compared_nor_built_by_the_way():
     got = both(moving, W, ROWS, Sealed(jnp.zeros(WIDTH)))
     assert isinstance(got[0], Sealed)
-    stack = lambda fn, **given: mm.microbatch(fn, stack=(False, Sealed(np.True_)), reduce="mean", **given)  # noqa: E731
+    stack = lambda fn, **options: mm.microbatch(fn, reduce=("mean", "stack"), **options)  # noqa: E731
     _, (_, rows) = mm.jit(moving(lambda n, fn: mm.task(fn, mesh=MESHES[n]), stack))(W, ROWS, Sealed(jnp.zeros(WIDTH)))
     assert rows.mean.shape == (COUNT, WIDTH)
 
@@ -141,16 +141,3 @@ def test_the_first_leaf_that_differs_is_named(returned, message, disable):
     step = mm.jit(moving(lambda n, fn: mm.task(fn, mesh=MESHES[n]), mm.microbatch, returned))
     with jax.disable_jit(disable), pytest.raises(mm.UsageError, match=message):
         step(W, ROWS, Sealed(jnp.zeros(WIDTH)))
-
-
-def test_other_static_fields_are_named():
-    class Counted(eqx.Module):
-        mean: jax.Array
-        count: int = eqx.field(static=True)
-
-    def body(x, state):
-        return Counted(0.5 * state.mean + mm.task(jnp.sin, mesh=MESHES[0])(x).sum(0), state.count + 1), x.sum()
-
-    step = mm.jit(mm.microbatch(body, size=SIZE, carry=1))
-    with pytest.raises(mm.UsageError, match="another container, or one with other static fields"):
-        step(ROWS, Counted(jnp.zeros(WIDTH), 0))

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import multimesh as mm
-
 pytestmark = pytest.mark.multiprocess
 
 CASES = Path(__file__).with_name("check_cases.py")
@@ -19,19 +17,12 @@ CLEAN = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_
 ENV = CLEAN | {"JAX_PLATFORMS": "cpu", "MULTIMESH_SILENCE_TIMEOUT": "4", "MULTIMESH_START_TIMEOUT": "200"}
 MULTIMESH = (sys.executable, "-m", "multimesh")
 WHO = r"process 1 of 2 \(\S+?(, pid \d+)?\)"
-PULL = "pull beside kernels and sums,transfers by pull"
 FAULTS = {  # the steps that are tried, further flags, the exit code, the row that fails and its words
     "have_another_jax": ("devices", [], 2, "meeting", rf"jax: process 0 .* where {WHO} has '9.9'"),
-    "have_another_folder": (
-        "devices,shared folder,checkpoint",
-        [],
-        2,
-        "shared folder",
-        f"{WHO}(: what process 0)? wrote",
-    ),
+    "have_another_folder": ("devices,shared folder", [], 2, "shared folder", f"{WHO}(: what process 0)? wrote"),
     "be_slow": ("devices,products", [], 4, "products", f"slowest .*, device 0 of {WHO}"),
-    "be_deaf": (f"devices,{PULL}", [], 17, "transfers by pull", "did not end within 8 s: transfers by pull between"),
-    "be_stopped": ("devices,products,plans", [], 17, "all processes live", f"{WHO} has been stopped"),
+    "be_deaf": ("devices,transfers by pull", [], 17, "transfers by pull", "did not end within 8 s: transfers by"),
+    "be_stopped": ("devices,products,plans", [], 17, "all processes live", f"{WHO} has been out of reach"),
     "hang": ("devices,products,plans", [], 17, "products", f"{WHO} did not end within 8 s: products"),
     "a wrong mesh": ("devices", ["--stages", "3"], 4, "devices", "3 stages of 1 devices need 3, and JAX finds 2"),
 }
@@ -55,27 +46,17 @@ UNFIT = ("have_another_folder", "be_slow", "be_stopped", "hang")
 def test_a_fault_is_a_row_with_its_process_and_a_code(tmp_path, fault):
     wanted, flags, want, name, told = FAULTS[fault]
     listed = tmp_path / "unfit"
-    words = [
-        str(CASES),
-        fault,
-        wanted,
-        "--json",
-        f"--unfit={listed}",
-        *["--quick"] * ("checkpoint" not in wanted),
-        *flags,
-    ]
+    words = [str(CASES), fault, wanted, "--json", f"--unfit={listed}", "--quick", *flags]
     code, found, said = check(tmp_path, "spawn", "-n", "2", *words)
     assert found["rows"], said
     (row,) = [row for row in found["rows"] if row["verdict"] == "FAILED"]
     assert row["name"] == name, said
     assert re.search(told, row["measured"]), row
     assert (row["code"], found["exit_code"]) == (want, want), said
-    assert code == (137 if fault == "be_stopped" else want), said  # that of the process that was ended first
+    assert code == want, said
     assert "Traceback" not in said
     assert found["unfit_nodes"] == ["n1"] * (fault in UNFIT), said
     assert (listed.read_text() if listed.exists() else "") == "n1\n" * (fault in UNFIT)
-    if fault == "have_another_folder":
-        assert [(r["verdict"], r["measured"]) for r in found["rows"]][-1] == ("-", "the folder is not shared")
 
 
 @pytest.mark.parametrize(
@@ -84,22 +65,18 @@ def test_a_fault_is_a_row_with_its_process_and_a_code(tmp_path, fault):
         (2, ["--quick"]),
         pytest.param(4, ["--stages", "2"], marks=pytest.mark.full),
         pytest.param(8, ["--quick"], marks=pytest.mark.full),
-        pytest.param(1, ["--quick"], marks=pytest.mark.full),
         pytest.param(1, [], marks=pytest.mark.full),
         pytest.param(1, ["--stages", "1"], marks=pytest.mark.full),
     ],
 )
 def test_processes_that_are_well_pass_every_row(tmp_path, count, flags):
-    files = ["--calibrate", "measured.toml", "--report", "report.json"]
     devices = str(4 // count or 1)
-    words = ["check", "-n", str(count), "--json", *flags, *files]
+    words = ["check", "-n", str(count), "--json", *flags, "--report", "report.json"]
     code, found, said = check(tmp_path, *words, JAX_NUM_CPU_DEVICES=devices)
     assert code == found["exit_code"] == 0, said
     assert {row["verdict"] for row in found["rows"]} <= {"ok", "-"}, found
     names = [row["name"] for row in found["rows"]]
     assert names[:5] == ["meeting", "devices", "versions", "shared folder", "products"]
-    measured = mm.planner.device("measured", tmp_path / "measured.toml")
-    assert measured.bf16 == pytest.approx(found["rows"][4]["numbers"]["product"], rel=1e-3)
     report = (tmp_path / "report.json").read_text()
     assert str(tmp_path) not in report
     assert [row["name"] for row in json.loads(report)["rows"]] == names

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from models import MLP, TRANSFORMER, mlp_block, plain, squared_error
-from pipelines import SCHEDULES, Split, assert_same, both, gradient, microbatched, split_two, submeshes
+from models import MLP, mlp_block, plain, squared_error
+from pipelines import Split, assert_same, both, microbatched, submeshes
 
 import multimesh as mm
 
@@ -68,24 +68,6 @@ def test_what_a_scan_offloads_to_the_host_waits_there_for_its_backward():
     both(make, MLP.init(2), MLP.batch(ROWS, 0))
 
 
-@pytest.mark.longer
-@pytest.mark.telling("each task-1f1b")
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("what", ["each task", "the loss"])
-def test_checkpoint_around(what, schedule):
-    split = split_two()
-
-    def rematted(s, fn):
-        return jax.checkpoint(split(s, fn))
-
-    wrap = jax.checkpoint if what == "the loss" else lambda loss: loss
-    stage = rematted if what == "each task" else split
-    f = gradient(TRANSFORMER, stage, size=SIZE, rows=ROWS, schedule=schedule, wrap=wrap)
-    want = gradient(TRANSFORMER, plain, size=SIZE, rows=ROWS, schedule=None)
-    args = TRANSFORMER.init(2), TRANSFORMER.batch(ROWS, 0)
-    assert_same(mm.jit(f)(*args), jax.jit(want)(*args))
-
-
 AROUND = POLICIES | {
     "full": None,
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -142,21 +124,6 @@ def test_a_loss_of_which_a_stage_reads_a_row_goes_forward_again():
     assert_same(mm.jit(piped)(weights, rows), jax.jit(step(lambda s, fn: fn, microbatched))(weights, rows))
 
 
-@pytest.mark.full
-def test_checkpoint_around_two_loops_of_checkpointed_losses():
-    """The product makes the backward of each loop read the other's sum."""
-
-    def make(stage, microbatch):
-        loop = microbatch(named_loss(stage, jax.checkpoint), size=SIZE, argnum=1)
-
-        def product(params, batch):
-            return loop(params, batch) * loop(params, jax.tree.map(lambda x: 2 * x, batch))
-
-        return lambda p, b: (jax.grad(product)(p, b), jax.grad(jax.checkpoint(product))(p, b))
-
-    both(make, MLP.init(2), MLP.batch(ROWS, 0))
-
-
 @pytest.mark.skipif("jax_remat3" not in jax.config.values, reason="this JAX has one way to recompute")
 def test_checkpoint_in_the_new_way_to_recompute():
     def make(stage, microbatch):
@@ -193,58 +160,3 @@ def test_checkpoint_around_the_last_of_several_stages(schedule):
     params, batch = MLP.init(3), MLP.batch(ROWS, 0)
     loop = functools.partial(mm.microbatch, schedule=schedule)
     assert_same(mm.jit(make(split, loop))(params, batch), jax.jit(make(plain, microbatched))(params, batch))
-
-
-def twice_mapped(f):
-    inner = jax.vmap(jax.value_and_grad(f), in_axes=(None, 2))
-    return lambda ps, xs: jax.vmap(inner, in_axes=(None, 0))(ps, jnp.moveaxis(jnp.stack([xs, 2 * xs]), 1, 3))
-
-
-UNDER = {
-    "vmap": lambda f: jax.vmap(jax.value_and_grad(f), in_axes=(None, 0)),
-    "vmap of vmap": twice_mapped,
-    "jvp": lambda f: lambda ps, xs: jax.jvp(jax.grad(f), (ps, xs[0]), (ps, xs[1])),
-    "grad": lambda f: lambda ps, xs: jax.value_and_grad(f)(ps, xs[0]),
-}
-
-
-@pytest.mark.longer
-@pytest.mark.telling(
-    "vmap-False-around-zb-h1",
-    "vmap-True-inside-zb-h2",
-    "vmap of vmap-True-around-zb-h1",
-    "vmap of vmap-False-inside-zb-h2",
-    "jvp-False-inside-zb-h1",
-    "jvp-True-around-zb-h2",
-    "grad-False-inside-zb-h2",
-    "grad-True-around-zb-h1",
-)
-@pytest.mark.parametrize("schedule", ["zb-h1", pytest.param("zb-h2", marks=pytest.mark.longer)])
-@pytest.mark.parametrize("where", ["inside", "around"])
-@pytest.mark.parametrize("linear", [False, True])
-@pytest.mark.parametrize("under", UNDER)
-def test_checkpoint_around_a_model_under_transformations(under, linear, where, schedule):
-    """The stages that it repeats are a forward pass of the loop, wherever the gradient is taken.
-
-    Found at random: `jax.vmap` moves the axes of a batch once for each loop, and `jax.grad` around `multimesh.jit` has
-    a program of its own for the backward pass.
-    """
-    split = Split(submeshes(2, (1,)))
-
-    def make(stage, loop):
-        def model(ps, x):
-            for s, p in enumerate(ps):
-                x = stage(s, lambda p, x: x @ p if linear else jnp.tanh(x @ p))(p, x)
-            return x
-
-        def loss(ps, x):
-            y = jax.checkpoint(model)(ps, x)
-            return stage(1, lambda y: jnp.sum(y if linear else y * y))(y)
-
-        return loop(loss, size=SIZE, argnum=1)
-
-    ps = [jnp.asarray(p["up"][:, :16]) for p in MLP.init(2)["stages"]]
-    xs = jnp.stack([MLP.batch(ROWS, seed)["x"] for seed in (0, 1)])
-    total = make(split, functools.partial(mm.microbatch, schedule=schedule))
-    got = mm.jit(UNDER[under](total)) if where == "inside" else UNDER[under](mm.jit(total))
-    assert_same(got(ps, xs), jax.jit(UNDER[under](make(plain, microbatched)))(ps, xs))

@@ -3,31 +3,33 @@
 import itertools
 import re
 import signal
-import sys
 from pathlib import Path
 
 import checkpoint_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from multimesh.state import saving
 from pipelines import assert_same
 from spawning import run
 
 import multimesh as mm
 
 CASES = Path(checkpoint_cases.__file__)
+TREE = {"params": [{"w": np.ones((2, 3), np.float32)}], "step": 3}
 DTYPES = (
-    *("float64", "float32", "float16", "bfloat16", "float8_e4m3", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn"),
-    *("bool", "int2", "int4", "int8", "int16", "int32", "int64", "uint2", "uint4", "uint8", "uint16", "uint32"),
-    *("uint64", "complex64", "complex128"),
+    *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn"),
+    *("bool", "int2", "int4", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("complex64", "complex128"),
 )
 
 
 def test_every_dtype_comes_back(tmp_path):
-    """On devices and as NumPy, also where Orbax has no such dtype."""
+    """On devices and as NumPy."""
     layout = NamedSharding(Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b")), P("a", "b"))
     values = {d: np.arange(32).reshape(8, 4).astype(jnp.dtype(d)) for d in DTYPES}
     with jax.enable_x64(True):
@@ -41,14 +43,6 @@ def test_every_dtype_comes_back(tmp_path):
         assert kind == "host" or back[kind][d].sharding == layout
 
 
-def test_a_path_may_be_relative(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    mm.distributed.save("ck/20", TREE)
-    assert_same(mm.distributed.restore("ck/20", TREE), mm.distributed.restore(tmp_path / "ck" / "20", TREE))
-    with pytest.raises(mm.UsageError, match=rf"{tmp_path}/ck/21: no checkpoint .* has 20"):
-        mm.distributed.restore("ck/21", TREE)
-
-
 def test_layouts_come_back(tmp_path):
     """Of explicit axes, of one device, in the host's memory; also inside of ``jax.set_mesh``."""
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
@@ -59,7 +53,6 @@ def test_layouts_come_back(tmp_path):
         "keys": jax.device_put(jax.random.split(jax.random.key(0), 8), NamedSharding(mesh, P("a"))),
         "one": jax.device_put(x, last),
         "key": jax.device_put(jax.random.key(1, impl="rbg"), last),
-        "uint4": jax.device_put(x.astype(jnp.uint4), last),
     }
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
     for n, like in enumerate((tree, types)):
@@ -73,9 +66,6 @@ def test_layouts_come_back(tmp_path):
             np.testing.assert_array_equal(y, z)
 
 
-TREE = {"params": [{"w": np.ones((2, 3), np.float32)}], "step": 3}
-
-
 @pytest.mark.parametrize(
     ("like", "told"),
     [
@@ -84,7 +74,7 @@ TREE = {"params": [{"w": np.ones((2, 3), np.float32)}], "step": 3}
         (TREE | {"step": 3.0}, "has step as int, `like` as float"),
         (TREE | {"params": [{"w": np.ones((3, 2), np.float32)}]}, "params/0/w as float32[2,3], `like` as float32[3,2]"),
         (TREE | {"params": [{"w": jnp.ones((2, 3), jnp.bfloat16)}]}, "as float32[2,3], `like` as bfloat16[2,3]"),
-        (TREE | {"step": "3"}, "step is a str; arrays, numbers and None can be saved"),
+        (TREE | {"step": "3"}, "has step as int, `like` as str"),
     ],
 )
 def test_the_first_difference_is_named(tmp_path, like, told):
@@ -94,21 +84,66 @@ def test_the_first_difference_is_named(tmp_path, like, told):
     assert "\n" not in str(raised.value)
 
 
-def test_what_is_no_checkpoint_is_named(tmp_path):
+def test_what_is_no_checkpoint_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     for name in ("9", "10"):
-        mm.distributed.save(tmp_path / name, TREE)
-    assert {p.name for p in (tmp_path / "9").iterdir()} == {"multimesh.json", "process-0.shards"}
-    with pytest.raises(mm.UsageError, match=r"no checkpoint of mm.distributed.save is there; .* has 9, 10$"):
-        mm.distributed.restore(tmp_path / "11", TREE)
-    with pytest.raises(mm.UsageError, match="nor is one beside it"):
-        mm.distributed.restore(tmp_path / "other" / "11", TREE)
-    half = tmp_path / "12@n1-7-0000.half-written"
-    (tmp_path / "10").rename(half)
+        mm.distributed.save(f"ck/{name}", TREE)
+    for path, told in (
+        ("ck/11", rf"{tmp_path}/ck/11: .* has 9, 10$"),
+        (tmp_path / "other" / "11", "nor is one beside"),
+    ):
+        with pytest.raises(mm.UsageError, match=told):
+            mm.distributed.restore(path, TREE)
+    half = tmp_path / "ck" / "12@n1-7-0000.half-written"
+    half.with_name("10").rename(half)
     with pytest.raises(mm.UsageError, match="half-written"):
         mm.distributed.restore(half, TREE)
-    (tmp_path / "9" / "multimesh.json").write_text('{\n "format": 1,')
-    with pytest.raises(mm.UsageError, match="of an older MultiMesh"):
-        mm.distributed.restore(tmp_path / "9", TREE)
+    assert_same(mm.distributed.restore("ck", TREE), TREE)
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "process-0.shards").touch()
+    for read in (lambda path: mm.distributed.restore(path, TREE), mm.distributed.verify):
+        with pytest.raises(mm.UsageError, match=r"multimesh-jax 0\.1\.0 .*commit 1891ba3") as raised:
+            read(old)
+        assert "\n" not in str(raised.value)
+
+
+def test_orbax_reads_what_was_saved_and_restores_what_it_wrote(tmp_path):
+    mm.distributed.save(tmp_path / "1", TREE)
+    back = ocp.PyTreeCheckpointer().restore(tmp_path / "1")
+    np.testing.assert_array_equal(back["params"]["0"]["w"], TREE["params"][0]["w"])
+    assert back["step"] == 3
+    ocp.PyTreeCheckpointer().save(tmp_path / "2", TREE)
+    with pytest.raises(mm.UsageError, match=r"restore it with Orbax and mm\.distributed\.orbax_handler"):
+        mm.distributed.restore(tmp_path / "2", TREE)
+
+
+def test_parameters_alone_are_restored(tmp_path):
+    """Of a dictionary, and of a pair; what is missing or differs is named as ever."""
+    params = jax.device_put({"w": np.arange(8.0, dtype=np.float32)}, jax.devices()[3])
+    mm.distributed.save(tmp_path / "1", {"params": params, "moments": params, "step": 3})
+    mm.distributed.save(tmp_path / "2", (params, params))
+    back = mm.distributed.restore(tmp_path / "1", {"params": params}, partial=True)
+    assert_same(back, {"params": params})
+    assert back["params"]["w"].sharding == params["w"].sharding
+    assert_same(mm.distributed.restore(tmp_path / "2", (params, None), partial=True), (params, None))
+    with pytest.raises(mm.UsageError, match="has no params/c"):
+        mm.distributed.restore(tmp_path / "1", {"params": {"c": params["w"]}}, partial=True)
+
+
+@pytest.mark.parametrize("address", ["gs://bucket/ck/5", Path("s3://bucket/ck")])
+def test_an_address_of_a_bucket_is_refused(tmp_path, monkeypatch, address):
+    """It is no folder of this machine, in the working directory of all places."""
+    monkeypatch.chdir(tmp_path)
+    for call, *tree in (
+        (mm.distributed.save, TREE),
+        (mm.distributed.restore, TREE),
+        (mm.distributed.verify,),
+        (mm.distributed.record,),
+    ):
+        with pytest.raises(mm.UsageError, match=r"is an address of \w+, and no path of this machine"):
+            call(address, *tree)
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_cannot_be_saved_is_named(tmp_path):
@@ -117,16 +152,20 @@ def test_what_cannot_be_saved_is_named(tmp_path):
     gone.delete()
     for tree, told in (
         ({"a": {"b": gone}}, "a/b was donated or deleted"),
-        ({"a": "text"}, "a is a str"),
-        ({"a": np.array(["text"])}, "a is a ndarray of <U4"),
-        ({"a": 2**70}, "a is an int of more than 64 bits"),
+        ({"a": "text"}, "a is a str, which can't be saved"),
+        ({"a": np.array(["text"])}, "a is a <U4[1], which can't be saved"),
+        ({"a": jnp.ones(3, jnp.uint4)}, "a is a uint4[3], which can't be saved"),
+        ({"a": np.ones((3, 0))}, "a has no elements"),
+        ({"a": 2**70}, "a is a int, which can't be saved"),
         ({"a": {"b": 1}, "a/b": 2}, "two leaves that are called 'a/b'"),
+        ({"a": {"b": 1}, "a.b": 2}, "leaves that are called 'a/b' and 'a.b'"),
+        ({"a/b/c": 1, "a": 2}, "leaves that are called 'a/b/c' and 'a'"),
     ):
         with pytest.raises(mm.UsageError, match=re.escape(told)):
             mm.distributed.save(tmp_path / "2", tree)
     with pytest.raises(mm.UsageError, match="something already"):
         mm.distributed.save(tmp_path / "1", TREE)
-    with pytest.raises(mm.UsageError, match="x has no value yet"):
+    with pytest.raises(mm.UsageError, match="x is a float32"):
         jax.jit(lambda x: mm.distributed.save(tmp_path / "2", {"x": x}))(1.0)
     (tmp_path / "file").touch()
     with pytest.raises(mm.MultiMeshError, match=r"Not a directory: .*; there is no checkpoint of that name"):
@@ -134,19 +173,23 @@ def test_what_cannot_be_saved_is_named(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "file"]
 
 
-def test_handlers_for_orbax_are_there():
-    from orbax.checkpoint import type_handlers, v1
+@pytest.mark.parametrize("version", [None, "0.12.3"])
+def test_without_orbax_one_line_names_the_package(tmp_path, monkeypatch, version):
+    def installed(name):
+        if version is None:
+            raise saving.metadata.PackageNotFoundError(name)
+        return version
 
-    assert isinstance(mm.distributed.orbax_handler(), type_handlers.ArrayHandler)
-    assert issubclass(mm.distributed.orbax_state_handler(), v1.handlers.PyTreeHandler)
-
-
-def test_without_orbax_the_package_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "multimesh.checkpoints.orbax_arrays", None)
-    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
-    monkeypatch.delitem(sys.modules, "multimesh.checkpoints.orbax_arrays")
-    with pytest.raises(mm.MultiMeshError, match=r"mm\.distributed\.orbax_handler needs a package: pip install orbax-"):
-        mm.distributed.orbax_handler()
+    monkeypatch.setattr(saving.metadata, "version", installed)
+    for call in (
+        mm.distributed.orbax_handler,
+        mm.distributed.orbax_state_handler,
+        lambda: mm.distributed.save(tmp_path / "1", TREE),
+        lambda: mm.distributed.restore(tmp_path / "1", TREE),
+    ):
+        with pytest.raises(mm.errors.MissingPartError, match=r"0\.12\.4 .*pip install 'multimesh-jax\[checkpoints\]'"):
+            call()
+    assert not list(tmp_path.iterdir())
 
 
 def passed(count, devices, *cases):
@@ -162,8 +205,8 @@ def four(tmp_path_factory):
     """What two processes of two devices each saved, in several layouts."""
     folder = tmp_path_factory.mktemp("checkpoints")
     back = [f"restored:{folder}/{a}:{b}" for a, b in (("2", 4), ("0", 1))]
-    full = f"disk_full:{tmp_path_factory.mktemp('full')}"
-    passed(2, 2, *(f"saved:{folder}/{name}:{stages}" for name, stages in SAVED.items()), *back, full)
+    full = (f"disk_full:{tmp_path_factory.mktemp('full')}:{rank}" for rank in (0, 1))
+    passed(2, 2, *(f"saved:{folder}/{name}:{stages}" for name, stages in SAVED.items()), *back, *full)
     return folder
 
 
@@ -191,7 +234,7 @@ def test_several_processes_restore_what_one_saved(tmp_path):
 
 PHASES = checkpoint_cases.PHASES
 WHERE = [(phase, rank) for phase, (*_, who) in PHASES.items() for rank in (0, 1) if who == "all" or rank == 0]
-WHERE += [(str(seconds), rank) for seconds in (0.05, 0.1, 0.2, 0.3, 0.5, 0.8) for rank in (0, 1)]
+WHERE += [(str(seconds), rank) for seconds in (0.05, 0.2, 0.5) for rank in (0, 1)]
 
 
 @pytest.mark.multiprocess
@@ -201,17 +244,15 @@ WHERE += [(str(seconds), rank) for seconds in (0.05, 0.1, 0.2, 0.3, 0.5, 0.8) fo
 def test_a_process_killed_while_saving_leaves_whole_checkpoints_only(tmp_path, where, rank, how):
     ended = run(2, 2, CASES, f"killed_saving:{tmp_path}:{rank}:{where}:{how}", timeout=60)
     assert ended[rank].code == -signal.SIGKILL, ended
-    assert "was killed by SIGKILL" in ended[1 - rank].err
     goes_on_with_whole_ones(tmp_path)
 
 
 @pytest.mark.multiprocess
 @pytest.mark.full
-@pytest.mark.parametrize(("where", "rank"), [("in arrays", 0), ("in arrays", 1), ("table", 0), ("0.3", 1)])
+@pytest.mark.parametrize(("where", "rank"), [("in arrays", 0), ("tree", 0), ("0.3", 1)])
 def test_ctrl_c_during_a_save_in_the_background_leaves_whole_checkpoints_only(tmp_path, where, rank):
     ended = run(2, 2, CASES, f"killed_saving:{tmp_path}:{rank}:{where}:background:SIGINT", timeout=60)
     assert [process.code for process in ended] == [130, 130], ended
-    assert "failed: KeyboardInterrupt" in ended[1 - rank].err
     goes_on_with_whole_ones(tmp_path)
 
 

@@ -35,5 +35,5 @@ def test_the_gpt_example_is_compiled(device):
     compiled = low.compile()
     assert len(compiled.compile_seconds) == len(compiled.plan.kernels)
     assert all(seconds > 0 for seconds in compiled.compile_seconds)
-    pairs = zip(low.memory_forecast("gpu"), compiled.device_memory(), strict=True)
+    pairs = zip(low.memory_estimate("gpu"), compiled.device_memory(), strict=True)
     assert all(forecast.arguments == memory.arguments for forecast, memory in pairs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import threading
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.extend.backend import get_compile_options
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import MLP, TRANSFORMER, Model
-from multimesh.core._compat import executables, small_tiles, stored_executables
-from multimesh.runtime import compile_options, ynnpack
+from multimesh.core._compat import executables
+from multimesh.runtime import compile_options
 from pipelines import Split, gradient, submeshes
 
 import multimesh as mm
@@ -133,7 +131,7 @@ def test_what_plans_on_cpus_are_compiled_with_unless_told_otherwise(monkeypatch,
     assert seen
 
 
-THREADS, YNNPACK = small_tiles.NO_THREADS, "xla_cpu_experimental_ynn_fusion_type"
+YNNPACK = "xla_cpu_experimental_ynn_fusion_type"
 has_ynnpack = pytest.mark.skipif(not executables.takes_option(YNNPACK, ""), reason="this jaxlib has no YNNPACK")
 
 
@@ -171,73 +169,6 @@ def test_a_choice_of_the_user_about_ynnpack_stays(monkeypatch, products: Any, gi
 
 
 @pytest.mark.parametrize(
-    ("cores", "tiles", "given", "flags", "chosen"),
-    [
-        (2, True, {}, "", {THREADS: False}),
-        (4, True, {}, "", {}),
-        (2, False, {}, "", {}),  # LLVM would take 0.1 s for a product
-        (2, True, {THREADS: True}, "", {THREADS: True}),
-        (2, True, {}, f"--{THREADS}=true", {}),
-    ],
-    ids=["a device a core", "more cores", "large tiles", "given", "in XLA_FLAGS"],
-)
-def test_a_kernel_has_no_threads_within_where_it_has_a_device_for_each_core(
-    monkeypatch, cores, tiles, given, flags, chosen
-):
-    monkeypatch.setattr(small_tiles, "has_small_tiles", lambda: tiles)
-    split = Split(submeshes(2, (2,)))
-    plan = mm.jit(gradient(MLP, split, size=SIZE, rows=ROWS)).plan(*inputs(MLP, split))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
-    monkeypatch.setenv("XLA_FLAGS", flags)  # XLA itself has read it before
-    found = [compile_options.for_kernel(plan, n, given) for n in range(len(plan.kernels))]
-    assert found == [chosen] * len(found)
-
-
-@pytest.mark.skipif(not small_tiles.has_small_tiles(), reason="this JAX is used by its public functions alone")
-def test_kernels_without_threads_get_small_tiles():
-    """Products of attention, 8 of 32 x 16 by 16 x 32, as XLA writes them: of small tiles there is less code."""
-    a, b = (np.random.default_rng(0).normal(size=shape).astype(np.float32) for shape in ((8, 32, 16), (8, 16, 32)))
-    options = {THREADS: False} | ({YNNPACK: ""} if executables.takes_option(YNNPACK, "") else {})
-    lowered = [jax.jit(lambda a, b: a @ b).lower(a, b) for _ in range(2)]
-    large, small = lowered[0].compile(options), small_tiles.compile_kernel(lowered[1], options)
-    sizes = [len(stored_executables.to_bytes(executable)) for executable in (large, small)]
-    assert sizes[1] < 0.75 * sizes[0]
-    np.testing.assert_allclose(small(a, b), a @ b, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(("platform", "stays"), [("cpu", not small_tiles.has_small_tiles()), ("cuda", True)])
-def test_a_client_of_other_devices_stays_as_it_is(monkeypatch, platform, stays):
-    """GPUs of a topology have a client of another type, by which JAX knows how to compile for them."""
-    seen: list[Any] = []
-    monkeypatch.setattr(
-        jax.stages.Lowered, "compile", lambda self, _: seen.append(self._lowering.compile_args["backend"])
-    )
-    lowered = jax.jit(lambda a: a @ a).lower(np.ones((4, 4)))
-    client = type("Client", (), {"platform": platform})()
-    monkeypatch.setitem(lowered._lowering.compile_args, "backend", client)
-    small_tiles.compile_kernel(lowered, {THREADS: False})
-    assert (seen[0] is client) == stays
-
-
-@pytest.mark.skipif(not small_tiles.has_small_tiles(), reason="this JAX is used by its public functions alone")
-def test_where_jax_keeps_its_client_elsewhere_a_kernel_is_compiled_without_them():
-    lowered = types.SimpleNamespace(compile=lambda options: options)
-    with pytest.warns(UserWarning, match="_lowering.*public functions take its place"):
-        assert small_tiles.compile_kernel(lowered, {THREADS: False}) == {THREADS: False}
-
-
-def test_small_tiles_leave_all_other_options_as_they_are():
-    options = get_compile_options(num_replicas=1, num_partitions=2, env_options_overrides={LEVEL: 1})
-    tiled = small_tiles.with_tiles(options)
-    assert tiled.SerializeAsString() != options.SerializeAsString()
-    assert (tiled.num_partitions, list(tiled.env_option_overrides)) == (2, [(LEVEL, 1)])
-    before, after = (str(each.executable_build_options.debug_options).splitlines()[1:] for each in (options, tiled))
-    added = {line.strip() for line in set(after) - set(before)} - {"xla_backend_extra_options {"}
-    assert added == {'key: "xla_llvm_ir_gemm_tile_size"', 'value: "4:4:1*vectwidth"'}
-    assert set(before) <= set(after)
-
-
-@pytest.mark.parametrize(
     ("rows", "width", "heads", "devices", "loses"),
     [
         (128, 64, 8, 1, True),
@@ -257,7 +188,7 @@ def test_small_matrices_of_a_batch_weigh_against_large_products(rows, width, hea
 
     (call,) = jax.make_jaxpr(jax.jit(f))(jnp.ones((rows, width)), jnp.ones((width, width))).eqns
     op = ir.Op(call.primitive, call.params, tuple(call.invars), tuple(call.outvars))
-    assert ynnpack.loses([op], devices) == loses
+    assert compile_options.loses_by_ynnpack([op], devices) == loses
 
 
 def scaled_by(halve: Callable[..., Any]) -> Any:

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import MLP, mlp_block, squared_error
 from multimesh.marking import contexts
-from multimesh.runtime.between import carriers
+from multimesh.runtime.between import transports
 from pipelines import Split, assert_same, gradient, reference_gradient, submeshes
 
 import multimesh as mm
@@ -65,22 +65,22 @@ def test_unknown_options_and_other_types_raise_at_once():
     with pytest.raises(mm.UsageError, match="unknown option 'fuse'; options are autoshard, enable_task_fusion"):
         mm.context(fuse=True)
     with pytest.raises(mm.UsageError, match=r"enable_task_fusion: give True, False or None .* not 1"):
-        mm.enable_task_fusion(1)
+        mm.context(enable_task_fusion=1)
     with pytest.raises(mm.UsageError, match=r"transport: give one of pull, device_put or None .* not 'ppermute'"):
         mm.context(transport="ppermute")
 
 
 def test_the_environment_names_the_transport_where_no_context_does(monkeypatch):
-    monkeypatch.setattr(carriers, "CARRIERS", {"pull": lambda: "pulls", "device_put": lambda: "puts"})
-    monkeypatch.setattr(carriers, "_made", lambda name: carriers.CARRIERS[name]())
-    assert (carriers.carrier(None), carriers.carrier("device_put")) == ("pulls", "puts")
+    monkeypatch.setattr(transports, "CLASSES", {"pull": lambda: "pulls", "device_put": lambda: "puts"})
+    monkeypatch.setattr(transports, "_create", lambda name: transports.CLASSES[name]())
+    assert (transports.get_transport(None), transports.get_transport("device_put")) == ("pulls", "puts")
     monkeypatch.setenv("MULTIMESH_TRANSPORT", "device_put")
-    assert (carriers.carrier(None), carriers.carrier("pull")) == ("puts", "pulls")
+    assert (transports.get_transport(None), transports.get_transport("pull")) == ("puts", "pulls")
     monkeypatch.setenv("MULTIMESH_TRANSPORT", "nccl")
     with pytest.raises(
         mm.UsageError, match="MULTIMESH_TRANSPORT: give one of pull, device_put or unset it, not 'nccl'"
     ):
-        carriers.carrier(None)
+        transports.get_transport(None)
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -96,7 +96,7 @@ def test_each_part_sets_its_option_and_restores_it(name):
 
 def test_options_of_one_thread_are_not_those_of_another():
     seen = []
-    with mm.enable_task_fusion(False):
+    with mm.context(enable_task_fusion=False):
         thread = threading.Thread(target=lambda: seen.append(contexts.current().enable_task_fusion))
         thread.start()
         thread.join()
@@ -112,7 +112,7 @@ def test_an_error_inside_restores_the_options():
 
 def test_a_context_that_comes_too_late_raises():
     def f(x):
-        with mm.enable_task_fusion(False):
+        with mm.context(enable_task_fusion=False):
             return mm.task(jnp.sin, "a", mesh=submeshes(1)[0])(x)
 
     with pytest.raises(mm.UsageError, match=r"enable_task_fusion: .* open it around the call"):
@@ -128,7 +128,7 @@ def test_options_are_part_of_the_signature():
 
     jitted = mm.jit(f)
     jitted(ones(2)), jitted(ones(2))
-    with mm.enable_task_fusion(False):
+    with mm.context(enable_task_fusion=False):
         jitted(ones(2)), jitted(ones(2))
     jitted(ones(2))
     assert len(traces) == 2
@@ -141,7 +141,7 @@ def test_fusion_makes_one_program_of_the_tasks_of_a_submesh():
     split, params, batch = Split(submeshes(2)), MLP.init(4), MLP.batch(ROWS, 0)
     step = two_layers_a_stage(split)
     fused = step.plan(params, batch)
-    with mm.enable_task_fusion(False):
+    with mm.context(enable_task_fusion=False):
         single = step.plan(params, batch)
         got = step(params, batch)
     assert {s.task for s in runs(fused, "F")} == {"layer0+layer1"}
@@ -162,7 +162,7 @@ def test_without_fusion_the_schedule_keeps_its_order():
         cells = [(s.phase, s.microbatch) for s in runs(plan) if s.phase and s.submesh == submesh]
         return [c for i, c in enumerate(cells) if i == 0 or cells[i - 1] != c]
 
-    with mm.enable_task_fusion(False):
+    with mm.context(enable_task_fusion=False):
         single = step.plan(params, batch)
     assert order(single, 0) == order(step.plan(params, batch), 0)
     assert order(single, 1) == [(phase, m) for m in range(ROWS // SIZE) for phase in "FB"]
@@ -211,7 +211,7 @@ def test_recomputation_keeps_less():
 
     step = mm.jit(lambda p, b: mm.microbatch(jax.value_and_grad(loss), size=SIZE, argnum=1)(p, b))
     less, got = step.plan(params, batch), step(params, batch)
-    with mm.enable_recomputation(False):
+    with mm.context(enable_recomputation=False):
         kept, plain = step.plan(params, batch), step(params, batch)
     assert less.peak_bytes()[0] < kept.peak_bytes()[0]
     assert less.traffic() == kept.traffic()
@@ -231,7 +231,7 @@ def test_recomputation_sends_less():
     step = mm.jit(lambda p, b: mm.microbatch(jax.value_and_grad(loss), size=SIZE, argnum=1)(p, b))
     args = {"front": normal(0, 3, 5), "middle": normal(1, 5, 5), "back": normal(2, 5, 5)}, normal(3, ROWS, 3)
     less, got = step.plan(*args), step(*args)
-    with mm.enable_recomputation(False):
+    with mm.context(enable_recomputation=False):
         more, plain = step.plan(*args), step(*args)
     assert less.traffic()[0] < more.traffic()[0]
     assert less.traffic()[1] < more.traffic()[1]
@@ -250,7 +250,7 @@ def test_without_the_fast_path_every_function_has_a_plan():
     want = step(*args)
     with pytest.raises(mm.MultiMeshError, match="nothing in this function is a task"):
         step.plan(*args)
-    with mm.enable_fast_path(False):
+    with mm.context(enable_fast_path=False):
         plan, got = step.plan(*args), step(*args)
     assert [s.microbatch for s in runs(plan, "F")] == [0, 1, 2]
     assert [m.devices.tolist() for m in plan.submeshes] == [[jax.devices()[0]]]
@@ -260,7 +260,7 @@ def test_without_the_fast_path_every_function_has_a_plan():
 def test_without_the_fast_path_a_function_runs_on_the_mesh_of_its_arguments():
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
     w, x = normal(0, 3, 4), jax.device_put(normal(1, 8, 3), NamedSharding(mesh, P("data")))
-    with mm.enable_fast_path(False):
+    with mm.context(enable_fast_path=False):
         step = mm.jit(lambda w, x: jnp.tanh(x @ w))
         got = step(w, x)
         assert step.plan(w, x).submeshes == (mesh,)
@@ -288,7 +288,7 @@ def test_ignoring_transforms_is_plain_jax():
     with registered:
         step = mm.jit(mm.microbatch(loss, size=2, argnum=1), in_shardings=P("data"))
         w, x = normal(0, 3, 4), jax.device_put(normal(1, 8, 3), jax.devices()[5])
-        with mm.ignore_transforms():
+        with mm.context(ignore_transforms=True):
             got = step(jax.device_put(w, jax.devices()[1]), x)
             text = str(jax.make_jaxpr(mm.microbatch(loss, size=2, argnum=1))(w, x))
     assert set(seen) == {(8, 3)}
@@ -302,7 +302,7 @@ def test_ignoring_a_part_of_a_trace():
     meshes = submeshes(2)
 
     def f(x):
-        with mm.ignore_transforms():
+        with mm.context(ignore_transforms=True):
             x = mm.task(jnp.sin, "ignored", mesh=meshes[1])(x)
         return mm.task(jnp.cos, "kept", mesh=meshes[0])(x)
 
@@ -316,7 +316,7 @@ def test_what_jax_traced_while_ignoring_is_not_taken_for_a_task_later(cached):
     block = cached(mm.task(jnp.sin, "task", mesh=submeshes(1)[0]))
 
     def f(x):
-        with mm.ignore_transforms():
+        with mm.context(ignore_transforms=True):
             x = block(x)
         return block(x)
 
@@ -325,10 +325,10 @@ def test_what_jax_traced_while_ignoring_is_not_taken_for_a_task_later(cached):
 
 
 def test_ignoring_a_stacked_result_raises():
-    f = mm.microbatch(lambda x: x, size=2, stack=True)
-    with mm.ignore_transforms(), pytest.raises(mm.UsageError, match=r"stack=.*leave ignore_transforms"):
+    f = mm.microbatch(lambda x: x, size=2, reduce="stack")
+    with mm.context(ignore_transforms=True), pytest.raises(mm.UsageError, match=r"stack.*leave ignore_transforms"):
         f(ones(4))
-    with mm.ignore_transforms():
+    with mm.context(ignore_transforms=True):
         assert_same(mm.microbatch(lambda x: x.sum(), size=2)(jnp.ones(4)), np.float32(4))
 
 

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
-from multimesh.schedules import LayerCosts
-from multimesh.schedules.cuts import Chain, cut_chain
+from multimesh.stages.cuts import Chain, cut_chain
 from pipelines import assert_same, submeshes
 
 import multimesh as mm
@@ -111,7 +110,7 @@ def test_stages_are_even_by_the_operations_that_xla_counts(name):
     loss, argnum, args = STEPS[name]
     step = mm.jit(step_of(mm.pipeline(loss, MESHES), argnum, args))
     cuts = step.plan(*args).cuts[0]
-    told, real = np.array([s.costs.time for s in cuts.stages]), measured(step, args)
+    told, real = np.array([s.time for s in cuts.stages]), measured(step, args)
     np.testing.assert_allclose(told, real, rtol=0.1)
     assert real.max() / real.mean() <= 1.2
     assert_same(step(*args), jax.jit(jax.value_and_grad(loss, argnums=argnum))(*args))
@@ -151,7 +150,7 @@ def test_measured_seconds_move_the_cut():
     slow = mm.pipeline(frozen, MESHES, argnums=(), seconds=[3.0, 1.0, 1.0, 1.0])
     before, after = (piped.cuts(BACK, FRONT, BATCH) for piped in (even, slow))
     assert after.stages[0].work.forward < 0.6 * before.stages[0].work.forward
-    assert sum(s.costs.time for s in after.stages) == pytest.approx(6.0)
+    assert sum(s.time for s in after.stages) == pytest.approx(6.0)
     assert after.slowest < 1.3
     with pytest.raises(mm.UsageError, match="pipeline: 4 stages, but seconds of 2; give one for each"):
         mm.pipeline(frozen, MESHES, seconds=[1.0, 2.0])
@@ -179,7 +178,7 @@ def test_a_cut_inside_of_a_block_must_gain_more():
     def blocks(number):
         size = {i: 16.0 if i % 10 == 9 else 65.0 for i in range(10 * number)}
         reads = tuple((i - 1,) if i else () for i in range(10 * number))
-        return Chain((LayerCosts(1.0),) * 10 * number, reads, tuple((i,) for i in size), size)
+        return Chain((1.0,) * 10 * number, reads, tuple((i,) for i in size), size)
 
     assert cut_chain(blocks(13), 2).ends == (0, 60, 130)  # 70 for 65: 8 % more
     assert cut_chain(blocks(3), 2).ends == (0, 15, 30)  # 20 for 15 would be a third more

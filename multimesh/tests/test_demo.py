@@ -1,6 +1,7 @@
 """``python -m multimesh demo``: what a user sees."""
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -9,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from multimesh.__main__ import main, virtual_devices
+from multimesh.__main__ import main
 from multimesh.commands import demo
 
 import multimesh as mm
@@ -24,6 +25,13 @@ def multimesh(*argv, code=None, env=CLEAN):
     return subprocess.run(command, capture_output=True, text=True, env=env, check=False)
 
 
+@pytest.fixture(autouse=True)
+def flags_of_xla(monkeypatch):
+    """The command takes the number of devices out of them, for its own process."""
+    if "XLA_FLAGS" in os.environ:
+        monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
+
+
 @pytest.mark.longer
 @pytest.mark.parametrize(
     "schedule",
@@ -34,8 +42,8 @@ def multimesh(*argv, code=None, env=CLEAN):
 )
 def test_each_loss_is_that_of_one_device(schedule):
     argv = ("demo", "--schedule", schedule, "--steps", "5", "--microbatches", "3", "--json", "--plan")
-    done = multimesh(*argv, env=CLEAN | {"XLA_FLAGS": " ".join(QUICK)})
-    assert done.returncode == 0, done.stderr
+    done = multimesh(*argv, env=CLEAN | {"XLA_FLAGS": " ".join(["--xla_force_host_platform_device_count=2", *QUICK])})
+    assert (done.returncode, "Warning" in done.stderr) == (0, False), done.stderr
     found = json.loads(done.stdout)
     assert [s["step"] for s in found["steps"]] == [1, 2, 3, 4, 5]
     for s in found["steps"]:
@@ -80,22 +88,6 @@ def shown(capsys, monkeypatch, argv, steps):
 
 
 @pytest.mark.longer
-def test_pictures_of_a_step(tmp_path, capsys, monkeypatch):
-    svg, trace, html = tmp_path / "out.svg", tmp_path / "out.json", tmp_path / "out.html"
-    argv = ["--microbatches", "3", "--html", str(html), "--svg", str(svg), "--perfetto", str(trace)]
-    argv += ["--timeline", "measured", "--json"]
-    code, out, _ = shown(capsys, monkeypatch, argv, [RIGHT])
-    assert code == 0
-    found = json.loads(out)["profile"]
-    assert svg.read_text().startswith("<svg ")
-    assert svg.read_text() in html.read_text()
-    drawn = json.loads(trace.read_text())["otherData"]
-    assert drawn["title"] == "1f1b: 2 submeshes, 3 microbatches"
-    assert drawn["makespan"] == found["measured"]["makespan"] > 0
-    assert found["forecast"]["makespan"] > 0
-
-
-@pytest.mark.longer
 def test_without_flags_a_table_then_where_the_timeline_is(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     code, out, err = shown(capsys, monkeypatch, [], [RIGHT, RIGHT])
@@ -133,8 +125,7 @@ def test_losses_that_differ_fail(flags, bad, capsys, monkeypatch):
         (["demo", "--schedule", "zbv"], "unknown schedule 'zbv'; did you mean zb-v? known: gpipe"),
         (["demo", "--sched", "gpipe"], "--sched"),
         (["demo", "--html", "no-such-folder/a.html"], "can't write 'no-such-folder/a.html': there is no folder"),
-        (["demo", "--svg", "no-such-folder/a.svg"], "can't write 'no-such-folder/a.svg': there is no folder"),
-        (["demo", "--perfetto", "/"], "can't write '/': it is a folder"),
+        (["forecast", "--perfetto", "/"], "can't write '/': it is a folder"),
         (["demonstrate"], "demonstrate"),
     ],
     ids=" ".join,
@@ -158,22 +149,11 @@ def test_help_names_every_exit_code(capsys):
         assert f"\n{code:>5}  " in shown
 
 
-def test_no_command_shows_help(capsys):
-    assert main([]) == 0
-    assert "demo" in capsys.readouterr().out
-
-
 def test_too_few_real_devices():
     done = multimesh("demo", "--devices", "real", "--json", env=CLEAN | {"JAX_PLATFORMS": "cpu"})
     assert done.returncode == 4
     assert done.stderr == f"error: {json.loads(done.stdout)['error']}\n"
     assert "needs 8 devices and JAX found 1" in done.stderr
-
-
-def test_the_users_xla_flags_stay():
-    made = virtual_devices({"XLA_FLAGS": "--a=1 --xla_force_host_platform_device_count=2 --b", "NPROC": "99"}, 8)
-    assert made["XLA_FLAGS"] == "--a=1 --b --xla_force_host_platform_device_count=8"
-    assert made["NPROC"] == "99"
 
 
 def test_the_example_runs():
@@ -214,3 +194,20 @@ def test_interrupted_while_python_executes_a_string(tmp_path):
     command = [sys.executable, "-m", "interrupted"]
     done = subprocess.run(command, capture_output=True, text=True, env=CLEAN, cwd=tmp_path, check=False)
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("argv", "near"),
+    [("dmo", "demo"), ("demo --schedul gpipe", "--schedule"), ("forecast --stges 3", "--stages"), ("chek", "check")],
+)
+def test_a_wrong_word_is_told_with_the_nearest(capsys, argv, near):
+    assert main(argv.split()) == 2
+    assert f"did you mean {near}? python -m multimesh COMMAND --help lists the flags" in capsys.readouterr().err
+
+
+def test_a_terminal_without_our_signs(monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
+    monkeypatch.setattr(sys, "stdout", stream)
+    main(["forecast", "--stages", "2"])
+    print("\N{MULTIPLICATION SIGN}")
+    assert stream.buffer.getvalue().endswith(b"?\n")

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import jax
 import pytest
+from agreeing import AGREE
+from spawning import certificates
 
 START = """
 import os, sys, time
@@ -122,69 +124,18 @@ def _named(rank, count=2):
     return rf"process {rank} of {count} \(\S+, pid \d+\)"
 
 
-AGREE = """
-import jax.numpy as jnp
-from multimesh.plan import fingerprint
-assert (job.launcher, job.rank, job.mode) == ("arguments", rank, "one process per device"), job
-mm.distributed.agree_on("words", ["the", "same"])
-
-def grads(w, x):
-    def loss(w, x):
-        x = mm.task(jax.checkpoint(lambda w, x: jnp.tanh(x @ w), policy=POLICY), "first", mesh=meshes[0])(w, x)
-        return mm.task(lambda x: (x**2).sum(), "second", mesh=meshes[1])(x)
-    return mm.microbatch(jax.grad(loss), argnum=1, size=2)(w, x)
-
-POLICY = jax.checkpoint_policies.save_only_these_names("a", "b", "c")
-meshes = [jax.sharding.Mesh(np.array([d]), "x") for d in jax.devices()[:2]]
-plan = mm.jit(grads).plan(np.ones((4, 4), np.float32), np.ones((8, 4), np.float32))
-mm.distributed.agree_on("plan", fingerprint.lines(plan))
-
-mesh = jax.sharding.Mesh(np.array(jax.devices()), "x")
-at = lambda *spec: jax.sharding.NamedSharding(mesh, jax.P(*spec))
-def array(value, sharding):
-    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
-table = np.arange(12, dtype=np.float32).reshape(4, 3)
-far = jax.sharding.SingleDeviceSharding(jax.devices()[1])
-mine = [jax.device_put(table, d) for d in far.device_set if d.process_index == rank]
-tree = {
-    "rows": array(table, at("x")), "all": array(table, at()), "there": jax.make_array_from_single_device_arrays(
-        table.shape, far, mine, dtype=table.dtype), "number": 3, "here": jnp.arange(2), "numpy": table, "none": None,
-    "half": array(table.astype(jnp.bfloat16), at("x")), "empty": array(table[:0], at("x")),
-    "scalar": array(np.float32(5).reshape(()), at()), "key": jax.random.key(7),
-}
-for _ in range(2):
-    found = mm.distributed.gather(tree)
-    for name in ("rows", "all", "there", "numpy", "half", "empty"):
-        want = table[:0] if name == "empty" else table
-        assert type(found[name]) is np.ndarray and found[name].dtype == tree[name].dtype, name
-        np.testing.assert_array_equal(found[name].astype(np.float32), want)
-    assert found["number"] == 3 and found["scalar"] == 5 and found["none"] is None and found["here"].sum() == 1
-    assert jax.random.key_data(found["key"]).tolist() == jax.random.key_data(jax.random.key(7)).tolist()
-try:
-    mm.distributed.gather(array(np.zeros((count, (18 << 20) // count), np.float32), at("x")))
-except mm.UsageError as error:
-    assert "75,497,472 bytes" in str(error), error
-else:
-    raise AssertionError("too large")
-if rank:
-    time.sleep(LATE)
-print("the end", flush=True)
-"""
-
-
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("count", "late"), [(2, 1), pytest.param(2, 14, marks=pytest.mark.full), pytest.param(4, 0, marks=pytest.mark.full)]
 )
 def test_processes_agree_whatever_their_hash_seeds_and_end_together(job, count, late):
     ended = job(JOIN + AGREE.replace("LATE", str(late)), count, environ=lambda rank: {"PYTHONHASHSEED": str(rank)})
-    assert [(e.code, e.said.splitlines()[0]) for e in ended] == [(0, "the end")] * count, ended
+    assert [(e.code, "the end\n" in e.said) for e in ended] == [(0, True)] * count, ended
     waited = [re.search(f"multimesh: {_named(0, count)} is done and waits for others\n", e.said) for e in ended]
     assert [bool(w) for w in waited] == [late > 10] + [False] * (count - 1), ended
 
 
 FULL = pytest.mark.full
-SEEN = [pytest.mark.full, pytest.mark.skipif(sys.version_info < (3, 12), reason="Python 3.11 does not tell")]
 CALLBACK = """
         def wrong(x):
             raise ValueError('a fault')
@@ -194,13 +145,9 @@ LEAVE = {  # what the last process does, its exit code, and what the others say 
     "raise": ("raise RuntimeError('a fault\\nin one process')", 1, "failed after 6 steps: RuntimeError: a fault"),
     "usage": ("raise mm.UsageError('a fault')", 2, "failed after 6 steps: UsageError: a fault"),
     "fail": ("mm.distributed.fail(ValueError('a fault'))", 1, "failed after 6 steps: ValueError: a fault"),
-    "exit": ("sys.exit(3)", 3, "failed after 6 steps: SystemExit: 3"),
-    "SystemExit": ("raise SystemExit(3)", 3, "failed after 6 steps: SystemExit: 3"),
     "Ctrl-C": ("os.kill(os.getpid(), 2)", 130, "failed after 6 steps: KeyboardInterrupt"),
     "callback": (CALLBACK, 1, "failed after 6 steps: .*Error: ValueError: a fault"),
     "value": ("np.asarray(x)", 1, r"failed .*: RuntimeError: Fetching .*: multimesh.distributed.gather\(x\), .*"),
-    "_exit": ("os._exit(4)", 4, r"ended with exit code 4( after \d steps?)?"),  # what it told last
-    "abort": ("os.abort()", -signal.SIGABRT, r"was killed by SIGABRT( after \d steps?)?"),
 }
 
 
@@ -211,17 +158,16 @@ LEAVE = {  # what the last process does, its exit code, and what the others say 
     [
         ("raise", 2),
         pytest.param("raise", 4, marks=FULL),
-        ("exit", 2),
-        pytest.param("SystemExit", 2, marks=SEEN),
         ("callback", 2),
         ("value", 2),
-        *(pytest.param(how, 2, marks=FULL) for how in ("usage", "fail", "_exit", "abort", "Ctrl-C")),
+        *(pytest.param(how, 2, marks=FULL) for how in ("usage", "fail", "Ctrl-C")),
     ],
 )
 def test_a_process_that_fails_leaves_at_once_and_the_others_name_it(job, how, count):
     """JAX alone: the process waits at its exit for the others, which wait for it."""
     what, code, told = LEAVE[how]
-    *others, last = job(JOIN + STEPS.replace("LAST", f"print('fault', time.time(), flush=True); {what}"), count)
+    tell = "mm.distributed.tell_at_loss(lambda text, code: print('at loss', code, text, flush=True))\n"
+    *others, last = job(JOIN + tell + STEPS.replace("LAST", f"print('fault', time.time(), flush=True); {what}"), count)
     assert last.code == code, last
     assert ("Traceback" in last.said) == (how in ("raise", "usage", "Ctrl-C", "callback", "value")), last
     assert "a fault" in last.said or how not in ("raise", "usage", "fail", "callback"), last
@@ -229,45 +175,100 @@ def test_a_process_that_fails_leaves_at_once_and_the_others_name_it(job, how, co
     for rank, other in enumerate(others):
         line = rf"multimesh: {_named(rank, count)} ends because {_named(count - 1, count)} {told}\n"
         assert re.search(line, other.said), other
+        assert f"at loss {code} process {rank} of {count}" in other.said, other
         assert "Traceback" not in other.said, other
         assert other.code == (code if code > 0 else 17), other
         assert abs(other.seconds - last.seconds) < 5, (other, last)
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("rank", "count"), [(1, 2), (0, 4), pytest.param(2, 4, marks=FULL)])
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=FULL)])
-def test_a_killed_process_is_named(job, rank, count, number):
-    """JAX alone: an error without a name and 40 s in its barrier at exit; of process 0: SIGABRT of all.
+@pytest.mark.parametrize(
+    ("number", "rank", "count"),
+    [
+        (signal.SIGTERM, 1, 2),
+        pytest.param(signal.SIGKILL, 1, 2, marks=FULL),
+        pytest.param(signal.SIGSTOP, 1, 3, marks=FULL),
+        pytest.param(signal.SIGSTOP, 0, 2, marks=FULL),
+        pytest.param(signal.SIGSTOP, 0, 3, marks=FULL),
+        pytest.param(signal.SIGKILL, 2, 4, marks=FULL),
+    ],
+)
+def test_a_process_out_of_reach_is_named(job, number, rank, count):
+    """That its heartbeat is missing is all that is known."""
+    soon = {"MULTIMESH_SILENCE_TIMEOUT": "4"}
+    others = [each for each in range(count) if each != rank]
+    body = JOIN + STEPS.replace("LAST", "pass")
+    ended = job(body, count, fault=([rank], number), environ=lambda rank: soon, ends=others)
+    told = rf"ends because {_named(rank, count)} has been out of reach for \d s( after \d+ steps?)?: it was killed or"
+    for other in others:
+        assert re.search(told, ended[other].said), ended[other]
+        assert ended[other].code == 17, ended[other]
 
-    Also SIGTERM ends a process, which JAX's preemption service would swallow.
-    """
-    ended = job(JOIN + STEPS.replace("LAST", "pass"), count, fault=([rank], number))
-    dead = ended.pop(rank)
-    assert dead.code == -number
-    steps = r"( after \d+ steps?)?"  # those that it told last
-    if number == signal.SIGTERM:
-        assert re.search(f"multimesh: {_named(rank, count)} was killed by SIGTERM{steps}\n", dead.said), dead
-    for other in ended:
-        assert other.seconds < 5, other
-        assert "Traceback" not in other.said
-        told = f"ends because {_named(rank, count)} was killed by {number.name}{steps}\n"
-        assert re.search(told, other.said), other
-        assert other.code == 17, other
+
+WITHOUT_FIRST = """
+if rank == 0:
+    jax.config.update("jax_enable_recoverability", True)
+    jax.distributed.initialize(address, count, 0, cluster_detection_method="deactivate")
+    os.kill(os.getpid(), 9)
+"""
+DEAF = """
+from multimesh.processes import liveness
+liveness.Watch._hear = lambda self: time.sleep(600)
+"""
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("rank", "count"), [(1, 2), pytest.param(0, 2, marks=FULL), pytest.param(1, 4, marks=FULL)])
-def test_a_stopped_process_is_named_and_ended(job, rank, count):
-    """JAX alone: SIGABRT of all when the heartbeat's 100 s have passed, and the process stays."""
-    soon = {"MULTIMESH_SILENCE_TIMEOUT": "4"}
-    ended = job(JOIN + STEPS.replace("LAST", "pass"), count, fault=([rank], signal.SIGSTOP), environ=lambda rank: soon)
-    assert ended[rank].code == -signal.SIGKILL
-    assert all(e.seconds < 15 for e in ended), ended
-    for other in ended[:rank] + ended[rank + 1 :]:
-        told = rf"ends because {_named(rank, count)} has been stopped \(SIGSTOP\) for \d s( after \d+ steps)?\n"
-        assert re.search(told if rank else f"{told}|Terminating process because the JAX", other.said), other
-        assert other.code == 17 or (rank == 0 and other.code == -signal.SIGABRT), other
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=FULL)])
+@pytest.mark.parametrize("before", ["", pytest.param(DEAF, id="deaf")])
+def test_when_process_0_is_killed_the_others_name_it(job, before, count):
+    """JAX's client notices at once too: it ends the process, unless a handler of C++ does that before."""
+    zero, *others = job(
+        START + before + JOIN[len(START) :] + STEPS.replace("LAST", "pass"), count, fault=([0], signal.SIGKILL)
+    )
+    assert zero.code == -signal.SIGKILL
+    for rank, other in enumerate(others, 1):
+        line = rf"multimesh: {_named(rank, count)} ends because {_named(0, count)} is gone: it was killed"
+        assert len(re.findall(line, other.said)) == 1, other
+        assert (other.code, "terminate called" in other.said) == (17, False), other
+
+
+@pytest.mark.multiprocess
+@pytest.mark.full
+def test_when_process_0_is_killed_at_the_start_the_others_name_it(job):
+    zero, other = job(START + WITHOUT_FIRST + JOIN[len(START) :])
+    assert (zero.code, other.code) == (-signal.SIGKILL, 17), other
+    assert re.search(rf"multimesh: {_named(1)} ends because process 0 is gone: it was killed", other.said), other
+    assert "Traceback" not in other.said
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("last", "code"), [("break", 0), ("sys.exit(3)", 3)])
+def test_a_process_that_has_left_is_named_where_others_need_it(job, last, code):
+    """As with uneven batches: nobody waits for ever, and who has left keeps its exit code."""
+    body = """
+from jax.sharding import Mesh
+meshes = [Mesh(np.array([d]), "x") for d in jax.devices()]
+def f(w, x):
+    h = mm.task(lambda w, x: x @ w, "a", mesh=meshes[0])(w[0], x)
+    return mm.task(lambda w, h: (h @ w).sum(), "b", mesh=meshes[1])(w[1], h)
+step, w = mm.jit(lambda w, x: jax.value_and_grad(f)(w, x)), [np.ones((4, 4), np.float32)] * 2
+for n in range(5):
+    if n == 3 and rank == 1:
+        LAST
+    jax.block_until_ready(step(w, w[0]))
+"""
+    first, second = job(JOIN + body.replace("LAST", last), limit=60)
+    assert (first.code, second.code) == (17, code), (first, second)
+    told = f"{_named(1)} ended after step 3, and others have begun step 4, which needs it\n"
+    assert re.search(f"multimesh: {_named(0)} ends because {told}", first.said), first
+    assert re.search(f"multimesh: {told}", second.said), second
+
+
+@pytest.mark.multiprocess
+def test_a_process_that_has_left_is_named_where_others_wait_for_it(job):
+    first, second = job(JOIN + "if rank == 0:\n    mm.distributed.barrier('the end')\n")
+    assert (first.code, second.code) == (17, 0), (first, second)
+    assert "LostProcessError: the end: process 1 of 2 has ended and does not come here; do all processes" in first.said
 
 
 @pytest.mark.multiprocess
@@ -298,51 +299,47 @@ for step in range(100):
 def test_a_process_that_hangs_is_named_with_its_stack_and_ended_if_asked(job):
     first, second = job(JOIN.replace("rank)", "rank, stall_timeout=2)") + STALL)
     told = rf"{_named(1)} has been after step 6 for [2-9] s, all others are after step 7"
-    assert re.search(rf'multimesh: {told}\n(?:  .*\n)*?  File ".*job.py", line \d+, in <module>\n', first.said), first
     assert re.search(rf"multimesh: {_named(0)} ends because {told}\n", first.said), first
+    assert re.search(rf'multimesh: {told}\n(?:.*\n)*?  File ".*job.py", line \d+ in <module>\n', second.said), second
     assert first.code == 17
     assert second.code in (17, -signal.SIGABRT), second  # JAX aborts all when it misses process 0: most often later
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=FULL)])
-def test_a_process_out_of_reach_is_named(job, number):
-    """Nobody sees it, as on another machine: that its heartbeat is missing is all that is known."""
-    alone = "import multimesh.processes.initialize as each\neach.machine = lambda: ''\n"
-    join = START + alone + "job = mm.distributed.initialize(address, count, rank, silence_timeout=4)\n"
-    ended = job(join + STEPS.replace("LAST", f"os.kill(os.getpid(), {number})"), 3, limit=30, ends=[0, 1])
-    told = rf"ends because {_named(2, 3)} has been out of reach for 4 s( after \d steps)?: stopped, or its machine"
-    for other in ended[:2]:
-        assert re.search(told, other.said), other
-        assert other.code == 17, other
-
-
-@pytest.mark.multiprocess
 def test_one_that_does_not_start_is_named(job):
-    begin = time.monotonic()
-    first, second = job(JOIN.replace("rank)", "rank, initialization_timeout=4)"), 4, ranks=[0, 2])
-    told = "process 1, 3 of 4 did not start within 4 s; see what the launcher says"
-    assert f"multimesh: {told}" in first.said
-    assert [first.code, second.code, len(first.said.splitlines()), second.said] == [2, 2, 1, ""]
-    assert time.monotonic() - begin < 30
+    """By JAX's barrier, in the lines of process 0."""
+    ended = job(JOIN.replace("rank)", "rank, initialization_timeout=4)"), 4, ranks=[0, 2])
+    for each in ended:
+        assert re.search(
+            r": not all 4 processes have started and reached process 0 at \S+ within 4 s; if", each.said
+        ), each
+        assert each.code == 2
+        assert "Traceback" not in each.said
+    assert re.search(r"timed out task names:\n(1\n3|3\n1)\n", ended[0].said), ended[0]
 
 
 @pytest.mark.multiprocess
 def test_a_coordinator_that_is_not_there_is_named(job, address):
     (only,) = job(JOIN.replace("rank)", "rank, initialization_timeout=2)"), ranks=[1])
-    told = f"process 1 of 2 cannot meet process 0 at {address} within 2 s: Connection refused"
-    assert re.fullmatch(f"multimesh: .*{re.escape(told)}.*\n", only.said)
+    told = f"multimesh: {_named(1)}: not all 2 processes have started and reached process 0 at {address} within 2 s; if"
+    assert re.search(told, only.said), only
     assert only.code == 2
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("ranks", [[0, 0], pytest.param([0, 1, 1], marks=FULL)])
-def test_two_processes_with_one_number_are_named(job, ranks):
-    ended = job(JOIN, 3, ranks=ranks)
-    told = f"{_named(ranks[-1], 3)} and {_named(ranks[-1], 3)} cannot be of one job; give each process a process_id"
-    assert all(e.code == 2 for e in ended), ended
-    lines = [e.said for e in ended if re.fullmatch(f"multimesh: .*{told}.*\n", e.said)]
-    assert len(lines) == (2 if ranks == [0, 0] else 1), ended
+def test_a_port_that_another_job_has_is_named(job, address):
+    """JAX's services of both would share it, and mix the processes of both jobs."""
+    shared = """
+import socket
+other = socket.socket(socket.AF_INET6)
+other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+other.bind(("", int(address.rpartition(":")[2])))
+other.listen()
+"""
+    (only,) = job(START + shared + JOIN.removeprefix(START), ranks=[0])
+    told = rf"multimesh: {_named(0)} cannot listen at \[::\]:\d+: Address already in use.*; if another job"
+    assert re.search(told, only.said), only
+    assert only.code == 2
 
 
 @pytest.mark.multiprocess
@@ -359,7 +356,7 @@ def test_what_differs_is_named_before_anything_is_compiled(job, environ, word, t
     ended = job(JOIN, environ=lambda rank: environ if rank else {}, words=lambda rank: [word] if rank and word else [])
     told = told.format(_named(0), _named(1))
     assert all(e.code == 2 for e in ended), ended
-    assert re.fullmatch(f"multimesh: .*{told}.*\n", ended[0].said), ended
+    assert re.search(f"multimesh: .*{told}.*\n", ended[0].said), ended
     assert ended[1].said == ""
 
 
@@ -380,20 +377,12 @@ mm.distributed.agree_on("plan 1 (train)", lines)
 @pytest.mark.multiprocess
 @pytest.mark.mpi
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("last", "code", "told"),
-    [
-        ("break", 0, ""),
-        ("raise ValueError('a fault')", 1, "failed after 6 steps: ValueError: a fault"),
-        ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL after 6 steps"),
-    ],
-)
-def test_under_mpirun(tmp_path, last, code, told):
+@pytest.mark.parametrize(("last", "code"), [("break", 0), ("raise ValueError('a fault')", 1)])
+def test_under_mpirun(tmp_path, last, code):
     """Open MPI says who is who; its own exit code is that of the process that failed."""
     if shutil.which("mpirun") is None:
         pytest.skip("no mpirun on this machine: apt-get install openmpi-bin")
-    who = "True" if last == "break" else "rank == 1"
-    steps = STEPS.replace("rank == count - 1", who).replace("LAST", last)
+    steps = STEPS.replace("rank == count - 1", "True" if last == "break" else "rank == 1").replace("LAST", last)
     join = "import os, jax, numpy as np, multimesh as mm\njob = mm.distributed.initialize()\nprint(job)\n"
     script = tmp_path / "job.py"
     script.write_text(f"{join}rank, count = job.rank, len(job.hosts)\n{steps}")
@@ -401,67 +390,42 @@ def test_under_mpirun(tmp_path, last, code, told):
     argv = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, script]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == code, done
-    for rank in range(2):
-        assert re.search(rf"process {rank} of 2 on \S+, found by Open MPI: one process per device", done.stdout), done
-    assert not told or re.search(f"multimesh: .*{_named(1)} {told}\n", done.stderr), done
-
-
-def _certificates(folder):
-    """A certificate for this machine and the authority that signed it."""
-    (folder / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
-    for command in (
-        "req -x509 -newkey rsa:2048 -nodes -keyout ca.key -out ca.pem -subj /CN=ours -days 2",
-        "req -newkey rsa:2048 -nodes -keyout node.key -out node.csr -subj /CN=localhost",
-        "x509 -req -in node.csr -CA ca.pem -CAkey ca.key -CAcreateserial -out node.pem -days 2 -extfile names",
-    ):
-        subprocess.run(["openssl", *command.split()], cwd=folder, check=True, capture_output=True)
-    names = {"cert_file": "node.pem", "key_file": "node.key", "ca_file": "ca.pem"}
-    return {f"mtls_{name}": str(folder / file) for name, file in names.items()}
+    assert len(re.findall(r"process \d of 2 on \S+, found by Open MPI: one process per device", done.stdout)) == 2, done
+    assert not code or re.search(f"multimesh: .*{_named(1)} failed after 6 steps: ValueError: a fault\n", done.stderr)
 
 
 @pytest.mark.multiprocess
 @pytest.mark.longer
 @pytest.mark.parametrize("who", ["all", "one"])
 def test_certificates_of_jax_keep_others_out(job, tmp_path, who):
-    """JAX's own options, from 0.12 on; an older one has none, and that is said. One that lacks them is named."""
-    options = _certificates(tmp_path)
+    """JAX's own options, from 0.12 on; an older one has none, and that is said. One that lacks them does not get in."""
+    options = certificates(tmp_path)
     given = f"{options} if rank == 0 or {who == 'all'} else dict()"
     ended = job(
         JOIN.replace("rank)", f"rank, initialization_timeout=20, jax_options={given})")
         + "mm.distributed.barrier('here')\n"
     )
     if "mtls_cert_file" not in inspect.signature(jax.distributed.initialize).parameters:
-        told = r"multimesh: jax_options: mtls_ca_file, .*: jax.distributed.initialize\(\) of jax .* has no such"
+        told = r"multimesh: jax_options: .*mtls_"
         assert re.search(told, ended[0].said), ended
         assert ended[0].code == 2
     elif who == "all":
         assert [e.code for e in ended] == [0, 0], ended
     else:
-        told = (
-            rf"jax_options: {_named(0)} has 'mtls_ca_file mtls_cert_file mtls_key_file' where {_named(1)} has nothing"
-        )
-        assert re.search(told, ended[0].said), ended
+        assert re.search(rf"multimesh: {_named(1)}: not all 2 processes .* within 20 s", ended[1].said), ended
         assert [e.code for e in ended] == [2, 2], ended
-
-
-WAITS = {  # where process 0 waits for the other one, and seconds until Ctrl-C has ended both
-    "a barrier": ("jax.devices(); print('ready', flush=True); mm.distributed.barrier('x')", 5),
-    "C++ code": ("import threading; threading.Timer(3, print, ['ready']).start(); jax.devices()", 15),
-}
 
 
 @pytest.mark.multiprocess
 @pytest.mark.full
-@pytest.mark.parametrize("where", WAITS)
-def test_ctrl_c_ends_a_process_that_waits(job, where):
-    """JAX alone: a wait in C++ code, as for the devices of others, ends after minutes."""
-    what, limit = WAITS[where]
-    late = f"if rank:\n    {'jax.devices(); ' * (limit == 5)}print('ready', flush=True); time.sleep(600)\n"
-    first, second = job(JOIN + late + what, fault=([0], signal.SIGINT), environ=lambda rank: {"PYTHONUNBUFFERED": "1"})
+def test_ctrl_c_ends_a_process_that_waits(job):
+    wait = """
+jax.devices(); print("ready", flush=True)
+time.sleep(600) if rank else mm.distributed.barrier("x")
+"""
+    first, second = job(JOIN + wait, fault=([0], signal.SIGINT))
     assert (first.code, second.code) == (130, 130), (first, second)
-    assert max(first.seconds, second.seconds) < limit, (first, second)
-    told = rf"multimesh: {_named(0)} was interrupted in code that does not notice it\n"
-    assert re.search(told if limit == 15 else "KeyboardInterrupt\n", first.said), first
+    assert max(first.seconds, second.seconds) < 7, (first, second)
     assert re.search(rf"ends because {_named(0)} failed: KeyboardInterrupt\n", second.said), second
 
 

@@ -41,11 +41,11 @@ def places(tree):
 @pytest.mark.telling(
     "{}-1f1b",
     "{'reduce': 'mean'}-gpipe",
-    "{'stack': True}-wavefront",
+    "{'reduce': 'stack'}-wavefront",
     "{'reduce': 'mean'}-prefetch-wavefront",
 )
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "wavefront", "prefetch-wavefront"])
-@pytest.mark.parametrize("how", [{}, {"reduce": "mean"}, {"stack": True}], ids=str)
+@pytest.mark.parametrize("how", [{}, {"reduce": "mean"}, {"reduce": "stack"}], ids=str)
 def test_a_slice_of_a_constant_is_a_result(schedule, how):
     """The slice is the same in every iteration, yet each one makes it: a sum has something to add."""
     same_as_plain(lambda x, c: (c[:1], sums(x)), X, C, schedule=schedule, **how)
@@ -77,7 +77,7 @@ def test_a_state_passes_through_tasks():
     same_as_plain(body, X, C, C, carry=2)
 
 
-@pytest.mark.parametrize("how", [{}, {"reduce": "mean"}, {"stack": True}], ids=str)
+@pytest.mark.parametrize("how", [{}, {"reduce": "mean"}, {"reduce": "stack"}], ids=str)
 def test_what_a_task_makes_of_nothing_lies_on_its_submesh(how):
     """A literal, an argument of the task, and what adds zero to one."""
 

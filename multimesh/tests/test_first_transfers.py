@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from multimesh.runtime.actions import Lane
+from multimesh.runtime.actions import ProcessTransfer
 from multimesh.runtime.between import first_transfers
 from test_distributed import FULL, JOIN, START, _named, address, job  # noqa: F401 - fixtures
 
@@ -11,7 +11,7 @@ STEP = """
 import signal, socket, threading
 import jax.numpy as jnp
 from multimesh.processes import agree, post
-from multimesh.runtime.between import carriers
+from multimesh.runtime.between import transports
 from multimesh.runtime.between import exchange
 from multimesh.runtime.between import first_transfers
 
@@ -112,9 +112,9 @@ far = lambda x, device: jax.make_array_from_single_device_arrays(
 args = [far(x, jax.devices()[1]) for x in args]
 """
 ONCE = """
-tried = carriers.carrier(None).tried
+tried = transports.get_transport(None).tried
 assert len(tried) == WAYS, tried
-first_transfers._transfers = None  # from here on no way is new
+first_transfers._send_all = None  # from here on no way is new
 mm.jit(lambda *args: loss(*args) + 1)(*args)
 for _ in range(3):
     step(*args)
@@ -142,14 +142,14 @@ def test_a_slow_job_is_not_ended_and_each_way_is_tried_once(job, transport, trac
 def test_neighbors_connect_at_once():
     """In a chain each process has two neighbors: it would wait for one who waits for another, and so on."""
     for apart in (1, 2, 4):
-        ways = [Lane(*ends, ()) for n in range(16 - apart) for ends in ((n, n + apart), (n + apart, n))]
+        ways = [ProcessTransfer(*ends, ()) for n in range(16 - apart) for ends in ((n, n + apart), (n + apart, n))]
         waves = 0
         left = sorted(ways, key=first_transfers._turn)
         while left:
             busy, later = set(), []
-            for lane in left:  # a process makes its transfers in this order, one at a time
-                ready = busy.isdisjoint((lane.source, lane.target))
-                busy |= {lane.source, lane.target}
-                later += [] if ready else [lane]
+            for transfer in left:  # a process makes its transfers in this order, one at a time
+                ready = busy.isdisjoint((transfer.source, transfer.target))
+                busy |= {transfer.source, transfer.target}
+                later += [] if ready else [transfer]
             left, waves = later, waves + 1
         assert waves == 4

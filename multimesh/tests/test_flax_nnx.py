@@ -1,4 +1,4 @@
-"""Flax NNX modules: NNX names no scopes, so a helper scopes an NNX module's children by path."""
+"""Flax NNX modules: NNX names no scopes, so a module names those that tasks are registered for."""
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +30,11 @@ class Decoder(nnx.Module):
         self.head = nnx.Linear(WIDTH, 1, rngs=rngs)
 
     def __call__(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+        for i, layer in enumerate(self.layers):
+            with jax.named_scope(f"layers_{i}"):
+                x = layer(x)
+        with jax.named_scope("head"):
+            return self.head(x)
 
 
 def batch():
@@ -60,13 +62,10 @@ def owners(params):
 
 @pytest.mark.longer
 @pytest.mark.parametrize("where", ["inside", "outside"])
-def test_scoped_module(where):
+def test_a_module_that_names_its_scopes(where):
     split = Split(submeshes(2, (2,)))
     graph, params = nnx.split(Decoder(nnx.Rngs(0)))
     want = jax.jit(step_of(graph, microbatched))(params, batch())
-
-    module = mm.scope_nnx(Decoder(nnx.Rngs(0)))
-    graph, params = nnx.split(module)
 
     def outside(params, b):
         def loss(params, b):
@@ -95,8 +94,3 @@ def test_a_module_as_a_task():
     y = mm.jit(f)(params, batch()["x"])
     assert set(y.devices()) == split.devices(1)
     assert_same(y, nnx.merge(graph, params)(batch()["x"]))
-
-
-def test_scope_nnx_of_something_else():
-    with pytest.raises(mm.MultiMeshError):
-        mm.scope_nnx(3)

@@ -7,8 +7,9 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from multimesh.observe.collectives import collective_bytes
+from multimesh.observe.hlo import collective_bytes
 from multimesh.observe.kernel_text import read_kernel
+from multimesh.passes.pipeline import PASSES
 from pipelines import submeshes
 
 import multimesh as mm
@@ -35,7 +36,7 @@ def steps(meshes, schedule, once, rows=ROWS):
         used = [laid(P())(n, w) for n, w in enumerate(weights)] if once else weights
         total, grads = mm.microbatch(
             lambda rows: jax.value_and_grad(loss)(used, rows[0], place),
-            size=rows // MICROBATCHES, schedule=schedule, interleave=2,
+            size=rows // MICROBATCHES, schedule=schedule,
         )((x,))  # fmt: skip
         grads = [laid(P("fsdp"))(n, g) for n, g in enumerate(grads)]
         return total, [place(n, lambda w, g: w - 0.1 * g)(w, g) for n, (w, g) in enumerate(zip(weights, grads))]  # noqa: B905
@@ -71,21 +72,6 @@ def test_weights_that_are_gathered_before_the_loop_are_gathered_once(schedule):
     assert reduced[0] >= (MICROBATCHES - 1) * reduced[1]
 
 
-def test_of_weights_and_rows_the_smaller_are_gathered():
-    """Rows at most as large as a weight are gathered in its place, so that fewer bytes move; a weight has one size."""
-    meshes = [Mesh(m.devices.reshape(-1), ("fsdp",)) for m in submeshes(2, (2,))]
-    moved = {}
-    for count in (16, 64, 128):
-        weights = [
-            jax.device_put(jnp.ones((WIDTH, WIDTH)), NamedSharding(meshes[n % 2], P("fsdp"))) for n in range(LAYERS)
-        ]
-        rows = jax.device_put(jnp.ones((count, WIDTH)), NamedSharding(meshes[0], P("fsdp")))
-        compiled = mm.jit(steps(meshes, "looped-bfs", False, count)).lower(weights, rows).compile()
-        moved[count] = sum(cost[name] for cost in compiled.cost_analysis() for name in COLLECTIVES)
-    assert moved[16] < 0.7 * moved[64]
-    assert moved[64] == moved[128]
-
-
 def test_collectives_in_a_loop_count_as_often_as_it_runs():
     (mesh,) = submeshes(1, (2,))
     axis = mesh.axis_names[0]
@@ -98,3 +84,69 @@ def test_collectives_in_a_loop_count_as_often_as_it_runs():
     text = jax.jit(scanned).lower(weights, x).compile().as_text()
     assert collective_bytes(read_kernel(text).collectives) == {"all-gather": 3 * 4 * 8 * 8}
     assert collective_bytes(read_kernel("").collectives) == {}
+
+
+def attention_and_mlp(layout, weights, x):
+    """Products of query, key and value, and of gate and up, of an activation whose tokens the devices share."""
+    query, key, value, out, gate, up, down = weights
+    tokens, features = layout(None, "model"), layout(None, None, "model")
+    x = lax.with_sharding_constraint(x, tokens)
+    heads = [lax.with_sharding_constraint(x @ w, features) for w in (query, key, value)]
+    x = lax.with_sharding_constraint(x + (heads[0] * jnp.tanh(heads[1]) + heads[2]) @ out, tokens)
+    wide = [lax.with_sharding_constraint(x @ w, features) for w in (gate, up)]
+    return lax.with_sharding_constraint(x + (jnp.tanh(wide[0]) * wide[1]) @ down, tokens)
+
+
+def layer(devices, backward):
+    """The function in one task and as plain JAX, and the types of its arguments."""
+    mesh = Mesh(np.array(devices), ("model",))
+    columns, rows = (NamedSharding(mesh, P(*spec)) for spec in ((None, "model"), ("model", None)))
+    weights = [
+        jax.ShapeDtypeStruct((WIDTH, WIDTH), "float32", sharding=rows if n in (3, 6) else columns) for n in range(7)
+    ]
+
+    def loss(layout, weights, x):
+        return jnp.sum(attention_and_mlp(layout, weights, x) ** 2)
+
+    def plain(weights, x):
+        return loss(lambda *spec: NamedSharding(mesh, P(*spec)), weights, x)
+
+    def task(weights, x):
+        return mm.task(lambda weights, x: loss(P, weights, x), "layer", mesh=mesh)(weights, x)
+
+    fns = [jax.grad(fn, argnums=(0, 1)) if backward else fn for fn in (task, plain)]
+    return fns, (weights, jax.ShapeDtypeStruct((1, 64, WIDTH), "float32", sharding=NamedSharding(mesh, P())))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_shared_gather_changes_no_value(backward):
+    fns, types = layer(jax.devices()[:4], backward)
+    rng = np.random.default_rng(0)
+    arrays = jax.tree.map(lambda x: jax.device_put(rng.normal(size=x.shape).astype("f") / 4, x.sharding), types)
+    assert any(
+        op.prim.name == "sharding_constraint" for kernel in mm.jit(fns[0]).plan(*types).kernels for op in kernel.ops
+    )
+    for a, b in zip(*(jax.tree.leaves(jit(fn)(*arrays)) for jit, fn in zip((mm.jit, jax.jit), fns)), strict=True):  # noqa: B905
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.compile_gpu
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_activation_that_several_products_read_is_gathered_once(monkeypatch, shared):
+    """XLA gathers it for each where a device has one row; without the pass a finding says so."""
+    if not shared:
+        monkeypatch.setitem(PASSES, "share_gathers", lambda plan, _: plan)
+    mesh = Mesh(np.array(mm.topology("h100", gpus=4)), ("model",))
+
+    def products(weights, x):
+        x = lax.with_sharding_constraint(jnp.tanh(x), P(None, "model"))
+        return [lax.with_sharding_constraint(x @ w, P(None, None, "model")) for w in weights]
+
+    w = jax.ShapeDtypeStruct((WIDTH, 4 * WIDTH), "bfloat16", sharding=NamedSharding(mesh, P(None, "model")))
+    x = jax.ShapeDtypeStruct((1, 32, WIDTH), "bfloat16", sharding=NamedSharding(mesh, P(None, "model")))
+    compiled = mm.jit(mm.task(products, "products", mesh=mesh)).lower([w] * 3, x).compile()
+    ((gather,),) = compiled.collectives()
+    assert len(gather.arrays) == (1 if shared else 3)
+    texts = [each.text for each in compiled.inspect(least=0) if each.rule == "gathered-again"]
+    assert len(texts) == (not shared)
+    assert all("gathers the value bf16[32,16] 3 times along 'model'" in text for text in texts)

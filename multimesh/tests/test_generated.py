@@ -79,6 +79,7 @@ def test_the_seeds_draw_everything():
     assert {p.apart for p in drawn if p.schedule == "auto"} == {"none", "first", "last"}
     assert any(p.key is not None for p in drawn)
     assert any(p.clip for p in drawn)
+    assert {p.gradient for p in drawn if p.order is not None} == set(generated.GRADIENTS)
 
 
 def check_forward(graph: graphs.Graph) -> None:

@@ -44,7 +44,7 @@ def assert_alike(rows, wanted):
         np.testing.assert_allclose(numbers(rows, name), numbers(wanted, name), rtol=1e-4)
 
 
-@pytest.mark.longer
+@pytest.mark.full
 def test_a_pipeline_and_one_program_have_the_same_losses(tmp_path):
     small = ("--layers", "2", "--steps", "3", "--every", "2")
     rows, told = train(tmp_path / "pipeline", "--stages", "2", *small)

@@ -72,7 +72,7 @@ with warnings.catch_warnings(record=True) as caught:
     # known
     jax.eval_shape(task, jnp.ones(2))
     jax.make_jaxpr(task)(jnp.ones(2))
-    with mm.ignore_transforms():
+    with mm.context(ignore_transforms=True):
         jax.jit(lambda x: mm.task(jnp.tanh, "front", mesh=front)(x) + 1)(jnp.ones(2))
     print(len(caught))
     jax.jit(lambda x: task(x) + 2)(jnp.ones(2))  # line 17

@@ -9,8 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from multimesh.observe.collectives import find_collectives
-from multimesh.observe.hlo import read_computations
+from multimesh.observe.hlo import KINDS, find_collectives, read_computations
 
 import multimesh as mm
 
@@ -121,6 +120,17 @@ def test_without_a_loop_nothing_is_per_microbatch():
     assert not found & {"per-microbatch", "gathered-weights", "replicated"}
 
 
+def test_a_first_dimension_is_no_axis_of_the_data():
+    """Only what the loop cuts has rows: sums along the axis that divides features are no fault of the loop."""
+
+    def first(mesh, w, x):
+        turned = lax.with_sharding_constraint(jnp.transpose(x @ w, (2, 0, 1)), on(mesh, "model", "data"))
+        return jnp.tanh(jnp.transpose(turned, (1, 2, 0)) @ lax.with_sharding_constraint(w, on(mesh, "model")))
+
+    found = [each for each in compiled(first).inspect(least=0) if each.rule == "per-microbatch"]
+    assert not [each for each in found if "'model'" in each.text]
+
+
 def test_small_ones_are_not_told():
     assert compiled(replicated).inspect() == ()
 
@@ -159,6 +169,88 @@ def test_devices_of_a_collective_are_read_in_every_form(groups, found):
     text = f"ENTRY %main (x: f32[4]) -> f32[8] {{\n{line}\n}}"
     (only,) = find_collectives(read_computations(text))
     assert only.groups == found
+
+
+def test_a_collective_that_xla_compiles_for_gpus_as_its_own_counts():
+    """Its kernel, of Triton, is a fusion that starts and ends."""
+    text = """
+%fused_all-reduce (param_0: bf16[16,1024]) -> bf16[16,1024] {
+  %param_0 = bf16[16,1024]{1,0} parameter(0)
+  ROOT %all-reduce.3 = bf16[16,1024]{1,0} all-reduce(%param_0), channel_id=1, replica_groups={{0,1}}, to_apply=%add
+}
+
+ENTRY %main (x: bf16[16,1024]) -> bf16[16,1024] {
+  %x = bf16[16,1024]{1,0} parameter(0)
+  %start = ((bf16[16,1024]{1,0}), bf16[16,1024]{1,0}) fusion-start(%x), kind=kCustom, calls=%fused_all-reduce
+  ROOT %done = bf16[16,1024]{1,0} fusion-done(%start)
+}
+"""
+    (only,) = find_collectives(read_computations(text))
+    assert (only.kind, only.nbytes, only.groups) == ("all-reduce", 16 * 1024 * 2, ((0, 1),))
+    assert only.asynchronous
+
+
+@pytest.mark.parametrize("kind", ["ragged-all-to-all", "collective-broadcast", "collective-shuffle"])
+def test_every_operation_between_devices_counts_or_is_an_error(kind):
+    line = f"  ROOT %g = f32[8]{{0}} {kind}(%x), channel_id=1, replica_groups={{{{0,1}}}}"
+    program = read_computations(f"ENTRY %main (x: f32[8]) -> f32[8] {{\n{line}\n}}")
+    if kind in KINDS:
+        (only,) = find_collectives(program)
+        assert (only.kind, only.nbytes) == (kind, 32)
+    else:
+        with pytest.raises(mm.MultiMeshError, match="between devices, 'collective-shuffle'"):
+            find_collectives(program)
+
+
+def test_a_permutation_that_is_sent_and_received_counts_once():
+    text = """
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %token = token[] after-all()
+  %recv = (f32[8]{0}, u32[], token[]) recv(%token), channel_id=1, frontend_attributes={pairs="{{0,1}}"}
+  %send = (f32[8]{0}, u32[], token[]) send(%x, %token), channel_id=1, frontend_attributes={pairs="{{0,1}}"}
+  %recv-done = (f32[8]{0}, token[]) recv-done(%recv), channel_id=1
+  %send-done = token[] send-done(%send), channel_id=1
+  ROOT %y = f32[8]{0} get-tuple-element(%recv-done), index=0
+}
+"""
+    (only,) = find_collectives(read_computations(text))
+    assert (only.kind, only.arrays, only.nbytes) == ("collective-permute", (("f32", (8,)),), 32)
+
+
+@pytest.mark.compile_gpu
+@pytest.mark.parametrize("rows", [16, 4096])
+def test_sums_of_any_size_count_for_gpus(rows):
+    mesh = Mesh(np.array(mm.topology("h100", nodes=1, gpus=8)), ("model",))
+
+    def fn(w, x):
+        return mm.task(lambda w, x: jax.lax.with_sharding_constraint(x @ w, P(None, None)), "product", mesh=mesh)(w, x)
+
+    w = jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16, sharding=NamedSharding(mesh, P("model", None)))
+    x = jax.ShapeDtypeStruct((rows, 4096), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "model")))
+    ((only,),) = mm.jit(fn).lower(w, x).compile().collectives()
+    assert (only.kind, only.nbytes) == ("all-reduce", rows * 1024 * 2)
+
+
+@pytest.mark.compile_gpu
+def test_the_exchange_of_tokens_of_experts_counts_for_gpus():
+    mesh = Mesh(np.array(mm.topology("h100", nodes=1, gpus=8)), ("expert",))
+
+    def local(x, sizes):
+        out, starts = jnp.zeros((x.shape[0] * 8, x.shape[1]), x.dtype), jnp.cumsum(sizes) - sizes
+        return jax.lax.ragged_all_to_all(x, out, starts, sizes, starts, sizes, axis_name="expert")
+
+    def fn(x, sizes):
+        exchange = jax.shard_map(local, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=False)
+        return mm.task(exchange, "dispatch", mesh=mesh)(x, sizes)
+
+    split = NamedSharding(mesh, P("expert"))
+    x = jax.ShapeDtypeStruct((8 * 1024, 256), jnp.bfloat16, sharding=split)
+    sizes = jax.ShapeDtypeStruct((64,), jnp.int32, sharding=split)
+    compiled = mm.jit(fn).lower(x, sizes).compile()
+    ((only,),) = compiled.collectives()
+    assert (only.kind, only.nbytes) == ("ragged-all-to-all", 8 * 1024 * 256 * 2)
+    assert compiled.cost_analysis()[0]["ragged-all-to-all"] == only.nbytes
 
 
 @pytest.mark.parametrize("together", [True, False])

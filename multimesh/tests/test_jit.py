@@ -8,30 +8,12 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from models import MLP, TRANSFORMER, mlp_block, plain
-from pipelines import Split, assert_at_home, assert_same, gradient, reference_gradient, submeshes
+from models import MLP, mlp_block, plain
+from pipelines import Split, assert_at_home, assert_same, gradient, reference_gradient, submeshes, two_blocks
 
 import multimesh as mm
 
 ROWS, SIZE = 8, 2
-
-
-@pytest.fixture
-def split():
-    return Split(submeshes(2, (2,)))
-
-
-@pytest.fixture
-def case():
-    params = MLP.init(2)
-    return params, MLP.batch(ROWS, 0)
-
-
-def two_blocks(split):
-    def f(p, x):
-        return split(1, mlp_block)(p["stages"][1], split(0, mlp_block)(p["stages"][0], x))
-
-    return f
 
 
 @pytest.mark.telling("host", "swapped stages", "all devices")
@@ -141,32 +123,6 @@ def test_donation(split, case):
     assert_same(kept, params)
 
 
-def test_a_donated_parameter_is_updated_in_place(split, case):
-    params, batch = case
-    placed = split.place(params, MLP.owners(params))
-    addresses = {a for x in jax.tree.leaves(placed) for a in buffers(x)}
-    grads_of = gradient(MLP, split, size=SIZE, rows=ROWS)
-
-    def step(params, batch):
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads_of(params, batch)[1])
-
-    updated = jax.block_until_ready(mm.jit(step, donate_argnums=0)(placed, batch))
-    assert {a for x in jax.tree.leaves(updated) for a in buffers(x)} == addresses
-
-
-def buffers(x):
-    return [s.data.unsafe_buffer_pointer() for s in x.addressable_shards]
-
-
-def test_donating_an_input_that_is_passed_through(split, case):
-    params, batch = case
-    placed = split.place(params, MLP.owners(params))
-    f = mm.jit(lambda p, x: (p, two_blocks(split)(p, x)), donate_argnums=(0,))
-    same, y = f(placed, batch["x"])
-    assert_same(same, params)
-    assert_same(y, two_blocks(Plain())(params, batch["x"]))
-
-
 def test_static_arguments(split, case):
     params, batch = case
     traces = []
@@ -207,45 +163,11 @@ def test_new_shapes_and_dtypes(split):
     assert len(traces) == 3
 
 
-def test_new_shardings(case):
-    split = Split(submeshes(2, (2, 2)))
-    params, batch = case
-    compiled = mm.jit(gradient(MLP, split, size=4, rows=ROWS))
-    want = reference_gradient(MLP, 2, ROWS, 4)
-    replicated = split.place(params, MLP.owners(params))
-    sharded = {
-        "stages": [
-            {k: jax.device_put(v, NamedSharding(split.mesh(s), P("model"))) for k, v in p.items()}
-            for s, p in enumerate(params["stages"])
-        ]
-    }
-    for args in (replicated, sharded, params, sharded, replicated):
-        loss, grads = compiled(args, batch)
-        assert_same((loss, grads), want)
-        assert_at_home(split, grads, MLP.owners(params))
-
-
 def test_another_tree_of_arguments(split):
     """A list where there was a tuple, one more key: another signature, no mix-up."""
     f = mm.jit(lambda t: split(0, lambda *x: sum(x))(*jax.tree.leaves(t)))
     for t in ((1.0, 2.0), [1.0, 2.0], {"a": 1.0, "b": 2.0, "c": 3.0}):
         assert float(f(t)) == sum(jax.tree.leaves(t))
-
-
-def test_ahead_of_time(split, case):
-    f = mm.jit(gradient(MLP, split, size=SIZE, rows=ROWS))
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case)
-    compiled = f.lower(*shapes).compile()
-    assert_same(compiled(*case), reference_gradient(MLP, 2, ROWS, SIZE))
-    with pytest.raises((mm.MultiMeshError, TypeError, ValueError)):
-        compiled(case[0], MLP.batch(4, 0))
-
-
-def test_analyses_are_per_submesh(split, case):
-    f = mm.jit(gradient(MLP, split, size=SIZE, rows=ROWS))
-    memory, cost = f.memory_analysis(*case), f.cost_analysis(*case)
-    assert len(memory) == len(cost) == 2
-    assert f.plan(*case).instructions
 
 
 def test_shardings_of_inputs_and_outputs(case):
@@ -257,22 +179,6 @@ def test_shardings_of_inputs_and_outputs(case):
     y = f(params, batch["x"])
     assert y.sharding.is_equivalent_to(out, y.ndim)
     assert_same(y, two_blocks(Plain())(params, batch["x"]))
-
-
-def test_the_state_of_one_step_is_the_input_of_the_next_without_a_second_compilation(compilations):
-    """Outputs come back with the shardings that the inputs had: a training loop has one signature."""
-    split = Split(submeshes(2, (2, 2)))
-    params = TRANSFORMER.init(2)
-    state = split.place(params, TRANSFORMER.owners(params))
-    grads_of = gradient(TRANSFORMER, split, size=4, rows=ROWS)
-    step = mm.jit(lambda p, b: jax.tree.map(lambda p, g: p - 0.1 * g, p, grads_of(p, b)[1]), donate_argnums=(0,))
-    batch = jax.device_put(TRANSFORMER.batch(ROWS, 0))
-    state = step(state, batch)
-    first = len(compilations)
-    for _ in range(3):
-        state = step(state, batch)
-    assert first > 0
-    assert len(compilations) == first
 
 
 def test_compilations_do_not_grow_with_microbatches(compilations, case):
@@ -353,3 +259,24 @@ def test_an_axis_that_another_submesh_has_says_nothing_of_this_one():
     first, second = mm.task(lambda x: 2 * x, mesh=wide), mm.task(jnp.sin, mesh=narrow)
     got = mm.jit(lambda x, y: (first(x), second(y)), in_shardings=(P("rows"), P("rows")))(np.ones((2, 3)), np.ones(3))
     assert_same(got, (2 * jnp.ones((2, 3)), jnp.sin(jnp.ones(3))))
+
+
+def test_an_argument_of_the_last_release_warns_and_an_unknown_one_is_refused():
+    with pytest.warns(DeprecationWarning, match="jax_compilation_cache_dir"):
+        assert mm.jit(lambda x: x + 1, precompiled="kernels")(1) == 2
+    with pytest.raises(TypeError, match="precompile"):
+        mm.jit(lambda x: x, precompile="kernels")
+
+
+def test_names_of_the_last_release_warn_or_are_refused_with_their_remedy():
+    with pytest.warns(DeprecationWarning, match="num_stages= is gone and ignored; the tasks say"):
+        loop = mm.microbatch(lambda x: x.sum(), size=2, num_stages=1)
+    with pytest.warns(DeprecationWarning, match=r"write multimesh.context\(ignore_transforms=True\)"):
+        context = mm.ignore_transforms()
+    with context:
+        assert loop(jnp.ones(4)) == 4
+    for option, remedy in (("stack", 'reduce="stack"'), ("custom_schedule", r"schedules.custom\(rows\)")):
+        with pytest.raises(mm.UsageError, match=f"{option}= is gone; .*{remedy}"):
+            mm.microbatch(lambda x: x, size=2, **{option: True})
+    with pytest.raises(AttributeError, match=r"'sequential'; .* cut it with multimesh.pipeline"):
+        mm.sequential([], [])

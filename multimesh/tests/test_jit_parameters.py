@@ -11,29 +11,11 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import MLP, mlp_block, plain
-from pipelines import Split, assert_same, submeshes
+from pipelines import assert_same, two_blocks
 
 import multimesh as mm
 
 ROWS, SIZE = 8, 2
-
-
-@pytest.fixture
-def split():
-    return Split(submeshes(2, (2,)))
-
-
-@pytest.fixture
-def case():
-    params = MLP.init(2)
-    return params, MLP.batch(ROWS, 0)
-
-
-def two_blocks(split):
-    def f(p, x):
-        return split(1, mlp_block)(p["stages"][1], split(0, mlp_block)(p["stages"][0], x))
-
-    return f
 
 
 def scaled(split, jit=mm.jit, **options):
@@ -248,3 +230,16 @@ def test_a_task_by_itself_compiles_nothing_again(split, case, compilations):
     f(params, batch["x"])
     jax.grad(lambda x: f(params, x).sum())(batch["x"])
     assert len(compilations) == before
+
+
+def test_an_open_dimension_of_an_argument_is_replicated(split):
+    front, back = split.meshes
+
+    def f(w, x):
+        return mm.task(jnp.matmul, mesh=back)(mm.task(jnp.matmul, mesh=front)(x, w), w)
+
+    w, x = np.eye(8, dtype=np.float32), np.ones((4, 8), np.float32)
+    axis = front.axis_names[0]
+    jitted = mm.jit(f, in_shardings=(P(P.UNCONSTRAINED, axis), P(axis)))
+    np.testing.assert_array_equal(jitted(w, x), x)
+    assert jitted.lower(w, x).input_shardings[0].spec == P(None, axis)

@@ -49,5 +49,5 @@ def test_pods_of_the_manifest_are_one_job(tmp_path):
         )
         for rank in range(count)
     ]
-    said = [pod.communicate(timeout=100)[0] for pod in pods]
-    assert said == [f"Kubernetes {rank} {count} 2\n" for rank in range(count)]
+    outputs = [pod.communicate(timeout=100)[0].splitlines() for pod in pods]
+    assert outputs == [[f"Kubernetes {rank} {count} 2"] for rank in range(count)]

@@ -7,76 +7,93 @@ import re
 import jax
 import numpy as np
 import pytest
-from multimesh.processes import initialize, timeouts
-from multimesh.processes.watching import members, stalls
+from multimesh.processes import host_values, rendezvous, step_counts, timeouts
+from multimesh.processes.liveness import beat
 
 import multimesh as mm
 
 
-def _progress(stall=0.0):
-    return stalls.StepsOfAll(3, stall, 990)
+def _steps(*at, stall=0.0, now=1000.0):
+    """Processes that have ended and begun so many calls; one that is None has said nothing yet."""
+    steps = step_counts.StepsOfAll(len(at), stall, 990)
+    for rank, each in enumerate(at):
+        _note(steps, rank, each, now)
+    return steps
+
+
+def _note(steps, rank, at, now, partners=(), done=False):
+    if at:
+        steps.note(rank, step_counts.text_of(at, frozenset(partners), done), now)
+
+
+def _told(steps, *moments):
+    return [stall and stall.rank for stall in map(steps.find, moments)]
 
 
 def test_who_holds_up_others_is_told_after_two_minutes_and_again_after_four():
-    progress = _progress()
-    assert progress.held_up_by(1000) is None  # nobody has ended a step: they compile
-    for rank, at in enumerate([(52, 53), (51, 51), (52, 53)]):
-        progress.note(rank, at, 1000)
-    assert [progress.held_up_by(1000 + t) for t in (0, 119, 121, 130, 241, 243)] == [None, None, 1, None, None, 1]
-    assert progress.said(1, 1120) == ("is after step 51 for 120 s, all others are in step 53", False)
-    progress.note(1, (51, 52), 1300)  # it goes on, and hangs again
-    progress.note(2, (53, 53), 1300)
-    assert [progress.held_up_by(1300 + t) for t in (1, 119, 121)] == [None, None, 1]
-    assert progress.said(1, 1420) == (
-        "is in step 52 for 120 s, the others are in step 53 to after step 53", False
-    )  # fmt: skip
-    progress.done(1)
-    assert progress.held_up_by(1001) is None
+    assert _told(_steps(None, None, None), 1000, 1400) == [None, None]  # nobody has ended a step: they compile
+    steps = _steps((52, 53), (51, 51), (52, 53))
+    assert _told(steps, 1000, 1119) == [None, None]
+    assert steps.find(1121) == (1, "is after step 51 for 121 s, all others are in step 53", False)
+    assert _told(steps, 1130, 1241, 1243) == [None, None, 1]
+    _note(steps, 1, (51, 52), 1300)  # it goes on, and hangs again
+    _note(steps, 2, (53, 53), 1300)
+    assert _told(steps, 1301, 1419) == [None, None]
+    assert steps.find(1421) == (1, "is in step 52 for 121 s, others are after step 53 and in step 53", False)
 
 
 def test_one_that_has_said_nothing_yet_is_not_late_since_the_machine_started():
-    progress = _progress(stall=2)
-    for rank in (0, 2):
-        progress.note(rank, (7, 8), 991)
-    assert progress.held_up_by(991) is None
-    assert progress.held_up_by(993) == 1
-    assert progress.said(1, 993) == ("has been after step 0 for 3 s, all others are in step 8", True)
+    steps = _steps((7, 8), None, (7, 8), stall=2, now=991)
+    assert steps.find(991) is None
+    assert steps.find(993) == (1, "has been after step 0 for 3 s, all others are in step 8", True)
 
 
 def test_a_job_that_hangs_ends_when_that_was_asked_for():
-    progress = _progress(stall=300)
-    for rank in range(3):
-        progress.note(rank, (5, 6), 1000)
-    assert [progress.held_up_by(1000 + t) for t in (119, 121, 299, 301)] == [None, 0, None, 0]
-    assert progress.said(0, 1301) == ("has been in step 6 for 301 s, as all others are", True)
+    steps = _steps((5, 6), (5, 6), (5, 6), stall=300)
+    assert _told(steps, 1119, 1121, 1299) == [None, 0, None]
+    assert steps.find(1301) == (0, "has been in step 6 for 301 s, all others are in step 6", True)
 
 
 def test_a_job_whose_processes_are_all_between_two_steps_does_not_end():
     """They compile the next plan, or save: other timeouts are for that."""
-    progress = _progress(stall=8)
-    for rank in range(3):
-        progress.note(rank, (1, 1), 1000)
-    assert [progress.held_up_by(1000 + t) for t in (9, 119, 121)] == [None, None, 0]
-    assert progress.said(0, 1121) == ("is after step 1 for 121 s, as all others are", False)
+    steps = _steps((1, 1), (1, 1), (1, 1), stall=8)
+    assert _told(steps, 1009, 1119) == [None, None]
+    assert steps.find(1121) == (0, "is after step 1 for 121 s, all others are after step 1", False)
     for rank in (1, 2):
-        progress.note(rank, (1, 2), 1130)
-    assert [progress.held_up_by(t) for t in (1122, 1128, 1130)] == [None, None, 0]
-    assert progress.said(0, 1130) == ("has been after step 1 for 9 s, all others are in step 2", True)
+        _note(steps, rank, (1, 2), 1130)
+    assert _told(steps, 1122, 1128) == [None, None]
+    assert steps.find(1130) == (0, "has been after step 1 for 9 s, all others are in step 2", True)
 
 
 def test_one_that_compiles_longer_than_others_holds_them_up_from_then_on():
     """Not since it began to compile, as they did."""
-    progress = _progress(stall=8)
-    assert progress.held_up_by(1060) is None
-    progress.note(0, (1, 1), 1061)
-    assert [progress.held_up_by(t) for t in (1061, 1067, 1069)] == [None, None, 1]
+    steps = _steps(None, None, None, stall=8)
+    assert steps.find(1060) is None
+    _note(steps, 0, (1, 1), 1061)
+    assert _told(steps, 1061, 1067, 1069) == [None, None, 1]
+
+
+def test_one_that_has_ended_and_that_others_need_is_named():
+    """After five seconds, but not where others call without it."""
+    steps = _steps((3, 3), None, (3, 4))
+    _note(steps, 1, (3, 3), 1000, done=True)
+    assert steps.find(1004) is None
+    assert steps.find(1006) == (1, "ended after step 3, and others have begun step 4, which needs it", True)
+    _note(steps, 2, (3, 4), 1000, partners={0, 2})
+    assert steps.find(1006) is None
+    _note(steps, 0, (4, 4), 1100, done=True)
+    assert steps.find(1200) == (2, "is in step 4 for 200 s, all others have ended", False)
+
+
+def test_eight_hundred_values_a_second_are_enough():
+    assert [beat(n, 30.0) for n in (2, 800, 4000, 8192)] == [1.0, 1.0, 5.0, 10.0]
 
 
 @pytest.mark.parametrize(
     ("given", "environ", "told"),
     [
         ({"start": 0.0}, {}, "start_timeout=0.0: give a positive"),
-        ({"silence": None}, {"MULTIMESH_SILENCE_TIMEOUT": "soon"}, "MULTIMESH_SILENCE_TIMEOUT=soon: give a number"),
+        ({"silence": None}, {"MULTIMESH_SILENCE_TIMEOUT": "soon"}, "MULTIMESH_SILENCE_TIMEOUT=soon: give a positive"),
         ({"compile": float("inf")}, {}, "compile_timeout=inf: give a positive"),
     ],
 )
@@ -111,7 +128,6 @@ def member(rank, *words):
         "count": 4,
         "host": f"n{rank}",
         "pid": 7,
-        "machine": f"n{rank}",
         "facts": {"command line": list(words)},
     }
 
@@ -123,16 +139,13 @@ def member(rank, *words):
         (lambda r: ["a.py", str(r), "4", f"--log=/tmp/{r}.log", f"--me=n{r}"], ""),
         (lambda r: ["a.py", str(r), "1"], ""),  # which is also the number of one
         (lambda r: ["a.py", "1" if r == 2 else "3"], "has '3' where process 2 of 4 (n2, pid 7) has '1'"),
-        (lambda r: ["a.py"] + ["-v"] * (r > 1), "has nothing where process 2 of 4 (n2, pid 7) (and 1 more) has '-v'"),
-        (lambda r: ["a.py", f"1{r}"], "has '10' where process 1 of 4 (n1, pid 7) (and 2 more) has '11'"),
-        (
-            lambda r: ["-a", "-b"] if r else ["-b", "-a"],
-            "has '-b -a' where process 1 of 4 (n1, pid 7) (and 2 more) has",
-        ),
+        (lambda r: ["a.py"] + ["-v"] * (r > 1), "has nothing where process 2 of 4 (n2, pid 7) has '-v'"),
+        (lambda r: ["a.py", f"1{r}"], "has '10' where process 1 of 4 (n1, pid 7) has '11'"),
+        (lambda r: ["-a", "-b"] if r else ["-b", "-a"], "has '-b' where process 1 of 4 (n1, pid 7) has '-a'"),
     ],
 )
 def test_command_lines_may_differ_in_the_number_and_host_of_a_process_only(words, told):
-    said = members.difference([member(rank, *words(rank)) for rank in range(4)])
+    said = rendezvous.difference([member(rank, *words(rank)) for rank in range(4)])
     assert (told in said and "command line: process 0 of 4 (n0, pid 7) " in said) if told else said == ""
 
 
@@ -188,9 +201,9 @@ def test_devices_in_use_are_refused():
 def test_launchers_are_found(monkeypatch, environ, told):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert initialize._complete((None,) * 4, None, 1) == told
+    assert host_values.complete((None,) * 4, None, 1) == told
     explicit = ("n9:1", 8, 7, None)
-    assert initialize._complete(explicit, None, 1) == ("arguments", (*explicit[:3], told[1][3]))
+    assert host_values.complete(explicit, None, 1) == ("arguments", (*explicit[:3], told[1][3]))
 
 
 def test_what_a_launcher_lacks_is_said_in_a_line(monkeypatch):
@@ -204,7 +217,7 @@ def test_what_a_launcher_lacks_is_said_in_a_line(monkeypatch):
 
     monkeypatch.setattr("multimesh.core._compat.launcher", lambda method: Launcher())
     with pytest.raises(mm.UsageError, match=r"^nothing says where process 0 is: Install the .* of Kubernetes; mend th"):
-        initialize._complete((None,) * 4, None, 1)
+        host_values.complete((None,) * 4, None, 1)
 
 
 def test_one_process_gathers_what_it_has():
@@ -215,4 +228,4 @@ def test_one_process_gathers_what_it_has():
 
 def test_processes_may_dump_programs_to_folders_of_their_own(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XLA_FLAGS", '--a=1 --xla_dump_to="/two words/process-1" --b="c d"')
-    assert initialize._facts()["XLA_FLAGS"] == ["--a=1", '--b="c d"']
+    assert rendezvous.describe(0, 1, {}, True)["facts"]["XLA_FLAGS"] == ["--a=1", '--b="c d"']

@@ -17,11 +17,6 @@ ROWS, SIZE = 8, 2
 COUNT = ROWS // SIZE
 
 
-@pytest.fixture
-def split():
-    return Split(submeshes(2, (2,)))
-
-
 def forward(stage, params, x):
     for s, p in enumerate(params["stages"]):
         x = stage(s, mlp_block)(p, x)
@@ -31,7 +26,7 @@ def forward(stage, params, x):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_rows_are_strided(split, schedule):
     rows = np.arange(ROWS, dtype=np.int32)
-    f = mm.jit(mm.microbatch(split(0, lambda r: r + 0), size=SIZE, stack=True, schedule=schedule))
+    f = mm.jit(mm.microbatch(split(0, lambda r: r + 0), size=SIZE, reduce="stack", schedule=schedule))
     np.testing.assert_array_equal(f(rows), rows.reshape(SIZE, COUNT).T)
 
 
@@ -59,16 +54,10 @@ def test_rows_of_results_go_back_to_their_places(dim, kind):
     layout = P("data") if dim == 0 else P(None, "data")
     given = np.moveaxis(x, 0, dim)
     y, rows = mm.jit(predict)(jax.device_put(given, NamedSharding(front, layout)))
-    with mm.ignore_transforms():
+    with mm.context(ignore_transforms=True):
         want, _ = jax.jit(predict)(given)
     assert_same(y, want)
     assert (y.sharding.spec, y.devices(), rows) == (layout, set(back.devices.flat), ROWS)
-
-
-def test_results_are_summed(split):
-    x = MLP.batch(ROWS, 0)["x"]
-    f = mm.jit(mm.microbatch(split(1, lambda x: (x.sum(), x * 2)), size=SIZE))
-    assert_same(f(x), (x.sum(), 2 * x.reshape(SIZE, COUNT, -1).sum(1)))
 
 
 def test_another_dimension_and_another_argument(split):
@@ -86,37 +75,10 @@ def test_another_dimension_and_another_argument(split):
     assert_same(f(2.0, columns, params), jax.jit(whole)(2.0, columns, params))
 
 
-@pytest.mark.longer
-@pytest.mark.telling("1f1b")
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_stacked_beside_summed(split, schedule):
-    """The stack prefix marks a subtree: losses and predictions a microbatch, gradients summed."""
-    params, batch = MLP.init(2), MLP.batch(ROWS, 0)
-
-    def make(stage):
-        def one(params, batch):
-            def loss(p):
-                x = forward(stage, p, batch["x"])
-                return squared_error(x, batch["y"]), x
-
-            (value, x), grads = jax.value_and_grad(loss, has_aux=True)(params)
-            seen = {"loss": value, "x": x, "best": jnp.argmax(x, -1), "positive": x[:, 0] > 0}
-            return {"seen": seen, "count": jnp.int32(x.shape[0]), "grads": grads}
-
-        return one
-
-    prefix = {"seen": True, "count": False, "grads": False}
-    got = mm.jit(mm.microbatch(make(split), size=SIZE, argnum=1, schedule=schedule, stack=prefix))(params, batch)
-    parts = [jax.jit(make(plain))(params, jax.tree.map(lambda x: x[i::COUNT], batch)) for i in range(COUNT)]
-    want = jax.tree.map(lambda *x: jnp.stack(x), *parts)
-    assert_same(got["seen"], want["seen"])
-    assert_same([got["grads"], got["count"]], jax.tree.map(lambda x: x.sum(0), [want["grads"], want["count"]]))
-
-
 def test_typed_keys_can_be_stacked(split):
     keys = jax.random.split(jax.random.key(1), ROWS)
     f = mm.jit(
-        mm.microbatch(split(0, lambda k: jax.vmap(lambda k: jax.random.fold_in(k, 7))(k)), size=SIZE, stack=True)
+        mm.microbatch(split(0, lambda k: jax.vmap(lambda k: jax.random.fold_in(k, 7))(k)), size=SIZE, reduce="stack")
     )
     want = jax.vmap(lambda k: jax.random.fold_in(k, 7))(keys)
     assert_same(f(keys), jnp.stack([want[i::COUNT] for i in range(COUNT)]))
@@ -143,21 +105,6 @@ def test_two_loops(split, schedule):
     assert_same(mm.jit(make(split, mm_loop))(params, batch), jax.jit(make(plain, microbatched))(params, batch))
 
 
-@pytest.mark.full
-def test_two_independent_loops(split):
-    params, batch, other = MLP.init(2), MLP.batch(ROWS, 0), MLP.batch(4, 1)
-
-    def make(stage, loop):
-        def f(params, batch, other):
-            step = loop(jax.value_and_grad(lambda p, b: MLP.loss(p, b, stage)), size=2, argnum=1)
-            return step(params, batch), step(params, other)
-
-        return f
-
-    args = (params, batch, other)
-    assert_same(mm.jit(make(split, mm.microbatch))(*args), jax.jit(make(plain, microbatched))(*args))
-
-
 @pytest.mark.telling("1f1b")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_backward_reads_the_forward_sum(split, schedule):
@@ -176,34 +123,6 @@ def test_backward_reads_the_forward_sum(split, schedule):
     assert_same(mm.jit(make(split, mm_loop))(params, batch), jax.jit(make(plain, microbatched))(params, batch))
 
 
-def test_two_sums_one_divided_by_the_other(split):
-    """Token-weighted loss: sum of losses over sum of weights, differentiated outside the loop."""
-    params, batch = MLP.init(2), MLP.batch(ROWS, 0)
-    batch["weight"] = np.linspace(0.0, 1.0, ROWS, dtype=np.float32)
-
-    def make(stage, loop):
-        def one(p, b):
-            x = forward(stage, p, b["x"])
-            errors = jnp.square(x.mean(-1) - b["y"][:, 0])
-            return (errors * b["weight"]).sum(), b["weight"].sum()
-
-        def loss(p, b):
-            errors, weights = loop(one, size=SIZE, argnum=1)(p, b)
-            return errors / weights
-
-        return jax.value_and_grad(loss)
-
-    assert_same(mm.jit(make(split, mm.microbatch))(params, batch), jax.jit(make(plain, microbatched))(params, batch))
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_forward_only(split, schedule):
-    params, batch = MLP.init(2), MLP.batch(ROWS, 0)
-    f = mm.microbatch(lambda p, b: MLP.loss(p, b, split), size=SIZE, argnum=1, schedule=schedule)
-    want = microbatched(lambda p, b: MLP.loss(p, b, plain), size=SIZE, argnum=1)
-    assert_same(mm.jit(f)(params, batch), jax.jit(want)(params, batch))
-
-
 def test_gradient_of_the_batch(split):
     """The gradient of the argument that is cut into microbatches has all its rows, in order."""
     params, batch = MLP.init(2), MLP.batch(ROWS, 0)
@@ -216,29 +135,6 @@ def test_gradient_of_the_batch(split):
 
     got = mm.jit(make(split, mm.microbatch))(batch["x"], batch["y"])
     assert_same(got, jax.jit(make(plain, microbatched))(batch["x"], batch["y"]))
-
-
-def test_work_before_between_and_after_the_tasks(split):
-    """Unmarked arithmetic, slicing, concatenation and reductions follow their operands."""
-    params, batch = MLP.init(2), MLP.batch(ROWS, 0)
-
-    def make(stage, loop):
-        def one(p, b):
-            x = jnp.concatenate([b["x"][:, 8:], b["x"][:, :8] * 3], 1)
-            y = stage(0, mlp_block)(p["stages"][0], x)
-            y = jnp.where(y > 0, y, 0.1 * y).reshape(-1, 4, 4).transpose(0, 2, 1).reshape(y.shape)
-            z = stage(1, mlp_block)(p["stages"][1], y - y.mean(0))
-            return (z[:, ::2] * x[:, 1::2]).sum() + jnp.linalg.norm(y)
-
-        def f(p, b):
-            scaled = jax.tree.map(lambda w: w / (1 + jnp.abs(w).max()), p)
-            value, grads = loop(jax.value_and_grad(one), size=SIZE, argnum=1)(scaled, b)
-            largest = jnp.stack([jnp.abs(g).max() for g in jax.tree.leaves(grads)])
-            return value, grads, largest, jnp.sort(largest)[::-1]
-
-        return f
-
-    assert_same(mm.jit(make(split, mm.microbatch))(params, batch), jax.jit(make(plain, microbatched))(params, batch))
 
 
 @pytest.mark.parametrize("where", ["inside", "outside"])
@@ -320,7 +216,7 @@ def test_a_state_from_microbatch_to_microbatch(schedule):
         return state, (value / 4, jax.tree.map(lambda g: g / 4, grads), each)
 
     want = jax.jit(by_loop)(params, batch, state)
-    options = {"size": 2, "argnum": 1, "carry": 2, "reduce": "mean", "stack": (False, False, True)}
+    options = {"size": 2, "argnum": 1, "carry": 2, "reduce": ("mean", "mean", "stack")}
     got = mm.jit(mm.microbatch(with_statistics(split), schedule=schedule, **options))(params, batch, state)
     assert_same(got, want)
     assert_same(jax.jit(mm.microbatch(with_statistics(plain), **options))(params, batch, state), want)
@@ -365,8 +261,7 @@ def test_mean_index_and_rows_that_are_cut(schedule):
         "size": None,
         "argnum": 1,
         "index": "number",
-        "reduce": ("sum", "mean", "sum"),
-        "stack": (False, False, True),
+        "reduce": ("sum", "mean", "stack"),
     }
     want = jax.jit(by_loop)(params, cut, key)
     f = mm.microbatch(make(split), schedule=schedule, **options)
@@ -374,33 +269,6 @@ def test_mean_index_and_rows_that_are_cut(schedule):
     assert_same(got, want)
     assert got[2].dtype == jnp.int32
     assert_same(f(params, cut, key=key), want)
-
-
-@pytest.mark.longer
-def test_a_key_that_is_split_on_the_way(split):
-    """A state that no stage owns is copied to where it is read."""
-
-    def make(stage):
-        def f(params, x, key):
-            key, *keys = jax.random.split(key, 3)
-            for s, p in enumerate(params["stages"]):
-                x = stage(s, lambda p, x, k: mlp_block(p, x) * jax.random.bernoulli(k, 0.7, x.shape))(p, x, keys[s])
-            return key, x.sum()
-
-        return f
-
-    def by_loop(params, x, key):
-        def one(_, rows, key):
-            key, value = make(plain)(params, rows, key)
-            return key, value, value
-
-        key, value, _ = by_hand(one, strided(x, SIZE), key)
-        return key, value
-
-    args = MLP.init(2), MLP.batch(ROWS, 0)["x"], jax.random.key(0)
-    for jit, stage in ((mm.jit, split), (jax.jit, plain)):
-        got = jit(mm.microbatch(make(stage), size=SIZE, argnum=1, carry=2))(*args)
-        assert_same(got, jax.jit(by_loop)(*args))
 
 
 def test_gradient_around_a_loop_with_a_state(split):
@@ -430,7 +298,7 @@ def test_a_schedule_that_can_not_carry_is_refused(split, stage):
 
     args = MLP.init(2), MLP.batch(8, 0)["x"], np.float32(0)
     table = [[(1, "F0"), (0, "F0")], [(1, "F1"), (0, "F1")]]
-    options = {"size": 4, "argnum": 1, "carry": 2} | ({} if stage else {"custom_schedule": table})
+    options = {"size": 4, "argnum": 1, "carry": 2} | ({} if stage else {"schedule": mm.schedules.custom(table)})
     with pytest.raises(mm.UsageError, match=r"test_microbatch.py:\d+: .* before .* has updated it"):
         mm.jit(mm.microbatch(f, **options))(*args)
 
@@ -438,7 +306,7 @@ def test_a_schedule_that_can_not_carry_is_refused(split, stage):
 @pytest.mark.parametrize(
     ("options", "fn", "words"),
     [
-        ({"reduce": "median"}, lambda x: x.sum(), 'takes "sum", "mean", "rows", "max"'),
+        ({"reduce": "median"}, lambda x: x.sum(), 'takes "sum", "mean", "stack", "rows", "max"'),
         ({"reduce": "rows"}, lambda x: x.sum(), r"results with size= rows in dimension 0, not of shape \(\)"),
         ({"reduce": "mean"}, lambda x: x.sum().astype(int), "can't be averaged"),
         ({"reduce": ("mean", "sum")}, lambda x: x.sum(), "reduce= must be a pytree prefix"),

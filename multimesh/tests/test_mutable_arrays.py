@@ -75,3 +75,31 @@ def test_from_one_task_to_another():
 
     with pytest.raises(mm.UsageError, match=LINE + r".*in task .* that was made elsewhere.*give the task its value"):
         mm.jit(step)(X)
+
+
+def test_updated_by_every_stage_of_a_pipeline():
+    def loss(weights, x):
+        total = jax.new_ref(jnp.zeros(()))
+        for w in weights:
+            x = x + jnp.tanh(x @ w)
+            add(total, jnp.mean(x**2))
+        return jnp.mean(x) + total[...]
+
+    given = [np.eye(8, dtype="f")] * 4, np.ones((8, 8), "f")
+    piped = mm.pipeline(loss, MESHES)
+    for fn in (piped, jax.grad(piped), mm.microbatch(jax.grad(piped), size=2, argnum=1)):
+        with pytest.raises(
+            mm.UsageError, match=LINE + r"pipeline: stages 0 and 1 both use this mutable array .* return"
+        ):
+            mm.jit(fn)(*given)
+
+
+def test_made_within_a_stage_of_a_pipeline():
+    def loss(weights, x):
+        for w in weights:
+            x = x + counted(jnp.tanh(x @ w))
+        return jnp.mean(x**2)
+
+    given = [np.eye(8, dtype="f")] * 4, np.ones((8, 8), "f")
+    step = mm.microbatch(jax.value_and_grad(mm.pipeline(loss, MESHES)), size=4, argnum=1, reduce="mean")
+    assert_same(mm.jit(step)(*given), jax.jit(jax.value_and_grad(loss))(*given))

@@ -46,14 +46,6 @@ def test_four_stages(model, schedule):
     check(model, Split(submeshes(4, (2,))), 4, where="inside", schedule=schedule)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("where", ["inside", "outside"])
-@pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
-def test_four_stages_and_eight_microbatches(model, where, schedule):
-    check(model, Split(submeshes(4, (2,))), 4, where=where, schedule=schedule, size=2)
-
-
 @pytest.mark.telling("outside-context", "inside-scope")
 @pytest.mark.parametrize("form", FORMS[1:])
 @pytest.mark.parametrize("where", ["inside", "outside"])

@@ -84,7 +84,7 @@ def test_moments_on_the_host_stay_there(devices, spec):
         assert {leaf.sharding.memory_kind for leaf in params} == {DEVICE}
         for n in range(STAGES):
             assert state[0].mu[n].devices() == set(meshes[n].devices.flat)
-        needs[kept] = step.lower(params, state, x).memory_forecast()
+        needs[kept] = step.lower(params, state, x).memory_estimate()
         analysis = step.memory_analysis(params, state, x)
         assert (analysis[1]["arguments"] > 3 * 4 * WIDTH**2) != kept
     moments = 2 * 4 * WIDTH**2 // devices

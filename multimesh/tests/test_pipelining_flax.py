@@ -1,4 +1,4 @@
-"""Models in Flax and Equinox as their authors wrote them, with ``mm.pipeline`` as the only change."""
+"""Models in Flax as their authors wrote them, with ``mm.pipeline`` as the only change."""
 
 import jax
 import jax.numpy as jnp
@@ -86,49 +86,10 @@ def from_nnx():
     return loss, state
 
 
-def from_equinox():
-    eqx = pytest.importorskip("equinox")
-
-    class Layer(eqx.Module):
-        norm: eqx.nn.LayerNorm
-        attention: eqx.nn.MultiheadAttention
-        mlp: eqx.nn.MLP
-
-        def __init__(self, key):
-            one, two = jax.random.split(key)
-            self.norm = eqx.nn.LayerNorm(WIDTH)
-            self.attention = eqx.nn.MultiheadAttention(2, WIDTH, key=one)
-            self.mlp = eqx.nn.MLP(WIDTH, WIDTH, 4 * WIDTH, 1, key=two)
-
-        def __call__(self, x):
-            h = jax.vmap(self.norm)(x)
-            x = x + self.attention(h, h, h, mask=jnp.tril(jnp.ones((SEQUENCE, SEQUENCE), bool)))
-            return x + jax.vmap(self.mlp)(x)
-
-    embed, *layers = jax.random.split(jax.random.key(0), DEPTH + 1)
-    model = (eqx.nn.Embedding(VOCAB, WIDTH, key=embed), [Layer(key) for key in layers])
-    params, rest = eqx.partition(model, eqx.is_inexact_array)
-
-    def loss(params, batch):
-        embed, layers = eqx.combine(params, rest)
-
-        def logits(tokens):
-            x = jax.vmap(embed)(tokens)
-            for layer in layers:
-                x = layer(x)
-            return x @ embed.weight.T
-
-        values = optax.softmax_cross_entropy_with_integer_labels(jax.vmap(logits)(batch["x"]), batch["y"])
-        return values.mean()
-
-    return loss, params
-
-
 MODELS = {
     "linen": lambda: linen(False),
     "linen scan": lambda: linen(True),
     "nnx": from_nnx,
-    "equinox": from_equinox,
 }
 
 

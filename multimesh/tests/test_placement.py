@@ -113,18 +113,6 @@ def test_a_penalty_in_the_loss(name, where):
     check(make, most=ROWS // SIZE * LARGEST if where == "straight" else LARGEST)
 
 
-@pytest.mark.longer
-def test_a_penalty_inside_the_tasks():
-    def make(stage, loop):
-        def loss(params, batch):
-            parts = [stage(s, total)(p) for s, p in enumerate(params["stages"])]
-            return MLP.loss(params, batch, stage) + 0.01 * sum(parts)
-
-        return loop(jax.value_and_grad(loss), size=SIZE, argnum=1)
-
-    check(make)
-
-
 @pytest.mark.telling("clipped-1f1b")
 @pytest.mark.parametrize(("change", "schedule"), [(clipped, "1f1b"), (guarded, "wavefront"), (raveled, "gpipe")])
 def test_gradients_changed_per_microbatch(change, schedule):
@@ -205,14 +193,17 @@ def test_optimizers_and_an_average_with_a_penalty(optimizer):
 
 
 @pytest.mark.longer
-@pytest.mark.telling("where")
+@pytest.mark.telling("where-8")
+@pytest.mark.parametrize(("scale", "times"), [(8, 1), (2.0**127, 1e10)], ids=["8", "overflows"])
 @pytest.mark.parametrize("form", ["cond", "where"])
-def test_loss_scaling_skips_an_update(form):
+def test_loss_scaling_skips_an_update(form, scale, times):
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-3, eps=1e-4))
 
     def make(stage, loop):
         def step(params, state, scale, batch):
-            grads = loop(jax.grad(lambda p, b: scale * loss_of(stage)(p, b)), size=SIZE, argnum=1)(params, batch)
+            grads = loop(jax.grad(lambda p, b: times * scale * loss_of(stage)(p, b)), size=SIZE, argnum=1)(
+                params, batch
+            )
             grads = jax.tree.map(lambda g: g / scale, grads)
             good = is_finite(grads)
 
@@ -230,7 +221,7 @@ def test_loss_scaling_skips_an_update(form):
 
         return step
 
-    check(make, jax.jit(optimizer.init)(MLP.init(STAGES)), np.float32(8))
+    check(make, jax.jit(optimizer.init)(MLP.init(STAGES)), np.float32(scale))
 
 
 def test_adapters_of_frozen_weights():
@@ -322,8 +313,8 @@ def test_only_layers_are_tasks_and_the_table_is_tied(schedule):
 
         def step(params, tokens):
             scaled = jax.tree.map(lambda w: w * 1.5, params)  # what tasks read is made before the loop
-            given = {} if loop is microbatched else {"schedule": schedule, "interleave": pieces // STAGES}
-            return loop(one, size=SIZE, argnum=1, **given)(scaled, tokens)
+            options = {} if loop is microbatched else {"schedule": schedule}
+            return loop(one, size=SIZE, argnum=1, **options)(scaled, tokens)
 
         return step
 
@@ -363,8 +354,8 @@ def test_a_loop_gets_no_stage_on_a_submesh_that_only_others_use(stacked, way, fi
                 late = {"sliced": c[:2], "reduced": (c * c).sum(), "of what the other task made": before[:2]}
                 return x.sum(), late[way]
 
-            given = {"stack": (False, stacked)} if stage is not plain else {}
-            made = jax.value_and_grad(lambda *args: loop(one, size=SIZE, argnum=1, **given)(*args), has_aux=True)
+            options = {"reduce": ("sum", "stack" if stacked else "sum")} if stage is not plain else {}
+            made = jax.value_and_grad(lambda *args: loop(one, size=SIZE, argnum=1, **options)(*args), has_aux=True)
             return made(weights, x), before if first else far(0, jnp.sin)(c)
 
         return step

@@ -63,17 +63,3 @@ def test_mixed(model):
     want = jax.jit(make(plain, None))(params, state, batch)
     assert_same(got, want, rtol=BFLOAT16)
     assert_at_home(split, got[0], owners)
-
-
-def test_float16_and_integers_pass_between_stages():
-    split = Split(submeshes(2, (2,)))
-
-    def make(stage):
-        def f(x):
-            half, index = stage(0, lambda x: (x.astype(jnp.float16) * 2, jnp.argsort(x, -1).astype(jnp.uint8)))(x)
-            return stage(1, lambda h, i: jnp.take_along_axis(h, i.astype(jnp.int32), -1))(half, index), index
-
-        return f
-
-    x = MLP.batch(ROWS, 0)["x"]
-    assert_same(mm.jit(make(split))(x), jax.jit(make(plain))(x), rtol=1e-3)

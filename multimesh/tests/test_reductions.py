@@ -171,3 +171,44 @@ def test_a_new_reduction_by_name_is_one_entry(monkeypatch):
     assert got == x.prod()
     with pytest.raises(mm.UsageError, match='"last", "product" and objects'):
         mm.microbatch(lambda x: x.prod(), size=2, reduce="products")(x)
+
+
+@pytest.mark.telling("jit-sum", "jit-reduce3", "disable_jit-mean")
+@pytest.mark.parametrize("reduce", ["sum", "mean", "last", mm.Ratio()])
+@pytest.mark.parametrize(
+    "run", [mm.jit, lambda f: f, lambda f: jax.disable_jit()(f)], ids=["jit", "eager", "disable_jit"]
+)
+def test_gradients_of_integers_pass_through(run, reduce):
+    first, second = submeshes(2, (1,))
+
+    def loss(params, x):
+        h = mm.task(lambda w, n, x: x @ w + n, "first", mesh=first)(params["w"], params["n"], x)
+        return mm.task(lambda v, h: jnp.sum(h @ v), "second", mesh=second)(params["v"], h)
+
+    params = {"w": np.eye(4, dtype="f"), "n": np.int32([1, 2, 3, 4]), "v": np.ones((4, 2), "f")}
+    gradient = jax.grad(loss, allow_int=True)
+
+    def step(params, x):
+        return (gradient(params, x), 2.0) if isinstance(reduce, mm.Ratio) else gradient(params, x)
+
+    got = run(mm.microbatch(step, size=2, argnum=1, reduce=reduce))(params, np.ones((4, 4), "f"))
+    assert (got["n"].dtype, got["n"].shape) == (jax.dtypes.float0, (4,))
+    times = {"sum": 2, mm.Ratio(): 0.5}.get(reduce, 1)
+    np.testing.assert_allclose(got["v"], np.full((4, 2), times) * [[4], [6], [8], [10]])
+
+
+@pytest.mark.telling("sum")
+@pytest.mark.parametrize("reduce", ["sum", "mean", "max", "last"])
+def test_weak_types_stay(reduce):
+    """As in the function itself, so that a step does not change the type of a parameter."""
+    mesh, _ = submeshes(2, (1,))
+
+    def loss(params, x):
+        return mm.task(lambda p, x: jnp.mean((x * p) ** 2), "loss", mesh=mesh)(params, x), 2.0
+
+    step = mm.microbatch(jax.value_and_grad(loss, has_aux=True), size=2, argnum=1, reduce=reduce)
+    (value, two), slope = mm.jit(step)(0.5, np.ones((4, 4), "f"))
+    assert (value.weak_type, two.weak_type, slope.weak_type) == (False, True, True)
+    assert (two, slope) == ((4, 2) if reduce == "sum" else (2, 1))
+    types = mm.jit(step).eval_shape(0.5, np.ones((4, 4), "f"))
+    assert [x.weak_type for x in jax.tree.leaves(types)] == [False, True, True]

@@ -93,27 +93,6 @@ def test_devices_and_logical_axes(case):
     assert_same(y, mlp_block(params["stages"][0], batch["x"]))
 
 
-def test_a_registration_ends(case):
-    """After remove(), or the end of the with block, the scope is a name like any other."""
-    params, batch = case
-    mesh = submeshes(2, (2,))[1]
-
-    def f(p, x):
-        with jax.named_scope("ends_here"):
-            y = mlp_block(p, x)
-        return y, mm.task(jnp.sum, mesh=submeshes(1, (2,))[0])(y)
-
-    registration = mm.register_task("ends_here", mesh=mesh)
-    try:
-        first = mm.jit(lambda *a: f(*a))(params["stages"][0], batch["x"])
-    finally:
-        registration.remove()
-    second = mm.jit(lambda *a: f(*a))(params["stages"][0], batch["x"])
-    assert set(first[0].devices()) == set(mesh.devices.flat)
-    assert not set(second[0].devices()) & set(mesh.devices.flat)
-    assert_same(first, second)
-
-
 @pytest.mark.parametrize("policy", [None, "dots"])
 def test_remat_of_scoped_blocks(case, policy):
     """Names are relative inside remat and lose their direction: placement must not depend on either."""
@@ -162,3 +141,29 @@ def test_a_scan_inside_a_registered_scope(case):
     assert_same(jax.tree.map(lambda x: x / count, grads), want)
     for s in range(2):
         assert {d for g in jax.tree.leaves(grads[s]) for d in g.devices()} == split.devices(s)
+
+
+def scoped(x):
+    for layer in range(2):
+        with jax.named_scope(f"layers_{layer}"):
+            x = jnp.tanh(x)
+    return x
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [None, 3, "ab", (0, "n"), ((0, 1),), ((0, 1, 2), "n"), ((0, 0.5), "n"), ((0, 1), 3), ((1, 0), "n"), ((0, 99), "n")],
+)
+def test_a_callback_that_returns_something_else(answer):
+    with (
+        mm.register_task(r"layers_(\d+)", callback=lambda name, backprop: answer),
+        pytest.raises(mm.UsageError, match=r"register_task\('layers_.*callback .*'0'"),
+    ):
+        mm.jit(scoped)(np.ones((8, 4), np.float32))
+
+
+def test_a_callback_that_takes_other_arguments_is_refused_at_once():
+    with pytest.raises(mm.UsageError, match=r"callback= is called with \(name, backprop\), which it does not"):
+        mm.register_task(r"layers_(\d+)", callback=lambda name: ((0, 1), name))
+    for callback in (lambda *args: ((0, 1), "a"), lambda name, backprop, extra=0: ((0, 1), "a"), divmod):
+        mm.register_task(r"layers_(\d+)", callback=callback).remove()

@@ -165,22 +165,3 @@ def test_deletion_frees_the_programs():
     assert held > before
     assert alive() is None
     assert executables() <= before
-
-
-@pytest.mark.full
-def test_many_functions_do_not_pile_up():
-    """Compiled and dropped ten times: no programs and no arrays stay."""
-    split = Split(submeshes(2, (1,)))
-    params, x = MLP.init(2), MLP.batch(ROWS, 0)["x"]
-
-    def once():
-        f = mm.jit(lambda p, x: split(1, mlp_block)(p["stages"][1], split(0, mlp_block)(p["stages"][0], x)))
-        return np.asarray(f(params, x))
-
-    once()
-    programs, arrays = executables(), len(jax.live_arrays())
-    for _ in range(10):
-        once()
-    assert executables() <= programs
-    gc.collect()
-    assert len(jax.live_arrays()) <= arrays

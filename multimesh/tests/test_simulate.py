@@ -3,7 +3,6 @@
 import itertools
 
 import pytest
-import zero_bubble
 from multimesh.commands import forecast
 from multimesh.commands.forecast import Shape
 from multimesh.schedules import Cell
@@ -26,26 +25,28 @@ def idle(name, submeshes, chunks, microbatches, costs, transfer=0.0):
     return forecast.simulate_schedule(name, Shape(submeshes, chunks, microbatches), costs, transfer).timeline.idle
 
 
-@pytest.mark.parametrize("costs", COSTS, ids=str)
-@pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 2), (3, 7), (4, 2), (4, 8), (8, 32)])
-@pytest.mark.parametrize("name", ["gpipe", "fill-drain", "1f1b"])
-def test_gpipe_and_1f1b(name, p, m, costs):
-    expected = (p - 1) * (costs["F"] + costs["B"] + costs["W"])
-    assert idle(name, p, 1, m, costs) == pytest.approx([expected] * p)
+FLAT = [(p, 1, m) for p, m in ((1, 3), (2, 2), (3, 7), (4, 4), (4, 8), (8, 32))]
+FORMULAS = {  # submeshes, stages on each and microbatches; and of costs the idle time for each submesh but one
+    "gpipe": ([*FLAT, (4, 1, 2)], lambda f, b, w, v: f + b + w),
+    "1f1b": ([*FLAT, (4, 1, 2)], lambda f, b, w, v: f + b + w),
+    "zb-h1": (FLAT, lambda f, b, w, v: f + b - w),
+    "interleaved": (
+        [(2, 2, 2), (2, 3, 8), (4, 2, 4), (4, 2, 8), (4, 4, 12), (8, 2, 32)],
+        lambda f, b, w, v: (f + b + w) / v,
+    ),
+    "wavefront": (  # where p divides m; with others the last group is not full
+        [(p, v, n * p) for p, v in ((2, 1), (2, 3), (4, 1), (4, 2), (8, 12)) for n in (1, 2, 4)],
+        lambda f, b, w, v: (f + b + w) / v,
+    ),
+}
 
 
 @pytest.mark.parametrize("costs", COSTS, ids=str)
-@pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 2), (2, 3, 8), (4, 2, 4), (4, 2, 8), (4, 4, 12), (8, 2, 32)])
-def test_interleaved(p, v, m, costs):
-    expected = (p - 1) * (costs["F"] + costs["B"] + costs["W"]) / v
-    assert idle("interleaved", p, v, m, costs) == pytest.approx([expected] * p)
-
-
-@pytest.mark.parametrize("costs", COSTS, ids=str)
-@pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 2), (3, 7), (4, 4), (4, 8), (8, 32)])
-def test_zb_h1(p, m, costs):
-    expected = (p - 1) * (costs["F"] + costs["B"] - costs["W"])
-    assert idle("zb-h1", p, 1, m, costs) == pytest.approx([expected] * p)
+@pytest.mark.parametrize("name", FORMULAS)
+def test_idle_time_is_that_of_the_formula(name, costs):
+    shapes, formula = FORMULAS[name]
+    for p, v, m in shapes:
+        assert idle(name, p, v, m, costs) == pytest.approx([(p - 1) * formula(*costs.values(), v)] * p)
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -98,24 +99,6 @@ def test_the_bubble_is_the_share_of_idle_time():
     assert line.busy == (24,) * 4
     assert line.bubbles == pytest.approx([9 / 33] * 4)
     assert line.bubble == pytest.approx(9 / 33)
-
-
-@pytest.mark.parametrize(("p", "m"), [(2, 8), (4, 8), (4, 3)])
-def test_peak_activations(p, m):
-    one = [name for name in NAMED if schedules.get(name).chunks != 2]
-    peaks = {name: forecast.simulate_schedule(name, Shape(p, 1, m)).timeline.peaks for name in one}
-    assert peaks["gpipe"] == (m,) * p
-    assert peaks["1f1b"] == tuple(min(p - r, m) for r in range(p))
-    assert peaks["zb-h1"] == (min(p, m),) * p
-    assert peaks["wavefront"] == tuple(min(m, 2 * (p - r - 1) + (r == p - 1)) for r in range(p))
-
-
-@pytest.mark.parametrize("costs", COSTS, ids=str)
-@pytest.mark.parametrize(("p", "v"), [(2, 1), (2, 3), (4, 1), (4, 2), (8, 12)])
-def test_wavefronts_wait_as_long_as_interleaved_1f1b(p, v, costs):
-    """Where the number of microbatches is a multiple of p; with others the last group is not full."""
-    for m in (p, 2 * p, 4 * p):
-        assert idle("wavefront", p, v, m, costs) == pytest.approx([(p - 1) * sum(costs.values()) / v] * p)
 
 
 @pytest.mark.parametrize("transfer", [0.0, 0.75])
@@ -172,32 +155,3 @@ def test_bad_costs(costs, named):
     with pytest.raises(mm.UsageError) as caught:
         simulate(schedules.get("1f1b").table(2, 1, 2, True), costs)
     assert named in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param(row, marks=pytest.mark.full if row.stages * row.microbatches > 4000 else ())
-        for row in zero_bubble.ROWS
-        if row.schedule not in zero_bubble.LEFT_OUT
-    ],
-    ids=str,
-)
-def test_the_bubble_rates_of_the_zero_bubble_paper(row):
-    """Its cost is the longest stage's."""
-    assert zero_bubble.find(row).rate == pytest.approx(row.rate, abs=1e-4)
-
-
-@pytest.mark.longer
-def test_the_throughput_of_the_zero_bubble_paper():
-    """Transfers that block and the update of the parameters explain what was measured; nothing is fitted."""
-    for row in (row for row in zero_bubble.ROWS if row.throughput):
-        assert zero_bubble.find(row).throughput == pytest.approx(row.throughput, rel=0.05), row
-
-
-@pytest.mark.longer
-def test_the_interleaved_rates_of_the_paper_have_p_transfers_less():
-    for row in (row for row in zero_bubble.ROWS if row.schedule == "1F1B-I"):
-        found = zero_bubble.find(row)
-        less = found.timeline.period - row.stages * found.profile.transfer
-        assert 1 - max(found.timeline.busy) / less == pytest.approx(row.rate, abs=1e-4)

@@ -58,12 +58,12 @@ def test_lines_of_processes_stay_whole(tmp_path, label):
     assert sorted(done.stderr.splitlines()) == [f"{rank}: half" if label else "half" for rank in range(3)]
 
 
-def test_lines_come_when_they_are_printed_and_bars_move(tmp_path):
-    text = "import time\nprint('first')\nprint('10 %', end='\\r')\nprint('20 %', end='\\r')\ntime.sleep(600)"
+def test_lines_come_when_they_are_printed(tmp_path):
+    text = "import time\nprint('first')\ntime.sleep(600)"
     argv = [*SPAWN, "2", "-l", written(tmp_path, text)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, env=CLEAN) as job:
         found = b""
-        while not all(part in found for part in (b"0: first\n", b"1: first\n", b"0: 10 %\r", b"1: 10 %\r")):
+        while not all(part in found for part in (b"0: first\n", b"1: first\n")):
             found += job.stdout.read1()
         job.terminate()
 

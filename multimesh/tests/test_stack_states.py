@@ -97,7 +97,7 @@ def test_muon_keeps_rows_on_their_stages():
 def test_a_forecast_counts_rows():
     step = mm.jit(step_of(mm.pipeline(scanned, MESHES)))
     args = WEIGHTS, optax.adam(1e-3).init(WEIGHTS), BATCH
-    told = [each.arguments for each in step.lower(*args).memory_forecast()]
+    told = [each.arguments for each in step.lower(*args).memory_estimate()]
     real = held(step(*args)[:2])
     rows = sum(x.nbytes for x in BATCH.values())
     for claimed, holds in zip(told, real, strict=True):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from models import MLP, TRANSFORMER, mlp_block, plain, squared_error
+from models import MLP, mlp_block, plain, squared_error
 from pipelines import Split, assert_at_home, assert_same, gradient, microbatched, reference_gradient, submeshes
 
 import multimesh as mm
@@ -129,21 +129,6 @@ def test_physical_axes_inside_a_task_are_the_submeshs_own():
     assert_same(got, jax.jit(make(plain, microbatched))(params, batch))
 
 
-def test_devices_with_axes():
-    """``devices`` is an array whose shape is the submesh's."""
-    devices = np.array(jax.devices()).reshape(2, 2, 2)
-    params, x = MLP.init(2), MLP.batch(ROWS, 0)["x"]
-    tasks = [
-        mm.task(
-            constrained_block, name=f"s{s}", devices=devices[s], device_axes=("data", "model"), logical_axes=RULES[0]
-        )
-        for s in range(2)
-    ]
-    y = mm.jit(lambda p, x: tasks[1](p[1], tasks[0](p[0], x)))(params["stages"], x)
-    assert set(y.devices()) == set(devices[1].flat)
-    assert_same(y, mlp_block(params["stages"][1], mlp_block(params["stages"][0], x)))
-
-
 def test_a_callable_object_is_a_task():
     class Block:
         def __init__(self, scale):
@@ -157,23 +142,6 @@ def test_a_callable_object_is_a_task():
     y = mm.jit(mm.task(Block(2.0), mesh=m))(p, x)
     assert set(y.devices()) == set(m.devices.flat)
     assert_same(y, 2.0 * mlp_block(p, x))
-
-
-@pytest.mark.longer
-def test_tensor_parallel_parameters_keep_their_sharding():
-    """Gradients of parameters that come in sharded lie as the parameters do."""
-    split = Split(submeshes(2, (2, 2)))
-    params, batch = TRANSFORMER.init(2), TRANSFORMER.batch(ROWS, 0)
-    placed = split.place(params, TRANSFORMER.owners(params))
-
-    def shard(s, p):
-        by_column = NamedSharding(split.mesh(s), P(None, "model"))
-        return p | {"mlp": p["mlp"] | {"up": jax.device_put(p["mlp"]["up"], by_column)}}
-
-    placed["stages"] = [shard(s, p) for s, p in enumerate(placed["stages"])]
-    got = mm.jit(gradient(TRANSFORMER, split, size=4, rows=ROWS))(placed, batch)
-    assert_same(got, reference_gradient(TRANSFORMER, 2, ROWS, 4))
-    assert_at_home(split, got[1], TRANSFORMER.owners(params))
 
 
 def put_targets():

@@ -29,7 +29,7 @@ PARTITIONS = {"call", "plan", "lower", "compile", "trace.lower", "prepare"}  # o
 def counted(monkeypatch: pytest.MonkeyPatch, tasks: bool):
     """The function, the list that has an entry for each trace of it, and one for each run of the passes."""
     traces: list[str] = []
-    partitions: list[pipeline.Traced] = []
+    partitions: list[pipeline.PassInputs] = []
 
     def loss(w, x):
         traces.append("trace")

@@ -48,16 +48,6 @@ def train(loss, schedule="1f1b", has_aux=False):
     return mm.microbatch(grad, size=SIZE, argnum=1, schedule=schedule, reduce="mean")
 
 
-@pytest.mark.telling("pipeline-zb-h1")
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "wavefront", "auto"])
-@pytest.mark.parametrize("form", ["task", "pipeline"])
-def test_schedules(form, schedule):
-    args, alone = given()
-    loss = decoder(on_tasks(MESHES)) if form == "task" else mm.pipeline(decoder(plain), MESHES)
-    schedule = mm.schedules.Auto(evaluations=20) if schedule == "auto" else schedule
-    check(train(loss, schedule), looped(jax.value_and_grad(decoder(plain))), args, alone, MESHES[0])
-
-
 @pytest.mark.telling("interleaved")
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
 def test_two_stages_on_a_submesh(schedule):
@@ -167,7 +157,13 @@ def masked(w, x):
     return auto_axes(mix, out_sharding=P("data", None))(w["up"], w["down"], x)
 
 
+def searched(w, x):
+    places = jnp.searchsorted(jnp.arange(-1.0, 1.0, 0.25), lax.stop_gradient(reshard(w["up"], P())[0]))
+    return block(w, x) * (1 + places.sum())
+
+
 BODIES = {
+    "searchsorted": searched,
     "checkpoint": jax.checkpoint(block),
     "policy by name": jax.checkpoint(named, policy=jax.checkpoint_policies.save_only_these_names("hidden")),
     "scan": scanned,
@@ -193,6 +189,7 @@ BODIES = {
     "vmap": over_rows,
     "pallas": kernel,
     "nested jit": jax.jit(block),
+    "gathered": lambda w, x: block(w, x.at[jnp.arange(len(x))[::-1]].get(out_sharding=P("data"))),
     "types": lambda w, x: block(w, (2.0 if jax.typeof(x).sharding.spec[0] == "data" else 0.0) * x),
 }
 
@@ -249,21 +246,37 @@ OUTSIDE = {
     "vjp": lambda f, p, t: jax.vjp(lambda p: f(p, t), p)[1](jnp.float32(2)),
     "jvp": lambda f, p, t: jax.jvp(lambda p: f(p, t), (p,), (p,)),
     "vmap": lambda f, p, t: jax.vmap(f, in_axes=(None, 0))(p, jnp.stack([np.asarray(t)] * 2)),
+    "hessian product": lambda f, p, t: jax.jvp(jax.grad(lambda p: f(p, t)), (p,), (p,))[1],
 }
 
 
-@pytest.mark.telling("grad-custom_vjp")
+REFUSED_BY_JAX = {("vmap", "cond"), ("jvp", "pallas"), ("hessian product", "pallas"), ("jvp", "custom_vjp")}
+
+
+@pytest.mark.telling("grad-custom_vjp", "hessian product-gathered")
 @pytest.mark.parametrize(
-    ("transform", "body"), [*((name, "block") for name in OUTSIDE), ("grad", "custom_vjp"), ("vmap", "custom_vjp")]
+    ("transform", "body"),
+    [(name, body) for name in OUTSIDE for body in ("block", *BODIES) if (name, body) not in REFUSED_BY_JAX],
 )
 def test_outside(transform, body):
     """Transformations of the jitted function; a rule of custom_vjp is typed code too."""
     args, alone = given()
-    run = {"block": block, "custom_vjp": BODIES["custom_vjp"]}[body]
-    got = OUTSIDE[transform](mm.jit(decoder(on_tasks(MESHES), run)), *args)
+    run = BODIES.get(body, block)
     with jax.set_mesh(MESHES[0]):
         want = OUTSIDE[transform](jax.jit(decoder(plain, run)), *alone)
+    got = OUTSIDE[transform](mm.jit(decoder(on_tasks(MESHES), run)), *args)
     assert_same(got, jax.device_get(want))
+
+
+@pytest.mark.parametrize("around", [jax.jit, jax.checkpoint, lambda f: jax.jit(jax.grad(f)), jax.make_jaxpr])
+def test_one_program_around(around):
+    """JAX makes one program, which needs one mesh: the error says so, and then it runs."""
+    args, alone = given()
+    fn = around(mm.jit(decoder(on_tasks(MESHES))))
+    with pytest.raises(mm.UsageError, match=r"runs without a submesh here; .* outside of jax.jit"):
+        fn(*args)
+    with jax.set_mesh(MESHES[0]), mm.context(ignore_transforms=True):
+        fn(*alone)
 
 
 AMBIENT = {

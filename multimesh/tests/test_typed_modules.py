@@ -1,15 +1,13 @@
-"""Modules of Equinox, Flax NNX and Flax Linen whose types have layouts, against plain ``jax.jit``."""
+"""Modules of Flax NNX whose types have layouts, against plain ``jax.jit``."""
 
 import functools
 
-import equinox as eqx
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding, reshard
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from typed_models import HIDDEN, ROWS, SIZE, WIDTH, check, draw, looped, typed_meshes
 
@@ -23,30 +21,6 @@ pytestmark = pytest.mark.flax
 
 def squares(y):
     return jnp.square(y - 1).mean()
-
-
-class Block(eqx.Module):
-    """An Equinox block whose products say their layouts."""
-
-    up: jax.Array
-    down: jax.Array
-
-    def __call__(self, x):
-        h = jnp.einsum("bd,df->bf", x, self.up, out_sharding=P("data", "model"))
-        return x + jnp.einsum("bf,fd->bd", jnp.tanh(h), self.down, out_sharding=ROWS_SPEC)
-
-
-def equinox(mesh_of, form):
-    blocks = [Block(draw(n, WIDTH, HIDDEN), draw(50 + n, HIDDEN, WIDTH)) for n in range(4)]
-    layouts = [Block(NamedSharding(mesh_of(n), UP), NamedSharding(mesh_of(n), DOWN)) for n in range(4)]
-
-    def loss(blocks, x):
-        for n, block in enumerate(blocks):
-            run = type(block).__call__
-            x = mm.task(run, f"stage{n // 2}", mesh=MESHES[n // 2])(block, x) if form == "task" else run(block, x)
-        return squares(x)
-
-    return loss, jax.device_put(blocks, layouts)
 
 
 class Layer(nnx.Module):
@@ -84,49 +58,14 @@ def flax_nnx(mesh_of, form):
     return loss, placed
 
 
-class Dense(nn.Module):
-    """A Linen block whose products say their layouts. JAX refuses ``nn.with_partitioning`` on Explicit axes."""
-
-    @nn.compact
-    def __call__(self, x):
-        kernel = nn.initializers.lecun_normal()
-        up = self.param("up", kernel, (WIDTH, HIDDEN))
-        down = self.param("down", kernel, (HIDDEN, WIDTH))
-        h = jnp.einsum("bd,df->bf", x, up, out_sharding=P("data", "model"))
-        return x + reshard(jnp.einsum("bf,fd->bd", jnp.tanh(h), down, out_sharding=ROWS_SPEC), ROWS_SPEC)
-
-
-def flax_linen(mesh_of, form):
-    module = Dense()
-    specs = {"params": {"up": UP, "down": DOWN}}
-    made = [{"params": {"up": draw(n, WIDTH, HIDDEN), "down": draw(50 + n, HIDDEN, WIDTH)}} for n in range(4)]
-
-    def layouts(mesh):
-        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda spec: isinstance(spec, P))
-
-    placed = [jax.device_put(w, layouts(mesh_of(n))) for n, w in enumerate(made)]
-
-    def loss(params, x):
-        for n, w in enumerate(params):
-            x = (mm.task(module.apply, f"stage{n // 2}", mesh=MESHES[n // 2]) if form == "task" else module.apply)(w, x)
-        return squares(x)
-
-    return loss, placed
-
-
-MAKERS = {"equinox": equinox, "nnx": flax_nnx, "linen": flax_linen}
-
-
 @pytest.mark.longer
-@pytest.mark.telling("task-nnx", "pipeline-equinox")
-@pytest.mark.parametrize("library", MAKERS)
+@pytest.mark.telling("task")
 @pytest.mark.parametrize("form", ["task", "pipeline"])
-def test_training(library, form):
+def test_training(form):
     """Loss and gradients of a pipeline over microbatches, and the types of both."""
-    make = MAKERS[library]
     x = draw(1, ROWS, WIDTH)
-    loss, params = make(lambda n: MESHES[n // 2], form)
-    plain, alone = make(lambda _: MESHES[0], "plain")
+    loss, params = flax_nnx(lambda n: MESHES[n // 2], form)
+    plain, alone = flax_nnx(lambda _: MESHES[0], "plain")
     loss = mm.pipeline(plain, MESHES) if form == "pipeline" else loss
     loop = functools.partial(mm.microbatch, size=SIZE, argnum=1, reduce="mean")
     rows = jax.device_put(x, NamedSharding(MESHES[0], P("data")))

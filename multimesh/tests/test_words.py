@@ -120,7 +120,6 @@ def test_a_constraint_that_does_not_divide_is_told():
     [
         ({"schedule": "zb-v"}, r"\[a, b, b, a\]"),
         ({"schedule": "dualpipe-v"}, r"\[a, b, b, a\]"),
-        ({"interleave": 2}, r"\[a, b, a, b\]"),
     ],
 )
 def test_several_stages_a_submesh_of_a_function_that_is_cut(given, meshes):
@@ -140,22 +139,6 @@ def test_several_stages_a_submesh_of_a_function_that_is_cut(given, meshes):
 
 def moving(x, state):
     return mm.task(lambda x, s: 0.5 * s + x.sum(0), mesh=A)(x, state)
-
-
-def test_a_state_that_is_also_returned():
-    def body(x, state):
-        new = moving(x, state)
-        return new, {"sum": x.sum(), "seen": new}
-
-    state = jnp.zeros(WIDTH)
-    with pytest.warns(
-        UserWarning, match=r"result\['seen'\] is the new state \(carry=\) too, and results are summed"
-    ) as seen:
-        mm.jit(mm.microbatch(body, size=SIZE, carry=1))(X, state)
-    assert seen[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        mm.jit(mm.microbatch(body, size=SIZE, carry=1, stack={"sum": False, "seen": True}))(X, state)
 
 
 def test_a_state_that_comes_second():

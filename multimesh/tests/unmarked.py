@@ -8,28 +8,24 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from models import attention_block, cross_entropy, mlp_block, moe_block
+from models import (
+    HIDDEN,
+    SEQUENCE,
+    VOCAB,
+    WIDTH,
+    attention_block,
+    attention_params,
+    cross_entropy,
+    mlp_block,
+    mlp_params,
+    moe_block,
+    moe_params,
+    normal,
+)
 
-WIDTH, HIDDEN, VOCAB, SEQUENCE, DEPTH, EXPERTS, HEADS = 16, 32, 24, 8, 8, 4, 2
+DEPTH = 8
 
 Loss = Callable[[Any, Any], Any]
-
-
-def normal(seed: int, *shape: int) -> np.ndarray:
-    return (np.random.default_rng(seed).normal(size=shape) / np.sqrt(shape[0])).astype(np.float32)
-
-
-def mlp_params(seed: int) -> dict[str, np.ndarray]:
-    return {"up": normal(seed, WIDTH, HIDDEN), "bias": normal(seed, HIDDEN), "down": normal(seed + 1, HIDDEN, WIDTH)}
-
-
-def attention_params(seed: int) -> dict[str, Any]:
-    return {
-        "gain": np.ones(WIDTH, np.float32),
-        "qkv": normal(seed, WIDTH, HEADS, 3 * WIDTH // HEADS),
-        "out": normal(seed + 1, WIDTH, WIDTH).reshape(HEADS, WIDTH // HEADS, WIDTH),
-        "mlp": mlp_params(seed + 2),
-    }
 
 
 def stacked(make: Callable[[int], Any], depth: int = DEPTH) -> Any:
@@ -192,14 +188,6 @@ def _mamba_layer(seed: int) -> dict[str, np.ndarray]:
     return {name: normal(seed + i, WIDTH, WIDTH) for i, name in enumerate(("decay", "input", "out"))}
 
 
-def _moe_layer(seed: int) -> dict[str, np.ndarray]:
-    return {
-        "router": normal(seed, WIDTH, EXPERTS),
-        "up": normal(seed + 1, WIDTH, EXPERTS * HIDDEN).reshape(WIDTH, EXPERTS, HIDDEN),
-        "down": normal(seed + 2, HIDDEN, EXPERTS * WIDTH).reshape(HIDDEN, EXPERTS, WIDTH),
-    }
-
-
 def _embedding() -> np.ndarray:
     return 0.5 * normal(7, VOCAB, WIDTH)
 
@@ -238,7 +226,7 @@ MODELS = {
         tokens,
         4 * ROW * SEQUENCE + 2 * VOCAB * WIDTH * 4 + 2 * SEQUENCE * 4,
     ),
-    "moe": Unmarked(moe, lambda: layers(_moe_layer), hand=3 * (ROW + 4)),
+    "moe": Unmarked(moe, lambda: layers(moe_params), hand=3 * (ROW + 4)),
     "mamba": Unmarked(
         mamba,
         lambda: {"emb": _embedding(), "layers": stacked(_mamba_layer)},

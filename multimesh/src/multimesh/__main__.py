@@ -7,27 +7,31 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
+import io
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from multimesh import schedules
-from multimesh.commands import forecast, suggest, suggest_flags, values
+import multimesh
+from multimesh import __version__, schedules
+from multimesh.commands import forecast, plugins, values
 from multimesh.errors import DisagreementError, MultiMeshError, UsageError
 from multimesh.schedules.costs import parse_costs
-from multimesh.timelines.timeline import Timeline
 
 INTERRUPTED = 130
+_DEVICES = "--xla_force_host_platform_device_count="  # JAX refuses it beside its own setting
 
 _ROOT = """\
   python -m multimesh demo                                     # train a small pipeline, and draw it
   python -m multimesh forecast --stages 4 --microbatches 8     # compare schedules, without devices
-  python -m multimesh suggest --params 70e9 --nodes 8          # configurations for 64 GPUs, without devices
+  python -m multimesh suggest --model llama3-70b --nodes 8     # configurations for 64 GPUs, without devices
   python -m multimesh spawn -n 4 train.py                      # a program as four processes of this machine
   python -m multimesh check -n 8                               # whether devices can run pipelines, and why not
 
@@ -44,11 +48,12 @@ through the stages; then SGD changes the parameters, each where it lives.
 
 The same function runs once more under plain jax.jit on one device, from the same start. The table shows the loss of
 both after each step. They are equal but for rounding, or the command fails. At the end each kernel is measured, and a
-page shows when it ran: open it in a browser, and point at a box. No GPU is needed. `multimesh-demo` does the same."""
+page shows when it would run on submeshes that run at the same time: open it in a browser, and point at a box. No GPU is
+needed. `multimesh-demo` does the same."""
 
 _FORECAST = """\
   python -m multimesh forecast
-  python -m multimesh forecast --schedule zb-h1 --stages 4 --microbatches 8 --costs F=1,B=1,W=0.8 --html out.html
+  python -m multimesh forecast --schedule zb-h1 --stages 4 --microbatches 8 --costs F=1,B=1,W=0.8 --svg out.svg
   python -m multimesh forecast --compile train.py:lower --device h100 --nodes 2
 
 Simulate pipeline schedules on ideal submeshes, and compare how long each submesh is idle with the published formulas: p
@@ -71,9 +76,9 @@ _CHECK = """\
   python -m multimesh check --gpus-per-stage 8 --report check.json  # behind srun or mpirun, on all nodes
 
 Say whether these processes can run pipelines, and why not: versions, devices, a shared folder, products, collectives in
-stages, transfers between neighboring stages (alone, and beside kernels), a plan of each schedule, a checkpoint, a
-process that is killed. Start it as the job will be started, or with -n on this machine. Each step has a time limit, and
-says what it was doing when it ended. Process 0 prints the table."""
+stages, transfers between neighboring stages (alone, and beside kernels), a training step. Start it as the job will be
+started, or with -n on this machine. Each step has a time limit, and says what it was doing when it ended. Process 0
+prints the table."""
 
 _CHECK_EXIT_CODES = """\
     0  all steps passed
@@ -107,21 +112,29 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; {self.prog} --help lists every flag")
-
-
-_positive, _time, _file, _schedule = values.positive, values.time, values.file, values.schedule
+        groups = [action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        commands: dict[str, argparse.ArgumentParser] = dict(*groups)
+        flags = [flag for parser in commands.values() or [self] for flag in parser._option_string_actions]
+        words = re.findall(r"(?<![\w-])(--[\w-]+|(?<=invalid choice: ')[\w-]+)", message)
+        near = [n for word in words for n in difflib.get_close_matches(word, [*commands, *flags], 1) if n != word]
+        hint = f"did you mean {near[0]}? " if near else ""
+        help_of = f"{self.prog} COMMAND" if commands else self.prog
+        raise UsageError(f"{message}; {hint}{help_of} --help lists the flags")
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of every command and flag."""
     root = _Parser(prog="python -m multimesh", description=_ROOT)
+    root.add_argument("--version", action="version", version=f"multimesh-jax {__version__}")
     commands = root.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     _add_demo(commands)
     _add_forecast(commands)
-    _add_suggest(commands)
     _add_spawn(commands)
     _add_check(commands)
+    for name, plugin in plugins.load_all().items():
+        command = _command(commands, name, plugin.SUMMARY, plugin.ABOUT, plugin.EXIT_CODES)
+        plugin.add_flags(command)
+        command.set_defaults(plugin=plugin)
     return root
 
 
@@ -135,7 +148,7 @@ def _add_spawn(commands: Any) -> None:
     several = _command(commands, "spawn", words, _SPAWN, _SPAWN_EXIT_CODES)
     add = several.add_argument
     several.usage = "%(prog)s -n N [--label] PROGRAM [ARGUMENT ...]"
-    add("-n", "--processes", type=_positive, required=True, metavar="N", help="how many of them")
+    add("-n", "--processes", type=values.positive, required=True, metavar="N", help="how many of them")
     text = "the number of its process before each line, as srun -l does"
     add("-l", "--label", action="store_true", help=text)
     add("program", metavar="PROGRAM", help="the file of a Python program")
@@ -145,20 +158,18 @@ def _add_spawn(commands: Any) -> None:
 def _add_check(commands: Any) -> None:
     words = "say whether these processes and devices can run pipelines, and why not"
     add = _command(commands, "check", words, _CHECK, _CHECK_EXIT_CODES).add_argument
-    add("-n", "--processes", type=_positive, metavar="N", help="start N processes on this machine")
+    add("-n", "--processes", type=values.positive, metavar="N", help="start N processes on this machine")
     text = "stages of the pipeline (default: as many as processes)"
-    add("--stages", type=_positive, metavar="N", help=text)
+    add("--stages", type=values.positive, metavar="N", help=text)
     text = "devices of a stage (default: all, dealt out to the stages)"
-    add("--gpus-per-stage", dest="per_stage", type=_positive, metavar="N", help=text)
+    add("--gpus-per-stage", dest="per_stage", type=values.positive, metavar="N", help=text)
     add("--quick", action="store_true", help="the steps for the start of a job, with fewer turns")
     text = "one that all processes share (default: here)"
     add("--folder", type=Path, default=Path(), metavar="DIR", help=text)
-    text = "write the measured device for suggest --devices-file"
-    add("--calibrate", type=_file, metavar="FILE", help=text)
     text = "write the rows as JSON without hosts, users, addresses and paths"
-    add("--report", type=_file, metavar="FILE", help=text)
+    add("--report", type=values.file, metavar="FILE", help=text)
     text = "write the nodes whose processes are at fault in a step that failed, one a line"
-    add("--unfit", type=_file, metavar="FILE", help=text)
+    add("--unfit", type=values.file, metavar="FILE", help=text)
     add("--json", action="store_true", help="one JSON object instead of the table")
 
 
@@ -168,34 +179,19 @@ def _add_demo(commands: Any) -> None:
     add = demo.add_argument
     text = (
         "order in which a submesh runs its microbatches: "
-        + "; ".join(f"{each.name}: {each.summary}" for each in schedules.PUBLISHED)
+        + "; ".join(f"{schedule.name}: {schedule.summary}" for schedule in schedules.PUBLISHED)
         + "; auto: the best table for the estimated costs of the stages (default: %(default)s)"
     )
-    add("--schedule", type=_schedule, metavar="NAME", default="1f1b", help=text)
-    add("--steps", type=_positive, default=8, metavar="N", help="training steps (default: %(default)s)")
+    add("--schedule", type=values.schedule, metavar="NAME", default="1f1b", help=text)
+    add("--steps", type=values.positive, default=8, metavar="N", help="training steps (default: %(default)s)")
     text = "microbatches a step, of 4 sequences each (default: %(default)s)"
-    add("--microbatches", type=_positive, default=4, metavar="N", help=text)
+    add("--microbatches", type=values.positive, default=4, metavar="N", help=text)
     text = "8 virtual CPU devices, or the first 8 that JAX finds (default: %(default)s)"
     add("--devices", choices=("virtual", "real"), default="virtual", help=text)
     add("--plan", action="store_true", help="show the plan first: what each submesh runs, in order")
-    text = "after the training, measure each kernel of a step and show a table of measured against forecast"
-    add("--profile", action="store_true", help=text)
-    _add_pictures(demo)
-    text = (
-        "what --html, --svg and --perfetto show: the measured kernels on submeshes that run at the same time, or "
-        "the measured run, one kernel at a time (default: %(default)s)"
-    )
-    add("--timeline", choices=("forecast", "measured"), default="forecast", help=text)
-    add("--json", action="store_true", help="one JSON object instead of the tables")
-
-
-def _add_pictures(command: argparse.ArgumentParser) -> None:
-    add = command.add_argument
-    text = "write a timeline as a page that explains each box you point at"
-    add("--html", type=_file, metavar="FILE", help=text)
-    add("--svg", type=_file, metavar="FILE", help="draw the timeline: a row a submesh, a box a kernel")
-    text = "write it as Chrome-trace JSON for ui.perfetto.dev"
-    add("--perfetto", type=_file, metavar="FILE", help=text)
+    text = "measure each kernel, and write when it ran as a page that names each box you point at (default: a new file)"
+    add("--html", type=values.file, metavar="FILE", help=text)
+    add("--json", action="store_true", help="one JSON object instead of the table and the page")
 
 
 def _add_forecast(commands: Any) -> None:
@@ -206,65 +202,46 @@ def _add_forecast(commands: Any) -> None:
         f"by default all published ones are compared: {', '.join(schedules.names())}; auto searches for a shorter "
         "table in the memory of 1f1b"
     )
-    add("--schedule", type=_schedule, metavar="NAME", help=text)
+    add("--schedule", type=values.schedule, metavar="NAME", help=text)
     text = "submeshes of the pipeline (default: %(default)s)"
-    add("--stages", type=_positive, default=4, metavar="P", help=text)
+    add("--stages", type=values.positive, default=4, metavar="P", help=text)
     text = "stages on each submesh (default: 2 or 1, as it is usual)"
-    add("--interleave", type=_positive, metavar="V", help=text)
-    add("--microbatches", type=_positive, default=8, metavar="M", help="default: %(default)s")
+    add("--interleave", type=values.positive, metavar="V", help=text)
+    add("--microbatches", type=values.positive, default=8, metavar="M", help="default: %(default)s")
     add("--costs", default="F=1,B=1,W=1", metavar="F=1,B=1,W=1", help="times; default: all 1")
     text = "time of a transfer; formulas are for 0, the default"
-    add("--transfer", type=_time, default=0.0, metavar="T", help=text)
-    _add_pictures(command)
+    add("--transfer", type=values.time, default=0.0, metavar="T", help=text)
+    text = "draw the timeline of one schedule: a row a submesh, a box a kernel"
+    add("--svg", type=values.file, metavar="FILE", help=text)
+    text = "write it as Chrome-trace JSON for ui.perfetto.dev"
+    add("--perfetto", type=values.file, metavar="FILE", help=text)
     text = "compile the step that this function returns, mm.jit(f).lower(...); it takes the devices"
     add("--compile", metavar="FILE:FUNCTION", help=text)
     add("--device", default="h100", metavar="NAME", help="GPU of --compile (default: %(default)s)")
-    add("--nodes", type=_positive, default=1, metavar="N", help="nodes (default: %(default)s)")
-    add("--gpus", type=_positive, default=8, metavar="N", help="GPUs of each (default: %(default)s)")
-    add("--memory", type=_time, metavar="BYTES", help="of a GPU that may be used: 72e9 (default: 3/4, as JAX takes)")
+    add("--nodes", type=values.positive, default=1, metavar="N", help="nodes (default: %(default)s)")
+    add("--gpus", type=values.positive, default=8, metavar="N", help="GPUs of each (default: %(default)s)")
+    add(
+        "--memory",
+        type=values.time,
+        metavar="BYTES",
+        help="of a GPU that may be used: 72e9 (default: 3/4, as JAX takes)",
+    )
     add("--json", action="store_true", help="one JSON object instead of the table")
-
-
-def _add_suggest(commands: Any) -> None:
-    words = "find the configurations that suit a model and a cluster"
-    suggest_flags.add(_command(commands, "suggest", words, suggest_flags.ABOUT, suggest_flags.EXIT_CODES))
-
-
-def virtual_devices(environ: dict[str, str], count: int) -> dict[str, str]:
-    """Return environment variables that make ``count`` virtual CPU devices, if set before JAX is imported.
-
-    A collective waits until each of its devices has a thread, so there must be more threads (``NPROC``) than kernels in
-    flight.
-    """
-    name = "--xla_force_host_platform_device_count"
-    others = [flag for flag in environ.get("XLA_FLAGS", "").split() if flag.partition("=")[0] != name]
-    return {
-        "JAX_PLATFORMS": "cpu",
-        "NPROC": environ.get("NPROC", "64"),
-        "OPENBLAS_NUM_THREADS": environ.get("OPENBLAS_NUM_THREADS", "1"),
-        "XLA_FLAGS": " ".join([*others, f"{name}={count}"]),
-    }
 
 
 def _demo(options: argparse.Namespace) -> dict[str, Any]:
     if options.devices == "virtual":
-        os.environ.update(virtual_devices(dict(os.environ), 8))
-    from multimesh.commands import demo  # imports JAX, which reads the environment
+        flags = os.environ.get("XLA_FLAGS", "").split()
+        os.environ["XLA_FLAGS"] = " ".join(flag for flag in flags if not flag.startswith(_DEVICES))
+        multimesh.virtual_devices(8)
+    from multimesh.commands import demo  # imports JAX
 
     job = demo.Job(options.schedule, options.steps, options.microbatches)
-    found = demo.run_demo(job, show_plan=options.plan, quiet=options.json)
-    wanted = options.profile or options.html or options.svg or options.perfetto
-    if not (wanted or options.json):
-        wanted = options.html = Path(tempfile.mkdtemp(prefix="multimesh-demo-")) / "timeline.html"
-    if wanted:
-        if not options.json:
-            print("measuring each kernel of a step ...", flush=True)
-        profile = demo.profile(job)
-        if options.profile and not options.json:
-            print(f"\n{profile}\n")
-        _write(options, profile.forecast if options.timeline == "forecast" else profile.measured)
-        found |= {"profile": profile.to_json()}
-    return found
+    results = demo.run_demo(job, show_plan=options.plan, quiet=options.json)
+    if options.html or not options.json:
+        path = options.html or Path(tempfile.mkdtemp(prefix="multimesh-demo-")) / "timeline.html"
+        _write(options, "--html", path, demo.profile(job).simulated.to_html)
+    return results
 
 
 def _check(options: argparse.Namespace, argv: Sequence[str]) -> int:
@@ -273,19 +250,19 @@ def _check(options: argparse.Namespace, argv: Sequence[str]) -> int:
 
         words = [word for word in argv if word != "check"]
         return spawn.spawn(["-m", "multimesh", "check", *_without_count(words)], options.processes)
-    from multimesh.check import run  # imports JAX
+    from multimesh.commands.check import run  # imports JAX
 
     return run.run(options)
 
 
 def _without_count(words: Sequence[str]) -> list[str]:
     """Return the flags of `check` without the number of processes, for each of these."""
-    kept, skip = [], False
+    others, skip = [], False
     for word in words:
         if not skip and not word.startswith(("-n", "--processes")):
-            kept.append(word)
+            others.append(word)
         skip = word in ("-n", "--processes")
-    return kept
+    return others
 
 
 def _compile(options: argparse.Namespace) -> dict[str, Any]:
@@ -293,23 +270,29 @@ def _compile(options: argparse.Namespace) -> dict[str, Any]:
     from multimesh.commands import compiled_forecast  # imports JAX, which reads the environment
 
     where = options.device, options.nodes, options.gpus
-    found = compiled_forecast.compile_step(options.compile, *where, options.memory)
+    forecasts = compiled_forecast.compile_step(options.compile, *where, options.memory)
     if not options.json:
         print(f"memory on each device of a submesh at the peak of a call, compiled for {options.device}")
-        print(found.table())
-    found.check_fits()
-    return found.to_json()
+        print(forecasts.table())
+    forecasts.check_fits()
+    return forecasts.to_json()
 
 
 def _forecast(options: argparse.Namespace) -> dict[str, Any]:
     if options.compile:
         return _compile(options)
-    if options.schedule is None and (options.html or options.svg or options.perfetto):
-        raise UsageError("--html, --svg and --perfetto show one schedule; name it with --schedule")
+    if options.schedule is None and (options.svg or options.perfetto):
+        raise UsageError("--svg and --perfetto show one schedule; name it with --schedule")
     costs = parse_costs(options.costs)
-    wanted = forecast.choose_schedules(options.schedule, options.stages, options.interleave, options.microbatches)
-    results = [forecast.simulate_schedule(name, shape, costs, options.transfer) for name, shape in wanted]
-    _write(options, results[0].timeline)
+    shapes = forecast.choose_schedules(options.schedule, options.stages, options.interleave, options.microbatches)
+    results = [forecast.simulate_schedule(name, shape, costs, options.transfer) for name, shape in shapes]
+    timeline = results[0].timeline
+    for flag, path, write in (
+        ("--svg", options.svg, timeline.to_svg),
+        ("--perfetto", options.perfetto, timeline.to_perfetto),
+    ):
+        if path is not None:
+            _write(options, flag, path, write)
     if not options.json:
         times = ", ".join(f"t{phase}={time:g}" for phase, time in costs.items())
         print(f"p={options.stages} submeshes, m={options.microbatches} microbatches, {times}, ", end="")
@@ -320,19 +303,13 @@ def _forecast(options: argparse.Namespace) -> dict[str, Any]:
     return {"costs": costs, "transfer": options.transfer, "schedules": [result.to_json() for result in results]}
 
 
-def _write(options: argparse.Namespace, timeline: Timeline) -> None:
-    for flag, path, write in (
-        ("--html", options.html, timeline.to_html),
-        ("--svg", options.svg, timeline.to_svg),
-        ("--perfetto", options.perfetto, timeline.to_perfetto),
-    ):
-        if path is not None:
-            try:
-                write(path)
-            except OSError as error:
-                raise UsageError(f"{flag} {path}: {error.strerror}") from None
-            if not options.json:
-                print(f"wrote {path}{'; open it in a browser' if flag == '--html' else ''}")
+def _write(options: argparse.Namespace, flag: str, path: Path, write: Callable[[Path], None]) -> None:
+    try:
+        write(path)
+    except OSError as error:
+        raise UsageError(f"{flag} {path}: {error.strerror}") from None
+    if not options.json:
+        print(f"wrote {path}{'; open it in a browser' if flag == '--html' else ''}")
 
 
 def run_demo() -> NoReturn:
@@ -340,9 +317,20 @@ def run_demo() -> NoReturn:
     sys.exit(main(["demo", *sys.argv[1:]]))
 
 
+def run() -> NoReturn:
+    """Run the command ``multimesh``, which is ``python -m multimesh``."""
+    with contextlib.suppress(AttributeError):  # a closed pipe ends the command quietly where there is such a signal
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    sys.exit(main(sys.argv[1:]))
+
+
 def main(argv: Sequence[str]) -> int:
     """Run a command line and return its exit code. Only ``--help`` leaves by an exception."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal of ASCII shows ? for a sign that it lacks
+            stream.reconfigure(errors="replace")
     try:
+        plugins.refuse_missing(argv)
         options = parser().parse_args(argv)
         if options.command is None:
             parser().print_help()
@@ -353,14 +341,15 @@ def main(argv: Sequence[str]) -> int:
             return spawn.spawn([options.program, *options.arguments], options.processes, label=options.label)
         if options.command == "check":
             return _check(options, argv)
-        found = {"demo": _demo, "forecast": _forecast, "suggest": suggest.run_search}[options.command](options)
+        run = {"demo": _demo, "forecast": _forecast}.get(options.command) or options.plugin.run
+        results = run(options)
         if options.json:
-            print(json.dumps({**found, "exit_code": 0}))
+            print(json.dumps({**results, "exit_code": 0}))
     except MultiMeshError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         if "--json" in argv:
-            found = getattr(error, "found", {})
-            print(json.dumps({**found, "error": str(error), "exit_code": error.exit_code}))
+            results = getattr(error, "found", {})
+            print(json.dumps({**results, "error": str(error), "exit_code": error.exit_code}))
         return error.exit_code
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more while Python ends would end it by the signal
@@ -371,6 +360,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(AttributeError):  # a closed pipe ends the command quietly where there is such a signal
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    sys.exit(main(sys.argv[1:]))
+    run()

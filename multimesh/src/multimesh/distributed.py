@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from multimesh.checkpoints import background as in_background
-from multimesh.checkpoints import checkpoints, saving
-from multimesh.core import _compat
-from multimesh.errors import BusyError, DamagedError, MissingPartError, UsageError
+from multimesh.core import _compat, checks
+from multimesh.errors import DamagedError, NoRecordError
 from multimesh.processes.agree import agree_on, barrier
 from multimesh.processes.gather import gather
-from multimesh.processes.initialize import Processes, fail, initialize
+from multimesh.processes.initialize import Processes, fail, initialize, tell_at_loss
+from multimesh.state import checkpoints, saving
 
 __all__ = [
-    "BusyError",
     "DamagedError",
+    "NoRecordError",
     "Processes",
     "agree_on",
     "barrier",
@@ -29,64 +27,54 @@ __all__ = [
     "record",
     "restore",
     "save",
+    "tell_at_loss",
     "verify",
     "wait_for_save",
 ]
 
 
-def save(
-    path: str | os.PathLike[str],
-    tree: Any,
-    *,
-    background: bool = False,
-    while_saving: Literal["wait", "refuse"] = "wait",
-) -> None:
-    """Write a tree to a new folder. All processes call it, in the same order.
+def save(path: str | os.PathLike[str], tree: Any, *, background: bool = False) -> None:
+    """Write a tree to a new folder, in Orbax's format. All processes call it, in the same order.
 
-    Each process writes the shards that it holds, each shard once. The folder appears under its name when all is
-    written. If a process is killed, the folder is complete or not there, and earlier checkpoints stay as they are.
+    It needs ``pip install multimesh-jax[checkpoints]``. Each process writes the shards that it holds, each shard once,
+    and checksums of its files. The folder appears under its name when all is written. If a process is killed, the
+    folder is complete or not there, and earlier checkpoints stay as they are.
 
     With ``background=True`` the call blocks for three things only: a save before it that still goes on; the values of
-    the tree, if they are not computed yet; and a copy of this process's shards to memory of the host, which the save
-    keeps until it has written them. After that the arrays may be donated. Threads write the copy, agree with the other
-    processes and rename the folder. Python waits for them at its end, also after Ctrl-C. An error of theirs is raised
-    by the next `save`, `wait_for_save`, `restore` or `verify`, whichever comes first, which then does nothing else.
-    If none comes, the process ends with a line and the exit code of the error.
+    the tree, if they are not computed yet; and a copy of this process's shards to memory of the host. After that the
+    arrays may be donated. Threads write the copy, agree with the other processes and rename the folder. Python waits
+    for them at its end, also after Ctrl-C. An error of theirs is raised by the next `save`, `wait_for_save`, `restore`
+    or `verify`, whichever comes first, which then does nothing else. If none comes, the process ends with a line and
+    the exit code of the error.
 
     Parameters
     ----------
     path
         A folder that does not exist yet, on a file system of all processes: one for each checkpoint, ``"ck/100"``.
     tree
-        A pytree of arrays of any dtype, keys of ``jax.random.key``, numbers, and None. Committed arrays may lie on any
-        devices, also without a shard in this process. All other leaves must be the same in all processes.
+        A pytree of arrays, keys of ``jax.random.key``, numbers, and None. Committed arrays may lie on any devices, also
+        without a shard in this process. All other leaves must be the same in all processes.
     background
         Whether to return before the checkpoint is written.
-    while_saving
-        Whether, if a save goes on in the background, to wait for its end, or refuse this one.
 
     Raises
     ------
     UsageError
         If ``path`` exists, also if another job has saved to it meanwhile. If a leaf can't be saved, or the trees of the
         processes differ.
-    BusyError
-        In every process, with ``while_saving="refuse"``, if a save goes on in the background.
     MultiMeshError
         In every process, if one can't write; names that process. Also if the save before it could not.
     """
-    if while_saving not in ("wait", "refuse"):
-        raise UsageError(f'while_saving is "wait" or "refuse"; got {while_saving!r}')
     with _compat.without_mesh():
-        saving.save(Path(path).absolute(), tree, beside=background, while_saving=while_saving)
+        saving.save(_folder("save", path), tree, background=background)
 
 
 def wait_for_save() -> None:
     """Wait until a `save` in the background is complete. Raises its error; Ctrl-C ends the wait, not the save."""
-    in_background.finish()
+    saving.wait_for_save()
 
 
-def restore(path: str | os.PathLike[str], like: Any) -> Any:
+def restore(path: str | os.PathLike[str], like: Any, *, partial: bool = False) -> Any:
     """Read a tree of `save`. All processes call it.
 
     The number of processes and the layouts may differ from those at the time of saving: each process reads the shards
@@ -100,6 +88,9 @@ def restore(path: str | os.PathLike[str], like: Any) -> Any:
     like
         A tree like the saved one, of arrays or of ``jax.ShapeDtypeStruct``, whose shardings say where each array goes.
         Every process reads leaves that are not committed or have no sharding.
+    partial
+        Whether ``like`` may have fewer leaves than the checkpoint: ``{"params": like}``, or ``(like, None)`` of a pair,
+        reads the parameters alone. The checksums of all files are compared anyway.
 
     Returns
     -------
@@ -113,7 +104,7 @@ def restore(path: str | os.PathLike[str], like: Any) -> Any:
         In every process, if one of them reads other bytes than were saved; names the file and the shard.
     """
     with _compat.without_mesh():
-        return checkpoints.restore(Path(path).absolute(), like)
+        return checkpoints.restore(_folder("restore", path), like, partial=partial)
 
 
 def verify(path: str | os.PathLike[str]) -> None:
@@ -130,7 +121,7 @@ def verify(path: str | os.PathLike[str]) -> None:
     UsageError
         If there is no complete checkpoint.
     """
-    checkpoints.verify(Path(path).absolute())
+    checkpoints.verify(_folder("verify", path))
 
 
 def record(path: str | os.PathLike[str]) -> None:
@@ -144,7 +135,7 @@ def record(path: str | os.PathLike[str]) -> None:
     UsageError
         If there is no checkpoint.
     """
-    checkpoints.record(Path(path).absolute())
+    checkpoints.record(_folder("record", path))
 
 
 def orbax_handler() -> Any:
@@ -158,7 +149,7 @@ def orbax_handler() -> Any:
     ...     jax.Array, mm.distributed.orbax_handler(), override=True
     ... )
     """
-    return _orbax("orbax_handler", "orbax_arrays").ArrayHandler()
+    return saving.load_handlers("mm.distributed.orbax_handler").ArrayHandler()
 
 
 def orbax_state_handler() -> type:
@@ -166,14 +157,9 @@ def orbax_state_handler() -> type:
 
     The checkpointer is ``orbax.checkpoint.v1``.
     """
-    state: type = _orbax("orbax_state_handler", "orbax_state").StateHandler
+    state: type = saving.load_handlers("mm.distributed.orbax_state_handler").StateHandler
     return state
 
 
-def _orbax(name: str, module: str) -> Any:
-    try:
-        return importlib.import_module(f"multimesh.checkpoints.{module}")
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("multimesh"):
-            raise
-        raise MissingPartError(f"mm.distributed.{name} needs a package: pip install orbax-checkpoint") from error
+def _folder(user: str, path: str | os.PathLike[str]) -> Path:
+    return Path(checks.path(f"mm.distributed.{user}: path", path)).absolute()

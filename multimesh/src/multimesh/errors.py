@@ -30,11 +30,11 @@ class MultiMeshError(Exception):
 def _page() -> str:
     """Return the address of the page of error messages; empty if the package does not know its site."""
     try:
-        known = metadata.metadata("multimesh-jax").get_all("Project-URL") or ()
+        urls = metadata.metadata("multimesh-jax").get_all("Project-URL") or ()
     except metadata.PackageNotFoundError:
-        known = ()
-    sites = [url.partition(", ")[2] for url in known if url.startswith("Documentation, ")]
-    return f"{sites[0].rstrip('/')}/docs/errors.html" if sites else ""
+        urls = ()
+    sites = [url.partition(", ")[2] for url in urls if url.startswith("Documentation, ")]
+    return f"{sites[0].rstrip('/')}/docs/troubleshooting.html" if sites else ""
 
 
 class UsageError(MultiMeshError):
@@ -49,10 +49,6 @@ class DamagedError(UsageError):
 
 class NoRecordError(UsageError):
     """A checkpoint of Orbax has no record of its checksums, so nothing can be compared."""
-
-
-class BusyError(UsageError):
-    """A save goes on in the background, and the next one was not to wait for it."""
 
 
 class MissingPartError(MultiMeshError):
@@ -79,6 +75,6 @@ class LostProcessError(MultiMeshError):
     exit_code = 17
 
 
-def internal_error(what: str) -> MultiMeshError:
+def internal_error(case: str) -> MultiMeshError:
     """Return the error of a case that the passes should have excluded."""
-    return MultiMeshError(f"internal error of MultiMesh: {what}; please report it with the function that you compiled")
+    return MultiMeshError(f"internal error of MultiMesh: {case}; please report it with the function that you compiled")

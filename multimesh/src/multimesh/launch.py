@@ -18,14 +18,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 from multimesh.errors import MissingPartError, UsageError
-from multimesh.processes.forwarding import Forwarder
 from multimesh.processes.launchers import ADDRESS, LAUNCHERS, Launcher
 
 __all__ = [
@@ -42,7 +42,9 @@ __all__ = [
 _POLL = 0.1  # seconds between looks at the processes
 _PATIENCE = 10.0  # seconds that the others get to end when one has failed, and that all get when told to end
 _SAME = 2.0  # seconds within which signals are one: a closed terminal or a batch system may tell all processes
+_HELD = 1.0  # seconds that a process outside of the job, which inherited a pipe, may hold up the end
 _PR_SET_PDEATHSIG = 1
+_writing = threading.Lock()
 
 
 def job_variables() -> dict[str, str]:
@@ -122,12 +124,12 @@ def run_together(
     if not all(commands):
         raise UsageError(f"a command has no words: give its program first; got {commands}")
     started: list[subprocess.Popen[bytes]] = []
-    output = Forwarder()
+    forwarders: list[threading.Thread] = []
     try:
-        for number, (command, own) in enumerate(zip(commands, variables, strict=True)):
-            started.append(_start(command, own, None if labels is None else subprocess.PIPE))
-            output.add(started[-1], labels[number] if labels else "")
-        output.start()
+        for number, (command, env) in enumerate(zip(commands, variables, strict=True)):
+            started.append(_start(command, env, None if labels is None else subprocess.PIPE))
+            if labels is not None:
+                forwarders += _forward(started[-1], labels[number].encode())
         with _passing(passed_on, started):
             while None in (codes := [process.poll() for process in started]) and not any(codes):
                 time.sleep(_POLL)
@@ -147,7 +149,9 @@ def run_together(
             if process.poll() is None:
                 process.kill()
         _wait(started)
-        output.finish()
+        until = time.monotonic() + _HELD
+        for thread in forwarders:
+            thread.join(max(0.0, until - time.monotonic()))
 
 
 def end_with_parent() -> Callable[[], None] | None:
@@ -198,11 +202,27 @@ def _passing(numbers: Collection[int], processes: Sequence[subprocess.Popen[byte
             signal.signal(number, handler)
 
 
-def _start(command: Sequence[str], own: Mapping[str, str], pipe: int | None) -> subprocess.Popen[bytes]:
+def _start(command: Sequence[str], env: Mapping[str, str], pipe: int | None) -> subprocess.Popen[bytes]:
     try:
-        return subprocess.Popen(command, env=os.environ | own, preexec_fn=end_with_parent(), stdout=pipe, stderr=pipe)
+        return subprocess.Popen(command, env=os.environ | env, preexec_fn=end_with_parent(), stdout=pipe, stderr=pipe)
     except OSError as error:
         raise MissingPartError(f"{command[0]} cannot be started: {error.strerror}") from error
+
+
+def _forward(process: subprocess.Popen[bytes], label: bytes) -> Iterator[threading.Thread]:
+    """Start to write the lines of a process to our own output and error output, each at once and with a label."""
+
+    def forward(target: int, pipe: IO[bytes]) -> None:
+        for line in pipe:
+            line = label + line.removesuffix(b"\n") + b"\n"
+            with _writing:
+                while line:
+                    line = line[os.write(target, line) :]
+
+    for target, pipe in ((1, process.stdout), (2, process.stderr)):
+        thread = threading.Thread(target=forward, args=(target, pipe), daemon=True)
+        thread.start()
+        yield thread
 
 
 def _wait(started: Sequence[subprocess.Popen[bytes]]) -> None:

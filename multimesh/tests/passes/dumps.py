@@ -17,29 +17,22 @@ _DUMP = re.compile(r"(?P<mark><!-- dump: (?P<name>\w+) -->)\n(\n```text\n.*?\n``
 
 
 def dumps(step: Any, *args: Any) -> dict[str, str]:
-    """Name of each pass to the dump of what it makes of ``step(*args)``."""
-    from multimesh.passes.cutting.parts import Pipeline
+    """Return the dump of each pass that the page shows, by its name."""
     from programs import text
 
     import multimesh as mm
 
-    made = {done.name: done.made for done in mm.jit(step).lower(*args).passes()}
-    found = {name: text(made[name]) for name in ("inline", "fuse", "separate", "place")}
-    for name in ("stages", "keep_less", "order"):
-        (pipeline,) = (part for part in made[name].parts if isinstance(part, Pipeline))
-        found[name] = text(pipeline) if name == "order" else text(*pipeline.fragments)
-    return found | {
-        "fragment": found["stages"],
-        "build_plan": text(made["build_plan"], *made["build_plan"].instructions),
-    }
+    results = {done.name: done.result for done in mm.jit(step).lower(*args).passes()}
+    plan = results["build_plan"]
+    return {"place_operations": text(results["place_operations"]), "build_plan": text(plan, *plan.instructions)}
 
 
 def renewed(page: str) -> str:
     """The page with the dumps that its example gives now."""
     names: dict[str, Any] = {}
     exec("\n".join(_PYTHON.findall(page)).replace("print(", "str("), names)
-    made = dumps(names["step"], names["params"], names["batch"])
-    return _DUMP.sub(lambda m: f"{m['mark']}\n\n```text\n{made[m['name']]}\n```\n", page)
+    shown = dumps(names["step"], names["params"], names["batch"])
+    return _DUMP.sub(lambda m: f"{m['mark']}\n\n```text\n{shown[m['name']]}\n```\n", page)
 
 
 def main() -> None:

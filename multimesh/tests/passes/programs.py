@@ -12,11 +12,11 @@ from jax.sharding import Mesh
 from multimesh.marking.contexts import Options
 from multimesh.marking.tracing import partitioning
 from multimesh.passes.cutting.parts import Parts
-from multimesh.passes.pipeline import PASSES, Traced
-from multimesh.passes.placing.place import place
-from multimesh.passes.reading.fuse import fuse
-from multimesh.passes.reading.inline import inline
-from multimesh.passes.reading.separate import separate
+from multimesh.passes.pipeline import PASSES, PassInputs
+from multimesh.passes.placing.place_operations import place_operations
+from multimesh.passes.reading.fuse_loops import fuse_loops
+from multimesh.passes.reading.inline_calls import inline_calls
+from multimesh.passes.reading.separate_sums import separate_sums
 
 import multimesh as mm
 from multimesh import ir
@@ -42,25 +42,25 @@ def jaxpr(fn: Callable[..., Any], *args: Any) -> Any:
 
 def inlined(fn: Callable[..., Any], *args: Any) -> ir.Program:
     """Trace and inline."""
-    return inline(jaxpr(fn, *args), tuple(jax.devices()))
+    return inline_calls(jaxpr(fn, *args), tuple(jax.devices()))
 
 
 def separated(fn: Callable[..., Any], *args: Any) -> ir.Program:
     """All passes before placement."""
-    return separate(fuse(inlined(fn, *args)))
+    return separate_sums(fuse_loops(inlined(fn, *args)))
 
 
 def placed(fn: Callable[..., Any], *args: Any) -> ir.Program:
     """All passes up to placement."""
-    return place(separated(fn, *args))
+    return place_operations(separated(fn, *args))
 
 
-def pipelined(program: ir.Program, upto: str = "states", **options: bool) -> Parts:
+def pipelined(program: ir.Program, upto: str = "check_states", **options: bool) -> Parts:
     """The passes of a placed program, but those for layouts, up to one of those that cut it and order its loops."""
-    traced = Traced(None, (), Options(**options), None, (), frozenset(), {}, {})
+    traced = PassInputs(None, (), Options(**options), None, (), frozenset(), {}, {})
     parts: Any = program
     names = [*PASSES]
-    for name in ("route", *names[names.index("repeats") : names.index(upto) + 1]):
+    for name in ("note_routes", *names[names.index("cut_repeats") : names.index(upto) + 1]):
         parts = PASSES[name](parts, traced)
     return parts
 

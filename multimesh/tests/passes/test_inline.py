@@ -3,24 +3,13 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from programs import MESHES, inlined, loops, names, on, ones, text
+from programs import MESHES, inlined, names, on, ones, text
 
 import multimesh as mm
 
 
 def tasks(program):
     return [(op.prim.name, op.task.name if op.task else None) for op in program.items]
-
-
-def test_calls_vanish_and_a_task_marks_what_is_inside():
-    inner = jax.jit(lambda x: 2 * jnp.sin(x))
-    assert text(inlined(lambda x: on(0, inner)(x) + 1, ones(2))).splitlines() == [
-        "inputs %0:f32[2]",
-        "%1:f32[2] = sin %0 @a",
-        "%2:f32[2] = mul 2.0 %1 @a",
-        "%3:f32[2] = add %2 1.0",
-        "outputs %3",
-    ]
 
 
 def test_rows_of_an_array_are_slices_of_it():
@@ -31,42 +20,11 @@ def test_rows_of_an_array_are_slices_of_it():
     ]
 
 
-def test_a_block():
-    def f(x):
-        with mm.task(mesh=MESHES[0], name="block"):
-            x = jnp.sin(x)
-        return jnp.cos(x)
-
-    assert tasks(inlined(f, ones(2))) == [("sin", "block"), ("cos", None)]
-
-
-def test_a_registered_scope_and_no_other():
-    def f(x):
-        with jax.named_scope("layers_1"):
-            x = jnp.sin(x)
-        with jax.named_scope("head"):
-            return jnp.cos(x)
-
-    with mm.register_task(r"layers_\d", mesh=MESHES[1]):
-        assert tasks(inlined(f, ones(2))) == [("sin", r"layers_\d"), ("cos", None)]
-    assert tasks(inlined(f, ones(2))) == [("sin", None), ("cos", None)]
-
-
 def test_the_backward_pass_has_the_task_of_its_forward():
     program = inlined(jax.grad(lambda x: on(0, lambda x: jnp.sum(jnp.sin(x)))(x)), ones(2))
     assert {op.task.name for op in program.items} == {"a"}
     assert [op.prim.name for op in program.items if op.backward] == ["broadcast_in_dim", "mul"]
     assert "cos" in [op.prim.name for op in program.items if not op.backward]
-
-
-def test_a_task_inside_a_task_of_the_same_submesh_gives_its_name():
-    inner, sin = on(0, jnp.cos, "inner"), jnp.sin
-    assert tasks(inlined(on(0, lambda x: inner(sin(x))), ones(2))) == [("sin", "a"), ("cos", "inner")]
-
-
-def test_a_task_inside_a_task_of_another_submesh():
-    with pytest.raises(mm.MultiMeshError, match=r"test_inline.py:.*task 'b' is inside task 'a'"):
-        inlined(on(0, lambda x: on(1, jnp.cos)(x)), ones(2))
 
 
 def _thrice(fn):
@@ -152,13 +110,6 @@ def test_of_registered_scopes_inside_each_other_the_newest_registration_counts(w
         assert tasks(inlined(f, ones(2))) == [("cos", "whole"), ("sin", "whole")]
 
 
-@pytest.mark.parametrize("hiding", HIDING)
-def test_a_task_of_the_same_submesh_may_be_inside(hiding):
-    outer = mm.task(HIDING[hiding](on(1, jnp.cos)), "outer", mesh=MESHES[1])
-    program = inlined(lambda x: jnp.sum(outer(x)), ones(4, 2))
-    assert {op.task.mesh for op in program.items if op.task is not None} == {MESHES[1]}
-
-
 def test_a_constraint_keeps_its_logical_axes():
     spec = jax.sharding.PartitionSpec("rows")
 
@@ -185,30 +136,7 @@ def test_recomputation_is_tied_to_the_cotangent():
     assert any(set(op.reads) & set(barrier.outs) for op in recomputed)
 
 
-def test_a_marked_scan_is_a_loop_and_another_scan_an_operation():
-    scan = on(0, lambda x: jax.lax.scan(lambda c, x: (c + x, None), 0.0, x)[0])
-    (loop,) = loops(inlined(mm.microbatch(scan, size=2), ones(6)))
-    assert (loop.mark.count, str(loop.mark.schedule)) == (3, "1f1b")
-    assert names(loop.ops) == ["scan"]
-
-
 def test_a_loop_inside_a_loop():
     inner = mm.microbatch(on(0, jnp.sum), size=1)
     with pytest.raises(mm.MultiMeshError, match="a microbatch loop inside another; use one loop"):
         inlined(mm.microbatch(lambda x: inner(x), size=2), ones(4))
-
-
-def test_control_flow_with_tasks_on_two_submeshes_inside():
-    def body(x, _):
-        return on(1, jnp.cos)(on(0, jnp.sin)(x)), None
-
-    with pytest.raises(mm.MultiMeshError, match="this scan has tasks on 2 submeshes inside"):
-        inlined(lambda x: jax.lax.scan(body, x, length=3)[0], ones(2))
-
-
-def test_control_flow_with_one_task_inside_has_that_task():
-    def body(x, _):
-        return on(0, jnp.sin)(x), None
-
-    (op,) = inlined(lambda x: jax.lax.scan(body, x, length=3)[0], ones(2)).items
-    assert (op.prim.name, op.task.name) == ("scan", "a")

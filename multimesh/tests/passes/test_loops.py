@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from multimesh.core import _compat
 from multimesh.marking import marks
-from multimesh.passes.reading.fuse import fuse
+from multimesh.passes.reading.fuse_loops import fuse_loops
 from programs import inlined, loops, names, on, ones, separated, text
 
 import multimesh as mm
@@ -40,7 +40,7 @@ def test_a_sum_over_microbatches():
 
 
 def test_a_stacked_result_beside_a_sum():
-    f = mm.microbatch(on(0, lambda x: (jnp.sum(x), 2 * x)), size=2, stack=(False, True))
+    f = mm.microbatch(on(0, lambda x: (jnp.sum(x), 2 * x)), size=2, reduce=("sum", "stack"))
     (loop,) = loops(inlined(f, ones(6)))
     assert (len(loop.sums), len(loop.stacks)) == (1, 1)
     (inner,) = loop.stacks.values()
@@ -74,7 +74,7 @@ def test_a_carry_that_is_passed_through_is_its_initial_value():
         return (fixed, total + fixed * x), None
 
     f = marked_scan(body, (jnp.float32(3), jnp.float32(0)), 6)
-    program = fuse(inlined(lambda x: f(x)[0] + f(x)[1], ones(6)))
+    program = fuse_loops(inlined(lambda x: f(x)[0] + f(x)[1], ones(6)))
     assert [len(loop.sums) for loop in loops(program)] == [1]
 
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from multimesh.ir.primitives import is_small
-from multimesh.passes.cutting.fragment import fragment
+from multimesh.passes.cutting.cut_fragments import cut_operations
+from multimesh.passes.cutting.number_stages import number_by_schedule
 from multimesh.passes.cutting.parts import Pipeline
-from multimesh.passes.cutting.stages import stages
 from multimesh.passes.placing.mincut import SINK, SOURCE, Cut
-from multimesh.passes.placing.place import place
-from multimesh.passes.placing.route import order_submeshes
+from multimesh.passes.placing.note_routes import order_submeshes
+from multimesh.passes.placing.place_operations import place_operations
 from programs import loops, ones, separated
 
 import multimesh as mm
@@ -118,17 +118,17 @@ class Found:
         if self.schedule is None:
             return 0
         ops = self.placed(meshes)
-        parts = fragment(ops, self.results, phased=True)
+        parts = cut_operations(ops, self.results, phased=True)
         loop = replace(self.loop, submeshes=order_submeshes(ops))
-        made = stages(Pipeline(loop, parts, frozenset(self.results)), self.schedule)
-        return made.chunks * len(made.submeshes)
+        pipeline = number_by_schedule(Pipeline(loop, parts, frozenset(self.results)), self.schedule)
+        return pipeline.chunks * len(pipeline.submeshes)
 
 
 def found(where, count, mode, loop):
     fn = MODES[mode](program(where, count))
     if loop:
         fn = mm.microbatch(fn, argnum=1, size=2)
-    made = place(separated(fn, [ones(WIDTH, WIDTH)] * count, ones(4, WIDTH)))
+    made = place_operations(separated(fn, [ones(WIDTH, WIDTH)] * count, ones(4, WIDTH)))
     return Found(made, loops(made)[0] if loop else None)
 
 
@@ -212,24 +212,3 @@ def test_the_cheapest_cut():
     for source, sink, cost in ((SOURCE, "a", 3), (SOURCE, "b", 2), ("a", "b", 2), ("a", SINK, 1), ("b", SINK, 10**30)):
         cut.pay(source, sink, cost)
     assert cut.sink_side() == {"b", SINK}
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_task_outside_of_the_loop_does_not_change_the_loop(stage):
-    """The order of a pipeline is that of its own tasks."""
-
-    def told(outside):
-        def step(w, x):
-            grads = mm.microbatch(jax.grad(program("product with a skip", 2)), argnum=1, size=2)(w, x)
-            return grads, on(stage, jnp.sin)(x[0]).sum() if outside else None
-
-        def first(w, x):
-            other = on(stage, jnp.sin)(x[0]).sum() if outside else None
-            return mm.microbatch(jax.grad(program("product with a skip", 2)), argnum=1, size=2)(w, x), other
-
-        args = [ones(WIDTH, WIDTH)] * 2, ones(4, WIDTH)
-        for fn in (step, first):
-            loop = [i for i in mm.jit(fn).plan(*args).instructions if i.microbatch is not None]
-            yield [(i.kind, i.phase, i.microbatch) for i in loop]
-
-    assert list(told(outside=True)) == list(told(outside=False))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 from multimesh.ir.program import has_tasks
-from multimesh.passes.placing.place import place, task_meshes
+from multimesh.passes.placing.place_operations import place_operations, task_meshes
 from programs import MESHES, loops, on, ones, placed, separated
 
 import multimesh as mm
@@ -130,4 +130,4 @@ def test_a_function_without_tasks():
     assert not has_tasks(program)
     assert has_tasks(separated(on(0, jnp.sin), ones(2)))
     with pytest.raises(mm.MultiMeshError, match="nothing in this function is a task"):
-        place(program)
+        place_operations(program)

@@ -12,8 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -35,7 +33,6 @@ SOME = [d if d in DEFAULT else pytest.param(d, marks=pytest.mark.full) for d in 
 ROWS, SIZE, WIDTH = 8, 4, 3
 (MESH,) = submeshes(1, (2,))
 ROUNDING = {"bfloat16": 2e-2, "float16": 2e-3, "float32": 1e-5, "complex64": 1e-5}
-LIMITS = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}
 
 
 def clamped(x):
@@ -159,34 +156,6 @@ def test_every_elementwise_operation_on_a_sum_over_rows(dtype):
     """``f(sum)`` for every ``f`` there is: of integers, of what narrows, and of what is not linear."""
     with widths(dtype):
         check_sums([("sum as it is", name) for name in ELEMENTWISE] + [(name,) for name in SUMS], dtype)
-
-
-@st.composite
-def chains(draw):
-    names = st.sampled_from(sorted(ELEMENTWISE))
-    before, after = (draw(st.lists(names, max_size=n)) for n in (1, 3))
-    return (*(n for n in before if n not in ("slice", "split", "reshape", "broadcast", "reversed")),
-            draw(st.sampled_from(sorted(SUMS))), *after)  # fmt: skip
-
-
-def check_chains(examples):
-    @settings(max_examples=examples, **LIMITS)
-    @given(st.lists(chains(), min_size=12, max_size=12, unique=True), st.sampled_from(DTYPES), st.integers(0, 9))
-    def holds(given, dtype, seed):
-        with widths(dtype), np.errstate(all="ignore"):
-            check_sums(given, dtype, seed)
-
-    holds()
-
-
-@pytest.mark.longer
-def test_random_operations_around_a_sum_over_rows():
-    check_chains(3)
-
-
-@pytest.mark.full
-def test_many_random_operations_around_a_sum_over_rows():
-    check_chains(100)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import MLP, TRANSFORMER
 from multimesh.core.specs import axes_of
-from multimesh.passes.planning.layouts import Flow, ways
-from multimesh.passes.reading.inline import inline
+from multimesh.passes.planning.fix_layouts import Flow, ways
+from multimesh.passes.reading.inline_calls import inline_calls
 from multimesh.runtime.compile import kernel_function
 from pipelines import Split, gradient, submeshes
 from programs import jaxpr
@@ -78,7 +78,7 @@ def test_layouts_are_those_that_xla_chooses(fn, shapes, specs):
         for s, p in zip(shapes, specs, strict=True)
     ]
     compiled = jax.jit(fn).lower(*args).compile()
-    program = inline(jaxpr(fn, *args), jax.devices())
+    program = inline_calls(jaxpr(fn, *args), jax.devices())
     names = [tuple(map(axes_of, spec)) for spec in specs]
     known = propagate(program.items, dict(zip(program.inputs, names, strict=True)), MESH)
     for out, layout in zip(program.outputs, jax.tree.leaves(compiled.output_shardings), strict=True):
@@ -137,7 +137,7 @@ def test_sums_of_fused_attention_lie_as_the_heads_of_its_queries(layout, shape, 
         return out, kept, backward(q, k, v, kept, out)
 
     given = [jax.ShapeDtypeStruct(shape, jnp.float32) for _ in range(3)]
-    program = inline(jaxpr(both, *given), jax.devices())
+    program = inline_calls(jaxpr(both, *given), jax.devices())
     names = tuple((name,) if name else () for name in axes)
     known = propagate(program.items, dict.fromkeys(program.inputs, names), MESH)
     assert [known[v] for v in program.outputs] == [names, (("data",), ("model",), ()), *[names] * 3]

@@ -197,3 +197,42 @@ def test_a_weight_of_two_stages():
     plan = f.plan(*args)
     assert sorted(plan.slots[s].submesh for s in plan.over if plan.slots[s].shape == (2, VOCAB, WIDTH)) == [0, 1]
     assert_same(f(*args), reference(tied))
+
+
+def layer(w, x):
+    return x + jnp.tanh(x @ w["up"].astype(x.dtype)) @ w["down"].astype(x.dtype)
+
+
+def repeated(form):
+    """Return a model of four layers, whose parameters are stacks, with a gain that each layer reads."""
+
+    def fn(params, x):
+        x, gain = x.astype(jnp.bfloat16 if form == "bfloat16" else x.dtype), params["gain"]
+        run = jax.checkpoint(layer) if form == "checkpoint" else layer
+        if form == "list":
+            for number in range(4):
+                x = run(jax.tree.map(lambda a, n=number: a[n], params["layers"]), gain.astype(x.dtype) * x)
+        else:
+            one = lambda x, w: (run(w, gain.astype(x.dtype) * x), x.mean())  # noqa: E731
+            x, _ = jax.lax.scan(one, x, params["layers"], reverse=form == "reverse")
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    return fn
+
+
+@pytest.mark.telling("bfloat16")
+@pytest.mark.parametrize("form", ["scan", "reverse", "checkpoint", "bfloat16"])
+def test_layers_of_a_scan_are_summed_once_as_those_of_a_list_are(form):
+    rng = np.random.default_rng(0)
+    weights = {name: np.float32(rng.normal(size=(4, WIDTH, WIDTH)) / 3) for name in ("up", "down")}
+    params, rows = {"layers": weights, "gain": np.float32(1.1)}, np.float32(rng.normal(size=(ROWS, WIDTH)))
+    batch = jax.device_put(rows, NamedSharding(MESHES[0], P("data")))
+
+    def grads(form):
+        return mm.jit(mm.microbatch(jax.value_and_grad(mm.pipeline(repeated(form), MESHES)), argnum=1, size=SIZE))
+
+    want = jax.jit(microbatched(jax.value_and_grad(repeated(form)), argnum=1, size=SIZE))(params, rows)
+    assert_same(grads(form)(params, batch), want, rtol=2e-2 if form == "bfloat16" else 1e-5)
+    in_loop, once = reduces(grads(form), params, batch)
+    assert in_loop == reduces(grads("list"), params, batch)[0]  # those of the gain, which all layers read
+    assert once

@@ -1,17 +1,13 @@
 """Tables of the schedules, as the papers draw them."""
 
-import collections
 import functools
 import itertools
-import subprocess
-import sys
 
 import pytest
 
 import multimesh as mm
 from multimesh import schedules
 
-SHAPES = [(1, 1), (1, 5), (2, 1), (2, 4), (3, 2), (4, 4), (4, 9)]  # submeshes, microbatches
 GRID = tuple(itertools.product(range(1, 6), range(1, 4), range(1, 12)))  # submeshes, chunks, microbatches
 
 
@@ -175,19 +171,6 @@ def test_gpipe_with_two_stages_on_a_submesh():
     assert [(c.phase, c.stage) for c in row] == [("F", 0), ("F", 2), ("B", 2), ("B", 0)]
 
 
-@pytest.mark.parametrize(("submeshes", "microbatches"), SHAPES)
-@pytest.mark.parametrize("name", schedules.names())
-def test_every_cell_stands_once_in_the_row_of_its_submesh(name, submeshes, microbatches):
-    schedule, chunks = schedules.get(name), chunks_of(name, 1)
-    table = schedule.table(submeshes, chunks, microbatches, True)
-    phases = "FBW" if schedule.splits else "FB"
-    assert len(table) == submeshes
-    for rank, row in enumerate(table):
-        found = collections.Counter((c.phase, c.stage, c.microbatch) for c in row)
-        mine = [stage for stage, on in enumerate(schedule.placement(submeshes)) if on == rank]
-        assert found == collections.Counter(itertools.product(phases, mine, range(microbatches)))
-
-
 @pytest.mark.parametrize("name", schedules.names())
 def test_every_table_is_valid(name):
     for submeshes, chunks, microbatches in GRID:
@@ -254,12 +237,5 @@ def test_names():
         mm.schedules.get("zbv")
     with pytest.raises(mm.UsageError, match="unknown schedule 'zigzag'; known: gpipe, "):
         schedules.get("zigzag")
-    with pytest.raises(mm.UsageError, match="unknown schedule 'custom'; give the table as custom_schedule="):
+    with pytest.raises(mm.UsageError, match="unknown schedule 'custom'; give the table"):
         schedules.get("custom")
-
-
-def test_schedules_do_not_import_jax():
-    code = "import sys; from multimesh import schedules as s; s.get('zb-h1').table(2, 1, 4, True)"
-    report = "print('jax' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", f"{code}; {report}"], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"

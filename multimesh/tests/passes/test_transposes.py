@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 from multimesh.ir.evaluate import evaluate
-from multimesh.passes.planning.transposes import fold_transposes
+from multimesh.passes.planning.fold_transposes import fold_products
 from programs import MESHES, names, on, placed
 
 KEY = np.random.default_rng(0)
@@ -54,7 +54,7 @@ KEPT = {
 def test_the_result_is_the_same_without_the_transposition(case):
     fn, args = (FOLDED | KEPT)[case]
     program = placed(on(0, fn), *args)
-    ops = fold_transposes(program.items, program.outputs)
+    ops = fold_products(program.items, program.outputs)
     assert ("transpose" in names(ops)) == (case in KEPT)
     results = []
     for some in (program.items, ops):
@@ -70,12 +70,12 @@ def test_a_product_that_is_a_result_itself_is_kept():
         return z, z.T
 
     program = placed(on(0, both), values(3, 4), values(4, 5))
-    assert names(fold_transposes(program.items, program.outputs)) == names(program.items)
+    assert names(fold_products(program.items, program.outputs)) == names(program.items)
 
 
 def test_an_algorithm_is_swapped_with_the_operands_it_speaks_of():
     """`DotAlgorithm` is a tuple too, of other things than one precision for each operand."""
     given = lax.DotAlgorithm(jnp.bfloat16, jnp.float32, jnp.float32, 1, 3)
     program = placed(on(0, lambda x, y: lax.dot(x, y, precision=given).T), values(3, 4), values(4, 5))
-    (product,) = fold_transposes(program.items, program.outputs)
+    (product,) = fold_products(program.items, program.outputs)
     assert product.params["precision"] == lax.DotAlgorithm(jnp.float32, jnp.bfloat16, jnp.float32, 3, 1)

@@ -53,58 +53,42 @@ def test_a_custom_table_says_where_each_stage_lives():
         schedules.validate(v.rows, 2, 2, 1)
 
 
-def test_rows_must_be_as_many_as_submeshes():
-    refused(NAMES[:1], "1 rows, but there are 2 submeshes; give one row for each")
-
-
-def test_a_missing_cell():
-    refused([["F0", "F0", "B0"], NAMES[1]], "B0 of microbatch 1 is missing; it belongs in the row of submesh 0")
-
-
-def test_weight_gradients_of_one_stage_only():
-    refused([["F0", "B0", "W0", "F0", "B0", "W0"], NAMES[1]], "W1 of microbatch 0 is missing")
-
-
-def test_a_cell_twice():
-    rows = [[*PAIRS[0], (0, "F0")], PAIRS[1]]
-    refused(rows, "submesh 0, position 4: F0 of microbatch 0: it stands at position 0 already; leave one out")
-
-
-def test_a_microbatch_too_many():
-    refused([[*NAMES[0], "F0"], NAMES[1]], "submesh 0, position 4: F0 of microbatch 2: there is no such microbatch")
-
-
-def test_a_stage_that_is_not_there():
-    refused(
-        [["F2"], NAMES[1]], "submesh 0, position 0: F2 of microbatch 0: there is no such stage; the loop has stages"
-    )
-
-
-def test_a_stage_in_the_wrong_row():
-    refused([["F0", "F1"], NAMES[1]], "submesh 0, position 1: F1 of microbatch 0: stage 1 runs on submesh 1; move it")
-
-
-def test_a_backward_that_the_loop_does_not_have():
-    refused(NAMES, "submesh 0, position 2: B0 of microbatch 0: unknown phase 'B'; phases are F only", backward=False)
-
-
-def test_a_backward_before_its_forward():
-    rows = [PAIRS[0], [(0, "B1"), (0, "F1"), (1, "F1"), (1, "B1")]]
-    refused(
-        rows, "submesh 1, position 0: B1 of microbatch 0 waits for F1 of microbatch 0, which comes later in the same"
-    )
-
-
-def test_a_deadlock_between_submeshes_names_both_cells():
-    rows = [
-        [(0, "F0"), (0, "B0"), (1, "F0"), (1, "B0")],
-        [(1, "F1"), (1, "B1"), (0, "F1"), (0, "B1")],
-    ]
-    refused(
-        rows,
+REFUSED = {  # rows, what is said, and whether the loop has a backward
+    "too few rows": (NAMES[:1], "1 rows, but there are 2 submeshes; give one row for each"),
+    "a missing cell": ([["F0", "F0", "B0"], NAMES[1]], "B0 of microbatch 1 is missing; it belongs in the row of subme"),
+    "W of one stage": ([["F0", "B0", "W0", "F0", "B0", "W0"], NAMES[1]], "W1 of microbatch 0 is missing"),
+    "a cell twice": (
+        [[*PAIRS[0], (0, "F0")], PAIRS[1]],
+        "submesh 0, position 4: F0 of microbatch 0: it stands at position 0 already; leave one out",
+    ),
+    "a microbatch too many": (
+        [[*NAMES[0], "F0"], NAMES[1]],
+        "submesh 0, position 4: F0 of microbatch 2: there is no such microbatch",
+    ),
+    "no such stage": (
+        [["F2"], NAMES[1]],
+        "submesh 0, position 0: F2 of microbatch 0: there is no such stage; the loop has stages",
+    ),
+    "a stage in the wrong row": (
+        [["F0", "F1"], NAMES[1]],
+        "submesh 0, position 1: F1 of microbatch 0: stage 1 runs on submesh 1; move it",
+    ),
+    "no backward": (NAMES, "submesh 0, position 2: B0 of microbatch 0: unknown phase 'B'; phases are F only", False),
+    "a backward before its forward": (
+        [PAIRS[0], [(0, "B1"), (0, "F1"), (1, "F1"), (1, "B1")]],
+        "submesh 1, position 0: B1 of microbatch 0 waits for F1 of microbatch 0, which comes later in the same",
+    ),
+    "a deadlock": (
+        [[(0, "F0"), (0, "B0"), (1, "F0"), (1, "B0")], [(1, "F1"), (1, "B1"), (0, "F1"), (0, "B1")]],
         "deadlock: submesh 0, position 1: B0 of microbatch 0 waits for B1 of microbatch 0 (submesh 1, position 3); "
         "submesh 1, position 0: F1 of microbatch 1 waits for F0 of microbatch 1 (submesh 0, position 2)",
-    )
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_no_loop_can_run_is_refused_with_its_place(case):
+    refused(*REFUSED[case])
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from multimesh.passes.cutting.order import with_order
+from multimesh.passes.cutting.order_cells import join_forward_backward, order_cells
 from multimesh.passes.cutting.parts import Pipeline
-from multimesh.passes.cutting.turns import join_turns
-from multimesh.passes.cutting.weights import with_weights_apart
+from multimesh.passes.cutting.split_weight_gradients import split_weight_gradients
 from pipelines import assert_same
 from programs import names, on, pipelined, placed
 
@@ -109,7 +108,7 @@ def test_no_weight_gradient_is_made_in_b(stack):
     assert made["B"] == 0
     assert made["W"] > 0
     others = {v for phase in "FB" for v in parts[phase].ins}
-    assert not others & parts["W"].made
+    assert not others & parts["W"].values
 
 
 def dots(ops):
@@ -146,9 +145,9 @@ def test_other_schedules_do_not_split():
 def rows_between(stack, schedule, owner=lambda device: device.id):
     """Phase and microbatch of the cells of each of three submeshes, whose devices are of processes ``owner``."""
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arguments(3))
-    cut = pipelined(placed(step(stack, schedule), *shapes), upto="tables")
+    cut = pipelined(placed(step(stack, schedule), *shapes), upto="schedule_cells")
     (part,) = [p for p in cut.parts if isinstance(p, Pipeline)]
-    found = with_order(join_turns(with_weights_apart(part, owner)))
+    found = order_cells(join_forward_backward(split_weight_gradients(part, owner)))
     cells = [(found.fragments[n], k) for n, k in found.cells]
     return [" ".join(f"{f.phase}{k}" for f, k in cells if f.mesh == mesh) for mesh in found.submeshes]
 

@@ -4,37 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from multimesh.calling.arguments import abstract
 from multimesh.core import _compat, checks
-from multimesh.core.row_blocks import Blocks, gather, numbers, split_stacks
+from multimesh.core.names import FormerName
 from multimesh.core.specs import strip
 from multimesh.errors import UsageError
 from multimesh.marking.tracing import pause_gc
-from multimesh.observe import inspection
-from multimesh.observe.collectives import KINDS, Collective, collective_bytes
-from multimesh.observe.inspection import Finding
-from multimesh.observe.kernel_text import KernelText, read_kernel
-from multimesh.observe.memory import KernelMemory, MemoryForecast, forecast, take_workspace
-from multimesh.observe.profile import Profile, profile
 from multimesh.passes import pipeline
-from multimesh.passes.pipeline import Pass, Traced
-from multimesh.plan import fingerprint
-from multimesh.plan.moving import devices_of, move_plan
+from multimesh.passes.pipeline import Pass, PassInputs
 from multimesh.plan.plan import Plan
-from multimesh.processes import agree
 from multimesh.runtime.actions import processes
 from multimesh.runtime.compile import CompiledPlan, compile_plan, exists
-from multimesh.runtime.part_runner import PartRunner
 from multimesh.runtime.runner import Runner
+from multimesh.stacked.row_blocks import Blocks, gather, numbers, split_stacks
+
+if TYPE_CHECKING:
+    from multimesh.observe.hlo import Collective
+    from multimesh.observe.inspection import Finding
+    from multimesh.observe.kernel_text import KernelText
+    from multimesh.observe.memory import KernelMemory, MemoryEstimate
+    from multimesh.observe.profile import Profile
 
 
 def export_error(name: str) -> UsageError:
@@ -66,7 +62,7 @@ class Lowered:
     """A partitioned function, before compilation; ``names`` are those of the argument leaves in messages."""
 
     plan: Plan
-    traced: Traced
+    traced: PassInputs
     out_tree: Any
     in_tree: Any = None
     names: tuple[str, ...] = ()
@@ -97,8 +93,8 @@ class Lowered:
                 homes[arg] = slot
         count, stacks = len(self.traced.specs), plan.stacks.arguments
         leaves = range(sum(map(len, numbers(count, stacks))))
-        found = [plan.layouts[homes[arg]] if arg in homes else None for arg in leaves]
-        return tuple(gather(found, count, stacks, _layout_of))
+        layouts = [plan.layouts[homes[arg]] if arg in homes else None for arg in leaves]
+        return tuple(gather(layouts, count, stacks, _layout_of))
 
     def passes(self) -> tuple[Pass, ...]:
         """Run the passes again, and return the result of each, with its ``name``. ``str`` of it is its dump.
@@ -107,18 +103,22 @@ class Lowered:
         """
         return tuple(pipeline.run(self.traced))
 
-    def memory_forecast(self, platform: str | None = None) -> tuple[MemoryForecast, ...]:
+    def memory_estimate(self, platform: str | None = None) -> tuple[MemoryEstimate, ...]:
         """Forecast the bytes that a device of each submesh needs at the peak of a call. Compile and allocate nothing.
 
         They follow from the plan and its layouts: ``arguments``, ``sums`` and ``values`` exactly, the workspace as an
-        estimate of what XLA decides. See `MemoryForecast`; there is one per submesh, in the order of
+        estimate of what XLA decides. See `MemoryEstimate`; there is one per submesh, in the order of
         ``plan.submeshes``. ``platform`` is "cpu" or "gpu" if not that of its devices: virtual CPU devices may stand for
         GPUs, whose compiler adds products to sums in place.
         """
         if platform is not None and platform not in ("cpu", "gpu"):
-            raise UsageError(f'memory_forecast: platform must be "cpu" or "gpu", got {platform!r}')
+            raise UsageError(f'memory_estimate: platform must be "cpu" or "gpu", got {platform!r}')
         with pause_gc():
-            return forecast(self.plan, platform)
+            from multimesh.observe.memory import estimate_memory
+
+            return estimate_memory(self.plan, platform)
+
+    memory_forecast = FormerName("memory_estimate")
 
     def on(self, devices: Sequence[jax.Device]) -> Lowered:
         """Return the plan for other devices, each in the place of one of ours in the order of their ids.
@@ -126,6 +126,8 @@ class Lowered:
         So a function that was lowered for virtual CPU devices is compiled for GPUs of `multimesh.topology`.
         """
         there = self._over([device.process_index for device in devices])
+        from multimesh.plan.moving import move_plan
+
         return dataclasses.replace(there, plan=move_plan(there.plan, devices), moved=True)
 
     def over(self, processes: int) -> Lowered:
@@ -136,15 +138,15 @@ class Lowered:
 
         Raises ``UsageError`` where the devices have no equal shares.
         """
-        count = len(devices_of(self.plan))
-        checks.whole("over: processes", processes, 1)
+        count = len(self.plan.devices)
+        checks.integer("over: processes", processes, 1)
         if count % processes:
             raise UsageError(f"over: {processes} processes have no equal shares of {count} devices")
         return self._over([n * processes // count for n in range(count)])
 
     def _over(self, processes: Sequence[int]) -> Lowered:
         """Return the plan where ``processes`` has the process of each device; itself if their bounds are as before."""
-        devices = devices_of(self.plan)
+        devices = self.plan.devices
         now, then = [*map(self.traced.owner, devices)], [*processes[: len(devices)]]
         if [*map(now.index, now)] == [*map(then.index, then)] or len(then) < len(devices):
             return self
@@ -153,23 +155,23 @@ class Lowered:
         traced = dataclasses.replace(self.traced, processes=dict(zip(devices, processes, strict=False)))
         with pause_gc():
             *_, last = pipeline.run(traced)
-        return dataclasses.replace(self, plan=last.made, traced=traced)
+        return dataclasses.replace(self, plan=last.result, traced=traced)
 
-    def compile(
-        self, compiler_options: Mapping[str, Any] | None = None, *, precompiled: str | os.PathLike[str] | None = None
-    ) -> Compiled:
+    def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Compiled:
         """Compile every kernel, several at a time. The options are passed on to XLA.
 
-        For devices of `multimesh.topology` it compiles those of all processes. The result can't be called. With
-        ``precompiled``, a folder that `Compiled.save` has written, it loads the kernels of this process instead.
+        For devices of `multimesh.topology` it compiles those of all processes. The result can't be called.
         """
-        folder = None if precompiled is None else Path(checks.path("compile: precompiled", precompiled))
-        compile_kernels = functools.partial(compile_plan, self.plan, compiler_options, folder)
+        compile_kernels = functools.partial(compile_plan, self.plan, compiler_options)
         with _compat.without_mesh():
             if not exists(self.plan):
-                return Compiled(self, Absent(compile_kernels()))
-            if not agree.several():
+                return Compiled(self, RefusingRunner(compile_kernels()))
+            if _compat.process_count() == 1:
                 return Compiled(self, Runner(compile_kernels(), self.block_names))
+            from multimesh.plan import fingerprint
+            from multimesh.processes import agree
+            from multimesh.runtime.part_runner import PartRunner
+
             spans = len(frozenset().union(*processes(self.plan))) > 1
             number = agree.agree_on_plan(self.name, fingerprint.Lines(self.plan)) if spans else None
             return Compiled(self, PartRunner(compile_kernels(), self.block_names, self.name, number))
@@ -196,7 +198,7 @@ def _layout_of(layouts: Sequence[NamedSharding | None], stack: Blocks) -> NamedS
 
 
 @dataclass(frozen=True, eq=False)
-class Absent:
+class RefusingRunner:
     """A runner that refuses to run: the devices of its plan are only those of a topology."""
 
     compiled: CompiledPlan
@@ -214,7 +216,7 @@ class Compiled:
     """A compiled function. Call it with arguments of the types that it was lowered for."""
 
     lowered: Lowered
-    runner: Runner | Absent
+    runner: Runner | RefusingRunner
 
     @property
     def compiled_plan(self) -> CompiledPlan:
@@ -245,9 +247,9 @@ class Compiled:
     def output_shardings(self) -> Any:
         """Submesh and layout of each result; None for an argument or constant that no operation made."""
         layouts, moved = self.plan.layouts, self._moved
-        made = [moved.get(i, layouts[v] if k == "slot" else None) for i, (k, v) in enumerate(self.plan.outputs)]
-        whole = gather(made, self.out_tree.num_leaves, self.plan.stacks.results, _layout_of)
-        return jax.tree.unflatten(self.out_tree, list(whole))
+        places = [moved.get(i, layouts[v] if k == "slot" else None) for i, (k, v) in enumerate(self.plan.outputs)]
+        results = gather(places, self.out_tree.num_leaves, self.plan.stacks.results, _layout_of)
+        return jax.tree.unflatten(self.out_tree, list(results))
 
     @functools.cached_property
     def _moved(self) -> dict[int, NamedSharding]:
@@ -259,7 +261,7 @@ class Compiled:
         specs = self.lowered.traced.in_blocks(stacks).out_specs
         at = numbers(self.out_tree.num_leaves, stacks.results)
         kinds = {n: kind for leaf, kind in self.lowered.out_kinds.items() for n in at[leaf]}
-        moved = {n: layout for leaf, stack in stacks.results.items() for n, layout in self._apart(at[leaf], stack)}
+        moved = {n: layout for leaf, stack in stacks.results.items() for n, layout in self._blocks(at[leaf], stack)}
         for position in {*specs, *kinds}:
             kind, slot = self.plan.outputs[position]
             spec, memory = specs.get(position), kinds.get(position)
@@ -272,29 +274,21 @@ class Compiled:
             kind, slot = self.plan.outputs[position]
             if kind == "slot" and position not in moved and getattr(spec, "reduced", None):
                 layout = self.plan.layouts[slot]
-                kept = _compat.carry_spec(spec, self.plan.slots[slot].shape, layout.mesh.abstract_mesh)
-                kept = kept.update(partitions=_compat.partitions(layout.spec))
-                moved[position] = NamedSharding(layout.mesh, kept, memory_kind=layout.memory_kind)
+                typed_spec = _compat.carry_spec(spec, self.plan.slots[slot].shape, layout.mesh.abstract_mesh)
+                typed_spec = typed_spec.update(partitions=_compat.partitions(layout.spec))
+                moved[position] = NamedSharding(layout.mesh, typed_spec, memory_kind=layout.memory_kind)
         return moved
 
-    def _apart(self, positions: range, stack: Blocks) -> Iterator[tuple[int, NamedSharding]]:
+    def _blocks(self, positions: range, stack: Blocks) -> Iterator[tuple[int, NamedSharding]]:
         """Yield the blocks of a result that are not on their submesh, or not laid out as the first."""
-        found = [
+        layouts = [
             self.plan.layouts[v] if kind == "slot" else None
             for kind, v in map(self.plan.outputs.__getitem__, positions)
         ]
-        spec = next((strip(layout.spec) for layout in found if layout is not None), PartitionSpec())
-        for n, layout, mesh in zip(positions, found, stack.meshes, strict=True):
+        spec = next((strip(layout.spec) for layout in layouts if layout is not None), PartitionSpec())
+        for n, layout, mesh in zip(positions, layouts, stack.meshes, strict=True):
             if layout is None or layout.mesh != mesh or strip(layout.spec) != spec:
                 yield n, NamedSharding(mesh, spec)
-
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the compiled kernels to a new folder, equal ones once, for ``multimesh.jit(f, precompiled=folder)``.
-
-        Kernels for devices of `multimesh.topology` are those of all processes of a job. Whoever can write to the folder
-        decides which machine code the job runs.
-        """
-        self.compiled_plan.save(Path(checks.path("save: folder", folder)))
 
     def as_text(self) -> str:
         """Return the plan, then the optimized HLO of each kernel."""
@@ -336,10 +330,12 @@ class Compiled:
         Profile
             Prints as a table of measured against forecast times, in seconds. Has both as timelines, and the ``costs``.
         """
-        repeats = checks.whole("profile: repeats", repeats, 1)
+        from multimesh.observe.profile import profile
+
+        repeats = checks.integer("profile: repeats", repeats, 1)
         leaves = self._leaves(args, kwargs)
         with _compat.without_mesh(concrete_only=True):
-            return self.runner() if isinstance(self.runner, Absent) else profile(self.runner, leaves, repeats)
+            return self.runner() if isinstance(self.runner, RefusingRunner) else profile(self.runner, leaves, repeats)
 
     def memory_analysis(self) -> tuple[dict[str, int], ...]:
         """Return bytes per submesh, of whole arrays. Arrays in the memory of the host do not count.
@@ -349,7 +345,7 @@ class Compiled:
         """
         plan = self.plan
         peaks = plan.peak_bytes()
-        given = {slot for _, slot in plan.inputs}
+        inputs = {slot for _, slot in plan.inputs}
         results = {value for kind, value in plan.outputs if kind == "slot"}
         scratch = [0] * len(plan.submeshes)
         for kernel, program in zip(plan.kernels, self.compiled_plan.executables, strict=True):
@@ -359,7 +355,7 @@ class Compiled:
                 scratch[kernel.submesh] = max(scratch[kernel.submesh], size)
         return tuple(
             {
-                "arguments": plan.bytes_on(i, given),
+                "arguments": plan.bytes_on(i, inputs),
                 "results": plan.bytes_on(i, results),
                 "intermediates": peaks[i],
                 "scratch": scratch[i],
@@ -369,6 +365,8 @@ class Compiled:
 
     def kernel_memory(self) -> tuple[KernelMemory | None, ...]:
         """Return the bytes of each kernel, in the order of ``plan.kernels``; None for one of other processes."""
+        from multimesh.observe.memory import KernelMemory
+
         stats = [p.memory_analysis() if p else None for p in self.compiled_plan.executables]
         return tuple(
             s
@@ -382,11 +380,13 @@ class Compiled:
             for s in stats
         )
 
-    def device_memory(self) -> tuple[MemoryForecast, ...]:
+    def device_memory(self) -> tuple[MemoryEstimate, ...]:
         """Return the bytes on each device of each submesh at the peak of a call, with kernels as XLA compiled them.
 
-        As `Lowered.memory_forecast`, but the workspace is not estimated: it is by XLA's buffer assignment.
+        As `Lowered.memory_estimate`, but the workspace is not estimated: it is by XLA's buffer assignment.
         """
+        from multimesh.observe.memory import take_workspace
+
         return take_workspace(self.plan, self.kernel_memory())
 
     def custom_calls(self) -> tuple[Mapping[str, int], ...]:
@@ -411,6 +411,8 @@ class Compiled:
     @functools.cached_property
     def _texts(self) -> tuple[KernelText, ...]:
         """The facts that the text of each kernel gives. One that several kernels share is read once."""
+        from multimesh.observe.kernel_text import KernelText, read_kernel
+
         read = functools.cache(lambda program: read_kernel(program.as_text() or "") if program else KernelText())
         return tuple(map(read, self.compiled_plan.executables))
 
@@ -418,6 +420,7 @@ class Compiled:
         """Return what the compiled kernels do that was surely not wanted, and warn of each at the user's line.
 
         * ``gathered-weights``: a parameter is gathered for each microbatch, and not along an axis of the data (FSDP).
+        * ``gathered-again``: an array is gathered several times, for several operations that read it.
         * ``per-microbatch``: a collective along an axis of the data runs for each microbatch.
         * ``float32-product``: operands of 16 bits are multiplied in float32.
         * ``synchronous``: a collective of more than 10 MB beside which nothing runs (GPUs).
@@ -429,22 +432,29 @@ class Compiled:
         least
             Bytes on a device in a call, below which nothing is told.
         """
-        found = inspection.inspect(self.plan, self.collectives(), least)
-        for each in found:
-            _compat.warn_at(each.line, each.text)
-        return found
+        from multimesh.observe import inspection
+
+        findings = inspection.inspect(self.plan, self.collectives(), least)
+        for finding in findings:
+            _compat.warn_at(finding.line, finding.text)
+        return findings
 
     def cost_analysis(self) -> tuple[dict[str, float], ...]:
-        """Return operations and accessed bytes of a call, per submesh and device, as XLA counts them.
+        """Return operations and bytes of a call, per submesh and device.
 
-        ``"all-gather"``, ``"all-reduce"``, ``"reduce-scatter"``, ``"all-to-all"`` and ``"collective-permute"`` are the
-        bytes that these collectives make on a device. For GPUs of `multimesh.topology` XLA counts nothing: there
-        ``"flops"`` are those of matrix products, without cuDNN's attention, and ``"bytes accessed"`` is 0.
+        ``"flops"`` and ``"bytes accessed"`` are as XLA counts them. For GPUs of `multimesh.topology` it counts nothing:
+        there they are `multimesh.count_costs`, operations of matrix products without cuDNN's attention, and bytes that
+        kernels read and write. ``"copies"`` is the number of kernels that only copy or transpose, ``"bytes copied"``
+        their bytes; ``"all-gather"``, ``"all-reduce"``, ``"ragged-all-to-all"`` and the other kinds of collectives are
+        the bytes that these make on a device.
         """
+        from multimesh.observe.hlo import KINDS
+
         plan = self.plan
-        totals = [dict.fromkeys(("flops", "bytes accessed", *KINDS), 0.0) for _ in plan.submeshes]
+        keys = ("flops", "bytes accessed", "copies", "bytes copied", *KINDS)
+        totals = [dict.fromkeys(keys, 0.0) for _ in plan.submeshes]
         costs = [
-            {**_count(program, text), **collective_bytes(text.collectives)}
+            {**text.costs, **((program and program.cost_analysis()) or {})}
             for program, text in zip(self.compiled_plan.executables, self._texts, strict=True)
         ]
         for run in plan.runs:
@@ -453,13 +463,8 @@ class Compiled:
         return tuple(totals)
 
 
-def _count(program: Any, text: KernelText) -> Mapping[str, float]:
-    """Return the operations and bytes of one run of a kernel, by XLA if it counts them."""
-    return (program and program.cost_analysis()) or {"flops": text.operations}
-
-
 @dataclass(frozen=True, eq=False)
-class Plain:
+class SingleProgram:
     """A compiled function without tasks, as of ``jax.jit``. Arguments on several devices move to ``gather`` first."""
 
     jitted: Any

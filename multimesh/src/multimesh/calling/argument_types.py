@@ -10,9 +10,9 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from multimesh.core import _compat
-from multimesh.core.row_blocks import layout_of_block
 from multimesh.core.specs import strip
 from multimesh.errors import UsageError
+from multimesh.stacked.row_blocks import layout_of_block
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ def types_of(layouts: Sequence[Any], mesh: AbstractMesh | str | None, more: Iter
     return Types(mesh, tuple(None if s is None else s.update(partitions=_compat.partitions(strip(s))) for s in specs))
 
 
-def widen(types: Types | None, count: int, met: Iterable[Mesh]) -> Types | None:
-    """Return argument types on a mesh that has the axes of all arguments and of the meshes ``met`` by tasks."""
-    known = () if types is None else (types.mesh,)
-    mesh = _compat.common_mesh([*known, *met])
+def widen(types: Types | None, count: int, task_meshes: Iterable[Mesh]) -> Types | None:
+    """Return argument types on a mesh that has the axes of all arguments and of ``task_meshes``."""
+    argument_meshes = () if types is None else (types.mesh,)
+    mesh = _compat.common_mesh([*argument_meshes, *task_meshes])
     if mesh is None or (types is not None and mesh == types.mesh):
         return types
     return Types(mesh, (None,) * count) if types is None else replace(types, mesh=mesh)
@@ -57,8 +57,8 @@ def layout_of(leaf: Any) -> Any:
 
     Of a stack it is the layout of a block, which the types of a submesh can say.
     """
-    found = jax.typeof(leaf).sharding if _compat.is_tracer(leaf) else getattr(leaf, "sharding", None)
-    return layout_of_block(found) if isinstance(found, NamedSharding) and not found.mesh.empty else None
+    sharding = jax.typeof(leaf).sharding if _compat.is_tracer(leaf) else getattr(leaf, "sharding", None)
+    return layout_of_block(sharding) if isinstance(sharding, NamedSharding) and not sharding.mesh.empty else None
 
 
 def result_specs(avals: Sequence[Any]) -> Mapping[int, PartitionSpec]:

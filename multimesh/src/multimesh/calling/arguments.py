@@ -15,9 +15,9 @@ from jax.tree_util import SequenceKey
 
 from multimesh.calling.argument_types import Types
 from multimesh.core import _compat, checks
-from multimesh.core.prefixes import spread
-from multimesh.core.row_blocks import is_stacked, layout_of_block, spec_of_blocks
+from multimesh.core.specs import spread
 from multimesh.errors import UsageError
+from multimesh.stacked.row_blocks import is_stacked, spec_of_blocks
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Signature:
     types: Types | None = None  # layouts in the types of leaves, if an axis is Explicit
 
 
-class Given(NamedTuple):
+class Arguments(NamedTuple):
     """The arguments of a call: positional ones, then keyword arguments sorted by name."""
 
     values: tuple[Any, ...]
@@ -67,8 +67,8 @@ class Given(NamedTuple):
         fixed = {i: self.values[i] for i in self.static}
 
         def call(dynamic: Sequence[Any]) -> Any:
-            left = iter(dynamic)
-            full = [fixed[i] if i in fixed else next(left) for i in range(count)]
+            dynamic_values = iter(dynamic)
+            full = [fixed[i] if i in fixed else next(dynamic_values) for i in range(count)]
             return fn(*full[: count - len(names)], **dict(zip(names, full[count - len(names) :], strict=True)))
 
         return call
@@ -107,25 +107,25 @@ class Parameters:
             raise UsageError(f"jit: argument {min(both)!r} of {self._name} can't be static and donated; drop one")
         self.key = (self._static, self._donate)
 
-    def _both(self, nums: Any, names: Any, what: str) -> tuple[frozenset[int], frozenset[str]]:
+    def _both(self, nums: Any, names: Any, option: str) -> tuple[frozenset[int], frozenset[str]]:
         """Numbers and names of the same parameters; a call may use either, if the function allows it."""
         kinds = self._signature.parameters if self._signature is not None else {}
         places = [n for n, p in kinds.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         any_number = self._signature is None or any(p.kind == p.VAR_POSITIONAL for p in kinds.values())
         any_name = self._signature is None or any(p.kind == p.VAR_KEYWORD for p in kinds.values())
-        numbers = set(_argnums(nums, None if any_number else len(places), f"{what}_argnums"))
-        given = {names} if isinstance(names, str) or not isinstance(names, Iterable) else set(names)
-        if any(not isinstance(name, str) for name in given):
-            raise UsageError(f"{what}_argnames: must be a str or strs, got {names!r}")
-        known = {n for n, p in kinds.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
-        if given - known and not any_name:
+        numbers = set(_argnums(nums, None if any_number else len(places), f"{option}_argnums"))
+        argnames = {names} if isinstance(names, str) or not isinstance(names, Iterable) else set(names)
+        if any(not isinstance(name, str) for name in argnames):
+            raise UsageError(f"{option}_argnames: must be a str or strs, got {names!r}")
+        keywords = {n for n, p in kinds.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+        if argnames - keywords and not any_name:
             raise UsageError(
-                f"{what}_argnames: {self._name} has no parameter {min(given - known)!r}; it has {[*known]}"
+                f"{option}_argnames: {self._name} has no parameter {min(argnames - keywords)!r}; it has {[*keywords]}"
             )
-        by_name = given | {places[i] for i in numbers if i < len(places) and places[i] in known}
-        return frozenset(numbers | {places.index(n) for n in given if n in places}), frozenset(by_name)
+        by_name = argnames | {places[i] for i in numbers if i < len(places) and places[i] in keywords}
+        return frozenset(numbers | {places.index(n) for n in argnames if n in places}), frozenset(by_name)
 
-    def given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Given:
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
         """Return the arguments of a call. Keyword arguments become positional if the function allows it."""
         names: tuple[str, ...] = ()
         if kwargs:
@@ -137,15 +137,15 @@ class Parameters:
                 args, kwargs = bound.args, bound.kwargs
             names = tuple(sorted(kwargs))
             args = (*args, *(kwargs[name] for name in names))
-        return Given(args, names, self._among(self._static, args, names), self._among(self._donate, args, names))
+        return Arguments(args, names, self._among(self._static, args, names), self._among(self._donate, args, names))
 
-    def names(self, given: Given) -> list[str]:
+    def names(self, bound: Arguments) -> list[str]:
         """Return the names of the arguments of a call that are not static, as far as the signature has them."""
         kinds = self._signature.parameters.values() if self._signature is not None else ()
         places = [p.name for p in kinds if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        first = len(given.values) - len(given.names)
-        names = [*places[:first], *(f"argument {i}" for i in range(len(places), first)), *given.names]
-        return [name for i, name in enumerate(names) if i not in given.static]
+        first = len(bound.values) - len(bound.names)
+        names = [*places[:first], *(f"argument {i}" for i in range(len(places), first)), *bound.names]
+        return [name for i, name in enumerate(names) if i not in bound.static]
 
     def _among(self, chosen: tuple[frozenset[int], frozenset[str]], values: Sequence[Any], names: Sequence[str]) -> Any:
         numbers, by_name = chosen
@@ -155,15 +155,15 @@ class Parameters:
         return tuple(i for i in range(len(values)) if (i in numbers if i < first else names[i - first] in by_name))
 
 
-def _argnums(given: int | Sequence[int], count: int | None, what: str) -> tuple[int, ...]:
-    listed = () if given is None else given if isinstance(given, Iterable) else (given,)
-    numbers = tuple(checks.whole(what, n) for n in checks.many(what, listed, "an int or ints"))
+def _argnums(nums: int | Sequence[int], count: int | None, option: str) -> tuple[int, ...]:
+    listed = () if nums is None else nums if isinstance(nums, Iterable) else (nums,)
+    numbers = tuple(checks.integer(option, n) for n in checks.many(option, listed, "an int or ints"))
     if count is None and any(n < 0 for n in numbers):
-        raise UsageError(f"{what}: count from the front; the function takes any number of positional arguments")
+        raise UsageError(f"{option}: count from the front; the function takes any number of positional arguments")
     if count is not None:
         for n in numbers:
             if not -count <= n < count:
-                raise UsageError(f"{what}: {n} is out of range for a function of {count} positional arguments")
+                raise UsageError(f"{option}: {n} is out of range for a function of {count} positional arguments")
         numbers = tuple(n % count for n in numbers)
     return numbers
 
@@ -172,8 +172,8 @@ def leaf_names(tree: Any, parameters: Sequence[str]) -> tuple[str, ...]:
     """Return the names of the leaves of the arguments, written as in source code: ``params['w'][0]``."""
     names = []
     for argument, *path in _paths(tree):
-        known = argument.idx < len(parameters)
-        name = parameters[argument.idx] if known else f"argument {argument.idx}"
+        is_named = argument.idx < len(parameters)
+        name = parameters[argument.idx] if is_named else f"argument {argument.idx}"
         names.append(name + jax.tree_util.keystr(tuple(path)))
     return tuple(names)
 
@@ -232,28 +232,22 @@ def host_kind(kind: str | None) -> str | None:
     return kind if kind == "pinned_host" else None
 
 
-def layouts_of(shardings: Any, tree: Any, what: str) -> list[NamedSharding | PartitionSpec | None]:
-    """Return a layout for each leaf, as the prefix gives it; for a stack that of a block."""
-    given = _spread(shardings, tree, what)
-    return [layout_of_block(s) if isinstance(s, NamedSharding) else s for s in given]
+def spec_in(entry: NamedSharding | PartitionSpec | None) -> PartitionSpec | None:
+    """Return the spec of an entry of `spread_prefix`; for a stack that of a block."""
+    return spec_of_blocks(entry) if isinstance(entry, NamedSharding) else entry
 
 
-def per_leaf(shardings: Any, tree: Any, what: str) -> list[PartitionSpec | None]:
-    """Return a spec per leaf, from a pytree prefix of ``NamedSharding``, ``PartitionSpec`` and None (= not given)."""
-    return [spec_of_blocks(s) if isinstance(s, NamedSharding) else s for s in _spread(shardings, tree, what)]
-
-
-def memory_kinds(shardings: Any, tree: Any, what: str) -> dict[int, str]:
-    """Map the number of each leaf for which such a prefix names a kind of memory to that kind."""
-    given = enumerate(_spread(shardings, tree, what))
-    return {i: s.memory_kind for i, s in given if isinstance(s, NamedSharding) and s.memory_kind is not None}
+def kinds_in(entries: Sequence[NamedSharding | PartitionSpec | None]) -> dict[int, str]:
+    """Map the number of each entry that names a kind of memory to that kind."""
+    named = ((i, entry.memory_kind) for i, entry in enumerate(entries) if isinstance(entry, NamedSharding))
+    return {i: kind for i, kind in named if kind is not None}
 
 
 def homes_of(leaves: Sequence[Any]) -> tuple[Mesh | None, ...]:
     """Return the mesh of each leaf that has one; nothing if they all lie on the same devices."""
     layouts = [None if _compat.is_tracer(x) else getattr(x, "sharding", None) for x in leaves]
-    known = (s.mesh if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh) else None for s in layouts)
-    homes = [None if is_stacked(mesh) else mesh for mesh in known]  # blocks are where the function reads them
+    meshes = (s.mesh if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh) else None for s in layouts)
+    homes = [None if is_stacked(mesh) else mesh for mesh in meshes]  # blocks are where the function reads them
     return tuple(homes) if len({frozenset(mesh.devices.flat) for mesh in homes if mesh is not None}) > 1 else ()
 
 
@@ -262,8 +256,8 @@ def is_sharding(x: Any) -> bool:
     return x is None or isinstance(x, jax.sharding.Sharding | PartitionSpec)
 
 
-def _spread(shardings: Any, tree: Any, what: str) -> list[NamedSharding | PartitionSpec | None]:
-    """Give each leaf its entry of a pytree prefix."""
+def spread_prefix(shardings: Any, tree: Any, keyword: str) -> list[NamedSharding | PartitionSpec | None]:
+    """Return the entry of each leaf in a pytree prefix of ``NamedSharding``, ``PartitionSpec`` and None (not given)."""
     if isinstance(shardings, list) and tree.num_leaves:
         shardings = tuple(shardings)
     dummy = _dummy(tree)
@@ -272,10 +266,10 @@ def _spread(shardings: Any, tree: Any, what: str) -> list[NamedSharding | Partit
     try:
         leaves = spread(shardings, dummy, is_leaf=is_sharding)
     except ValueError as error:
-        raise UsageError(f"{what}: not a pytree prefix of the arguments: {error}") from None
+        raise UsageError(f"{keyword}: not a pytree prefix of the arguments: {error}") from None
     for leaf in leaves:
         if not (leaf is None or isinstance(leaf, NamedSharding | PartitionSpec)):
-            raise UsageError(f"{what}: use NamedSharding, PartitionSpec or None, not {type(leaf).__name__}")
+            raise UsageError(f"{keyword}: use NamedSharding, PartitionSpec or None, not {type(leaf).__name__}")
     return leaves
 
 
@@ -289,18 +283,18 @@ def match_results(
     take the layout of the first, as gradients beside new parameters. A single array replaces only a donated one,
     because many activations have the shape of the input.
     """
-    given = [(shape, dtype) for shape, dtype, _ in signature.avals]
-    made = [(tuple(o.shape), o.dtype) for o in outs]
+    argument_types = [(shape, dtype) for shape, dtype, _ in signature.avals]
+    result_types = [(tuple(o.shape), o.dtype) for o in outs]
     arguments: dict[Any, list[_Subtree]] = {}
-    for part in _subtrees(signature.tree, given, parameters):
+    for part in _subtrees(signature.tree, argument_types, parameters):
         if part.depth and (len(part.leaves) > 1 or (part.depth == 1 and part.leaves[0] in donated)):
             arguments.setdefault(part.kind, []).append(part)
-    results = [part for part in _subtrees(out_tree, made) if part.kind in arguments]
+    results = [part for part in _subtrees(out_tree, result_types) if part.kind in arguments]
     named = {(result.kind, result.name) for result in results if result.name}
-    alike: dict[int, int] = {}
+    replaced: dict[int, int] = {}
     used: set[int] = set()
     for result in sorted(results, key=lambda part: -len(part.leaves)):
-        if not alike.keys().isdisjoint(result.leaves):
+        if not replaced.keys().isdisjoint(result.leaves):
             continue
         free = [a for a in arguments[result.kind] if used.isdisjoint(a.leaves)]
         of_name = (a for a in free if result.name and a.name == result.name)
@@ -308,8 +302,8 @@ def match_results(
         argument = next(itertools.chain(of_name, in_order), None)
         if argument is not None:
             used.update(argument.leaves)
-        alike.update(zip(result.leaves, (argument or arguments[result.kind][0]).leaves, strict=True))
-    return alike
+        replaced.update(zip(result.leaves, (argument or arguments[result.kind][0]).leaves, strict=True))
+    return replaced
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from multimesh.calling.arguments import Signature
 from multimesh.calling.transforms import Call
 from multimesh.core import _compat
-from multimesh.core.row_blocks import spec_of_blocks
 from multimesh.ir.primitives import is_small
 from multimesh.passes.placing.owners import Owners
-from multimesh.passes.reading.inline import inline
+from multimesh.passes.reading.inline_calls import inline_calls
+from multimesh.stacked.row_blocks import spec_of_blocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,14 +69,14 @@ class Trace:
     @functools.cached_property
     def _unowned(self) -> frozenset[int]:
         """Argument leaves that no task reads."""
-        program = inline(self.erased, self.devices)
+        program = inline_calls(self.erased, self.devices)
         owners = Owners(program, (), {})
         return frozenset(i for i, v in enumerate(program.inputs) if not is_small(v) and not owners.is_read(v))
 
-    def homes(self, given: Sequence[Mesh | None]) -> tuple[Mesh | None, ...]:
+    def homes(self, meshes: Sequence[Mesh | None]) -> tuple[Mesh | None, ...]:
         """Return the meshes that leaves are given on, as far as these decide where anything runs."""
-        found = [mesh if i in self._unowned and mesh != self.defaults.get(i) else None for i, mesh in enumerate(given)]
-        return tuple(found) if any(mesh is not None for mesh in found) else ()
+        homes = [mesh if i in self._unowned and mesh != self.defaults.get(i) else None for i, mesh in enumerate(meshes)]
+        return tuple(homes) if any(mesh is not None for mesh in homes) else ()
 
     def bind(self, leaves: Sequence[Any]) -> Any:
         """Run the call, or let ``jax.grad``, ``jax.vmap`` and the like transform it."""
@@ -107,12 +107,12 @@ class Cache:
             self.recent = None
 
 
-def matching(signature: Signature, known: Mapping[Signature, Any]) -> Any | None:
+def matching(signature: Signature, functions: Mapping[Signature, Any]) -> Any | None:
     """Find a function that was compiled for the same signature before its layouts were derived.
 
     The arguments now have the layouts that were derived for them then.
     """
-    for other, compiled in known.items():
+    for other, compiled in functions.items():
         lowered = getattr(compiled, "lowered", None)
         if lowered is not None and replace(other, specs=signature.specs) == signature:
             shardings = lowered.input_shardings

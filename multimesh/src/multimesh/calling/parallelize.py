@@ -71,16 +71,16 @@ def parallelize(
     >>> params = init()
     >>> loss = step(params, get_batch())
     """
-    for name, given in (("the first argument", fn), ("init_params", init_params), ("get_input_batch", get_input_batch)):
-        if given is not None and not callable(given):
-            raise UsageError(f"parallelize: {name} must be callable, got {type(given).__name__}")
+    for name, value in (("the first argument", fn), ("init_params", init_params), ("get_input_batch", get_input_batch)):
+        if value is not None and not callable(value):
+            raise UsageError(f"parallelize: {name} must be callable, got {type(value).__name__}")
     if (get_input_batch is None) == (initial_batch is None):
         raise UsageError("parallelize: give either get_input_batch= or initial_batch=, not both or neither")
     jitted = Jitted(fn, devices=_flat(devices), autoshard=True)
     if contexts.ignoring():
         return (jitted, init_params) if get_input_batch is None else (jitted, init_params, get_input_batch)
-    params = _Maker(init_params, "init_params")
-    batch = _Maker(get_input_batch, "get_input_batch", fresh=True) if get_input_batch is not None else None
+    params = _Initializer(init_params, "init_params")
+    batch = _Initializer(get_input_batch, "get_input_batch", fresh=True) if get_input_batch is not None else None
     shapes = params.shapes, initial_batch if batch is None else batch.shapes
     name = getattr(fn, "__name__", type(fn).__name__)
     if why := checks.misfit(fn, None, None):
@@ -95,13 +95,13 @@ def parallelize(
     elsewhere = NamedSharding(compiled.plan.submeshes[0], jax.sharding.PartitionSpec())
     placed = [sharding or elsewhere for sharding in where]
     count = len(jax.tree.leaves(params.shapes))
-    make_params = functools.partial(params.made, tuple(placed[:count]))
+    make_params = functools.partial(params.make, tuple(placed[:count]))
     if batch is None:
         return jitted, make_params
-    return jitted, make_params, functools.partial(batch.made, tuple(placed[count:]))
+    return jitted, make_params, functools.partial(batch.make, tuple(placed[count:]))
 
 
-class _Maker:
+class _Initializer:
     """A function without arguments, traced once; ``shapes`` is the tree of its results.
 
     Results that it holds and does not compute with JAX (NumPy arrays) are sent. If it computes none, or if it must give
@@ -118,21 +118,21 @@ class _Maker:
             if "valid JAX type" not in str(error):
                 raise
             raise UsageError(f"parallelize: {name} must return a pytree of arrays: {error}") from None
-        held = _compat.constant_results(closed)
-        self._closed = None if len(held) == len(closed.out_avals) or (fresh and held) else closed
+        constants = _compat.constant_results(closed)
+        self._closed = None if len(constants) == len(closed.out_avals) or (fresh and constants) else closed
 
-    def made(self, shardings: tuple[NamedSharding, ...]) -> Any:
+    def make(self, shardings: tuple[NamedSharding, ...]) -> Any:
         """Call it, and place every leaf in its sharding."""
         tree = jax.tree.structure(self.shapes)
         if self._closed is None:
-            given, layouts = self._called(), jax.tree.unflatten(tree, shardings)
-            return jax.tree.map(arrays.place, given, layouts) if several() else jax.device_put(given, layouts)
+            values, layouts = self._called(), jax.tree.unflatten(tree, shardings)
+            return jax.tree.map(arrays.place, values, layouts) if several() else jax.device_put(values, layouts)
         leaves: list[Any] = [None] * tree.num_leaves
         for i, (shape, sharding) in enumerate(zip(jax.tree.leaves(self.shapes), shardings, strict=True)):
             if not here(sharding.device_set):
                 leaves[i] = arrays.absent(shape, sharding)
-        for i, held in _compat.constant_results(self._closed).items():
-            leaves[i] = arrays.place(held, shardings[i])
+        for i, constant in _compat.constant_results(self._closed).items():
+            leaves[i] = arrays.place(constant, shardings[i])
         for maker, positions in self._makers(shardings):
             for i, leaf in zip(positions, maker(), strict=True):
                 leaves[i] = leaf
@@ -140,24 +140,24 @@ class _Maker:
 
     @functools.cache  # noqa: B019 - lives as long as the functions that `parallelize` returns
     def _makers(self, shardings: tuple[NamedSharding, ...]) -> tuple[tuple[Any, tuple[int, ...]], ...]:
-        return tuple(makers(self._closed, shardings))
+        return tuple(compile_initializers(self._closed, shardings))
 
     def _called(self) -> Any:
-        given = self._fn()
-        found = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x)), given)
-        if jax.tree.structure(given) != jax.tree.structure(self.shapes) or _types(found) != _types(self.shapes):
+        values = self._fn()
+        structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x)), values)
+        if jax.tree.structure(values) != jax.tree.structure(self.shapes) or _types(structs) != _types(self.shapes):
             raise UsageError(f"parallelize: {self._name} now returns other shapes or types than at first")
-        return given
+        return values
 
 
-def makers(closed: Any, shardings: Sequence[NamedSharding]) -> Iterator[tuple[Any, tuple[int, ...]]]:
+def compile_initializers(closed: Any, shardings: Sequence[NamedSharding]) -> Iterator[tuple[Any, tuple[int, ...]]]:
     """Compile a function for each submesh of this process; it makes the results on that submesh, in their layouts.
 
     Yields each function with the positions of its results.
     """
-    held = _compat.constant_results(closed)
-    own = ((s.mesh, i) for i, s in enumerate(shardings) if i not in held and here(s.device_set))
-    for positions in group(own).values():
+    constants = _compat.constant_results(closed)
+    local = ((s.mesh, i) for i, s in enumerate(shardings) if i not in constants and here(s.device_set))
+    for positions in group(local).values():
         maker = jax.jit(_compat.part(closed, positions), out_shardings=[shardings[i] for i in positions])
         yield maker.lower().compile(), tuple(positions)
 

@@ -81,23 +81,27 @@ class Call:
         pushes: list[Callable[..., Sequence[Any]]] = []
 
         def forward(*primals: Any) -> list[Any]:
-            def of(*given: Any) -> Sequence[Any]:
+            def of(*values: Any) -> Sequence[Any]:
                 return self.function(
-                    *_interleave(moving, given, itertools.compress(primals, map(operator.not_, moving)))
+                    *_interleave(moving, values, itertools.compress(primals, map(operator.not_, moving)))
                 )
 
             results, push = jax.linearize(of, *itertools.compress(primals, moving))
-            pushed = jax.make_jaxpr(lambda *given: list(itertools.compress(push(*given), moved)))(*tangents)
+            pushed = jax.make_jaxpr(lambda *values: list(itertools.compress(push(*values), moved)))(*tangents)
             pushed, residuals = _compat.hoist(pushed)
-            pushes.append(_compat.jaxpr_as_fun(pushed))
-            return [*results, *residuals]
+            push_of = _compat.jaxpr_as_fun(pushed)
+            pushes.append(push_of)
+            if self.types is None:
+                return [*results, *residuals]
+            pushes[0] = lambda *values: push_of(*_compat.fit_auto(values, pushed.in_avals))
+            return [*map(_compat.leave_auto, (*results, *residuals))]
 
         moved = [bool(jnp.issubdtype(aval.dtype, jnp.inexact)) for aval in self.closed.out_avals]
         tangents = list(itertools.compress(self._shapes, moving))
-        made = self._traced(forward, *self._shapes, layouts=self._layouts)
-        residuals = [_compat.struct_of(aval) for aval in made.closed.out_avals[len(moved) :]]
+        linearized = self._traced(forward, *self._shapes, layouts=self._layouts)
+        residuals = [_compat.struct_of(aval) for aval in linearized.closed.out_avals[len(moved) :]]
         layouts = tuple(itertools.compress(self._layouts, moved))
-        return made, self._traced(pushes[0], *residuals, *tangents, layouts=layouts), moved
+        return linearized, self._traced(pushes[0], *residuals, *tangents, layouts=layouts), moved
 
     def transposed(self, linear: tuple[bool, ...], layouts: tuple[PartitionSpec | None, ...]) -> Call:
         """Return the transposed function: it returns the cotangents of the ``linear`` arguments, in these layouts.
@@ -105,17 +109,17 @@ class Call:
         It takes the other arguments and the cotangents of the results.
         """
 
-        def pull(given: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
+        def pull(fixed: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
             def of(*moving: Any) -> Sequence[Any]:
-                return self.function(*_interleave(linear, moving, given))
+                return self.function(*_interleave(linear, moving, fixed))
 
-            return jax.linear_transpose(of, *wanted)(list(cotangents))
+            return jax.linear_transpose(of, *linear_shapes)(list(cotangents))
 
-        wanted = list(itertools.compress(self._shapes, linear))
-        given = list(itertools.compress(self._shapes, map(operator.not_, linear)))
+        linear_shapes = list(itertools.compress(self._shapes, linear))
+        fixed_shapes = list(itertools.compress(self._shapes, map(operator.not_, linear)))
         results = [_compat.struct_of(aval) for aval in self.closed.out_avals]
-        made = functools.partial(self._traced, pull, given, results, layouts=layouts)
-        return self._once(("transposed", linear, layouts), made)
+        trace = functools.partial(self._traced, pull, fixed_shapes, results, layouts=layouts)
+        return self._once(("transposed", linear, layouts), trace)
 
     def batched(self, size: int, dims: tuple[int | None, ...], some: bool) -> tuple[Call, list[bool]]:
         """Return the function over ``size`` rows along ``dims`` of the arguments.
@@ -128,52 +132,52 @@ class Call:
         flags: list[bool] = []
 
         def fn(*args: Any) -> list[Any]:
-            alone: list[Any] = []
+            unbatched: list[Any] = []
 
             def of(*row: Any) -> list[Any]:
                 results = [*map(_compat.leave_mesh, self.function(*row))]
                 flags[:] = [not some or _compat.has_rows(x) for x in results]
-                alone[:] = itertools.compress(results, map(operator.not_, flags))
+                unbatched[:] = itertools.compress(results, map(operator.not_, flags))
                 return [*itertools.compress(results, flags)]
 
             rows = jax.vmap(of, in_axes=dims, axis_size=size)(*args)
-            return _interleave(flags, rows, alone)
+            return _interleave(flags, rows, unbatched)
 
         shapes = [
             one if d is None else _compat.with_rows(one, d, size) for one, d in zip(self._shapes, dims, strict=True)
         ]
-        made = self._traced(fn, *shapes)
+        batched = self._traced(fn, *shapes)
         layouts = [
             spec if spec is None or not flag else PartitionSpec(None, *spec)
             for spec, flag in zip(self._layouts, flags, strict=False)
         ]
-        return Call(made.closed, self._jit, layouts, self.types), flags
+        return Call(batched.closed, self._jit, layouts, self.types), flags
 
 
 def _interleave(flags: Sequence[bool], chosen: Any, others: Any) -> list[Any]:
     """Take from ``chosen`` where the flag is set, and else from ``others``."""
-    left, right = iter(chosen), iter(others)
-    return [next(left) if flag else next(right) for flag in flags]
+    first, second = iter(chosen), iter(others)
+    return [next(first) if flag else next(second) for flag in flags]
 
 
 def _jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, call: Call
 ) -> tuple[Sequence[Any], Sequence[Any]]:
     forward, push, moved = call.linearize(tuple(t is not None for t in tangents))
-    made = forward(*primals)
-    results, residuals = [*map(_compat.fit_to_mesh, made[: len(moved)])], made[len(moved) :]
+    outputs = forward(*primals)
+    results, residuals = [*map(_compat.fit_to_mesh, outputs[: len(moved)])], outputs[len(moved) :]
     pushed = iter(push(*residuals, *(t for t in tangents if t is not None)) if any(moved) else ())
     return results, [next(pushed) if flag else None for flag in moved]
 
 
 def _transpose(
-    cotangents: Sequence[Any], args: Sequence[Any], wanted: Sequence[Any], *, jaxpr: Any, call: Call
+    cotangents: Sequence[Any], args: Sequence[Any], linear_types: Sequence[Any], *, jaxpr: Any, call: Call
 ) -> Sequence[Any]:
     """Return the cotangents of linear arguments, in the types of these (JAX compares them), and None for the others."""
     linear = tuple(arg is None for arg in args)
-    transposed = call.transposed(linear, tuple(map(_compat.explicit_spec, wanted)))
+    transposed = call.transposed(linear, tuple(map(_compat.explicit_spec, linear_types)))
     pulled = transposed(*(arg for arg in args if arg is not None), *cotangents)
-    typed = map(_compat.fit_to_type, pulled, wanted)
+    typed = map(_compat.fit_to_type, pulled, linear_types)
     return [next(typed) if flag else None for flag in linear]
 
 

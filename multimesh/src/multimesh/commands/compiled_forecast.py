@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from multimesh.calling.aot import Lowered
+from multimesh.core.targets import facts_of
 from multimesh.core.text import amount, columns
+from multimesh.core.topologies import topology
 from multimesh.errors import DoesNotFitError, MultiMeshError, UsageError
-from multimesh.hardware.targets import facts_of
-from multimesh.hardware.topologies import topology
-from multimesh.observe.memory import MemoryForecast
+from multimesh.observe.memory import MemoryEstimate
 
 SHARE = 0.75
 """The part of a GPU's memory that JAX takes by default."""
@@ -27,8 +27,8 @@ class CompiledForecast:
     ``kernels`` were compiled as ``programs`` in ``seconds``; ``limit`` is what JAX may use of a device.
     """
 
-    forecast: tuple[MemoryForecast, ...]
-    compiled: tuple[MemoryForecast, ...]
+    forecast: tuple[MemoryEstimate, ...]
+    compiled: tuple[MemoryEstimate, ...]
     calls: tuple[Mapping[str, int], ...]
     kernels: int
     programs: int
@@ -38,18 +38,18 @@ class CompiledForecast:
     def table(self) -> str:
         """Return a text table with a row for each submesh."""
         parts = ("arguments", "sums", "values", "workspace", "total")
-        cells = [(name, [amount(getattr(each, name), "bytes") for each in self.compiled]) for name in parts]
+        cells = [(name, [amount(getattr(estimate, name), "bytes") for estimate in self.compiled]) for name in parts]
         pairs = list(zip(self.forecast, self.compiled, strict=True))
         lines = columns(
             [
                 ("submesh", [str(number) for number in range(len(pairs))]),
                 *cells,
-                ("forecast", [amount(each.total, "bytes") for each, _ in pairs]),
-                ("off", [f"{100 * (each.total / found.total - 1):+.1f} %" for each, found in pairs]),
-                ("fits", ["yes" if found.total <= self.limit else "no" for _, found in pairs]),
-                ("largest", [max(asdict(found).items(), key=lambda item: item[1])[0] for _, found in pairs]),
+                ("forecast", [amount(estimate.total, "bytes") for estimate, _ in pairs]),
+                ("off", [f"{100 * (estimate.total / need.total - 1):+.1f} %" for estimate, need in pairs]),
+                ("fits", ["yes" if need.total <= self.limit else "no" for _, need in pairs]),
+                ("largest", [max(asdict(need).items(), key=lambda item: item[1])[0] for _, need in pairs]),
             ],
-            left=(8, 9),
+            texts=(8, 9),
         )
         effort = f"{self.kernels} kernels, {self.programs} of them unlike, compiled in {self.seconds:.0f} s"
         return "\n".join([*(line.rstrip() for line in lines), f"{effort}; {amount(self.limit, 'bytes')} of a device"])
@@ -57,9 +57,9 @@ class CompiledForecast:
     def to_json(self) -> dict[str, Any]:
         """Return the contents of the table, as data; and the library calls of each kernel."""
         return {
-            "forecast": [{**asdict(each), "total": each.total} for each in self.forecast],
-            "compiled": [{**asdict(each), "total": each.total} for each in self.compiled],
-            "calls": [dict(each) for each in self.calls],
+            "forecast": [{**asdict(entry), "total": entry.total} for entry in self.forecast],
+            "compiled": [{**asdict(entry), "total": entry.total} for entry in self.compiled],
+            "calls": [dict(entry) for entry in self.calls],
             "compilation": {"kernels": self.kernels, "compiled": self.programs, "seconds": self.seconds},
             "limit": self.limit,
         }
@@ -85,7 +85,7 @@ def compile_step(step: str, device: str, nodes: int, gpus: int, limit: float | N
     compiled = lowered.compile()
     seconds = time.perf_counter() - begin
     return CompiledForecast(
-        lowered.memory_forecast("gpu"),
+        lowered.memory_estimate("gpu"),
         compiled.device_memory(),
         compiled.custom_calls(),
         len(lowered.plan.kernels),

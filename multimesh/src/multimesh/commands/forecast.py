@@ -8,10 +8,10 @@ from typing import Any
 
 from multimesh import schedules
 from multimesh.core.text import columns
+from multimesh.observe.timelines.timeline import Timeline
 from multimesh.schedules.costs import CLOSE, UNIT_COSTS, check_costs, cost
 from multimesh.schedules.simulate import simulate, sizes
 from multimesh.schedules.table import PublishedIdle
-from multimesh.timelines.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,16 @@ class Result:
     @property
     def agrees(self) -> bool | None:
         """Whether submeshes are idle for the published time; None if nothing is published for this shape."""
-        known = self.published
-        if known is None or known.unless:
+        formula = self.published
+        if formula is None or formula.unless:
             return None
         slack = CLOSE * self.timeline.makespan
-        found = (self.in_a_row,) if known.in_a_row else self.timeline.idle
-        return all((0 if known.bound else known.idle) - slack <= idle <= known.idle + slack for idle in found)
+        simulated = (self.in_a_row,) if formula.in_a_row else self.timeline.idle
+        return all((0 if formula.bound else formula.idle) - slack <= idle <= formula.idle + slack for idle in simulated)
 
     def to_json(self) -> dict[str, Any]:
         """Return the contents of the printed table, as data."""
-        line, known = self.timeline, self.published
+        line, formula = self.timeline, self.published
         return {
             "schedule": self.schedule,
             "submeshes": self.shape.submeshes,
@@ -72,9 +72,9 @@ class Result:
             "idle_in_a_row": self.in_a_row,
             "bubble": line.bubble,
             "peak_activations": list(self.peaks),
-            "formula": known and known.formula,
-            "idle_by_formula": known and known.idle,
-            "formula_fails_as": known and (known.unless or None),
+            "formula": formula and formula.formula,
+            "idle_by_formula": formula and formula.idle,
+            "formula_fails_as": formula and (formula.unless or None),
             "agrees": self.agrees,
             "choice": self.choice and self.choice.to_json(),
         }
@@ -87,8 +87,8 @@ def simulate_schedule(
 
     ``costs`` are those of a whole submesh; each of its stages takes an equal share.
     """
-    whole = check_costs(costs)
-    share = {phase: time / shape.chunks for phase, time in whole.items()}
+    times = check_costs(costs)
+    share = {phase: time / shape.chunks for phase, time in times.items()}
     schedule = schedules.get(name)
     choice = None
     if isinstance(schedule, schedules.Auto):
@@ -98,17 +98,17 @@ def simulate_schedule(
     table = schedule.table(shape.submeshes, shape.chunks, shape.microbatches, backward=True)
     title = sizes(name, shape.submeshes, shape.chunks, shape.microbatches)
     timeline = simulate(table, share, transfer=cost(transfer, "a transfer"), title=title)
-    known = schedules.get(name).idle(shape.submeshes, shape.chunks, shape.microbatches, whole)
-    if known is not None and transfer:
-        known = replace(known, unless="transfers take time")
-    return Result(name, shape, timeline, known, choice)
+    formula = schedules.get(name).idle(shape.submeshes, shape.chunks, shape.microbatches, times)
+    if formula is not None and transfer:
+        formula = replace(formula, unless="transfers take time")
+    return Result(name, shape, timeline, formula, choice)
 
 
 def table(results: Sequence[Result]) -> str:
     """Return a text table: the simulated idle time of each schedule beside the published."""
     heads = ("schedule", "makespan", "idle", "in a row", "published", "", "bubble", "peak activations")
     rows = [_row(result) for result in results]
-    lines = columns([(head, [row[i] for row in rows]) for i, head in enumerate(heads)], left=(0, 5))
+    lines = columns([(head, [row[i] for row in rows]) for i, head in enumerate(heads)], texts=(0, 5))
     notes = [
         f"{result.schedule}: the formula need not hold, as {result.published.unless}"
         for result in results
@@ -119,14 +119,14 @@ def table(results: Sequence[Result]) -> str:
 
 
 def _row(result: Result) -> tuple[str, ...]:
-    known, chunks = result.published, result.shape.chunks
+    formula, chunks = result.published, result.shape.chunks
     return (
         result.schedule + (f", v={chunks}" if chunks > 1 else ""),
         f"{result.timeline.makespan:.4g}",
         f"{result.idle:.4g}",
         f"{result.in_a_row:.4g}",
-        "-" if known is None else f"{known.idle:.4g}",
-        "" if known is None else known.formula,
+        "-" if formula is None else f"{formula.idle:.4g}",
+        "" if formula is None else formula.formula,
         f"{100 * result.timeline.bubble:.1f} %",
         " ".join(f"{peak:g}" for peak in result.peaks),
     )
@@ -142,8 +142,8 @@ def choose_schedules(
     """
     if name is not None:
         return [(name, Shape(submeshes, chunks or schedules.get(name).usual, microbatches))]
-    found = []
+    choices = []
     for schedule in (schedules.get(n) for n in schedules.names() if schedules.get(n).name == n):
-        wanted = chunks if schedule.usual > 1 and schedule.chunks is None else None
-        found.append((schedule.name, Shape(submeshes, wanted or schedule.usual, microbatches)))
-    return found
+        count = chunks if schedule.usual > 1 and schedule.chunks is None else None
+        choices.append((schedule.name, Shape(submeshes, count or schedule.usual, microbatches)))
+    return choices

@@ -39,9 +39,9 @@ def spawn(program: Sequence[str], processes: int, *, label: bool = False) -> int
     signal.signal(signal.SIGTERM, stop)
     # A program that writes to a pipe would keep its lines for a while; a killed one would take them along.
     job = {"PYTHONUNBUFFERED": os.environ.get("PYTHONUNBUFFERED", "1"), **launch.job_variables()}
-    each = [job | launch.process_variables(rank, processes) for rank in range(processes)]
+    environments = [job | launch.process_variables(rank, processes) for rank in range(processes)]
     width = len(str(processes - 1))
     labels = [f"{rank:{width}}: " if label else "" for rank in range(processes)]
     commands = [[sys.executable, *program]] * processes
-    code = launch.run_together(commands, each, labels=labels if label or processes > 1 else None)
+    code = launch.run_together(commands, environments, labels=labels if label or processes > 1 else None)
     return code if code >= 0 else 128 - code

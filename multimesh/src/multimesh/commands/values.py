@@ -16,17 +16,17 @@ def schedule(name: str) -> str:
     return name
 
 
-def at_least(least: float, kind: Callable[[str], float], what: str) -> Callable[[str], Any]:
+def at_least(least: float, kind: Callable[[str], float], noun: str) -> Callable[[str], Any]:
     """Return a type of numbers that are finite and not below ``least``."""
 
     def number(text: str) -> float:
         try:
-            found = kind(text)
+            value = kind(text)
         except ValueError:
-            found = -1
-        if not least <= found < float("inf"):
-            raise argparse.ArgumentTypeError(f"must be {what} of at least {least}, got {text!r}")
-        return found
+            value = -1
+        if not least <= value < float("inf"):
+            raise argparse.ArgumentTypeError(f"must be {noun} of at least {least}, got {text!r}")
+        return value
 
     return number
 

@@ -5,42 +5,43 @@ from __future__ import annotations
 import inspect
 import operator
 import os
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from multimesh.errors import UsageError
 
 
-def refuse(what: str, wanted: str, value: Any) -> UsageError:
-    """Return the error for an argument of a wrong type. ``what`` names the function and the parameter."""
+def refuse(label: str, expected: str, value: Any) -> UsageError:
+    """Return the error for an argument of a wrong type. ``label`` names the function and the parameter."""
     shown = repr(value)
-    return UsageError(f"{what} must be {wanted}, got {shown if len(shown) < 80 else '...'} ({type(value).__name__})")
+    return UsageError(f"{label} must be {expected}, got {shown if len(shown) < 80 else '...'} ({type(value).__name__})")
 
 
-def whole(what: str, value: Any, least: int | None = None) -> int:
+def integer(label: str, value: Any, least: int | None = None) -> int:
     """Return an int, given as Python's or NumPy's."""
     try:
         number = operator.index(value)
     except TypeError:
         number = None
     if number is None or isinstance(value, bool):
-        raise refuse(what, "an int", value)
+        raise refuse(label, "an int", value)
     if least is not None and number < least:
-        raise UsageError(f"{what} must be at least {least}, got {number}")
+        raise UsageError(f"{label} must be at least {least}, got {number}")
     return number
 
 
-def string(what: str, value: Any) -> str:
+def string(label: str, value: Any) -> str:
     """Return a str."""
     if not isinstance(value, str):
-        raise refuse(what, "a str", value)
+        raise refuse(label, "a str", value)
     return value
 
 
-def function(what: str, value: Any) -> Any:
+def function(label: str, value: Any) -> Any:
     """Return a callable."""
     if not callable(value):
-        raise refuse(what, "callable", value)
+        raise refuse(label, "callable", value)
     return value
 
 
@@ -55,46 +56,53 @@ def misfit(fn: Any, *arguments: Any) -> str:
     return ""
 
 
-def callable_with(what: str, value: Any, *arguments: str) -> Any:
+def callable_with(label: str, value: Any, *arguments: str) -> Any:
     """Return a callable that takes positional arguments of these names."""
-    if error := misfit(function(what, value), *arguments):
-        raise UsageError(f"{what} is called with ({', '.join(arguments)}), which it does not take: {error}")
+    if error := misfit(function(label, value), *arguments):
+        raise UsageError(f"{label} is called with ({', '.join(arguments)}), which it does not take: {error}")
     return value
 
 
-def many(what: str, value: Any, wanted: str) -> tuple[Any, ...]:
+def many(label: str, value: Any, expected: str) -> tuple[Any, ...]:
     """Return a sequence as a tuple; text is no sequence."""
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
-        raise refuse(what, wanted, value)
+        raise refuse(label, expected, value)
     return tuple(value)
 
 
-def placement(what: str, value: Any, count: int) -> tuple[int, ...]:
+def placement(label: str, value: Any, count: int) -> tuple[int, ...]:
     """Return the submesh of each stage, by number, as a tuple; by default each of ``count`` in turn."""
     if value is None:
         return tuple(range(count))
-    found = many(f"{what}: placement", value, "a sequence of ints")
-    route = tuple(whole(f"{what}: placement: a submesh", number, 0) for number in found)
+    numbers = many(f"{label}: placement", value, "a sequence of ints")
+    route = tuple(integer(f"{label}: placement: a submesh", number, 0) for number in numbers)
     if {*route} != {*range(count)}:
-        raise UsageError(f"{what}: placement={value!r} must name each of submeshes 0 to {count - 1}, and no other")
+        raise UsageError(f"{label}: placement={value!r} must name each of submeshes 0 to {count - 1}, and no other")
     return route
 
 
-def names(what: str, value: Any) -> tuple[str, ...]:
+def names(label: str, value: Any) -> tuple[str, ...]:
     """Return a sequence of str as a tuple."""
-    return tuple(string(f"{what}: a name", name) for name in many(what, value, "a sequence of names"))
+    return tuple(string(f"{label}: a name", name) for name in many(label, value, "a sequence of names"))
 
 
-def pairs(what: str, value: Any, wanted: str = "a mapping or a sequence of pairs") -> tuple[tuple[Any, Any], ...]:
+def pairs(label: str, value: Any, expected: str = "a mapping or a sequence of pairs") -> tuple[tuple[Any, Any], ...]:
     """Return the items of a mapping, or pairs, as a tuple of pairs."""
-    found = tuple(value.items()) if isinstance(value, Mapping) else many(what, value, wanted)
-    if any(isinstance(pair, str | bytes) or not isinstance(pair, tuple | list) or len(pair) != 2 for pair in found):
-        raise refuse(what, wanted, value)
-    return tuple((key, item) for key, item in found)
+    items = tuple(value.items()) if isinstance(value, Mapping) else many(label, value, expected)
+    if any(isinstance(pair, str | bytes) or not isinstance(pair, tuple | list) or len(pair) != 2 for pair in items):
+        raise refuse(label, expected, value)
+    return tuple((key, item) for key, item in items)
 
 
-def path(what: str, value: Any) -> str:
-    """Return the path of a file as a str."""
+def path(label: str, value: Any) -> str:
+    """Return the path of a file or folder of this machine as a str. Every path that a user gives is checked here."""
     if not isinstance(value, str | os.PathLike):
-        raise refuse(what, "a path (str or os.PathLike)", value)
-    return os.fspath(value)
+        raise refuse(label, "a path (str or os.PathLike)", value)
+    text = os.fspath(value)
+    # pathlib has made one slash of two
+    if isinstance(text, str) and (scheme := re.match(r"([a-z][a-z0-9+.-]+):/", text, re.IGNORECASE)):
+        raise UsageError(
+            f"{label}: {text} is an address of {scheme[1]}, and no path of this machine: mount the bucket and give the "
+            "path of the mount, or write there with Orbax's CheckpointManager and mm.distributed.orbax_handler()"
+        )
+    return text

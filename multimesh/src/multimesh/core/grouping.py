@@ -12,7 +12,7 @@ V = TypeVar("V")
 
 def group(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
     """Return the values of each key, in order; no values for any other key."""
-    found: dict[K, list[V]] = collections.defaultdict(list)
+    groups: dict[K, list[V]] = collections.defaultdict(list)
     for key, value in pairs:
-        found[key].append(value)
-    return found
+        groups[key].append(value)
+    return groups

@@ -18,7 +18,7 @@ _PAUSE = 15.0  # seconds between two entries of a log
 
 
 @contextlib.contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+def progress(label: str, total: int) -> Iterator[Callable[[], None]]:
     """Tell how many of ``total`` things are done; the function that it gives counts one, in any thread.
 
     A terminal gets one line on its standard error, which is taken away in the end. Elsewhere the logger ``multimesh``
@@ -27,29 +27,29 @@ def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
     if os.environ.get(SWITCH, "1") in ("", "0"):
         yield lambda: None
         return
-    start, lock, done, told, due = time.monotonic(), threading.Lock(), 0, 0, _QUIET
+    start, lock, done, shown, due = time.monotonic(), threading.Lock(), 0, 0, _QUIET
     terminal = sys.stderr.isatty()
     log = logging.getLogger("multimesh")
 
     def count() -> None:
-        nonlocal done, told, due
+        nonlocal done, shown, due
         with lock:
             done += 1
             passed = time.monotonic() - start
             if passed < _QUIET:
                 return
-            line = f"{what}: {done} of {total}, {passed:.0f} s"
+            line = f"{label}: {done} of {total}, {passed:.0f} s"
             if terminal:
                 print(f"\r{line}", end="", file=sys.stderr, flush=True)
-                told = len(line)
+                shown = len(line)
             elif passed >= due:
                 log.info("%s", line)
-                told, due = 1, passed + _PAUSE
+                shown, due = 1, passed + _PAUSE
 
     try:
         yield count
     finally:
-        if told and terminal:
-            print(f"\r{' ' * told}\r", end="", file=sys.stderr, flush=True)
-        elif told:
-            log.info("%s: %d of %d, %.1f s, done", what, done, total, time.monotonic() - start)
+        if shown and terminal:
+            print(f"\r{' ' * shown}\r", end="", file=sys.stderr, flush=True)
+        elif shown:
+            log.info("%s: %d of %d, %.1f s, done", label, done, total, time.monotonic() - start)

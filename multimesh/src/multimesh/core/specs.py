@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -73,46 +73,46 @@ def sharding_of(x: Any) -> NamedSharding | None:
     A concrete array carries all of it, a traced one only its Explicit axes.
     """
     x = _compat.primal(x)
-    found = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
-    if not isinstance(found, NamedSharding) or found.mesh.empty:
+    sharding = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         return None
-    return None if isinstance(x, jax.core.Tracer) and not axis_names(found.spec) else found
+    return None if isinstance(x, jax.core.Tracer) and not axis_names(sharding.spec) else sharding
 
 
-def find(what: str, x: Any, mesh: AnyMesh | None, spec: P | None) -> tuple[AnyMesh, tuple[Axes, ...]]:
+def find(label: str, x: Any, mesh: AnyMesh | None, spec: P | None) -> tuple[AnyMesh, tuple[Axes, ...]]:
     """Return the mesh of ``x``, and the mesh axes of each of its dimensions, as given or as the array carries them.
 
     It is an error if neither is given or carried, or if the given ones do not fit the array.
     """
     if spec is not None and not isinstance(spec, P):
-        raise UsageError(f"{what}: spec must be a PartitionSpec, got {spec!r}")
-    known = sharding_of(x)
-    if spec is None and known is not None and (mesh is None or set(mesh.axis_names) >= set(axis_names(known.spec))):
-        spec = known.spec
+        raise UsageError(f"{label}: spec must be a PartitionSpec, got {spec!r}")
+    layout = sharding_of(x)
+    if spec is None and layout is not None and (mesh is None or set(mesh.axis_names) >= set(axis_names(layout.spec))):
+        spec = layout.spec
     if mesh is None:
         ambient = jax.sharding.get_abstract_mesh()
-        mesh = known.mesh if known is not None else None if ambient.empty else ambient
+        mesh = layout.mesh if layout is not None else None if ambient.empty else ambient
     if mesh is None or spec is None or not axis_names(spec):
         raise UsageError(
-            f"{what}: found no sharding of the array of shape {x.shape}. Shard it with jax.device_put(x, "
+            f"{label}: found no sharding of the array of shape {x.shape}. Shard it with jax.device_put(x, "
             "NamedSharding(mesh, spec)), or pass mesh= and spec=; under jax.jit an array only carries its Explicit axes"
         )
     if len(spec) > x.ndim:
-        raise UsageError(f"{what}: {spec} has {len(spec)} entries, and the array only {x.ndim} dimensions")
+        raise UsageError(f"{label}: {spec} has {len(spec)} entries, and the array only {x.ndim} dimensions")
     entries = [axes_of(e) for e in spec] + [()] * (x.ndim - len(spec))
     flat = [a for axes in entries for a in axes]
     for a in flat:
         if a not in mesh.axis_names:
             raise UsageError(
-                f"{what}: {spec} names the axis {a!r}; the mesh has {', '.join(map(repr, mesh.axis_names))}"
+                f"{label}: {spec} names the axis {a!r}; the mesh has {', '.join(map(repr, mesh.axis_names))}"
             )
         if flat.count(a) > 1:
-            raise UsageError(f"{what}: {spec} names the axis {a!r} twice; an axis can shard one dimension only")
+            raise UsageError(f"{label}: {spec} names the axis {a!r} twice; an axis can shard one dimension only")
     if isinstance(mesh, Mesh) and isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed:
         others = x.sharding.device_set - set(mesh.devices.flat)
         if others:
             raise UsageError(
-                f"{what}: the array is on {len(others)} devices that the mesh lacks (such as {min(others, key=str)}); "
+                f"{label}: the array is on {len(others)} devices that the mesh lacks (such as {min(others, key=str)}); "
                 "pass the array's own mesh, or move it first: jax.device_put(x, NamedSharding(mesh, spec))"
             )
     return mesh, tuple(entries)
@@ -128,30 +128,30 @@ def lay_out(x: Any, mesh: AnyMesh, *axes: Axes) -> Any:
     return lax.with_sharding_constraint(x, sharding)
 
 
-def check_dtype(what: str, x: Any) -> None:
+def check_dtype(label: str, x: Any) -> None:
     """Refuse dtypes other than float32, float64, complex64 and complex128."""
     if jnp.dtype(x.dtype) not in (jnp.float32, jnp.float64, jnp.complex64, jnp.complex128):
         raise UsageError(
-            f"{what}: works in float32, float64, complex64 or complex128, got {x.dtype}; convert it with .astype"
+            f"{label}: works in float32, float64, complex64 or complex128, got {x.dtype}; convert it with .astype"
         )
 
 
-def check_not_empty(what: str, x: Any) -> None:
+def check_not_empty(label: str, x: Any) -> None:
     """Refuse a matrix without rows or columns."""
     if 0 in x.shape:
-        raise UsageError(f"{what}: the matrix of shape {x.shape} is empty")
+        raise UsageError(f"{label}: the matrix of shape {x.shape} is empty")
 
 
-def check_devices(what: str, a: Any, b: Any) -> None:
+def check_devices(label: str, a: Any, b: Any) -> None:
     """Refuse a right-hand side that is committed to other devices than the matrix, or in another order."""
-    found = [
+    sets = [
         list(x.sharding.mesh.devices.flat) if isinstance(x.sharding, NamedSharding) else list(x.sharding.device_set)
         for x in (a, b)
         if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed
     ]
-    if len(found) == 2 and found[0] != found[1]:
+    if len(sets) == 2 and sets[0] != sets[1]:
         raise UsageError(
-            f"{what}: the matrix is on {len(found[0])} devices, and the right-hand side on {len(found[1])}, not the "
+            f"{label}: the matrix is on {len(sets[0])} devices, and the right-hand side on {len(sets[1])}, not the "
             "same in the same order; move it: jax.device_put(b, NamedSharding(mesh, P()))"
         )
 
@@ -164,20 +164,20 @@ def strip(spec: P) -> P:
     return P(*entries)
 
 
-def check_fits(what: str, shape: Sequence[int], spec: P, mesh: Mesh) -> None:
+def check_fits(label: str, shape: Sequence[int], spec: P, mesh: Mesh) -> None:
     """Refuse a layout that an array can't have on a submesh, as ``jax.jit`` does; axes of other submeshes do not count.
 
     A spec has no more entries than the array has dimensions, and its axes divide each of them.
     """
     if len(spec) > len(shape):
         raise UsageError(
-            f"{what} has shape {tuple(shape)}, fewer dimensions than {spec} has entries; drop some of them"
+            f"{label} has shape {tuple(shape)}, fewer dimensions than {spec} has entries; drop some of them"
         )
     for dim, (rows, axes) in enumerate(zip(shape, map(axes_of, spec), strict=False)):
         ways = size(mesh, axes)
         if rows % ways:
             raise UsageError(
-                f"{what} has {rows} rows in dimension {dim}, and {spec} divides them among {ways} devices of "
+                f"{label} has {rows} rows in dimension {dim}, and {spec} divides them among {ways} devices of "
                 f"{describe(mesh)}; give a multiple of {ways} rows, or None for this dimension"
             )
 
@@ -207,10 +207,22 @@ def translate(spec: P, task: Placement) -> P:
 def carry_over(spec: P, shape: Sequence[int], mesh: Mesh) -> NamedSharding:
     """Return the sharding on ``mesh`` of an array that has ``spec`` elsewhere.
 
-    A dimension keeps its axes if ``mesh`` has them and they divide it. Otherwise it is replicated.
+    A dimension keeps its axes if ``mesh`` has them and they divide it. Otherwise it is replicated, unless it is
+    unconstrained.
     """
-    kept = (
-        entry(axes) if mesh.shape.keys() >= set(axes) and rows % size(mesh, axes) == 0 else None
+    fits = [
+        mesh.shape.keys() >= set(axes) and rows % size(mesh, axes) == 0
         for rows, axes in zip(shape, map(axes_of, _compat.partitions(spec)), strict=False)
-    )
-    return NamedSharding(mesh, strip(P(*kept)))
+    ]
+    entries = (e if fit else None for e, fit in zip(_compat.partitions(spec), fits, strict=False))
+    return NamedSharding(mesh, strip(P(*entries)))
+
+
+def spread(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+    """Return the entry of a prefix for each leaf of a tree, without building any container of the user.
+
+    Raises ``ValueError`` if the prefix does not fit the tree.
+    """
+    entries, above = jax.tree.flatten(prefix, is_leaf=is_leaf)
+    parts = above.flatten_up_to(tree)
+    return [entry for entry, part in zip(entries, parts, strict=True) for _ in jax.tree.leaves(part)]

@@ -24,9 +24,9 @@ _PLAIN: frozenset[Any] = frozenset((int, bool, float, type(None)))  # most value
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}")
 
 
-def atoms(given: Iterable[Any], numbers: dict[Any, int]) -> str:
+def atoms(values: Iterable[Any], numbers: dict[Any, int]) -> str:
     """Number values, and print literals. ``numbers`` has the numbers so far, and receives the new ones."""
-    return " ".join(_atom(a, numbers) for a in given)
+    return " ".join(_atom(a, numbers) for a in values)
 
 
 def _atom(atom: Any, numbers: dict[Any, int]) -> str:
@@ -91,7 +91,7 @@ def _(value: Mesh) -> str:
 @text.register(list)
 def _(value: Sequence[Any]) -> str:
     named = type(value).__name__ if hasattr(value, "_fields") else ""
-    return f"{named}({', '.join([repr(each) if type(each) in _PLAIN else text(each) for each in value])})"
+    return f"{named}({', '.join([repr(item) if type(item) in _PLAIN else text(item) for item in value])})"
 
 
 text.register(functools.partial, lambda value: f"partial{text((value.func, value.args, value.keywords))}")

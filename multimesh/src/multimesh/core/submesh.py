@@ -45,10 +45,10 @@ def describe(mesh: Mesh) -> str:
     return f"[{axes} | devices {span}]"
 
 
-def same_or_apart(mesh: Mesh, known: Iterable[Mesh]) -> Mesh | None:
+def match_mesh(mesh: Mesh, meshes: Iterable[Mesh]) -> Mesh | None:
     """Return the known mesh of the same devices, the mesh itself if it shares no device with any, or else None."""
     devices = set(mesh.devices.flat)
-    shared = [other for other in known if not devices.isdisjoint(other.devices.flat)]
+    shared = [other for other in meshes if not devices.isdisjoint(other.devices.flat)]
     if not shared:
         return mesh
     return next((other for other in shared if devices == set(other.devices.flat)), None)
@@ -115,10 +115,10 @@ def _axis_items(
         raise UsageError(f"task {name!r}: logical_axes= needs mesh= or device_axes=, so that there are axes to map to")
     items = []
     here = f"task {name!r}: logical_axes=: a logical axis"
-    given = {checks.string(here, logical): axes for logical, axes in pairs}
-    if len(given) < len(pairs):
+    axes_of = {checks.string(here, logical): axes for logical, axes in pairs}
+    if len(axes_of) < len(pairs):
         raise UsageError(f"task {name!r}: logical_axes= names an axis twice; map it to a tuple of axes instead")
-    for logical, axes in given.items():
+    for logical, axes in axes_of.items():
         listed = () if axes is None else (axes,) if isinstance(axes, str) else axes
         physical = checks.names(f"task {name!r}: what logical_axes= maps {logical!r} to", listed)
         unknown = [axis for axis in physical if axis not in mesh.axis_names]

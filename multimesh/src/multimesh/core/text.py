@@ -17,9 +17,9 @@ def amount(value: float, unit: str) -> str:
     return f"{value / scale:.3g} {name}"
 
 
-def columns(parts: Sequence[tuple[str, Sequence[str]]], left: Collection[int] = (), gap: str = "  ") -> list[str]:
-    """Return the lines of a text table. A part is a head and its cells. Columns in ``left`` are aligned to the left."""
+def columns(parts: Sequence[tuple[str, Sequence[str]]], texts: Collection[int] = (), gap: str = "  ") -> list[str]:
+    """Return the lines of a text table. A part is a head and its cells. Columns in ``texts`` are left-aligned."""
     widths = [max(map(len, (head, *cells))) for head, cells in parts]
     heads, rows = [head for head, _ in parts], zip(*(cells for _, cells in parts), strict=True)
-    signs = ["<" if number in left else ">" for number in range(len(parts))]
+    signs = ["<" if number in texts else ">" for number in range(len(parts))]
     return [gap.join(f"{c:{s}{w}}" for c, s, w in zip(row, signs, widths, strict=True)) for row in (heads, *rows)]

@@ -36,7 +36,7 @@ def virtual_devices(count: int) -> None:
     >>> mm.virtual_devices(8)  # doctest: +SKIP
     >>> front, back = np.array(jax.devices()).reshape(2, 4)  # doctest: +SKIP
     """
-    count = checks.whole("virtual_devices: the number of devices", count, 1)
+    count = checks.integer("virtual_devices: the number of devices", count, 1)
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:

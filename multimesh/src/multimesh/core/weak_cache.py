@@ -20,10 +20,10 @@ def keep_with(fn: Callable[..., Any], key: Hashable, make: Callable[[], T]) -> T
     """
     try:
         with _lock:
-            mine = _kept.setdefault(fn, {})
-            if key not in mine:
-                mine[key] = make()
-            return mine[key]
+            values = _kept.setdefault(fn, {})
+            if key not in values:
+                values[key] = make()
+            return values[key]
     except TypeError:
         return make()
 

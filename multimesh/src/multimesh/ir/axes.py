@@ -38,9 +38,9 @@ class Array:
         self.axes[d] = axes
         return True
 
-    def decide(self, given: Iterable[tuple[int, Axes]]) -> None:
+    def decide(self, dims: Iterable[tuple[int, Axes]]) -> None:
         """Fix the axes of dimensions. One that its axes do not divide is replicated."""
-        for d, axes in given:
+        for d, axes in dims:
             self.axes[d] = None
             if not self.take(d, self.present(axes)):
                 self.axes[d] = ()

@@ -50,8 +50,8 @@ def _constrain(op: ir.Op, args: Sequence[Any]) -> Sequence[Any] | None:
             "or a logical axis with multimesh.with_sharding_constraint",
         )
     layout = carry_over(sharding.spec, x.shape, mesh)
-    whole = [axes for _, axes in decisions(sharding.spec, x.ndim) if set(lost).isdisjoint(axes)]
-    uneven = [axis for axes in whole for axis in axes if axis not in axis_names(layout.spec)]
+    axes_left = [axes for _, axes in decisions(sharding.spec, x.ndim) if set(lost).isdisjoint(axes)]
+    uneven = [axis for axes in axes_left for axis in axes if axis not in axis_names(layout.spec)]
     if uneven:
         _compat.warn_at(
             _compat.user_line(op.source),

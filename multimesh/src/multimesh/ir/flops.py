@@ -27,9 +27,9 @@ def count_program(jaxpr: Any) -> float:
 def product_sizes(params: dict[str, Any], ins: Sequence[Any]) -> tuple[int, float, int, float]:
     """Return the sizes of a ``dot_general``: ``batch`` products of ``[m, k]`` and ``[k, n]``, as (batch, m, k, n)."""
     (contracted, _), (batched, _) = params["dimension_numbers"]
-    left, right = ir.shape(ins[0]), ir.shape(ins[1])
-    batch, k = (math.prod(left[d] for d in dims) for dims in (batched, contracted))
-    return batch, math.prod(left) / max(1, batch * k), k, math.prod(right) / max(1, batch * k)
+    lhs, rhs = ir.shape(ins[0]), ir.shape(ins[1])
+    batch, k = (math.prod(lhs[d] for d in dims) for dims in (batched, contracted))
+    return batch, math.prod(lhs) / max(1, batch * k), k, math.prod(rhs) / max(1, batch * k)
 
 
 def operations(name: str, params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> float:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from jax.extend.core import primitives
+
 from multimesh.core.grouping import group
 from multimesh.ir.program import AnyItem, Atom, Item, Loop, Op, Value
 
@@ -22,13 +24,13 @@ def readers(ops: Iterable[Op]) -> dict[Value, list[Op]]:
     return group((v, op) for op in ops for v in op.reads)
 
 
-def with_first_reader(ops: Sequence[Item], chosen: Sequence[int | None], rest: int) -> list[int]:
-    """Return a group number for each operation: its own, or that of its first user, or else ``rest``."""
+def with_first_reader(ops: Sequence[Item], chosen: Sequence[int | None], others: int) -> list[int]:
+    """Return a group number for each operation: its own, or that of its first user, or else ``others``."""
     first: dict[Value, int] = {}
-    done = [rest] * len(ops)
+    done = [others] * len(ops)
     for i in reversed(range(len(ops))):
         at = chosen[i]
-        done[i] = min((first[o] for o in ops[i].outs if o in first), default=rest) if at is None else at
+        done[i] = min((first[o] for o in ops[i].outs if o in first), default=others) if at is None else at
         for v in ops[i].needs:
             first[v] = min(first.get(v, done[i]), done[i])
     return done
@@ -66,6 +68,38 @@ def chain(op: Op, operands: Sequence[Atom], out: Value) -> list[Op]:
     return again
 
 
+def take_slice(like: Op, value: Value, lows: Sequence[int], highs: Sequence[int], items: list[AnyItem]) -> Value:
+    """Return a slice of a value. Unless it is all of it, add its operation, beside ``like``, to ``items``."""
+    shape = tuple(high - low for low, high in zip(lows, highs, strict=True))
+    if shape == value.aval.shape:
+        return value
+    result = Value(value.aval.update(shape=shape))
+    params = {"start_indices": tuple(lows), "limit_indices": tuple(highs), "strides": None}
+    items.append(replace(like, prim=primitives.slice_p, params=params, ins=(value,), outs=(result,), ctx=None))
+    return result
+
+
+def take_rows(like: Op, value: Value, dim: int, low: int, high: int, items: list[AnyItem]) -> Value:
+    """Return the rows ``low`` to ``high`` of a value along a dimension, as `take_slice` does."""
+    lows, highs = [0] * value.aval.ndim, list(value.aval.shape)
+    lows[dim], highs[dim] = low, high
+    return take_slice(like, value, lows, highs, items)
+
+
+def join_parts(like: Op, parts: Sequence[Value], dim: int, items: list[AnyItem]) -> Value:
+    """Return the concatenation of parts. If there are several, add its operation, beside ``like``, to ``items``."""
+    if len(parts) == 1:
+        return parts[0]
+    shape = list(parts[0].aval.shape)
+    shape[dim] = sum(part.aval.shape[dim] for part in parts)
+    result = Value(parts[0].aval.update(shape=tuple(shape)))
+    params = {"dimension": dim}
+    items.append(
+        replace(like, prim=primitives.concatenate_p, params=params, ins=tuple(parts), outs=(result,), ctx=None)
+    )
+    return result
+
+
 def rename_loop(loop: Loop, names: Names) -> Loop:
     """Return the loop with outer values replaced."""
     return replace(
@@ -79,12 +113,12 @@ def rename_loop(loop: Loop, names: Names) -> Loop:
 
 def with_leaves(loop: Loop, leaves: Iterable[Atom]) -> Loop:
     """Return the loop with other leaves, given in the order of its own."""
-    left = iter(leaves)
+    remaining = iter(leaves)
     return replace(
         loop,
-        sums=tuple(replace(s, leaf=next(left)) for s in loop.sums),
-        stacks={out: next(left) for out in loop.stacks},
-        carries={k: replace(c, leaf=next(left)) for k, c in loop.carries.items()},
+        sums=tuple(replace(s, leaf=next(remaining)) for s in loop.sums),
+        stacks={out: next(remaining) for out in loop.stacks},
+        carries={k: replace(c, leaf=next(remaining)) for k, c in loop.carries.items()},
     )
 
 

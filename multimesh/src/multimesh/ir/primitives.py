@@ -100,9 +100,9 @@ def links(op: ir.Op) -> Iterator[Group]:
     """Yield groups of dimensions that an operation keeps together."""
     rule = lookup(op).links
     for group in rule(op) if rule is not None else ():
-        kept = tuple((atom, dim) for atom, dim in group if isinstance(atom, ir.Value))
-        if len(kept) > 1:
-            yield kept
+        dims = tuple((atom, dim) for atom, dim in group if isinstance(atom, ir.Value))
+        if len(dims) > 1:
+            yield dims
 
 
 def linear_in(op: ir.Op) -> tuple[int, ...]:
@@ -121,9 +121,9 @@ def sums_over(op: ir.Op, maker: Mapping[ir.Value, ir.Op]) -> Iterator[Group]:
     if op.prim is _SCATTER_ADD and not is_zero(op.ins[0], maker):
         return  # what it adds to would be in every part of the sum
     for group in rule(op):
-        kept = tuple((atom, dim) for atom, dim in group if isinstance(atom, ir.Value))
-        if len({v for v, _ in kept}) == len(group):
-            yield kept
+        dims = tuple((atom, dim) for atom, dim in group if isinstance(atom, ir.Value))
+        if len({v for v, _ in dims}) == len(group):
+            yield dims
 
 
 def is_zero(atom: ir.Atom, maker: Mapping[ir.Value, ir.Op]) -> bool:
@@ -139,13 +139,13 @@ def is_zero(atom: ir.Atom, maker: Mapping[ir.Value, ir.Op]) -> bool:
 def _same_shape(op: ir.Op) -> _Groups:
     """Link elementwise operands and results. Each of several results (of a barrier) goes with its own operand."""
     if len(op.outs) > 1:
-        for given, out in zip(op.ins, op.outs, strict=False):
-            yield from ([(given, d), (out, d)] for d in range(len(ir.shape(out))))
+        for operand, out in zip(op.ins, op.outs, strict=False):
+            yield from ([(operand, d), (out, d)] for d in range(len(ir.shape(out))))
         return
     (out,) = op.outs
-    alike = [i for i in op.ins if len(ir.shape(i)) == len(ir.shape(out))]
+    operands = [i for i in op.ins if len(ir.shape(i)) == len(ir.shape(out))]
     for d, size in enumerate(ir.shape(out)):
-        yield [(out, d), *((i, d) for i in alike if ir.shape(i)[d] == size)]
+        yield [(out, d), *((i, d) for i in operands if ir.shape(i)[d] == size)]
 
 
 def _broadcast(op: ir.Op) -> _Groups:
@@ -165,12 +165,12 @@ def _reshape(op: ir.Op) -> _Groups:
     old, new = ir.shape(x), ir.shape(out)
     i = j = 0
     while i < len(old) and j < len(new):
-        i_end, j_end, left, right = i + 1, j + 1, old[i], new[j]
-        while left != right and (i_end < len(old) or j_end < len(new)):
-            if left < right and i_end < len(old):
-                left, i_end = left * old[i_end], i_end + 1
+        i_end, j_end, i_size, j_size = i + 1, j + 1, old[i], new[j]
+        while i_size != j_size and (i_end < len(old) or j_end < len(new)):
+            if i_size < j_size and i_end < len(old):
+                i_size, i_end = i_size * old[i_end], i_end + 1
             elif j_end < len(new):
-                right, j_end = right * new[j_end], j_end + 1
+                j_size, j_end = j_size * new[j_end], j_end + 1
             else:
                 return
         yield [(x, _outermost(old, i, i_end)), (out, _outermost(new, j, j_end))]
@@ -183,27 +183,27 @@ def _outermost(shape: Sequence[int], start: int, end: int) -> int:
 
 def _squeeze(op: ir.Op) -> _Groups:
     x, gone = op.ins[0], {d % len(ir.shape(op.ins[0])) for d in op.params["dimensions"]}
-    kept = (d for d in range(len(ir.shape(x))) if d not in gone)
-    yield from ([(x, d), (op.outs[0], at)] for at, d in enumerate(kept))
+    dims = (d for d in range(len(ir.shape(x))) if d not in gone)
+    yield from ([(x, d), (op.outs[0], at)] for at, d in enumerate(dims))
 
 
 def _reduce(op: ir.Op) -> _Groups:
     gone = set(op.params["axes"])
     for x in op.ins:
-        kept = (d for d in range(len(ir.shape(x))) if d not in gone)
-        yield from ([(x, d), (op.outs[0], at)] for at, d in enumerate(kept))
+        dims = (d for d in range(len(ir.shape(x))) if d not in gone)
+        yield from ([(x, d), (op.outs[0], at)] for at, d in enumerate(dims))
 
 
 def _dot(op: ir.Op) -> _Groups:
     """Link batch dimensions, contracted dimensions, and those of one operand with the result's."""
     (left_sum, right_sum), (left_batch, right_batch) = op.params["dimension_numbers"]
-    left, right, out = op.ins[0], op.ins[1], op.outs[0]
-    yield from ([(left, a), (right, b)] for a, b in zip(left_sum, right_sum, strict=True))
+    lhs, rhs, out = op.ins[0], op.ins[1], op.outs[0]
+    yield from ([(lhs, a), (rhs, b)] for a, b in zip(left_sum, right_sum, strict=True))
     at = 0
     for a, b in zip(left_batch, right_batch, strict=True):
-        yield [(left, a), (right, b), (out, at)]
+        yield [(lhs, a), (rhs, b), (out, at)]
         at += 1
-    for x, used in ((left, {*left_sum, *left_batch}), (right, {*right_sum, *right_batch})):
+    for x, used in ((lhs, {*left_sum, *left_batch}), (rhs, {*right_sum, *right_batch})):
         for d in range(len(ir.shape(x))):
             if d not in used:
                 yield [(x, d), (out, at)]
@@ -215,14 +215,14 @@ def _gather(op: ir.Op) -> _Groups:
     numbers, sizes = op.params["dimension_numbers"], op.params["slice_sizes"]
     x, indices, out = op.ins[0], op.ins[1], op.outs[0]
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    whole = [d for d in range(len(ir.shape(x))) if d not in gone]
-    for d, at in zip(whole, numbers.offset_dims, strict=True):
+    full = [d for d in range(len(ir.shape(x))) if d not in gone]
+    for d, at in zip(full, numbers.offset_dims, strict=True):
         if sizes[d] == ir.shape(x)[d]:
             yield [(x, d), (out, at)]
     for d, at in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
         yield [(x, d), (indices, at)]
-    rest = [at for at in range(len(ir.shape(out))) if at not in numbers.offset_dims]
-    yield from ([(indices, d), (out, at)] for d, at in enumerate(rest))
+    batch_dims = [at for at in range(len(ir.shape(out))) if at not in numbers.offset_dims]
+    yield from ([(indices, d), (out, at)] for d, at in enumerate(batch_dims))
 
 
 def _same_index(op: ir.Op) -> _Groups:
@@ -240,10 +240,10 @@ def _scatter(op: ir.Op) -> _Groups:
     gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     window = dict(zip((d for d in range(len(ir.shape(x))) if d not in gone), numbers.update_window_dims, strict=True))
     for d, size in enumerate(ir.shape(x)):
-        whole = d in window and ir.shape(updates)[window[d]] == size
-        yield [(x, d), (op.outs[0], d), *([(updates, window[d])] if whole else [])]
-    rest = [at for at in range(len(ir.shape(updates))) if at not in numbers.update_window_dims]
-    yield from ([(indices, d), (updates, at)] for d, at in enumerate(rest))
+        full = d in window and ir.shape(updates)[window[d]] == size
+        yield [(x, d), (op.outs[0], d), *([(updates, window[d])] if full else [])]
+    batch_dims = [at for at in range(len(ir.shape(updates))) if at not in numbers.update_window_dims]
+    yield from ([(indices, d), (updates, at)] for d, at in enumerate(batch_dims))
 
 
 def _convolution(op: ir.Op) -> _Groups:
@@ -275,8 +275,8 @@ def _attention(op: ir.Op) -> _Groups:
 
 
 def _product_sums(op: ir.Op) -> _Groups:
-    (left, right), _ = op.params["dimension_numbers"]
-    yield from ([(op.ins[0], a), (op.ins[1], b)] for a, b in zip(left, right, strict=True))
+    (lhs, rhs), _ = op.params["dimension_numbers"]
+    yield from ([(op.ins[0], a), (op.ins[1], b)] for a, b in zip(lhs, rhs, strict=True))
 
 
 def _reduce_sums(op: ir.Op) -> _Groups:
@@ -428,8 +428,8 @@ def is_small(value: ir.Value) -> bool:
     return value.aval.size <= _KEY
 
 
-def halves(op: ir.Op, given: ir.Value) -> bool:
+def halves(op: ir.Op, value: ir.Value) -> bool:
     """Return whether an operation takes at most half of an operand, as a slice of stacked weights does."""
-    return 2 * sum(o.aval.size for o in op.outs) <= given.aval.size or (
-        op.prim.name == "split" and all(2 * o.aval.size <= given.aval.size for o in op.outs)
+    return 2 * sum(o.aval.size for o in op.outs) <= value.aval.size or (
+        op.prim.name == "split" and all(2 * o.aval.size <= value.aval.size for o in op.outs)
     )

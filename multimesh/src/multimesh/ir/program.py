@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from jax.sharding import Mesh, PartitionSpec
 
 from multimesh.core import _compat
-from multimesh.core.row_blocks import Stacks
 from multimesh.core.submesh import Placement
+from multimesh.stacked.row_blocks import Stacks
 
 _numbers = itertools.count()
 
@@ -111,8 +111,6 @@ class LoopMark:
 
     count: int
     schedule: Any
-    num_stages: int | None = None
-    interleave: int = 1
     where: str = ""
     carries: bool = False
     accumulate: Any = None
@@ -155,11 +153,11 @@ class Loop:
 
     def __str__(self) -> str:
         head = f"{', '.join(map(str, self.outs))} = loop x{self.mark.count} {self.mark.schedule}"
-        given = [f"{inner} <- {outer}" for inner, outer in self.consts.items() if isinstance(outer, Value)]
+        constants = [f"{inner} <- {outer}" for inner, outer in self.consts.items() if isinstance(outer, Value)]
         cut = [f"{inner} <- {outer}[k]" for inner, outer in self.slices.items()]
         sums = [f"{s.out} += {s.leaf}" for s in self.sums] + [f"{o} = stack {i}" for o, i in self.stacks.items()]
-        kept = [f"{inner} <- {c.init}, then {c.leaf}; {c.out} the last" for inner, c in self.carries.items()]
-        lines = [*given, *cut, *map(str, self.ops), *sums, *kept]
+        carries = [f"{inner} <- {c.init}, then {c.leaf}; {c.out} the last" for inner, c in self.carries.items()]
+        lines = [*constants, *cut, *map(str, self.ops), *sums, *carries]
         return "\n".join([head, *(f"  {line}" for line in lines)])
 
 
@@ -170,7 +168,7 @@ Item = Op | Loop
 class Program:
     """A whole traced function: inputs, captured constants, items in topological order, outputs.
 
-    ``home`` is the submesh of what no task decides, and ``given`` has the submeshes that inputs are given on. A placed
+    ``home`` is the submesh of what no task decides, and ``input_homes`` has the submeshes that inputs lie on. A placed
     program has ``homes``, the submesh of every value that an operation or a loop makes, and may have ``specs``: those
     of inputs on submeshes that constraints say. Of ``stacks``, inputs and outputs are the blocks; ``pinned`` has the
     submesh of each block of an input, and of the rows of it that are read elsewhere.
@@ -181,7 +179,7 @@ class Program:
     items: tuple[Item, ...]
     outputs: tuple[Atom, ...]
     home: Mesh | None = None
-    given: Mapping[Value, Mesh] = field(default_factory=dict)
+    input_homes: Mapping[Value, Mesh] = field(default_factory=dict)
     homes: Mapping[Value, Mesh] = field(default_factory=dict)
     specs: Mapping[tuple[Value, Mesh], PartitionSpec] = field(default_factory=dict)
     stacks: Stacks = field(default_factory=Stacks)
@@ -233,17 +231,17 @@ def values(atoms: Iterable[Atom]) -> Iterator[Value]:
 AnyItem = TypeVar("AnyItem", Op, Item)
 
 
-def live(items: Iterable[AnyItem], wanted: Iterable[Atom]) -> list[AnyItem]:
+def live(items: Iterable[AnyItem], results: Iterable[Atom]) -> list[AnyItem]:
     """Return the items that the wanted values need, and those with effects, in order: dead code is dropped."""
-    needed = set(values(wanted))
-    kept: list[AnyItem] = []
+    needed = set(values(results))
+    items_read: list[AnyItem] = []
     for item in reversed(list(items)):
         effects = item.effects if isinstance(item, Op) else any(op.effects for op in item.ops)
         if effects or any(o in needed for o in item.outs):
-            kept.append(item)
+            items_read.append(item)
             needed.update(item.needs)
-    kept.reverse()
-    return kept
+    items_read.reverse()
+    return items_read
 
 
 def all_ops(program: Program) -> Iterator[Op]:
@@ -255,3 +253,9 @@ def all_ops(program: Program) -> Iterator[Op]:
 def has_tasks(program: Program) -> bool:
     """Return whether any operation of the program is in a task."""
     return any(op.task is not None for op in all_ops(program))
+
+
+def task_meshes(program: Program) -> tuple[Mesh, ...]:
+    """Return the submeshes of the tasks of a program, in the order of their first forward use."""
+    ops = sorted(all_ops(program), key=lambda op: op.backward)
+    return tuple(dict.fromkeys(op.task.mesh for op in ops if op.task is not None))

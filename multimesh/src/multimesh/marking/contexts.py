@@ -23,7 +23,7 @@ Manager = contextlib.AbstractContextManager[None]
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The options and their defaults. The function of the same name explains each."""
+    """The options and their defaults; `context` explains each."""
 
     autoshard: bool = False
     enable_task_fusion: bool = True
@@ -57,18 +57,42 @@ def ignoring() -> bool:
 
 
 TRANSPORTS: list[str] = []
-"""Names of transports. The classes of `runtime.between.carriers` add theirs."""
+"""Names of transports. The classes of `runtime.between.transports` add theirs."""
 
 
 def context(**options: bool | str | None) -> Manager:
-    """Set several options for the calls inside a ``with`` block, or inside a function that it decorates.
+    """Set options for the calls inside a ``with`` block, or inside a function that it decorates.
+
+    Each is True, False, or None, which leaves it as it is.
 
     Parameters
     ----------
-    options
-        ``autoshard``, ``enable_task_fusion``, ``only_fuse_loop_tasks``, ``enable_recomputation``,
-        ``enable_fast_path``, ``ignore_transforms``: True, False, or None, which leaves an option as it is. The function
-        of the same name explains each.
+    autoshard
+        Derive layouts of arguments from the sharding constraints in the function (default: off). An argument keeps its
+        own layout if it is an array with a ``NamedSharding``, or if ``in_shardings`` gives one. Any other (a NumPy
+        array, an array on one device) is replicated over the submeshes that read it. Under ``autoshard`` each of its
+        dimensions takes the axes of the nearest constraint that reaches it through operations. So a weight gets a
+        layout if it, or its product with an activation, is constrained.
+    enable_task_fusion
+        Make one kernel of the tasks that a submesh runs one after the other (default: on). If it is off, every task is
+        a kernel of its own (calls of one task that follow each other stay one), and forward and backward of the last
+        stage are two. Fewer kernels cost less time to dispatch, and values within a kernel need no array.
+    only_fuse_loop_tasks
+        Restrict task fusion to microbatch loops (default: off).
+    enable_recomputation
+        Compute cheap forward values again where the backward pass of a loop reads them (default: on). Elementwise
+        operations and changes of shape are cheap. They are repeated if that takes fewer bytes than to keep their
+        results, or to send them from another submesh. If it is off, every value that the backward pass reads is kept
+        or sent. ``jax.checkpoint`` works beside it: its function is computed again, whatever that costs.
+    enable_fast_path
+        Run a function without tasks as plain ``jax.jit`` (default: on). If it is off, such a function gets a plan on
+        one submesh: the mesh of its arguments, or one device. Its microbatch loop then runs by its schedule.
+    ignore_transforms
+        Make ``task``, registered scopes, ``microbatch`` and ``with_sharding_constraint`` the identity (default: off).
+        It helps to debug. `jit` is then plain ``jax.jit``, on one device if the arguments lie on several submeshes, and
+        ``in_shardings`` and ``out_shardings`` are ignored. ``microbatch(fn)`` calls ``fn`` once with all rows. If
+        ``fn`` sums over rows, the result is the sum over microbatches; if it averages, the result is that sum divided
+        by their number. The block may also be around a part of a function that is traced.
     transport
         How arrays get from one process to another: ``"pull"`` (``jax.experimental.transfer``, over TCP; the default if
         there are CPUs) or ``"device_put"`` (NCCL; the default otherwise). The environment variable
@@ -112,59 +136,3 @@ def _apply_options(changes: dict[str, Any]) -> Iterator[None]:
             yield
     finally:
         _options.reset(token)
-
-
-def autoshard(enable: bool | None = True) -> Manager:
-    """Derive layouts of arguments from the sharding constraints in the function (default: off).
-
-    An argument keeps its own layout if it is an array with a ``NamedSharding``, or if ``in_shardings`` gives one. Any
-    other (a NumPy array, an array on one device) is replicated over the submeshes that read it. Under ``autoshard``
-    each of its dimensions takes the axes of the nearest constraint that reaches it through operations. So a weight gets
-    a layout if it, or its product with an activation, is constrained.
-    """
-    return context(autoshard=enable)
-
-
-def enable_task_fusion(enable: bool | None = True) -> Manager:
-    """Make one kernel of the tasks that a submesh runs one after the other (default: on).
-
-    If it is off, every task is a kernel of its own (calls of one task that follow each other stay one), and forward and
-    backward of the last stage are two. Fewer kernels cost less time to dispatch, and values within a kernel need no
-    array.
-    """
-    return context(enable_task_fusion=enable)
-
-
-def only_fuse_loop_tasks(enable: bool | None = True) -> Manager:
-    """Restrict task fusion to microbatch loops (default: off)."""
-    return context(only_fuse_loop_tasks=enable)
-
-
-def enable_recomputation(enable: bool | None = True) -> Manager:
-    """Compute cheap forward values again where the backward pass of a loop reads them (default: on).
-
-    Elementwise operations and changes of shape are cheap. They are repeated if that takes fewer bytes than to keep
-    their results, or to send them from another submesh. If it is off, every value that the backward pass reads is kept
-    or sent. ``jax.checkpoint`` works beside it: its function is computed again, whatever that costs.
-    """
-    return context(enable_recomputation=enable)
-
-
-def enable_fast_path(enable: bool | None = True) -> Manager:
-    """Run a function without tasks as plain ``jax.jit`` (default: on).
-
-    If it is off, such a function gets a plan on one submesh: the mesh of its arguments, or one device. Its microbatch
-    loop then runs by its schedule.
-    """
-    return context(enable_fast_path=enable)
-
-
-def ignore_transforms(ignore: bool | None = True) -> Manager:
-    """Make ``task``, registered scopes, ``microbatch`` and ``with_sharding_constraint`` the identity (default: off).
-
-    It helps to debug. `jit` is then plain ``jax.jit``, on one device if the arguments lie on several submeshes, and
-    ``in_shardings`` and ``out_shardings`` are ignored. ``microbatch(fn)`` calls ``fn`` once with all rows. If ``fn``
-    sums over rows, the result is the sum over microbatches; if it averages, the result is that sum divided by their
-    number. The block may also be around a part of a function that is traced.
-    """
-    return context(ignore_transforms=ignore)

@@ -1,11 +1,11 @@
-"""Flax modules as tasks and as arguments, and named scopes for NNX. Flax is imported only if the user did."""
+"""Flax modules as tasks and as arguments. Flax is imported only if the user did."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -55,7 +55,7 @@ def _linen_copy(module: Any, wrap: Wrap) -> Any:
 
 
 @contextlib.contextmanager
-def refuse_changes(what: Callable[[], str], args: Any) -> Iterator[None]:
+def refuse_changes(caller: Callable[[], str], args: Any) -> Iterator[None]:
     """Refuse changes of NNX objects among a traced function's arguments: they change copies, and would be lost.
 
     Raises ``UsageError`` if an object has other arrays at the end than at the beginning.
@@ -66,7 +66,7 @@ def refuse_changes(what: Callable[[], str], args: Any) -> Iterator[None]:
     changed = next((name for name in {**before, **now} if before.get(name) is not now.get(name)), None)
     if changed is not None:
         raise UsageError(
-            f"{what()} changes {changed} of a Flax NNX object among its arguments, and this change is lost, as under "
+            f"{caller()} changes {changed} of a Flax NNX object among its arguments, and this change is lost, as under "
             "jax.jit; give its state (nnx.split) as an argument, nnx.merge it inside, and return the new state"
         )
 
@@ -82,50 +82,6 @@ def _variables(args: Any) -> dict[str, Any]:
     paths = ((number, jax.tree.leaves_with_path(x)) for number, x in enumerate(objects))
     return {
         f"{type(objects[number]).__name__}{jax.tree_util.keystr(path)}": leaf
-        for number, found in paths
-        for path, leaf in found
+        for number, leaves in paths
+        for path, leaf in leaves
     }
-
-
-def scope_nnx(module: Any) -> Any:
-    """Give each child of an NNX module a ``jax.named_scope`` with its path, as Flax linen does by itself.
-
-    The ``__call__`` of each child then runs inside its scope; state and parameters stay. The children change in place.
-    ``self.layers[3].mlp`` gets the path ``layers_3/mlp``, so that ``register_task(r"layers_(\\d+)", ...)`` finds it.
-
-    Parameters
-    ----------
-    module
-        A ``flax.nnx.Module``.
-
-    Returns
-    -------
-    The module itself.
-
-    Raises
-    ------
-    UsageError
-        If ``module`` is no ``flax.nnx.Module``.
-    """
-    nnx = _flax("nnx")
-    if nnx is None or not isinstance(module, nnx.Module):
-        raise UsageError(f"scope_nnx: expected a flax.nnx.Module, got {type(module).__name__}")
-    seen: set[int] = {id(module)}
-
-    def visit(value: Any, label: str) -> None:
-        if isinstance(value, Mapping):
-            for key, child in value.items():
-                visit(child, f"{label}_{key}")
-        elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
-            for i, child in enumerate(value):
-                visit(child, f"{label}_{i}")
-        elif isinstance(value, nnx.Module) and id(value) not in seen:
-            seen.add(id(value))
-            for name, child in list(vars(value).items()):
-                visit(child, name)
-            if callable(value):
-                value.__class__ = subclass(type(value), jax.named_scope(label))
-
-    for name, child in list(vars(module).items()):
-        visit(child, name)
-    return module

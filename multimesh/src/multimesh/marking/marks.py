@@ -22,7 +22,7 @@ from multimesh.ir.program import LoopMark
 T = TypeVar("T", bound=Hashable)
 
 
-class Interned(Generic[T]):
+class MarkTable(Generic[T]):
     """The descriptions behind marks, by their digest. The name of a mark is the same in every process."""
 
     def __init__(self, prefix: str):
@@ -48,9 +48,9 @@ class Interned(Generic[T]):
         return self._items[name.removeprefix(self.prefix).partition(":")[0]]
 
 
-TASKS: Interned[Placement] = Interned("multimesh.task:")
-CONSTRAINTS: Interned[tuple[PartitionSpec, int]] = Interned("multimesh.constraint:")  # spec and rank
-LOOPS: Interned[LoopMark] = Interned("multimesh.loop:")
+TASKS: MarkTable[Placement] = MarkTable("multimesh.task:")
+CONSTRAINTS: MarkTable[tuple[PartitionSpec, int]] = MarkTable("multimesh.constraint:")  # spec and rank
+LOOPS: MarkTable[LoopMark] = MarkTable("multimesh.loop:")
 BACKWARD = "multimesh.backward"  # scope around a task whose operations are of the backward pass, whatever made them
 BODY = "multimesh.body"  # name of the inner jit that is the body of a microbatch loop
 _loop_uid = itertools.count()

@@ -6,8 +6,8 @@ import contextlib
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +18,57 @@ from jax.sharding import PartitionSpec as P
 
 from multimesh import schedules
 from multimesh.core import _compat, checks
-from multimesh.core.prefixes import spread
+from multimesh.core.names import warn_former
 from multimesh.core.specs import carry_over
 from multimesh.core.weak_cache import keep_with, weak
 from multimesh.errors import UsageError
 from multimesh.marking import contexts, marks
-from multimesh.marking.result_reductions import APART, SUMS, ReducedPart, Total, is_reduction, parts_of
+from multimesh.marking.result_reductions import (
+    STACKS,
+    STATELESS,
+    Extreme,
+    Last,
+    NoGradient,
+    ReducedPart,
+    Total,
+    is_float0,
+    is_reduction,
+    parts_of,
+)
 from multimesh.marking.rows import explain_cut, rows_of
 from multimesh.marking.tasks import call_under_mark
 from multimesh.marking.tracing import is_partitioning, is_recording, of_loop
 
+A = ParamSpec("A")
+R = TypeVar("R")
 
+
+@overload
+def microbatch(
+    fn: Callable[A, R],
+    *,
+    dim: int = 0,
+    size: int | None,
+    argnum: int = 0,
+    schedule: str | schedules.Schedule = "1f1b",
+    reduce: Any = "sum",
+    index: None = None,
+    carry: int | None = None,
+    accumulate: Any = None,
+) -> Callable[A, R]: ...
+@overload
+def microbatch(
+    fn: Callable[..., R],
+    *,
+    dim: int = 0,
+    size: int | None,
+    argnum: int = 0,
+    schedule: str | schedules.Schedule = "1f1b",
+    reduce: Any = "sum",
+    index: str,
+    carry: int | None = None,
+    accumulate: Any = None,
+) -> Callable[..., R]: ...
 def microbatch(
     fn: Callable[..., Any],
     *,
@@ -36,14 +76,11 @@ def microbatch(
     size: int | None,
     argnum: int = 0,
     schedule: str | schedules.Schedule = "1f1b",
-    interleave: int = 1,
-    num_stages: int | None = None,
-    custom_schedule: schedules.Custom | Iterable[Iterable[str | tuple[int, str]]] | None = None,
-    stack: Any = None,
     reduce: Any = "sum",
     index: str | None = None,
     carry: int | None = None,
     accumulate: Any = None,
+    **former: Any,
 ) -> Callable[..., Any]:
     """Call ``fn`` once for each microbatch of one argument, and sum, average, join or stack the results.
 
@@ -60,21 +97,13 @@ def microbatch(
     argnum
         The positional argument that is cut: a pytree of arrays with the same number of rows.
     schedule
-        The order in which `multimesh.jit` runs the stages of the loop: a name in `multimesh.schedules`, or a schedule.
-    interleave
-        The number of stages that the loop must have on each submesh; 1 leaves it to the tasks.
-    num_stages
-        The number of stages that the loop must have. `multimesh.jit` checks both numbers.
-    custom_schedule
-        A table of your own, instead: rows as `multimesh.schedules.custom` takes them, or the result of
-        `multimesh.schedules.load`. It is checked against the loop before anything is compiled.
-    stack
-        Pytree prefix of the result: leaves under True are stacked along a new first axis of length ``m``.
+        The order in which `multimesh.jit` runs the stages of the loop: a name in `multimesh.schedules`, or a schedule,
+        such as a table of your own by `multimesh.schedules.custom` or `multimesh.schedules.load`.
     reduce
-        ``"sum"``, ``"mean"``, ``"rows"``, ``"max"``, ``"min"``, ``"last"``, a reduction with ``init``, ``update`` and
-        ``finalize`` (see `multimesh.Reduction`), or a pytree prefix of the result with these, for leaves that are not
-        stacked. `multimesh.Ratio` divides sums: of losses, by that of tokens. Gradients outside of the loop
-        go through sums only.
+        ``"sum"``, ``"mean"``, ``"stack"``, ``"rows"``, ``"max"``, ``"min"``, ``"last"``, a reduction with ``init``,
+        ``update`` and ``finalize`` (see `multimesh.Reduction`), or a pytree prefix of the result with these.
+        `multimesh.Ratio` divides sums: of losses, by that of tokens. Gradients outside of the loop go through sums
+        only. Leaves under ``"stack"`` are stacked along a new first axis of length ``m``.
         Leaves under ``"rows"`` have ``size`` rows in dimension ``dim``, as predictions do; the result has those of the
         whole argument, in its order.
     index
@@ -89,6 +118,9 @@ def microbatch(
         where it is 256 times smaller than its sum. None: float32 for results of at most 65,536 elements (losses, norms,
         biases), for others their own. If the gradient is taken outside of the loop, `multimesh.jit` does the same.
 
+    former
+        Arguments of the last release that are gone, each refused or ignored with its remedy.
+
     Returns
     -------
     Callable
@@ -98,7 +130,7 @@ def microbatch(
     ------
     UsageError
         If ``size`` does not divide the rows, leaves differ in rows, a result can't be reduced, a state changes its
-        type, or the custom table is none. In `multimesh.jit`, if the schedule runs a microbatch before its state is
+        type. In `multimesh.jit`, if the schedule runs a microbatch before its state is
         there.
 
     Examples
@@ -109,17 +141,16 @@ def microbatch(
     >>> mm.microbatch(step, size=4, argnum=1, carry=2, reduce="mean")(params, batch, stats)
     >>> predictions = mm.microbatch(forward, size=4, argnum=1, reduce="rows")(params, batch)  # doctest: +SKIP
     """
+    warn_former("microbatch", former)
     checks.function("microbatch: the first argument", fn)
-    size = None if size is None else checks.whole("microbatch: size", size, 1)
-    carry = None if carry is None else checks.whole("microbatch: carry", carry)
-    interleave = checks.whole("microbatch: interleave", interleave, 1)
-    dim, argnum = checks.whole("microbatch: dim", dim), checks.whole("microbatch: argnum", argnum)
-    num_stages = None if num_stages is None else checks.whole("microbatch: num_stages", num_stages, 1)
+    size = None if size is None else checks.integer("microbatch: size", size, 1)
+    carry = None if carry is None else checks.integer("microbatch: carry", carry)
+    dim, argnum = checks.integer("microbatch: dim", dim), checks.integer("microbatch: argnum", argnum)
     if carry is not None and carry == argnum:
         raise UsageError(f"microbatch: argument {argnum} can't be cut (argnum=) and carried (carry=)")
-    plan, accumulate = _schedule(schedule, custom_schedule), _float(accumulate)
-    wanted = (stack, reduce)
-    keeps = any(way not in SUMS for way in jax.tree.leaves(reduce, is_leaf=is_reduction))
+    order, accumulate = schedules.get(schedule), _float(accumulate)
+    ways, tree_of_ways = jax.tree.flatten(reduce, is_leaf=is_reduction)
+    keeps = any(way not in STATELESS for way in ways)
 
     @functools.wraps(fn)
     def looped(*args: Any, **kwargs: Any) -> Any:
@@ -127,12 +158,12 @@ def microbatch(
             if number is not None and not -len(args) <= number < len(args):
                 raise UsageError(f"microbatch: {name}={number}, but the call has {len(args)} positional arguments")
         if contexts.ignoring():
-            if any(jax.tree.leaves(stack)) or size is None:
-                raise UsageError("microbatch: stack= and size=None need the loop; leave ignore_transforms")
+            if "stack" in ways or size is None:
+                raise UsageError('microbatch: "stack" and size=None need the loop; leave ignore_transforms')
             return fn(*args, **kwargs, **({index: np.int32(0)} if index else {}))
         if is_partitioning():
-            around = jax.sharding.get_abstract_mesh()
-            args = jax.tree.map(lambda x: _compat.enter_mesh(x, around), args)
+            outer = jax.sharding.get_abstract_mesh()
+            args = jax.tree.map(lambda x: _compat.enter_mesh(x, outer), args)
         rows = rows_of(args[argnum], dim, argnum)
         if size is not None and rows % size:
             raise UsageError(
@@ -140,9 +171,9 @@ def microbatch(
             )
         count = rows if size is None else rows // size
         line = _compat.caller_line()
-        mark = marks.LoopMark(count, plan, num_stages, interleave, line, carry is not None or keeps, accumulate)
-        alone = not is_recording() and isinstance(fn, types.FunctionType)
-        called = weak(fn) if alone else of_loop(fn)
+        mark = marks.LoopMark(count, order, line, carry is not None or keeps, accumulate)
+        weakly = not is_recording() and isinstance(fn, types.FunctionType)
+        called = weak(fn) if weakly else of_loop(fn)
 
         def loop(*args: Any, **kwargs: Any) -> Any:
             cut = functools.partial(_split, dim=dim, size=size, count=count)
@@ -157,19 +188,16 @@ def microbatch(
                     full[carry] = state
                 with explain_cut(full, argnum):
                     result = called(*full, **kwargs, **({index: number} if index else {}))
-                if carry is not None and isinstance(reduce, str) and reduce in ("sum", "mean"):
-                    _warn_of_state(result, stack, mark.where)
                 return result if carry is not None else (None, result)
 
             state = None if carry is None else args[carry]
-            parts = functools.partial(parts_of, stack=stack, reduce=reduce, dim=dim, size=size, dtype=accumulate)
+            parts = functools.partial(parts_of, reduce=reduce, dim=dim, size=size, dtype=accumulate)
             last, results = _scan(jax.jit(_compat.set_name(call, marks.BODY)), slices, state, parts, dim)
             return results if carry is None else (last, results)
 
-        if not alone:
+        if not weakly:
             return call_under_mark(marks.loop_name(mark), loop, args, kwargs)
-        leaves, tree = jax.tree.flatten(wanted, is_leaf=is_reduction)
-        key = dim, size, argnum, count, index, carry, accumulate, tuple(leaves), tree
+        key = dim, size, argnum, count, index, carry, accumulate, tuple(ways), tree_of_ways
         return call_under_mark("loop", loop, args, kwargs, lambda more, make: keep_with(fn, (*key, more), make))
 
     if index is not None:
@@ -191,25 +219,17 @@ def _hide(looped: Any, index: str) -> None:
         )
 
 
-def _schedule(schedule: str | schedules.Schedule, custom: Any) -> schedules.Schedule:
-    if custom is None:
-        return schedules.get(schedule)
-    if schedule not in ("1f1b", "custom"):  # the default, or the name of a custom schedule
-        raise UsageError(f"microbatch: schedule={str(schedule)!r} and custom_schedule= are two orders; drop one")
-    return custom if isinstance(custom, schedules.Custom) else schedules.custom(custom)
-
-
 def _float(dtype: Any) -> Any:
     """Check the dtype of sums."""
     if dtype is None:
         return None
     try:
-        found = jnp.dtype(dtype)
+        parsed = jnp.dtype(dtype)
     except TypeError:
-        found = None
-    if found is None or not jnp.issubdtype(found, jnp.floating):
+        parsed = None
+    if parsed is None or not jnp.issubdtype(parsed, jnp.floating):
         raise checks.refuse("microbatch: accumulate", 'a floating dtype such as "float32"', dtype)
-    return found
+    return parsed
 
 
 def _split(x: Any, dim: int, size: int | None, count: int) -> jax.Array:
@@ -236,8 +256,8 @@ def _join_rows(x: jax.Array, dim: int) -> jax.Array:
     size, count, *others = x.shape
     shape, layout = (size * count, *others), jax.typeof(x).sharding
     if any(layout.spec):
-        rows, _, *rest = layout.spec
-        return jnp.moveaxis(lax.reshape(x, shape, out_sharding=NamedSharding(layout.mesh, P(rows, *rest))), 0, dim)
+        rows, _, *axes = layout.spec
+        return jnp.moveaxis(lax.reshape(x, shape, out_sharding=NamedSharding(layout.mesh, P(rows, *axes))), 0, dim)
     return jnp.moveaxis(lax.reshape(x, shape), 0, dim)
 
 
@@ -254,38 +274,39 @@ def _scan(
         results = []
         for i in range(count):
             state, result = _check_state(call(jax.tree.map(lambda x, i=i: x[i], slices), state), state)
-            results.append([jnp.asarray(leaf) for leaf in jax.tree.leaves(result)])
+            results.append([leaf if is_float0(leaf) else jnp.asarray(leaf) for leaf in jax.tree.leaves(result)])
         types, (tree, parts) = results[0], cut(result)
-        reduced = [part for part in parts if part.how not in APART]
+        reduced = [part for part in parts if part.how not in STACKS]
         states = [part.how.init(part.of(types)) for part in reduced]
         for leaves in results:
             states = [_update(part, c, leaves) for part, c in zip(reduced, states, strict=True)]
-        stacks = [jnp.stack([leaves[part.start] for leaves in results]) for part in parts if part.how in APART]
+        stacks = [jnp.stack([leaves[part.start] for leaves in results]) for part in parts if part.how in STACKS]
     else:
         piece = jax.tree.map(_compat.row_struct, slices)
         shapes = _check_state(jax.eval_shape(call, piece, state), state)[1]
         types, (tree, parts) = jax.tree.leaves(shapes), cut(shapes)
-        reduced = [part for part in parts if part.how not in APART]
+        reduced = [part for part in parts if part.how not in STACKS]
 
         def body(carried: Any, piece: Any) -> tuple[Any, list[Any]]:
             states, state = carried
             state, result = call(piece, state)
             leaves = jax.tree.leaves(result)
             states = [_update(part, c, leaves) for part, c in zip(reduced, states, strict=True)]
-            return (states, jax.tree.map(_strong, state)), [leaves[part.start] for part in parts if part.how in APART]
+            return (states, jax.tree.map(_strong, state)), [leaves[part.start] for part in parts if part.how in STACKS]
 
         states = [jax.tree.map(_strong, part.how.init(part.of(types))) for part in reduced]
         (states, state), stacks = lax.scan(body, (states, state), slices)
     states_left, stacks_left = iter(states), iter(stacks)
-    made: list[Any] = []
+    outputs: list[Any] = []
     for part in parts:
-        if part.how in APART:
+        if part.how in STACKS:
             rows = next(stacks_left)
-            made.append(rows if part.how == "stack" else _join_rows(rows, dim))
+            outputs.append(rows if part.how == "stack" else _join_rows(rows, dim))
         else:
-            whole = part.how.finalize(next(states_left), count)
-            made.append(_cast(whole, types[part.start]) if isinstance(part.how, Total) else whole)
-    return state, jax.tree.unflatten(tree, made)
+            total = part.how.finalize(next(states_left), count)
+            named = isinstance(part.how, Total | Extreme | Last)
+            outputs.append(jax.tree.map(functools.partial(_cast, like=types[part.start]), total) if named else total)
+    return state, NoGradient.restore(jax.tree.unflatten(tree, outputs))
 
 
 def _update(part: ReducedPart, state: Any, leaves: Sequence[Any]) -> Any:
@@ -300,43 +321,27 @@ def _update(part: ReducedPart, state: Any, leaves: Sequence[Any]) -> Any:
 
 
 def _cast(x: jax.Array, like: Any) -> jax.Array:
-    return x if x.dtype == like.dtype else x.astype(like.dtype)
+    return _compat.cast_weak_type(x if x.dtype == like.dtype else x.astype(like.dtype), like)
 
 
-def _check_state(made: Any, given: Any) -> tuple[Any, Any]:
-    """Check that the function returned ``(state, result)`` with a state of the type it was ``given``. Return both."""
+def _check_state(output: Any, state: Any) -> tuple[Any, Any]:
+    """Check that the function returned ``(state, result)`` with a state of the type of ``state``. Return both."""
 
-    if not (isinstance(made, tuple) and len(made) == 2):
+    if not (isinstance(output, tuple) and len(output) == 2):
         raise UsageError("microbatch: with carry= the function returns (state, result)")
-    if difference := _difference(given, made[0]):
-        swapped = _difference(given, made[1]) is None
+    if difference := _difference(state, output[0]):
+        swapped = _difference(state, output[1]) is None
         order = "; the function returns (state, result), not (result, state)" if swapped else ""
         raise UsageError(f"microbatch: the state (carry=) must come out as it went in, but {difference}{order}")
-    return made
+    return output
 
 
-def _warn_of_state(made: Any, stack: Any, where: str) -> None:
-    """Warn of a new state that is a result too, and not stacked: it is summed over microbatches."""
-    if not (isinstance(made, tuple) and len(made) == 2):
-        return
-    state = {id(x) for x in jax.tree.leaves(made[0])}
-    stacked = spread(stack or False, made[1])
-    for (path, x), keep in zip(jax.tree.flatten_with_path(made[1])[0], stacked, strict=True):
-        if id(x) in state and not keep:
-            _compat.warn_at(
-                where,
-                f"microbatch: result{jax.tree_util.keystr(path)} is the new state (carry=) too, and results are summed "
-                "over microbatches; the last state is returned anyway, and stack= keeps that of each microbatch",
-            )
-            return
-
-
-def _difference(given: Any, made: Any) -> str | None:
+def _difference(before_tree: Any, after_tree: Any) -> str | None:
     """Return in words the first leaf in which a new state differs from the old one; None if they are alike.
 
     Only leaves and their paths are compared: the user's containers may have no ``==``, or one that makes arrays.
     """
-    (before, old_tree), (after, new_tree) = map(jax.tree.flatten_with_path, (given, made))
+    (before, old_tree), (after, new_tree) = map(jax.tree.flatten_with_path, (before_tree, after_tree))
     old, new = (
         {f"state{jax.tree_util.keystr(path)}": f"{jnp.result_type(x)}{[*np.shape(x)]}" for path, x in leaves}
         for leaves in (before, after)

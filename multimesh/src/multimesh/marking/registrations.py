@@ -6,7 +6,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -51,14 +51,16 @@ class Registration:
             return self.task
         return self._place(self.callback(label, backprop), label, devices)
 
-    def _place(self, answer: tuple[tuple[int, int], str], label: str, devices: tuple[jax.Device, ...]) -> Placement:
+    def _place(self, answer: Any, label: str, devices: tuple[jax.Device, ...]) -> Placement:
+        if hasattr(answer, "place_task"):  # as tasks of `multimesh.jax` have it
+            return cast("Placement", answer.place_task(label, devices))
         here = f"register_task({self.pattern.pattern!r}): what the callback returned for {label!r}"
-        wanted = "((start, stop), task_name)"
+        expected = "((start, stop), task_name)"
         try:
-            (start, stop), name = checks.many(here, answer, wanted)
+            (start, stop), name = checks.many(here, answer, expected)
         except (TypeError, ValueError):
-            raise checks.refuse(here, wanted, answer) from None
-        start, stop = (checks.whole(f"{here}: a device's number", number) for number in (start, stop))
+            raise checks.refuse(here, expected, answer) from None
+        start, stop = (checks.integer(f"{here}: a device's number", number) for number in (start, stop))
         checks.string(f"{here}: the task's name", name)
         if not 0 <= start < stop <= len(devices):
             raise UsageError(
@@ -77,9 +79,9 @@ class Registration:
         )
 
 
-def meshes(found: Iterable[Registration]) -> tuple[Mesh, ...]:
+def meshes(registrations: Iterable[Registration]) -> tuple[Mesh, ...]:
     """Return the submeshes of registrations that name one."""
-    return tuple(r.task.mesh for r in found if r.task is not None)
+    return tuple(r.task.mesh for r in registrations if r.task is not None)
 
 
 R = TypeVar("R", bound=Registration)
@@ -92,12 +94,12 @@ def in_force() -> tuple[Registration, ...]:
     return _registrations
 
 
-def add(made: R) -> R:
+def add(registration: R) -> R:
     """Put a registration in force, before all others."""
     global _registrations
     with _registrations_lock:
-        _registrations = (made, *_registrations)
-    return made
+        _registrations = (registration, *_registrations)
+    return registration
 
 
 def register_task(
@@ -112,7 +114,7 @@ def register_task(
 ) -> Registration:
     """Make every ``jax.named_scope`` whose path matches ``regex`` a task: models need no change.
 
-    Flax linen names a scope after each module. For NNX see `multimesh.scope_nnx`.
+    Flax linen names a scope after each module. For NNX write ``jax.named_scope``.
 
     Parameters
     ----------
@@ -151,14 +153,14 @@ def register_task(
         task = make_task(
             pattern.pattern, mesh=mesh, devices=devices, device_axes=device_axes, logical_axes=logical_axes
         )
-        made = Registration(pattern, task, where=_compat.caller_line())
+        registration = Registration(pattern, task, where=_compat.caller_line())
     else:
         if mesh is not None or devices is not None:
             raise UsageError(f"register_task({pattern.pattern!r}): callback= chooses the devices; drop mesh=/devices=")
         checks.callable_with(f"register_task({pattern.pattern!r}): callback=", callback, "name", "backprop")
         if dims is not None:
-            what = f"register_task({pattern.pattern!r}): dims="
-            dims = tuple(checks.whole(what, d, 1) for d in checks.many(what, dims, "a sequence of ints"))
+            label = f"register_task({pattern.pattern!r}): dims="
+            dims = tuple(checks.integer(label, d, 1) for d in checks.many(label, dims, "a sequence of ints"))
         if pattern.groups < 1:
             raise UsageError(f"register_task({pattern.pattern!r}): callback= gets group 1 of the match; add a (group)")
         here = f"register_task({pattern.pattern!r}):"
@@ -166,5 +168,5 @@ def register_task(
         logical = () if logical_axes is None else checks.pairs(f"{here} logical_axes=", logical_axes)
         if logical and axes is None:
             raise UsageError(f"{here} logical_axes= needs device_axes=")
-        made = Registration(pattern, None, callback, dims, axes, logical, _compat.caller_line())
-    return add(made)
+        registration = Registration(pattern, None, callback, dims, axes, logical, _compat.caller_line())
+    return add(registration)

@@ -12,17 +12,33 @@ gradients may go through it. Any other goes from one microbatch to the next, on 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from multimesh.core import _compat
-from multimesh.core.numbers import accumulator
-from multimesh.core.prefixes import spread
 from multimesh.errors import UsageError
+
+_SMALL = 65_536  # elements: 128 KiB more for an accumulator of float32 in place of bfloat16
+
+
+def accumulator(like: Any, target: Any) -> Any:
+    """Return the dtype in which arrays with the shape and dtype of ``like`` are summed.
+
+    ``target`` is a floating dtype, or None for float32 where that takes little memory. Dtypes that are no floating ones
+    or have as many bits are kept.
+    """
+    shape, dtype = like.shape, like.dtype
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return dtype
+    if target is None:
+        target = jnp.dtype(jnp.float32) if math.prod(shape) <= _SMALL else dtype
+    return target if jnp.finfo(target).bits > jnp.finfo(dtype).bits else dtype
 
 
 @runtime_checkable
@@ -134,9 +150,12 @@ class Ratio:
 
 
 NAMED = {"max": Extreme(jnp.maximum), "min": Extreme(jnp.minimum), "last": Last()}
-"""Reductions by name, beside `SUMS`. One that is added here needs no other line."""
+"""Reductions by name, beside `STATELESS`. One that is added here needs no other line."""
 
-SUMS = ("sum", "mean", "rows")
+STACKS = ("stack", "rows")
+"""Reductions that keep results microbatch by microbatch."""
+
+STATELESS = ("sum", "mean", *STACKS)
 """Reductions that need no state but sums."""
 
 
@@ -149,7 +168,26 @@ def _least(dtype: Any, largest: bool) -> Any:
     return jnp.iinfo(dtype).min if largest else jnp.iinfo(dtype).max
 
 
-APART = ("stack", "rows")  # results that are kept microbatch by microbatch
+def is_float0(x: Any) -> bool:
+    """Return whether a result is the gradient of an integer, which has no numbers."""
+    return getattr(x, "dtype", None) == jax.dtypes.float0
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class NoGradient:
+    """The gradient of an array of integers in trees that are reduced: one without leaves, so that it passes through."""
+
+    shape: tuple[int, ...]
+
+    @staticmethod
+    def restore(tree: Any) -> Any:
+        """Return a tree with JAX's arrays of float0 in the place of these."""
+        return jax.tree.map(
+            lambda x: np.zeros(x.shape, jax.dtypes.float0) if isinstance(x, NoGradient) else x,
+            tree,
+            is_leaf=lambda x: isinstance(x, NoGradient),
+        )
 
 
 @dataclass(frozen=True)
@@ -161,17 +199,15 @@ class ReducedPart:
     how: Any
 
     def of(self, leaves: Sequence[Any]) -> Any:
-        """Return the part of a result's leaves."""
-        return jax.tree.unflatten(self.tree, leaves[self.start : self.start + self.tree.num_leaves])
+        """Return the part of a result's leaves, with gradients of integers as `NoGradient`."""
+        part = leaves[self.start : self.start + self.tree.num_leaves]
+        return jax.tree.unflatten(self.tree, [NoGradient(x.shape) if is_float0(x) else x for x in part])
 
 
-def parts_of(
-    result: Any, stack: Any, reduce: Any, dim: int, size: int | None, dtype: Any
-) -> tuple[Any, list[ReducedPart]]:
+def parts_of(result: Any, reduce: Any, dim: int, size: int | None, dtype: Any) -> tuple[Any, list[ReducedPart]]:
     """Return the tree of reduced results, with a leaf for each part, and the parts of a result."""
     leaves = jax.tree.leaves(result)
     names = [f"result{jax.tree_util.keystr(path)}" for path, _ in jax.tree.flatten_with_path(result)[0]]
-    stacked = _prefix(stack or False, result, "stack")
     try:
         entries, above = jax.tree.flatten(reduce, is_leaf=is_reduction)
         subtrees = above.flatten_up_to(result)
@@ -181,16 +217,10 @@ def parts_of(
     start = 0
     for entry, subtree in zip(entries, subtrees, strict=True):
         tree = jax.tree.structure(subtree)
-        marks_here = stacked[start : start + tree.num_leaves]
-        if isinstance(entry, str) or not is_reduction(entry) or all(marks_here):
+        if isinstance(entry, str) or not is_reduction(entry):
             numbers = range(start, start + tree.num_leaves)
-            parts += [
-                ReducedPart(n, one, _way(names[n], leaves[n], "stack" if stacked[n] else entry, dim, size, dtype))
-                for n in numbers
-            ]
+            parts += [ReducedPart(n, one, _way(names[n], leaves[n], entry, dim, size, dtype)) for n in numbers]
             trees.append(tree)
-        elif any(marks_here):
-            raise UsageError(f"microbatch: stack= marks some of the results that {entry} reduces; mark all or none")
         else:
             parts.append(ReducedPart(start, tree, entry))
             trees.append(one)
@@ -211,27 +241,21 @@ def _way(name: str, leaf: Any, way: Any, dim: int, size: int | None, dtype: Any)
     """
     if way == "stack" or way in NAMED:
         return NAMED.get(way, way)
-    if way not in SUMS:
-        names = ", ".join(f'"{name}"' for name in (*SUMS, *NAMED))
+    if way not in STATELESS:
+        names = ", ".join(f'"{name}"' for name in (*STATELESS, *NAMED))
         raise UsageError(f"microbatch: reduce= takes {names} and objects with init, update and finalize, not {way!r}")
     if way == "rows":
         if size is None or not -leaf.ndim <= dim < leaf.ndim or leaf.shape[dim] != size:
             raise UsageError(
                 f'microbatch: reduce="rows" takes results with size= rows in dimension {dim}, not of shape '
-                f"{leaf.shape}; mark it True in stack="
+                f'{leaf.shape}; take "stack" for it'
             )
         return way
-    if not jnp.issubdtype(leaf.dtype, jnp.inexact if way == "mean" else jnp.number):
-        known = "averaged" if way == "mean" else "summed"
-        kind = "float0, the gradient of an integer," if leaf.dtype == jax.dtypes.float0 else f"dtype {leaf.dtype}"
+    if not is_float0(leaf) and not jnp.issubdtype(leaf.dtype, jnp.inexact if way == "mean" else jnp.number):
+        action = "averaged" if way == "mean" else "summed"
         count = way == "mean" and jnp.issubdtype(leaf.dtype, jnp.number)
         remedy = 'sum it, as reduce=("mean", "sum") does with the second of two, or ' if count else ""
-        raise UsageError(f"microbatch: a result of {kind} can't be {known}: {name}; {remedy}mark it True in stack=")
+        raise UsageError(
+            f'microbatch: a result of dtype {leaf.dtype} can\'t be {action}: {name}; {remedy}take reduce="stack" for it'
+        )
     return Total(dtype, way == "mean")
-
-
-def _prefix(given: Any, shapes: Any, what: str) -> list[Any]:
-    try:
-        return spread(given, shapes)
-    except ValueError as error:
-        raise UsageError(f"microbatch: {what}= must be a pytree prefix of the result: {error}") from None

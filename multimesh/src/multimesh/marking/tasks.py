@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar, overload
 
 import jax
 import numpy as np
@@ -19,7 +20,29 @@ from multimesh.marking import contexts, marks
 from multimesh.marking.flax_modules import refuse_changes, subclass, with_call
 from multimesh.marking.tracing import current_task, in_a_mesh, inside, is_partitioning, is_recording, note_task
 
+F = TypeVar("F", bound=Callable[..., Any])
 
+
+@overload
+def task(
+    fn: F,
+    name: str | None = None,
+    *,
+    mesh: Mesh | None = None,
+    devices: Any = None,
+    device_axes: Sequence[str] | None = None,
+    logical_axes: AxisMap | None = None,
+) -> F: ...
+@overload
+def task(
+    fn: None = None,
+    name: str | None = None,
+    *,
+    mesh: Mesh | None = None,
+    devices: Any = None,
+    device_axes: Sequence[str] | None = None,
+    logical_axes: AxisMap | None = None,
+) -> AbstractContextManager[None]: ...
 def task(
     fn: Callable[..., Any] | None = None,
     name: str | None = None,
@@ -55,7 +78,10 @@ def task(
 
     Examples
     --------
-    >>> stage0 = mm.task(lambda w, x: jnp.tanh(x @ w), "stage0", mesh=mesh0)  # doctest: +SKIP
+    >>> first, last = (Mesh(np.array([device]), ("data",)) for device in jax.devices()[:2])
+    >>> square, root = mm.task(jnp.square, mesh=first), mm.task(jnp.sqrt, mesh=last)
+    >>> mm.jit(lambda x: root(square(x)))(jnp.float32(3)).devices() == set(last.devices.flat)
+    True
     """
     if fn is not None and (isinstance(fn, Mesh) or not callable(fn)):
         raise UsageError(f"task: the first argument must be callable, got {type(fn).__name__}; pass a mesh as mesh=")
@@ -150,12 +176,12 @@ def mark_function(fn: Callable[..., Any], placed: Placement) -> Callable[..., An
         mark = marks.TASKS.name(placed)
         if not is_partitioning():
             return note_task(mark, placed.name, call_under_mark(mark, run, args, kwargs))
-        around, own = jax.sharding.get_abstract_mesh(), placed.types or placed.mesh
+        outer, types = jax.sharding.get_abstract_mesh(), placed.types or placed.mesh
         enter = functools.partial(_compat.enter_mesh, cut=placed.types is not None)
-        args, kwargs = jax.tree.map(lambda x: enter(x, own), (args, kwargs))
-        with inside(placed) if _compat.is_typed(own) else contextlib.nullcontext():
-            made = note_task(mark, placed.name, call_under_mark(mark, run, args, kwargs))
-        return jax.tree.map(lambda x: enter(x, around), made)
+        args, kwargs = jax.tree.map(lambda x: enter(x, types), (args, kwargs))
+        with inside(placed) if _compat.is_typed(types) else contextlib.nullcontext():
+            results = note_task(mark, placed.name, call_under_mark(mark, run, args, kwargs))
+        return jax.tree.map(lambda x: enter(x, outer), results)
 
     with contextlib.suppress(AttributeError, TypeError):
         functools.update_wrapper(call, fn)

@@ -20,28 +20,28 @@ Change = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 _tracing: contextvars.ContextVar[bool] = contextvars.ContextVar("multimesh_tracing", default=False)
 _loops: contextvars.ContextVar[Change | None] = contextvars.ContextVar("multimesh_loops", default=None)
-_told = False
+_has_warned = False
 _called: dict[str, tuple[str, str]] = {}  # a task by its mark: its name, and the line that last called it in a trace
 _compiling: contextvars.ContextVar[bool] = contextvars.ContextVar("multimesh_compiling", default=False)
 _task: contextvars.ContextVar[Placement | None] = contextvars.ContextVar("multimesh_task", default=None)
-_met: contextvars.ContextVar[list[Mesh] | None] = contextvars.ContextVar("multimesh_met", default=None)
+_meshes: contextvars.ContextVar[list[Mesh] | None] = contextvars.ContextVar("multimesh_meshes", default=None)
 
 
 @contextlib.contextmanager
-def note_meshes(met: list[Mesh]) -> Iterator[None]:
-    """Add to ``met`` the submeshes of the tasks that are traced inside the block, as far as they have Explicit axes."""
-    token = _met.set(met)
+def note_meshes(meshes: list[Mesh]) -> Iterator[None]:
+    """Add to ``meshes`` the submeshes with Explicit axes of the tasks that are traced inside the block."""
+    token = _meshes.set(meshes)
     try:
         yield
     finally:
-        _met.reset(token)
+        _meshes.reset(token)
 
 
 def note_mesh(mesh: Mesh) -> None:
     """Note the submesh of a task for `note_meshes`."""
-    met = _met.get()
-    if met is not None and mesh not in met and _compat.is_typed(mesh):
-        met.append(mesh)
+    meshes = _meshes.get()
+    if meshes is not None and mesh not in meshes and _compat.is_typed(mesh):
+        meshes.append(mesh)
 
 
 @contextlib.contextmanager
@@ -70,15 +70,15 @@ def _tell_one_program(mark: str) -> None:
 
     JAX keeps traces: the task may have been traced for `multimesh.jit`, long before.
     """
-    global _told
-    if not _told and not _compiling.get():
-        _told = True
+    global _has_warned
+    if not _has_warned and not _compiling.get():
+        _has_warned = True
         name, line = _called[mark]
         _compat.warn_at(
             line,
             f"task {name!r} is a part of one program here, and runs on the devices of that: "
             "jax.jit, nnx.jit or a loop is around it, and no multimesh.jit; call multimesh.jit in its place, or say "
-            "that one program is meant: with multimesh.ignore_transforms()",
+            "that one program is meant: with multimesh.context(ignore_transforms=True)",
         )
 
 
@@ -137,13 +137,13 @@ def inside(task: Placement) -> Iterator[None]:
         with in_a_mesh(f"task {task.name!r}"):
             yield
         return
-    token, own = _task.set(task), task.types or task.mesh
+    token, mesh = _task.set(task), task.types or task.mesh
     note_mesh(task.mesh)
     try:
-        with _compat.abstract_mesh_context(own, typed=_compat.is_typed(own)):
+        with _compat.abstract_mesh_context(mesh, typed=_compat.is_typed(mesh)):
             yield
     except Exception as error:
-        if _compat.is_typed(own) and (remedy := _types_remedy(error)):
+        if _compat.is_typed(mesh) and (remedy := _types_remedy(error)):
             raise UsageError(
                 f"{_compat.error_line(error)}: task {task.name!r}: {describe(task.mesh)} has Explicit axes, as "
                 f"jax.make_mesh makes them, so that types have layouts; {remedy}. JAX says: {_first_line(error)}"
@@ -155,7 +155,7 @@ def inside(task: Placement) -> Iterator[None]:
             raise
         raise UsageError(
             f"{_compat.error_line(error)}: inside task {task.name!r} axes are as its submesh says, "
-            f"{', '.join(f'{name} {kind.name}' for name, kind in zip(own.axis_names, own.axis_types, strict=True))}; "
+            f"{', '.join(f'{name} {kind.name}' for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True))}; "
             f"{remedy}. JAX says: {_first_line(error)}"
         ) from error
     finally:
@@ -163,7 +163,7 @@ def inside(task: Placement) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def in_a_mesh(what: str) -> Iterator[None]:
+def in_a_mesh(code: str) -> Iterator[None]:
     """Add the remedy to JAX's error if code with bare partition specs runs where no mesh has their axes.
 
     Raises ``UsageError`` in place of JAX's error, which does not know of submeshes.
@@ -171,27 +171,27 @@ def in_a_mesh(what: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        if "requires a non-empty mesh" not in str(error):
+        if not re.search("requires a non-empty mesh|not under a mesh context", str(error)):
             raise
         raise UsageError(
-            f"{_compat.error_line(error)}: {what} has a bare PartitionSpec, and runs without a submesh here; run it "
-            "under multimesh.jit, or in jax.set_mesh(mesh), or use multimesh.with_sharding_constraint, which has no "
-            "effect without a submesh"
+            f"{_compat.error_line(error)}: {code} has a bare PartitionSpec, and runs without a submesh here; run it "
+            "under multimesh.jit, outside of jax.jit, jax.checkpoint and loops, as multimesh.jit(jax.checkpoint(f)); "
+            "or in jax.set_mesh(mesh); or use multimesh.with_sharding_constraint, which has no effect without a submesh"
         ) from error
 
 
 def _axes_remedy(message: str, task: Placement) -> str | None:
     """Return what is wrong with a partition spec, and the remedy; None for any other error."""
     where = describe(task.mesh)
-    if found := re.search(r"Resource axis: (\S+) of (P.*?\)) is not found in mesh", message):
+    if match := re.search(r"Resource axis: (\S+) of (P.*?\)) is not found in mesh", message):
         return (
-            f"{found[2]} names axis {found[1]!r}, which its submesh {where} does not have; make the submesh with this "
+            f"{match[2]} names axis {match[1]!r}, which its submesh {where} does not have; make the submesh with this "
             "axis, or leave it out of the spec. Names of Flax Linen (with_partitioning, with_logical_partitioning) are "
             "axes of the submesh: rename them by rules, or drop them with flax.linen.unbox"
         )
-    if found := re.search(r"but (P.*\)) has duplicate entries for `?(\w+)", message):
+    if match := re.search(r"but (P.*\)) has duplicate entries for `?(\w+)", message):
         return (
-            f"{found[1]} lays out two dimensions along axis {found[2]!r} of its submesh {where}; name it once. Two "
+            f"{match[1]} lays out two dimensions along axis {match[2]!r} of its submesh {where}; name it once. Two "
             "names of logical_axes for one axis can't meet in one array"
         )
     return None

@@ -13,7 +13,7 @@ import jax
 from multimesh.processes import agree, post
 
 ROUNDS = 40  # questions of a clock to process 0
-QUESTIONS = 8_000  # of all clocks
+QUESTIONS = 8_000  # of all processes
 FEWEST = 4
 
 
@@ -36,33 +36,29 @@ def offset(name: str) -> tuple[float, float]:
 
     All processes call it, with a name that is used once.
 
-    One process of each clock asks process 0 for its time through JAX's key-value store. It assumes that process 0 read
-    its clock in the middle between question and answer; the error is at most half of the time between them. Of many
-    clocks each asks less often.
+    Each process of another clock asks process 0 for its time through JAX's key-value store. It assumes that process 0
+    read its clock in the middle between question and answer; the error is at most half of the time between them. Of
+    many processes each asks less often.
     """
-    me, clock, key = jax.process_index(), identity(), f"multimesh/clock/{name}"
-    another = agree.first_says(f"clock/{name}", clock) != clock
-    asks = another and post.put_first(f"{key}/{clock}/asks", b"")
+    clock, questions = identity(), f"multimesh/clock/{name}"
     asking: list[int] = []
 
-    def noted(every: Sequence[bytes]) -> bytes:
-        asking.extend(rank for rank, each in enumerate(every) if each)
-        return str(rounds(len(asking))).encode()
+    def decide(every: Sequence[bytes]) -> bytes:
+        asking.extend(rank for rank, other in enumerate(every) if other != every[0])
+        return json.dumps([every[0].decode(), rounds(len(asking))]).encode()
 
-    each = int(agree.decide_together(f"{name}/clocks", b"asks" if asks else b"", noted))
+    first, count = json.loads(agree.decide_together(f"{name}/clocks", clock.encode(), decide))
     for rank in asking:
-        answer(f"{key}/questions/{rank}", each, rank)
-    if asks:
-        post.put(f"{key}/{clock}/offset", json.dumps(ask(f"{key}/questions/{me}", each)).encode())
-    found = json.loads(post.get(f"{key}/{clock}/offset", "the clocks", 0)) if another else [0.0, 0.0]
+        answer(f"{questions}/{rank}", count, rank)
+    ahead, error = ask(f"{questions}/{jax.process_index()}", count) if clock != first else (0.0, 0.0)
     agree.decide_together(f"{name}/clocks/read", b"")
-    post.forget(f"{key}/")
-    return found[0], found[1]
+    post.forget(f"{questions}/")
+    return ahead, error
 
 
-def rounds(clocks: int) -> int:
-    """Return how often each of so many clocks is compared with that of process 0."""
-    return max(FEWEST, min(ROUNDS, QUESTIONS // max(1, clocks)))
+def rounds(processes: int) -> int:
+    """Return how often each of so many processes compares its clock with that of process 0."""
+    return max(FEWEST, min(ROUNDS, QUESTIONS // max(1, processes)))
 
 
 def answer(questions: str, rounds: int, rank: int) -> None:
@@ -72,14 +68,14 @@ def answer(questions: str, rounds: int, rank: int) -> None:
         post.put(f"{questions}/{i}/time", repr(now()).encode())
 
 
-def ask(questions: str, rounds: int) -> list[float]:
+def ask(questions: str, rounds: int) -> tuple[float, float]:
     """Return the seconds by which process 0's clock is ahead, and their possible error."""
-    found: list[tuple[float, float]] = []
+    samples: list[tuple[float, float]] = []
     for i in range(rounds):
         start = now()
         post.put(f"{questions}/{i}/asked", b"")
         theirs = float(post.get(f"{questions}/{i}/time", "the clocks", 0))
         end = now()
-        found.append((end - start, theirs - (start + end) / 2))
-    best = sorted(found)[: rounds // 4]  # those with the fastest answers
-    return [statistics.median(ahead for _, ahead in best), best[-1][0] / 2]
+        samples.append((end - start, theirs - (start + end) / 2))
+    best = sorted(samples)[: rounds // 4]  # those with the fastest answers
+    return statistics.median(ahead for _, ahead in best), best[-1][0] / 2

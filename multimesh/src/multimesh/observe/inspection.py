@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,15 @@ from multimesh import ir
 from multimesh.core import _compat
 from multimesh.core.specs import axes_of
 from multimesh.core.text import amount
-from multimesh.observe.collectives import Collective
+from multimesh.observe.hlo import Collective, count_bytes
 from multimesh.plan.instructions import Kernel, Run
 from multimesh.plan.plan import Plan
+
+_THRESHOLDS = {
+    kind: f"xla_gpu_{kind.replace('-', '_')}_combine_threshold_bytes"
+    for kind in ("all-gather", "all-reduce", "reduce-scatter")
+}
+"""XLA's flag for the bytes up to which it joins collectives of a kind."""
 
 _WAITS = 10_000_000  # bytes of a collective that nothing hides
 
@@ -30,8 +37,8 @@ class Finding:
     Attributes
     ----------
     rule
-        One of ``gathered-weights``, ``per-microbatch``, ``float32-product``, ``synchronous``, ``replicated`` and
-        ``all-to-all``.
+        One of ``gathered-weights``, ``gathered-again``, ``per-microbatch``, ``float32-product``, ``synchronous``,
+        ``replicated`` and ``all-to-all``.
     kernel
         Index into ``Plan.kernels``.
     nbytes
@@ -59,23 +66,24 @@ def inspect(plan: Plan, programs: Sequence[Sequence[Collective]], least: int) ->
     ``programs``: the collectives of each kernel, in the order of ``plan.kernels``.
     """
     times = collections.Counter(run.kernel for run in plan.runs)
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for number, run in plan.first_runs.items():
-        seen = _Kernel(plan, number, run, programs[number], times[number])
+        kernel = _Kernel(plan, number, run, programs[number], times[number])
         for rule in (
             _find_gathered_weights,
+            _find_gathered_again,
             _find_per_microbatch,
             _find_float32_products,
             _find_synchronous,
             _find_whole_results,
             _find_all_to_alls,
         ):
-            found += rule(seen)
+            findings += rule(kernel)
     most: dict[tuple[str, str, str], Finding] = {}
-    for each in found:
-        if each.nbytes >= least:
-            key = each.rule, each.line, each.text
-            most[key] = max(most.get(key, each), each, key=lambda one: one.nbytes)
+    for finding in findings:
+        if finding.nbytes >= least:
+            key = finding.rule, finding.line, finding.text
+            most[key] = max(most.get(key, finding), finding, key=lambda one: one.nbytes)
     return tuple(sorted(most.values(), key=lambda one: -one.nbytes))
 
 
@@ -102,34 +110,29 @@ class _Kernel:
         """Shapes and layouts of arguments of the call that are no rows of a microbatch: parameters."""
         before = len(self.kernel.sums) + bool(self.kernel.rows) + len(self.kernel.rows)
         for slot in self.run.ins[before:]:
-            if slot in self.plan.given and len(self.plan.slots[slot].shape) > 1:
+            if slot in self.plan.initial_slots and len(self.plan.slots[slot].shape) > 1:
                 yield self.plan.slots[slot].shape, self.plan.layouts[slot]
 
-    @property
+    @functools.cached_property
     def data_axes(self) -> set[str]:
-        """Axes of the mesh that divide rows of the batch: the first dimension of values that are no parameters."""
-        slots = (slot for slot in (*self.run.ins, *self.run.outs) if slot not in self.plan.given)
-        layouts = [self.plan.layouts[slot] for slot in slots if slot not in self.run.ins[: len(self.kernel.sums)]]
-        before = len(self.kernel.sums) + bool(self.kernel.rows)
-        layouts += [self.plan.layouts[slot] for slot in self.run.ins[before : before + len(self.kernel.rows)]]
-        names = {axis for layout in layouts for part in layout.spec[:1] for axis in axes_of(part)}
-        stacked = {
-            axis
-            for slot in self.run.ins[before : before + len(self.kernel.rows)]
-            for part in self.plan.layouts[slot].spec[1:2]
-            for axis in axes_of(part)
-        }
-        return {axis for axis in names | stacked if self.mesh.shape[axis] > 1}
+        """Axes of the mesh that divide rows of the batch, on any submesh: those of what the loop cuts."""
+        names: set[str] = set()
+        for number, run in self.plan.first_runs.items():
+            kernel = self.plan.kernels[number]
+            before = len(kernel.sums) + bool(kernel.rows)
+            for slot in run.ins[before : before + len(kernel.rows)]:
+                names |= {axis for part in self.plan.layouts[slot].spec[:2] for axis in axes_of(part)}
+        return {axis for axis in names if self.mesh.shape.get(axis, 1) > 1}
 
     def gathered(self, collective: Collective) -> set[str] | None:
         """Return the axes over which an all-gather completes a parameter; None if it gathers something else."""
         if collective.kind != "all-gather":
             return None
         axes = set(collective.axes(self.mesh))
-        for (_, shape), (whole, layout) in itertools.product(collective.arrays, self.weights):
+        for (_, shape), (full, layout) in itertools.product(collective.arrays, self.weights):
             if axes & {axis for part in layout.spec for axis in axes_of(part)} and sorted(shape) in (
-                sorted(whole),
-                sorted(_shard(whole, layout, axes)),
+                sorted(full),
+                sorted(_shard(full, layout, axes)),
             ):
                 return axes
         return None
@@ -164,26 +167,45 @@ def _shard(shape: tuple[int, ...], layout: NamedSharding, without: set[str]) -> 
 
 def _find_gathered_weights(of: _Kernel) -> Iterator[Finding]:
     """Yield parameters that each microbatch gathers along an axis that divides no rows, and so not for FSDP."""
-    for each in of.in_loop:
-        axes = of.gathered(each)
+    for call in of.in_loop:
+        axes = of.gathered(call)
         if axes and not axes & of.data_axes:
             yield of.find_moving(
-                "gathered-weights", each,
-                f"gathers a parameter along {_names(axes)} for each microbatch: {_cost(each, of)}; "
+                "gathered-weights", call,
+                f"gathers a parameter along {_names(axes)} for each microbatch: {_cost(call, of)}; "
                 "constrain operand or result so that features, not tokens, are divided along that axis",
+            )  # fmt: skip
+
+
+def _find_gathered_again(of: _Kernel) -> Iterator[Finding]:
+    """Yield arrays that a kernel gathers several times along the same axes: once for each operation that reads them."""
+    gathers: dict[tuple[str, Any, tuple[str, ...]], list[Collective]] = {}
+    for call in of.collectives:
+        for source, array in zip(call.sources, call.arrays, strict=False) if call.kind == "all-gather" else ():
+            gathers.setdefault((source, array, call.axes(of.mesh)), []).append(call)
+    for (_, array, axes), calls in gathers.items():
+        name = f"{array[0]}[{','.join(map(str, array[1]))}]"
+        size = (len(calls) - 1) * count_bytes(name) * calls[0].times * of.times
+        if len(calls) > 1:
+            kind = "parameter" if of.gathered(replace(calls[0], arrays=(array,))) else "value"
+            yield of.find(
+                "gathered-again", size, of.line(calls[0]),
+                f"gathers the {kind} {name} {len(calls)} times along {_names(axes)}, {amount(size, 'bytes')} a call "
+                "too many; constrain it to its layout without that axis before all that reads it, or make one of the "
+                "products (in MaxText fused_qkv=true, fused_mlp=true)",
             )  # fmt: skip
 
 
 def _find_per_microbatch(of: _Kernel) -> Iterator[Finding]:
     """Yield collectives over axes of the data in the loop, apart from those of parameters divided over them."""
     sharded = {axis for _, layout in of.weights for part in layout.spec for axis in axes_of(part)} & of.data_axes
-    for each in of.in_loop:
-        axes = set(each.axes(of.mesh)) & of.data_axes
-        if not axes or of.gathered(each) or (sharded & axes and each.kind in ("reduce-scatter", "all-reduce")):
+    for call in of.in_loop:
+        axes = set(call.axes(of.mesh)) & of.data_axes
+        if not axes or of.gathered(call) or (sharded & axes and call.kind in ("reduce-scatter", "all-reduce")):
             continue
         yield of.find_moving(
-            "per-microbatch", each,
-            f"runs {_cost(each, of)} along {_names(axes)}, over which rows are divided, for each microbatch; "
+            "per-microbatch", call,
+            f"runs {_cost(call, of)} along {_names(axes)}, over which rows are divided, for each microbatch; "
             "sum on each device and reduce after the loop, or keep rows divided",
         )  # fmt: skip
 
@@ -203,13 +225,15 @@ def _find_synchronous(of: _Kernel) -> Iterator[Finding]:
     """Yield large collectives beside which nothing runs. CPUs have no others."""
     if of.mesh.devices.flat[0].platform == "cpu":
         return
-    for each in of.collectives:
-        if not each.asynchronous and each.nbytes > _WAITS:
+    for call in of.collectives:
+        if not call.asynchronous and call.nbytes > _WAITS:
+            remedy = "smaller microbatches or fewer devices along the axis make it shorter"
+            if len(call.arrays) > 1 and (threshold := _THRESHOLDS.get(call.kind)):
+                remedy = f"XLA joined {len(call.arrays)} arrays; with --{threshold}={call.nbytes // 2} some hide others"
             yield of.find_moving(
-                "synchronous", each,
-                f"waits for {_cost(each, of)} along {_names(each.axes(of.mesh))}: XLA found nothing to run beside it; "
-                "smaller microbatches or fewer devices along the axis make it shorter, and of two independent "
-                "halves each hides the other's",
+                "synchronous", call,
+                f"waits for {_cost(call, of)} along {_names(call.axes(of.mesh))}: XLA found nothing to run beside it; "
+                f"{remedy}",
             )  # fmt: skip
 
 
@@ -231,11 +255,11 @@ def _find_whole_results(of: _Kernel) -> Iterator[Finding]:
 
 def _find_all_to_alls(of: _Kernel) -> Iterator[Finding]:
     """Yield all-to-alls that no operation of the user is: the partitioner changes a layout."""
-    for each in of.collectives:
-        if each.kind == "all-to-all" and "all_to_all" not in each.operation and "ragged" not in each.operation:
+    for call in of.collectives:
+        if call.kind == "all-to-all" and "all_to_all" not in call.operation and "ragged" not in call.operation:
             yield of.find_moving(
-                "all-to-all", each,
-                f"changes a layout along {_names(each.axes(of.mesh))} by {_cost(each, of)}; a "
+                "all-to-all", call,
+                f"changes a layout along {_names(call.axes(of.mesh))} by {_cost(call, of)}; a "
                 "with_sharding_constraint of the operand that has the layout of the result saves it",
             )  # fmt: skip
 
@@ -259,5 +283,5 @@ def _products(ops: Iterable[ir.Op]) -> Iterator[tuple[str, tuple[int, ...], str]
         elif op.prim.name in ("reshape", "transpose", "sharding_constraint", "multimesh_leave") and op.ins[0] in narrow:
             narrow[op.outs[0]] = narrow[op.ins[0]]
         elif op.prim.name == "dot_general" and all(operand in narrow for operand in op.ins):
-            found = [narrow[operand] for operand in op.ins]
-            yield found[0][0], tuple(size for _, size in found), _compat.user_line(op.source)
+            operands = [narrow[operand] for operand in op.ins]
+            yield operands[0][0], tuple(size for _, size in operands), _compat.user_line(op.source)

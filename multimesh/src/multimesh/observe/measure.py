@@ -17,16 +17,16 @@ from multimesh.plan.instructions import Send
 from multimesh.plan.plan import Plan
 from multimesh.plan.timing import Times
 from multimesh.processes import agree
-from multimesh.runtime.actions import Action, actions, processes, whole
+from multimesh.runtime.actions import Action, actions, all_actions, processes
+from multimesh.runtime.resharding import Call
 from multimesh.runtime.runner import Runner, copy_buffer, watch_calls
-from multimesh.runtime.transport import Call
 
 _WAITERS = 64  # threads, each of which waits for the arrays of a move
 _profiles = itertools.count(1)
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRun:
     """A measured run, in seconds."""
 
     times: Times  # start and end of each RUN and SEND, by number of the instruction
@@ -39,7 +39,7 @@ class Measured:
         return max((end for _, end in self.times.values()), default=0.0)
 
 
-class Alone:
+class SerialMeasurement:
     """The measurement of a plan of one process: one kernel or transfer at a time."""
 
     note = "one kernel at a time, each waited for: nothing overlaps here"
@@ -48,23 +48,23 @@ class Alone:
         self._runner = runner
         self._calls = runner.bound(actions(runner.compiled.plan, lambda transfer: transfer.id))
 
-    def run(self, args: Sequence[Any]) -> Measured:
+    def run(self, args: Sequence[Any]) -> MeasuredRun:
         """Measure every kernel and transfer by itself."""
         env = _ready(self._runner.staged(self._runner.in_blocks(_copies(args))))
         times: dict[int, tuple[float, float]] = {}
         origin = clocks.now()
 
         def observe(action: Action, call: Call) -> Call:
-            def waited(*given: Any) -> Sequence[Any]:
+            def waited(*arrays: Any) -> Sequence[Any]:
                 start = clocks.now()
-                results = _ready(call(*given))
+                results = _ready(call(*arrays))
                 times[action.instructions[0]] = start - origin, clocks.now() - origin
                 return results
 
             return waited
 
         self._runner.run(env, watch_calls(self._calls, observe))
-        return Measured(times, {number: end - start for number, (start, end) in times.items()})
+        return MeasuredRun(times, {number: end - start for number, (start, end) in times.items()})
 
     def call(self, args: Sequence[Any]) -> float:
         """Return the seconds of an ordinary call."""
@@ -73,7 +73,7 @@ class Alone:
 
 
 @dataclass
-class Seen:
+class Observations:
     """Times that one process saw in a run, by number of the action, on the clock of process 0."""
 
     runs: dict[int, tuple[float, float]] = field(default_factory=dict)  # start and end of its kernels
@@ -81,14 +81,14 @@ class Seen:
     got: dict[int, tuple[float, float]] = field(default_factory=dict)  # when they were asked for, and when they arrived
 
 
-class _Watch:
+class _RunObserver:
     """The observer of one process's run, one kernel at a time.
 
     While a kernel runs, the transfers after it are under way, as in an ordinary call; threads wait for their arrays.
     """
 
     def __init__(self, plan: Plan, pool: ThreadPoolExecutor, ahead: float) -> None:
-        self.seen, self._now = Seen(), lambda: clocks.now() + ahead
+        self.record, self._now = Observations(), lambda: clocks.now() + ahead
         self._here, self._pool = [jax.process_index() in owners for owners in processes(plan)], pool
         self._arriving: dict[int, Future[None]] = {}  # slot to the thread that waits for its array
         self._running: tuple[Action, float, Sequence[Any]] | None = None
@@ -98,44 +98,44 @@ class _Watch:
         """See `Observer`."""
         return functools.partial(self._move if action.kernel is None else self._run, action, call)
 
-    def _run(self, action: Action, call: Call, *given: Any) -> Sequence[Any]:
+    def _run(self, action: Action, call: Call, *arrays: Any) -> Sequence[Any]:
         self.finish()
         for slot in self._arriving.keys() & set(action.ins):
             self._arriving.pop(slot).result()
         start = self._now()
-        results = call(*given)
+        results = call(*arrays)
         self._running = action, start, results
         return results
 
-    def _move(self, action: Action, call: Call, *given: Any) -> Sequence[Any]:
+    def _move(self, action: Action, call: Call, *arrays: Any) -> Sequence[Any]:
         start = self._now()
-        results = call(*given)
+        results = call(*arrays)
         sends, receives = (self._here[submesh] for submesh in action.submeshes)
         if sends and self._running is not None and not set(self._running[0].outs).isdisjoint(action.ins):
             self._unsent.append(action.number)
         elif sends:
-            self.seen.sent[action.number] = start
+            self.record.sent[action.number] = start
         if receives:
             arrival = self._pool.submit(self._arrived, action.number, start, results)
             self._arriving.update(dict.fromkeys(action.outs, arrival))
         return results
 
-    def _arrived(self, number: int, asked: float, results: Sequence[Any]) -> None:
+    def _arrived(self, number: int, requested: float, results: Sequence[Any]) -> None:
         jax.block_until_ready(results)
-        self.seen.got[number] = asked, self._now()
+        self.record.got[number] = requested, self._now()
 
     def finish(self) -> None:
         """Wait for the kernel that runs."""
         if self._running is not None:
             action, start, results = self._running
             jax.block_until_ready(results)
-            self.seen.runs[action.number] = start, self._now()
-            self.seen.sent.update(dict.fromkeys(self._unsent, self.seen.runs[action.number][1]))
+            self.record.runs[action.number] = start, self._now()
+            self.record.sent.update(dict.fromkeys(self._unsent, self.record.runs[action.number][1]))
             self._unsent.clear()
             self._running = None
 
 
-class Together:
+class JointMeasurement:
     """The measurement of a plan with all other processes, which all make the same calls."""
 
     note = "all processes at the same time, each of which waits for its kernels"
@@ -144,41 +144,41 @@ class Together:
         self._runner, self._plan = runner, runner.compiled.plan
         self._name, self._rounds = f"profile {next(_profiles)}", itertools.count()
 
-    def run(self, args: Sequence[Any]) -> Measured:
+    def run(self, args: Sequence[Any]) -> MeasuredRun:
         """Measure all processes' kernels and transfers on one clock."""
         name = f"{self._name}/{next(self._rounds)}"
         env = _ready(self._runner.staged(self._runner.in_blocks(_copies(args))))
         ahead, error = clocks.offset(name)
         with ThreadPoolExecutor(_WAITERS) as pool:
-            watch = _Watch(self._plan, pool, ahead)
-            self._runner.run(env, watch_calls(self._runner.calls, watch))
-            watch.finish()
-        own = [error, *([*found.items()] for found in vars(watch.seen).values())]
+            observer = _RunObserver(self._plan, pool, ahead)
+            self._runner.run(env, watch_calls(self._runner.calls, observer))
+            observer.finish()
+        times = [error, *([*times.items()] for times in vars(observer.record).values())]
 
         def merge(every: Sequence[bytes]) -> bytes:
-            told = [agree.unpack(each) for each in every]
-            errors = sorted((each for each, *_ in told), reverse=True)
-            found = merge_runs(self._plan, [Seen(*map(dict, each)) for _, *each in told], sum(errors[:2]))
-            return agree.pack([[*found.times.items()], [*found.lasts.items()], found.error])
+            reports = [agree.unpack(report) for report in every]
+            errors = sorted((error for error, *_ in reports), reverse=True)
+            run = merge_runs(self._plan, [Observations(*map(dict, r)) for _, *r in reports], sum(errors[:2]))
+            return agree.pack([[*run.times.items()], [*run.lasts.items()], run.error])
 
-        times, lasts, most = agree.unpack(agree.decide_together(name, agree.pack(own), merge))
-        return Measured({number: tuple(span) for number, span in times}, dict(lasts), most)
+        spans, lasts, most = agree.unpack(agree.decide_together(name, agree.pack(times), merge))
+        return MeasuredRun({number: tuple(span) for number, span in spans}, dict(lasts), most)
 
     def call(self, args: Sequence[Any]) -> float:
         """Return the seconds from the first process's start of an ordinary call to the last one's end."""
         copies = _copies(args)
         name = f"{self._name}/{next(self._rounds)}"
         ahead = clocks.offset(name)[0]
-        own = [time + ahead for time in _time_call(self._runner, copies)]
+        span = [time + ahead for time in _time_call(self._runner, copies)]
 
         def last(every: Sequence[bytes]) -> bytes:
-            spans = [json.loads(each) for each in every]
+            spans = [json.loads(report) for report in every]
             return json.dumps(max(end for _, end in spans) - min(start for start, _ in spans)).encode()
 
-        return float(json.loads(agree.decide_together(name, json.dumps(own).encode(), last)))
+        return float(json.loads(agree.decide_together(name, json.dumps(span).encode(), last)))
 
 
-def merge_runs(plan: Plan, every: Sequence[Seen], error: float = 0.0) -> Measured:
+def merge_runs(plan: Plan, every: Sequence[Observations], error: float = 0.0) -> MeasuredRun:
     """Merge what all processes saw into one run.
 
     A kernel or transfer of several processes starts when the last of them comes to it. A transfer lasts from when it
@@ -186,21 +186,21 @@ def merge_runs(plan: Plan, every: Sequence[Seen], error: float = 0.0) -> Measure
     """
     times: dict[int, tuple[float, float]] = {}
     lasts: dict[int, float] = {}
-    for action in whole(plan):
+    for action in all_actions(plan):
         number = action.number
         if action.kernel is not None:
-            spans = [seen.runs[number] for seen in every if number in seen.runs]
+            spans = [record.runs[number] for record in every if number in record.runs]
             span = max(start for start, _ in spans), max(end for _, end in spans)
             times[action.instructions[0]], lasts[action.instructions[0]] = span, span[1] - span[0]
             continue
-        got = [seen.got[number] for seen in every if number in seen.got]
+        got = [record.got[number] for record in every if number in record.got]
         end = max(end for _, end in got)
-        sent = min(end, max(seen.sent[number] for seen in every if number in seen.sent))
-        asked = min(end, max(asked for asked, _ in got))
+        sent = min(end, max(record.sent[number] for record in every if number in record.sent))
+        requested = min(end, max(requested for requested, _ in got))
         for n, share in _shares(plan, action).items():
-            times[n], lasts[n] = (sent, end), share * (end - max(sent, asked))
+            times[n], lasts[n] = (sent, end), share * (end - max(sent, requested))
     origin = min((start for start, _ in times.values()), default=0.0)
-    return Measured({n: (start - origin, end - origin) for n, (start, end) in times.items()}, lasts, error)
+    return MeasuredRun({n: (start - origin, end - origin) for n, (start, end) in times.items()}, lasts, error)
 
 
 def _shares(plan: Plan, action: Action) -> dict[int, float]:
@@ -217,9 +217,9 @@ def _copies(args: Sequence[Any]) -> list[Any]:
 
 
 def _ready(arrays: Iterable[Any]) -> list[Any]:
-    found = list(arrays)
-    jax.block_until_ready(found)
-    return found
+    values = list(arrays)
+    jax.block_until_ready(values)
+    return values
 
 
 def _time_call(runner: Runner, args: Sequence[Any]) -> tuple[float, float]:

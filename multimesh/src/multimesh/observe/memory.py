@@ -14,14 +14,14 @@ from multimesh.core import _compat
 from multimesh.core.grouping import group
 from multimesh.core.text import amount
 from multimesh.ir.primitives import lookup as facts
-from multimesh.observe.exchanged import find_exchanges
-from multimesh.passes.planning.layouts import Inner, Known, kernel_axes, ways
+from multimesh.passes.planning.fix_layouts import Inner, ValueAxes, kernel_axes, ways
+from multimesh.passes.planning.share_gathers import find_exchanges
 from multimesh.plan.instructions import Run
 from multimesh.plan.plan import Plan
 
 
 @dataclass(frozen=True, repr=False)
-class MemoryForecast:
+class MemoryEstimate:
     """Bytes on each device of a submesh.
 
     Attributes
@@ -45,7 +45,7 @@ class MemoryForecast:
 
     def __repr__(self) -> str:
         parts = {**vars(self), "total": self.total}
-        return f"MemoryForecast({', '.join(name + '=' + amount(value, 'bytes') for name, value in parts.items())})"
+        return f"MemoryEstimate({', '.join(name + '=' + amount(value, 'bytes') for name, value in parts.items())})"
 
 
 @dataclass(frozen=True)
@@ -62,16 +62,16 @@ class KernelMemory:
     code: int
 
 
-def forecast(plan: Plan, platform: str | None = None) -> tuple[MemoryForecast, ...]:
+def estimate_memory(plan: Plan, platform: str | None = None) -> tuple[MemoryEstimate, ...]:
     """Return the bytes on each device of each submesh, as the compiler of a platform would need them."""
     platform = platform or plan.submeshes[0].devices.flat[0].platform
     kernels, bodies = kernel_axes(plan)
     beside = platform == "cpu"
-    work = {n: _workspace(plan, plan.first_runs[n], known, bodies, beside) for n, known in kernels.items()}
+    work = {n: _workspace(plan, plan.first_runs[n], axes, bodies, beside) for n, axes in kernels.items()}
     return _forecasts(plan, _sizes(plan), work)
 
 
-def take_workspace(plan: Plan, kernels: Sequence[KernelMemory | None]) -> tuple[MemoryForecast, ...]:
+def take_workspace(plan: Plan, kernels: Sequence[KernelMemory | None]) -> tuple[MemoryEstimate, ...]:
     """Return the bytes on each device of each submesh, with the workspace of each kernel by XLA's buffer assignment.
 
     The workspace has temporaries, and results that the plan writes into donated arrays and XLA does not. Results that
@@ -99,13 +99,13 @@ def _sizes(plan: Plan) -> list[int]:
     ]
 
 
-def _forecasts(plan: Plan, sizes: Sequence[int], work: Mapping[int, int]) -> tuple[MemoryForecast, ...]:
-    held = [0] * len(plan.submeshes)
-    for slot in plan.given:
-        held[plan.slots[slot].submesh] += sizes[slot]
+def _forecasts(plan: Plan, sizes: Sequence[int], work: Mapping[int, int]) -> tuple[MemoryEstimate, ...]:
+    nbytes = [0] * len(plan.submeshes)
+    for slot in plan.initial_slots:
+        nbytes[plan.slots[slot].submesh] += sizes[slot]
     return tuple(
-        MemoryForecast(arguments, sums, values + min(0, running), max(0, running))
-        for arguments, (sums, values, running) in zip(held, _peaks(plan, sizes, work), strict=True)
+        MemoryEstimate(arguments, sums, values + min(0, running), max(0, running))
+        for arguments, (sums, values, running) in zip(nbytes, _peaks(plan, sizes, work), strict=True)
     )
 
 
@@ -113,19 +113,19 @@ def _peaks(plan: Plan, sizes: Sequence[int], work: Mapping[int, int]) -> Iterabl
     """Return sums, values and workspace on each submesh when the three together are largest."""
     sums = {slot for run in plan.runs for slot in run.ins[: len(plan.kernels[run.kernel].sums)]}
     args = {slot: arg for arg, slot in plan.inputs}
-    held: dict[int, int] = {}
+    nbytes: dict[int, int] = {}
     total = [[0, 0] for _ in plan.submeshes]  # of others, of sums
     peak = [(0, 0, 0)] * len(plan.submeshes)
     for instruction, filled, emptied in plan.liveness():
         at, running = instruction.submesh, 0
-        held |= {slot: sizes[slot] for slot in filled}
+        nbytes |= {slot: sizes[slot] for slot in filled}
         if isinstance(instruction, Run):
-            held |= dict.fromkeys(filled & _find_takeovers(plan, instruction, args), 0)
+            nbytes |= dict.fromkeys(filled & _find_takeovers(plan, instruction, args), 0)
             running = work.get(instruction.kernel, 0)
         for slot in filled:
-            total[at][slot in sums] += held[slot]
+            total[at][slot in sums] += nbytes[slot]
         for slot in emptied:
-            total[at][slot in sums] -= held[slot]
+            total[at][slot in sums] -= nbytes[slot]
         peak[at] = max(peak[at], (total[at][True], total[at][False], running), key=sum)
     return peak
 
@@ -136,7 +136,7 @@ def _find_takeovers(plan: Plan, run: Run, args: Mapping[int, int]) -> set[int]:
     return {slot for slot in run.outs if plan.like.get(slot) in donated}
 
 
-def _workspace(plan: Plan, run: Run, known: Known, bodies: Mapping[ir.Op, Inner], beside: bool) -> int:
+def _workspace(plan: Plan, run: Run, axes: ValueAxes, bodies: Mapping[ir.Op, Inner], beside: bool) -> int:
     """Return the most bytes of arrays within a kernel that are alive at once.
 
     GPUs compute a product into the sum that it is added to, unless devices sum it first. CPUs have it beside the sum.
@@ -145,63 +145,77 @@ def _workspace(plan: Plan, run: Run, known: Known, bodies: Mapping[ir.Op, Inner]
     mesh = plan.submeshes[kernel.submesh]
     outside = {*kernel.ins, *kernel.rows, *kernel.outs}
     sums = frozenset(ir.values(kernel.sums))
-    return _peak(kernel.ops, known, bodies, outside, kernel.outs, mesh, sums, beside)
+    return _peak(kernel.ops, axes, bodies, outside, kernel.outs, mesh, sums, beside)
 
 
 def _peak(
     ops: Sequence[ir.Op],
-    known: Known,
+    axes: ValueAxes,
     bodies: Mapping[ir.Op, Inner],
     outside: set[ir.Value],
-    wanted: Iterable[ir.Atom],
+    results: Iterable[ir.Atom],
     mesh: Mesh,
     sums: frozenset[ir.Value] = frozenset(),
     beside: bool = False,
 ) -> int:
     """Return the most bytes of results alive at once."""
     ops = list(_inline(ops, bodies))
-    exchanges = [find_exchanges(op, known, mesh) for op in ops]
-    own, last, made = _live_ranges(ops, known, bodies, mesh, outside, wanted, sums, beside)
-    ranges = {v: (n, last[v]) for n, values in enumerate(own) for v in values if last.get(v, -1) > n}
-    lent = set[ir.Value]() if beside else _lend(ranges, made, lambda v: _size(v, known, mesh))
+    exchanges = [find_exchanges(op, axes, mesh) for op in ops]
+    starts, last, makers = _live_ranges(ops, axes, bodies, mesh, outside, results, sums, beside)
+    ranges = {v: (n, last[v]) for n, values in enumerate(starts) for v in values if last.get(v, -1) > n}
+    lent = set[ir.Value]() if beside else _lend(ranges, makers, lambda v: _size(v, axes, mesh))
     ending: dict[int, int] = collections.defaultdict(int)  # bytes that the operation of this number reads last
     beginning: dict[int, int] = collections.defaultdict(int)  # bytes of operands that it gathers first
-    uses = group((copy, n) for n, each in enumerate(exchanges) for copy in each.gathered)
-    for (_, size), numbers in uses.items():
+    uses = group((copy, n) for n, exchange in enumerate(exchanges) for copy in exchange.gathered)
+    for (copied, staying), numbers in uses.items():
+        size = copied.nbytes // ways(staying, mesh)
         beginning[numbers[0]] += size
         ending[numbers[-1]] += size
     alive = peak = 0
     for n, op in enumerate(ops):
         alive += beginning[n]
-        for v in (v for v in own[n] if v in ranges and v not in lent):
-            size = _size(v, known, mesh)
+        for v in (v for v in starts[n] if v in ranges and v not in lent):
+            size = _size(v, axes, mesh)
             alive += size
             ending[last[v]] += size
-        own_peak = 0  # of one iteration of a scan, or of a branch
+        own_peak = _count_group_copies(op, axes, mesh)  # or of one iteration of a scan, or of a branch
         if (nested := bodies.get(op)) is not None:
-            own_peak = _peak(nested.ops, known, bodies, {*nested.inputs}, nested.outputs, mesh, beside=beside)
+            own_peak = _peak(nested.ops, axes, bodies, {*nested.inputs}, nested.outputs, mesh, beside=beside)
         part = exchanges[n].part  # summed in place, unless it is larger than the result or added to a sum
-        if part and op.outs[0] not in sums and part <= _size(op.outs[0], known, mesh):
+        if part and op.outs[0] not in sums and part <= _size(op.outs[0], axes, mesh):
             part = 0
         peak = max(peak, alive + own_peak + part)
         alive -= ending[n]
     return peak
 
 
+def _count_group_copies(op: ir.Op, axes: ValueAxes, mesh: Mesh) -> int:
+    """Return the bytes of the operands of a ragged product that XLA makes: each as often as there are groups, masked.
+
+    Where the product sums over rows of groups, as for the gradients of weights, these are both operands.
+    """
+    if op.prim.name != "ragged_dot_general":
+        return 0
+    dimensions, (lhs, rhs, sizes) = op.params["ragged_dot_dimension_numbers"], op.ins
+    ((contracted, _), _), ragged = dimensions.dot_dimension_numbers, dimensions.lhs_ragged_dimensions
+    operands = ir.values((lhs, rhs) if set(ragged) & set(contracted) else (lhs,))
+    return int(ir.shape(sizes)[-1]) * sum(_size(v, axes, mesh) for v in operands)
+
+
 def _lend(
-    ranges: Mapping[ir.Value, tuple[int, int]], made: Mapping[ir.Value, int], size: Callable[[ir.Value], int]
+    ranges: Mapping[ir.Value, tuple[int, int]], makers: Mapping[ir.Value, int], size: Callable[[ir.Value], int]
 ) -> set[ir.Value]:
     """Return the arrays that lie in the buffers of results until these are made, the largest first, as in XLA.
 
-    ``ranges`` has the first and the last operation that each array is alive in, ``made`` the one that makes a result.
+    ``ranges`` has the first and the last operation that each array is alive in, ``makers`` the one that makes a result.
     """
-    taken: dict[ir.Value, list[tuple[int, int]]] = {result: [] for result in sorted(made, key=made.__getitem__)}
+    loans: dict[ir.Value, list[tuple[int, int]]] = {result: [] for result in sorted(makers, key=makers.__getitem__)}
     lent = set[ir.Value]()
     for v in sorted(ranges, key=size, reverse=True):
         begin, end = ranges[v]
-        for result, others in taken.items():
-            apart = all(end < first or begin > last for first, last in others)
-            if end < made[result] and size(result) >= size(v) and apart:
+        for result, others in loans.items():
+            disjoint = all(end < first or begin > last for first, last in others)
+            if end < makers[result] and size(result) >= size(v) and disjoint:
                 others.append((begin, end))
                 lent.add(v)
                 break
@@ -225,11 +239,11 @@ def _inline(ops: Iterable[ir.Op], bodies: Mapping[ir.Op, Inner]) -> Iterator[ir.
 
 def _live_ranges(
     ops: Sequence[ir.Op],
-    known: Known,
+    axes: ValueAxes,
     bodies: Mapping[ir.Op, Inner],
     mesh: Mesh,
     outside: set[ir.Value],
-    wanted: Iterable[ir.Atom],
+    results: Iterable[ir.Atom],
     sums: frozenset[ir.Value],
     beside: bool,
 ) -> tuple[Sequence[Sequence[ir.Value]], Mapping[ir.Value, int], Mapping[ir.Value, int]]:
@@ -240,32 +254,32 @@ def _live_ranges(
     There results of the kernel and reductions are computed as soon as their operands are known; what is converted and
     then added to a sum waits for the end.
     """
-    same: dict[ir.Value, ir.Value] = {}
+    origins: dict[ir.Value, ir.Value] = {}
     for op in ops:
-        if facts(op).buffer == "operand" and not _moves(op, known):
-            same |= {o: same.get(i, i) for i, o in zip(op.ins, op.outs, strict=True) if isinstance(i, ir.Value)}
-    readers = (op for op in ops if not same.keys() & set(op.outs))
-    users = collections.Counter(same.get(v, v) for op in readers for v in set(op.reads))
-    outside = outside | {same.get(v, v) for v in outside}
-    whole: dict[ir.Value, int] = {}  # what is read as an array to the number of its first reader, on GPUs
+        if facts(op).buffer == "operand" and not _moves(op, axes):
+            origins |= {o: origins.get(i, i) for i, o in zip(op.ins, op.outs, strict=True) if isinstance(i, ir.Value)}
+    readers = (op for op in ops if not origins.keys() & set(op.outs))
+    users = collections.Counter(origins.get(v, v) for op in readers for v in set(op.reads))
+    outside = outside | {origins.get(v, v) for v in outside}
+    first_readers: dict[ir.Value, int] = {}  # what is read as an array to the number of its first reader, on GPUs
     for n, op in enumerate(() if beside else ops):
-        if _buffer(op, known, bodies) == "own" and not facts(op).absorbs:
-            whole = {same.get(v, v): n for v in op.reads} | whole
+        if _buffer(op, axes, bodies) == "own" and not facts(op).absorbs:
+            first_readers = {origins.get(v, v): n for v in op.reads} | first_readers
     made_of: dict[ir.Value, tuple[ir.Value, ...]] = {}
 
     def arrays(atoms: Iterable[ir.Atom]) -> Iterator[ir.Value]:
         for v in ir.values(atoms):
-            origin = same.get(v, v)
+            origin = origins.get(v, v)
             yield from made_of.get(origin, (origin,))
 
     last: dict[ir.Value, int] = {}
     begin: dict[ir.Value, int] = {}
-    made: dict[ir.Value, int] = {}
-    own: list[list[ir.Value]] = [[] for _ in ops]
+    makers: dict[ir.Value, int] = {}
+    starts: list[list[ir.Value]] = [[] for _ in ops]
     for n, op in enumerate(ops):
         through = tuple(dict.fromkeys(arrays(op.ins)))
-        buffer = _buffer(op, known, bodies)
-        soon = _shrinks(op, known, mesh) if buffer == "own" else outside.intersection(op.outs)
+        buffer = _buffer(op, axes, bodies)
+        soon = _shrinks(op, axes, mesh) if buffer == "own" else outside.intersection(op.outs)
         now = max((min(begin.get(v, -1) + 1, n) for v in through), default=0) if soon and not beside else n
         summed = buffer != "own" and not beside and sums.intersection(op.outs)
         if beside or soon or summed or buffer == "own":
@@ -274,44 +288,44 @@ def _live_ranges(
         for v in op.outs:
             at = now
             if v in outside:
-                made |= {v: at} if v not in sums and v not in same else {}
+                makers |= {v: at} if v not in sums and v not in origins else {}
             elif buffer == "own":
-                own[at].append(v)
-            elif v in whole and buffer != "operand":
-                at = whole[v]
-                own[at].append(v)
-                last |= {each: max(at, last.get(each, at)) for each in through}
+                starts[at].append(v)
+            elif v in first_readers and buffer != "operand":
+                at = first_readers[v]
+                starts[at].append(v)
+                last |= {operand: max(at, last.get(operand, at)) for operand in through}
             elif beside and buffer == "fused" and users[v] > 1:
-                own[n].append(v)
+                starts[n].append(v)
             else:
                 made_of[v] = through
                 continue
             made_of[v], begin[v] = (v,), at
             if beside and v in sums:
                 last[v] = at + 1
-    last |= dict.fromkeys(arrays(wanted), len(ops))
-    return own, last, made
+    last |= dict.fromkeys(arrays(results), len(ops))
+    return starts, last, makers
 
 
-def _shrinks(op: ir.Op, known: Known, mesh: Mesh) -> bool:
+def _shrinks(op: ir.Op, axes: ValueAxes, mesh: Mesh) -> bool:
     """Return whether an operation reduces what it reads on a device, and what it reads is computed within it."""
-    largest = max((_size(v, known, mesh) for v in op.reads), default=0)
-    return facts(op).absorbs and sum(_size(v, known, mesh) for v in op.outs) < largest
+    largest = max((_size(v, axes, mesh) for v in op.reads), default=0)
+    return facts(op).absorbs and sum(_size(v, axes, mesh) for v in op.outs) < largest
 
 
-def _buffer(op: ir.Op, known: Known, bodies: Mapping[ir.Op, Inner]) -> str:
+def _buffer(op: ir.Op, axes: ValueAxes, bodies: Mapping[ir.Op, Inner]) -> str:
     """Return where the results of an operation are, as `Primitive.buffer`. A function is fused if all within it is."""
     inner = bodies.get(op)
-    within = inner is not None and any(_buffer(each, known, bodies) == "own" for each in inner.ops)
-    return "own" if within or _moves(op, known) else facts(op).buffer
+    within = inner is not None and any(_buffer(nested, axes, bodies) == "own" for nested in inner.ops)
+    return "own" if within or _moves(op, axes) else facts(op).buffer
 
 
-def _moves(op: ir.Op, known: Known) -> bool:
+def _moves(op: ir.Op, axes: ValueAxes) -> bool:
     """Return whether a sharding constraint gives its operand another layout, and so a buffer of its own."""
     if op.prim is not _compat.sharding_constraint_p or not isinstance(op.ins[0], ir.Value):
         return False
-    return known.get(op.ins[0]) != known.get(op.outs[0])
+    return axes.get(op.ins[0]) != axes.get(op.outs[0])
 
 
-def _size(value: ir.Value, known: Known, mesh: Mesh) -> int:
-    return value.nbytes // ways(known.get(value, ()), mesh)
+def _size(value: ir.Value, axes: ValueAxes, mesh: Mesh) -> int:
+    return value.nbytes // ways(axes.get(value, ()), mesh)

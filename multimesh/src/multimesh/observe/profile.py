@@ -1,4 +1,4 @@
-"""Profiles of a plan: measured runs, and the costs and forecast that follow from them."""
+"""Profiles of a plan: measured runs, and the costs and simulation that follow from them."""
 
 from __future__ import annotations
 
@@ -10,34 +10,35 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from multimesh.core.grouping import group
+from multimesh.core.names import FormerName
 from multimesh.core.text import amount, columns
 from multimesh.errors import UsageError
-from multimesh.observe.measure import Alone, Measured, Together
+from multimesh.observe.measure import JointMeasurement, MeasuredRun, SerialMeasurement
+from multimesh.observe.timelines.timeline import Timeline
 from multimesh.plan.instructions import Run, Transfer
 from multimesh.plan.kernel_costs import Costs, stage_costs_of
 from multimesh.plan.plan import Plan
-from multimesh.plan.timing import assemble, forecast, items_in_time
+from multimesh.plan.timing import assemble, items_in_time, simulate
 from multimesh.processes import agree
 from multimesh.runtime.actions import processes
 from multimesh.runtime.between import exchange
 from multimesh.runtime.runner import Runner
 from multimesh.schedules import Auto
-from multimesh.timelines.timeline import Timeline
 
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """Measured costs of a call; prints as a table of measured against forecast.
+    """Measured costs of a call; prints as a table of measured against simulated.
 
     Attributes
     ----------
     measured
         Timeline of the fastest profiled run. In each process one kernel ran at a time, so idle time in a single process
         says nothing about overlap. Several processes have their times on the clock of process 0.
-    forecast
+    simulated
         The same kernels at their median costs, on submeshes that run at the same time.
     costs
-        Median seconds of each kernel and transfer; for `multimesh.Plan.forecast`.
+        Median seconds of each kernel and transfer; for `multimesh.Plan.simulate`.
     call
         Median seconds of an ordinary call, which waits only for its results.
     platform
@@ -53,7 +54,7 @@ class Profile:
     """
 
     measured: Timeline
-    forecast: Timeline
+    simulated: Timeline
     costs: Costs
     call: float
     platform: str
@@ -61,6 +62,8 @@ class Profile:
     processes: int = 1
     clocks: float = 0.0
     plan: Plan | None = field(default=None, repr=False)
+
+    forecast = FormerName("simulated")
 
     @property
     def schedule(self) -> Auto:
@@ -75,47 +78,35 @@ class Profile:
             When the step has no loop with the schedule ``auto``, or several.
         """
         choices = self.plan.choices if self.plan is not None else ()
-        if self.plan is None or len(choices) != 1 or len(self.plan.schedules) != 1:
+        auto = choices[0].schedule if len(choices) == 1 else None
+        if self.plan is None or not isinstance(auto, Auto) or len(self.plan.schedules) != 1:
             raise UsageError(
                 f"profile.schedule: the profiled step has {len(choices)} loops with schedule='auto'; profile a step "
                 "with one, and no other microbatch loop"
             )
-        return replace(choices[0].schedule, costs=stage_costs_of(self.plan, self.costs, choices[0].costs))
+        return replace(auto, costs=stage_costs_of(self.plan, self.costs, choices[0].costs))
 
     def __str__(self) -> str:
-        both = (self.measured, self.forecast)
-        found: list[tuple[str, list[str]]] = [("submesh", [str(row) for row in range(len(self.measured.rows))])]
+        both = (self.measured, self.simulated)
+        table: list[tuple[str, list[str]]] = [("submesh", [str(row) for row in range(len(self.measured.rows))])]
         for cells in (
             [[amount(busy, "s") for busy in line.busy] for line in both],
             [[f"{100 * share:.1f} %" for share in line.bubbles] for line in both],
             [[amount(peak, "bytes") for peak in line.peaks] for line in both],
         ):
-            found += zip(("measured", "forecast"), cells, strict=True)
-        head, *rows = columns(found)
+            table += zip(("measured", "simulated"), cells, strict=True)
+        head, *rows = columns(table)
         above = ""
         for place, name in zip(re.finditer("measured", head), ("busy", "bubble", "peak live"), strict=True):
             above = f"{above:<{place.start()}}{name}"
         return "\n".join([self.measured.title, "", above, head, *rows, "", *self.totals()])
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the table as data; times in seconds."""
-        return {
-            name: {
-                "makespan": line.makespan,
-                "busy": line.busy,
-                "idle": line.idle,
-                "bubble": line.bubble,
-                "peak_bytes": line.peaks,
-            }
-            for name, line in (("measured", self.measured), ("forecast", self.forecast))
-        } | {"call": self.call, "platform": self.platform, "serial": self.serial}
-
     def totals(self) -> list[str]:
         """Return the makespan of the measured run, of the forecast and of an ordinary call, each explained."""
-        alone = "one kernel at a time, each waited for"
+        note = "one kernel at a time, each waited for"
         lines = [
-            f"measured  {amount(self.measured.makespan, 's'):>8}  {alone}{', in each process' * (self.processes > 1)}",
-            f"forecast  {amount(self.forecast.makespan, 's'):>8}  submeshes and transfers at the same time",
+            f"measured  {amount(self.measured.makespan, 's'):>8}  {note}{', in each process' * (self.processes > 1)}",
+            f"simulated {amount(self.simulated.makespan, 's'):>8}  submeshes and transfers at the same time",
             f"a call    {amount(self.call, 's'):>8}  as it runs without profiling",
         ]
         if self.serial:
@@ -127,7 +118,7 @@ def profile(runner: Runner, args: Sequence[Any], repeats: int) -> Profile:
     """Run a compiled plan; see `multimesh.calling.aot.Compiled.profile`."""
     plan, several = runner.compiled.plan, agree.several()
     with exchange.turn:
-        measure = Together(runner) if several else Alone(runner)
+        measure = JointMeasurement(runner) if several else SerialMeasurement(runner)
         runs = [measure.run(args) for _ in range(repeats + 1)][1:]  # in the first, caches are filled
         calls = [measure.call(args) for _ in range(repeats + 1)][1:]
     costs = _medians(plan, runs)
@@ -142,11 +133,11 @@ def profile(runner: Runner, args: Sequence[Any], repeats: int) -> Profile:
     shared = not several or any(a & b for a, b in itertools.combinations(owners, 2))
     serial = platform == "cpu" and any(mesh.size > 1 for mesh in plan.submeshes) and shared
     measured = assemble(plan, fastest.times, note, "s")
-    alike, call = forecast(plan, costs), statistics.median(calls)
-    return Profile(measured, alike, costs, call, platform, serial, involved, fastest.error, plan)
+    simulated, call = simulate(plan, costs), statistics.median(calls)
+    return Profile(measured, simulated, costs, call, platform, serial, involved, fastest.error, plan)
 
 
-def _medians(plan: Plan, runs: Sequence[Measured]) -> Costs:
+def _medians(plan: Plan, runs: Sequence[MeasuredRun]) -> Costs:
     lasts = [(item, run.lasts[number]) for number, item in items_in_time(plan) for run in runs]
     kernels = group((item.kernel, last) for item, last in lasts if isinstance(item, Run))
     sent = ((item, last) for item, last in lasts if isinstance(item, Transfer))

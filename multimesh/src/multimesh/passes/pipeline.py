@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,43 +15,39 @@ from jax.sharding import Mesh, PartitionSpec
 
 from multimesh import ir
 from multimesh.core import _compat
-from multimesh.core.row_blocks import Stacks, numbers, repeat, split_stacks
-from multimesh.core.submesh import same_or_apart
+from multimesh.core.submesh import match_mesh
+from multimesh.ir.program import task_meshes
 from multimesh.marking.contexts import Options
-from multimesh.passes import verifying
-from multimesh.passes.cutting.fragment import cut
-from multimesh.passes.cutting.keep_less import keep_less
-from multimesh.passes.cutting.order import with_order
+from multimesh.passes.cutting.cut_fragments import cut_fragments
+from multimesh.passes.cutting.number_stages import number_stages
+from multimesh.passes.cutting.order_cells import check_states, join_forward_backward, order_cells
 from multimesh.passes.cutting.parts import Parts, Pipeline
-from multimesh.passes.cutting.schedules import replace_schedules
-from multimesh.passes.cutting.stages import number_stages
-from multimesh.passes.cutting.states import check_states
-from multimesh.passes.cutting.tables import with_table
-from multimesh.passes.cutting.turns import join_turns
-from multimesh.passes.cutting.unfuse import unfuse
-from multimesh.passes.cutting.weights import with_weights_apart
-from multimesh.passes.placing.autoshard import autoshard
-from multimesh.passes.placing.place import place, task_meshes
-from multimesh.passes.placing.route import note_routes
-from multimesh.passes.placing.stacks import spread_numbers, stack_leaves
-from multimesh.passes.planning.build_plan import build
-from multimesh.passes.planning.layouts import fix_layouts
-from multimesh.passes.planning.transposes import fold_plan
-from multimesh.passes.reading.accumulate import widen_sums
-from multimesh.passes.reading.fuse import fuse
-from multimesh.passes.reading.inline import inline
-from multimesh.passes.reading.separate import separate
-from multimesh.passes.reading.slices import hoist_slices
-from multimesh.passes.trimming.reductions import delay_reductions
-from multimesh.passes.trimming.repeats import cut_repeats
-from multimesh.passes.trimming.send_less import send_less
+from multimesh.passes.cutting.recompute_residuals import recompute_residuals
+from multimesh.passes.cutting.schedule_cells import replace_schedules, schedule_cells
+from multimesh.passes.cutting.split_tasks import split_tasks
+from multimesh.passes.cutting.split_weight_gradients import split_weight_gradients
+from multimesh.passes.placing.derive_layouts import derive_layouts
+from multimesh.passes.placing.note_routes import note_routes
+from multimesh.passes.placing.place_operations import place_operations
+from multimesh.passes.planning.build_plan import build_plan
+from multimesh.passes.planning.fix_layouts import fix_layouts
+from multimesh.passes.planning.fold_transposes import fold_transposes
+from multimesh.passes.reading.fuse_loops import fuse_loops
+from multimesh.passes.reading.inline_calls import inline_calls
+from multimesh.passes.reading.separate_sums import separate_sums, widen_sums
+from multimesh.passes.trimming.cut_repeats import cut_repeats
+from multimesh.passes.trimming.delay_reductions import delay_reductions
+from multimesh.passes.trimming.recompute_values import recompute_transfers
 from multimesh.plan.plan import Plan
 from multimesh.schedules import Schedule
+from multimesh.stacked.cut_stacks import cut_stacks
+from multimesh.stacked.hoist_slices import hoist_slices
+from multimesh.stacked.row_blocks import Stacks, numbers, repeat, split_stacks, spread_numbers
 
 
 @dataclass(frozen=True, eq=False)
-class Traced:
-    """A traced function with everything that its partition depends on."""
+class PassInputs:
+    """The inputs of all passes: a traced function with everything that its partition depends on."""
 
     closed: Any  # jaxpr
     devices: tuple[jax.Device, ...]  # callbacks of `register_task` choose from these
@@ -58,7 +55,7 @@ class Traced:
     home: Mesh | None  # submesh of a function without tasks
     specs: tuple[PartitionSpec | None, ...]  # of each argument leaf; None for one that may be derived
     donated: frozenset[int]  # argument leaves whose buffers may be reused
-    alike: Mapping[int, int]  # result leaf to the argument leaf that it replaces
+    replaced: Mapping[int, int]  # result leaf to the argument leaf that it replaces
     out_specs: Mapping[int, PartitionSpec]  # result leaf to the spec that it must have
     homes: tuple[Mesh | None, ...] = ()  # submesh of each argument leaf, if they lie on several
     types: Mapping[int, PartitionSpec] = field(default_factory=dict)  # result leaf to the spec that its type says
@@ -69,8 +66,8 @@ class Traced:
         """Return the process of a device, or of the one that it stands for."""
         return int(self.processes.get(device, device.process_index))
 
-    def in_blocks(self, stacks: Stacks) -> Traced:
-        """Return the same for a program with blocks instead of stacks."""
+    def in_blocks(self, stacks: Stacks) -> PassInputs:
+        """Return these inputs for a program whose stacked arrays are cut into blocks."""
         if not stacks:
             return self
         count = len(self.closed.out_avals)
@@ -79,72 +76,90 @@ class Traced:
             self,
             specs=tuple(split_stacks(self.specs, stacks.arguments, repeat)),
             donated=frozenset(n for leaf in self.donated for n in arguments[leaf]),
-            alike=spread_numbers(self.alike, (count, len(self.specs)), stacks),
+            replaced=spread_numbers(self.replaced, (count, len(self.specs)), stacks),
             out_specs={n: spec for leaf, spec in self.out_specs.items() for n in results[leaf]},
             types={n: spec for leaf, spec in self.types.items() for n in results[leaf]},
             homes=tuple(split_stacks(self.homes, stacks.arguments, lambda _, stack: (None,) * len(stack.meshes))),
         )
 
 
-def _inline(_: None, traced: Traced) -> ir.Program:
+def _inline(_: None, traced: PassInputs) -> ir.Program:
     with _compat.check_version():
-        program = inline(traced.closed, traced.devices, traced.specs)
-    known = dict.fromkeys(task_meshes(program))
-    given: dict[ir.Value, Mesh] = {}
+        program = inline_calls(traced.closed, traced.devices, traced.specs)
+    meshes = dict.fromkeys(task_meshes(program))
+    input_homes: dict[ir.Value, Mesh] = {}
     for v, mesh in zip(program.inputs, traced.homes, strict=False):
-        found = None if mesh is None else same_or_apart(mesh, known)
-        if found is not None:
-            known[found], given[v] = None, found
-    return replace(program, home=next(iter(known), traced.home), given=given)
+        home = None if mesh is None else match_mesh(mesh, meshes)
+        if home is not None:
+            meshes[home], input_homes[v] = None, home
+    return replace(program, home=next(iter(meshes), traced.home), input_homes=input_homes)
 
 
-def _layouts(plan: Plan, traced: Traced) -> Plan:
+def _layouts(plan: Plan, traced: PassInputs) -> Plan:
     layouts = fix_layouts(plan, traced.specs, traced.out_specs, traced.types)
     settings = {"options": traced.options, "arguments": traced.specs, "results": traced.out_specs}
     return replace(plan, layouts=layouts, settings=settings, derived={})
 
 
-def _each(change: Callable[[Pipeline], Pipeline]) -> Callable[[Parts, Traced], Parts]:
+def _share_gathers(plan: Plan, _: PassInputs) -> Plan:
+    if all(mesh.size == 1 for mesh in plan.submeshes):
+        return plan
+    from multimesh.passes.planning.share_gathers import share_gathers
+
+    return share_gathers(plan)
+
+
+def _change_pipelines(change: Callable[[Pipeline], Pipeline]) -> Callable[[Parts, PassInputs], Parts]:
     return lambda parts, _: parts.each_pipeline(change)
 
 
-PASSES: Mapping[str, Callable[[Any, Traced], Any]] = {
+PASSES: Mapping[str, Callable[[Any, PassInputs], Any]] = {
     # reading
-    "inline": _inline,
-    "fuse": lambda program, _: fuse(program),
-    "separate": lambda program, _: separate(program),
-    "slices": lambda program, _: hoist_slices(program),
-    "accumulate": lambda program, _: widen_sums(program),
+    "inline_calls": _inline,
+    "fuse_loops": lambda program, _: fuse_loops(program),
+    "separate_sums": lambda program, _: separate_sums(program),
+    "hoist_slices": lambda program, _: hoist_slices(program),
+    "widen_sums": lambda program, _: widen_sums(program),
     # placing
-    "stacks": lambda program, traced: stack_leaves(program, traced.alike),
-    "place": lambda program, traced: place(program, traced.alike),
-    "route": lambda program, _: note_routes(program),
-    "autoshard": lambda program, traced: autoshard(program, traced.specs),
+    "cut_stacks": lambda program, traced: cut_stacks(program, traced.replaced),
+    "place_operations": lambda program, traced: place_operations(program, traced.replaced),
+    "note_routes": lambda program, _: note_routes(program),
+    "derive_layouts": lambda program, traced: derive_layouts(program, traced.specs),
     # trimming
-    "reductions": lambda program, traced: delay_reductions(program, traced.specs),
-    "repeats": lambda program, _: cut_repeats(program),
-    "send_less": lambda program, traced: send_less(program) if traced.options.enable_recomputation else program,
+    "delay_reductions": lambda program, traced: delay_reductions(program, traced.specs),
+    "cut_repeats": lambda program, _: cut_repeats(program),
+    "recompute_transfers": lambda program, traced: (
+        recompute_transfers(program) if traced.options.enable_recomputation else program
+    ),
     # cutting
-    "schedules": lambda program, traced: replace_schedules(program, traced.schedules),
-    "fragment": lambda program, _: cut(program),
-    "stages": _each(number_stages),
-    "tables": _each(with_table),
-    "weights": lambda parts, traced: parts.each_pipeline(lambda part: with_weights_apart(part, traced.owner)),
-    "keep_less": lambda parts, traced: parts.each_pipeline(keep_less) if traced.options.enable_recomputation else parts,
-    "turns": _each(join_turns),
-    "order": _each(with_order),
-    "unfuse": lambda parts, traced: unfuse(
+    "replace_schedules": lambda program, traced: replace_schedules(program, traced.schedules),
+    "cut_fragments": lambda program, _: cut_fragments(program),
+    "number_stages": _change_pipelines(number_stages),
+    "schedule_cells": _change_pipelines(schedule_cells),
+    "split_weight_gradients": lambda parts, traced: parts.each_pipeline(
+        lambda part: split_weight_gradients(part, traced.owner)
+    ),
+    "recompute_residuals": lambda parts, traced: (
+        parts.each_pipeline(recompute_residuals) if traced.options.enable_recomputation else parts
+    ),
+    "join_forward_backward": _change_pipelines(join_forward_backward),
+    "order_cells": _change_pipelines(order_cells),
+    "split_tasks": lambda parts, traced: split_tasks(
         parts,
         segments=not traced.options.enable_task_fusion or traced.options.only_fuse_loop_tasks,
         loops=not traced.options.enable_task_fusion,
     ),
-    "states": _each(check_states),
+    "check_states": _change_pipelines(check_states),
     # planning
-    "build_plan": lambda parts, traced: build(parts, traced.donated, traced.alike),
-    "layouts": _layouts,
-    "transposes": lambda plan, _: fold_plan(plan),
+    "build_plan": lambda parts, traced: build_plan(parts, traced.donated, traced.replaced),
+    "fix_layouts": _layouts,
+    "fold_transposes": lambda plan, _: fold_transposes(plan),
+    "share_gathers": _share_gathers,
 }
-"""Every pass by name, in order. Each takes the value that the one before it made, and has a file of its name."""
+"""Every pass by name, in order. Each takes the result of the one before it."""
+
+VERIFY = "MULTIMESH_VERIFY"
+"""Environment variable that has the result of each pass checked by `passes.verifying`."""
 
 LAST = [*PASSES][-1]
 """The pass that makes the plan that is compiled."""
@@ -155,29 +170,31 @@ class Pass:
     """The result of a pass: an `ir.Program`, its `Parts`, or the `Plan`. ``str`` of it is a dump."""
 
     name: str
-    made: Any
+    result: Any
 
     def __str__(self) -> str:
-        return str(self.made)
+        return str(self.result)
 
 
-def _stacks_of(made: Any) -> Stacks:
-    program = made.program if isinstance(made, Parts) else made
+def _stacks_of(result: Any) -> Stacks:
+    program = result.program if isinstance(result, Parts) else result
     return program.stacks if program is not None else Stacks()
 
 
-def run(traced: Traced, after: Pass | None = None) -> Iterator[Pass]:
+def run(traced: PassInputs, after: Pass | None = None) -> Iterator[Pass]:
     """Run the passes, one at each step of the iterator: all, or those after a pass that has been run.
 
-    Under ``MULTIMESH_VERIFY=1`` check what each made.
+    Under ``MULTIMESH_VERIFY=1`` check the result of each.
     """
     names = [*PASSES]
-    made = None if after is None else after.made
-    seen = traced.in_blocks(_stacks_of(made))
+    result = None if after is None else after.result
+    view = traced.in_blocks(_stacks_of(result))
     for name in names if after is None else names[names.index(after.name) + 1 :]:
-        made = PASSES[name](made, seen)
-        if name == "stacks":
-            seen = traced.in_blocks(made.stacks)
-        if verifying.is_enabled():
-            verifying.verify(name, made)
-        yield Pass(name, made)
+        result = PASSES[name](result, view)
+        if name == "cut_stacks":
+            view = traced.in_blocks(result.stacks)
+        if os.environ.get(VERIFY, "0") not in ("", "0"):
+            from multimesh.passes import verifying
+
+            verifying.verify(name, result)
+        yield Pass(name, result)

@@ -20,10 +20,10 @@ from multimesh.plan.instructions import PlanData, record
 
 def digest(plan: PlanData) -> str:
     """Return the SHA-256 of the lines of a plan, in hexadecimal."""
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     for line in lines(plan):  # the text of a large plan has tens of megabytes
-        found.update(line.encode() + b"\n")
-    return found.hexdigest()
+        sha.update(line.encode() + b"\n")
+    return sha.hexdigest()
 
 
 class Lines:
@@ -47,8 +47,8 @@ def lines(plan: PlanData) -> Iterator[str]:
         sums, rows, ins, outs = (atoms(v, numbers) for v in (kernel.sums, kernel.rows, kernel.ins, kernel.outs))
         yield f"kernel {n} {kernel.name} submesh {kernel.submesh} {kernel.make} ({rows}; {ins}) -> ({sums}; {outs})"
         yield from (f"  {_operation(op, numbers)}" for op in kernel.ops)
-    known = functools.cache(text)  # few slots differ
-    yield from (f"slot {i} {known(slot)}" for i, slot in enumerate(plan.slots))
+    text_of = functools.cache(text)  # few slots differ
+    yield from (f"slot {i} {text_of(slot)}" for i, slot in enumerate(plan.slots))
     yield from map(text, plan.transfers)
     yield from (f"Instruction{text([*record(instruction).values()])}" for instruction in plan.instructions)
     for array, slot in plan.constants:

@@ -7,14 +7,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh import ir
-from multimesh.core.row_blocks import Stacks
+from multimesh.core import _compat
 from multimesh.core.specs import axes_of, carry_over, entry
-from multimesh.schedules import Cell, Choice
 from multimesh.schedules.costs import map_covers
-from multimesh.schedules.stage_cuts import Cuts
+from multimesh.schedules.table import Cell
+from multimesh.stacked.row_blocks import Stacks
+from multimesh.stages.stage_cuts import Cuts
+
+if TYPE_CHECKING:
+    from multimesh.schedules.choose import Choice
 
 
 @dataclass(frozen=True)
@@ -135,12 +140,12 @@ _NAMES = ("kind", "submesh", "task", "microbatch", "phase", "stage", "kernel", "
 
 def record(instruction: Instruction) -> dict[str, Any]:
     """Return all attributes of an instruction by name, None or empty where its kind has none."""
-    own = vars(instruction)
-    found = dict(_ABSENT[type(instruction)])
-    if (cell := own.get("cell")) is not None:
-        found |= {"microbatch": cell.microbatch, "phase": cell.phase, "stage": cell.stage}
-    found.update((name, value) for name, value in own.items() if name != "cell")
-    return found
+    fields = vars(instruction)
+    entry = dict(_ABSENT[type(instruction)])
+    if (cell := fields.get("cell")) is not None:
+        entry |= {"microbatch": cell.microbatch, "phase": cell.phase, "stage": cell.stage}
+    entry.update((name, value) for name, value in fields.items() if name != "cell")
+    return entry
 
 
 _ABSENT: Mapping[type, Mapping[str, Any]] = {
@@ -215,15 +220,24 @@ class PlanData:
         where = self.slots[slot]
         mesh = self.submeshes[where.submesh]
         over = self.over.get(slot)
+        # An array of a slot has no open dimension.
+        spec = PartitionSpec(*(entry(axes_of(names)) for names in _compat.partitions(spec)))
         if over is None:
             return carry_over(spec, where.shape, mesh)
-        kept = (entry(tuple(axis for axis in axes_of(each) if axis not in over)) for each in spec)
-        return NamedSharding(mesh, PartitionSpec(over, *carry_over(PartitionSpec(*kept), where.shape[1:], mesh).spec))
+        entries = (entry(tuple(axis for axis in axes_of(names) if axis not in over)) for names in spec)
+        return NamedSharding(
+            mesh, PartitionSpec(over, *carry_over(PartitionSpec(*entries), where.shape[1:], mesh).spec)
+        )
 
     def bytes_on(self, submesh: int, slots: Iterable[int]) -> int:
         """Return the bytes of the slots among some that are in the memory of a submesh's devices."""
-        meant = (self.slots[slot] for slot in slots)
-        return sum(slot.nbytes for slot in meant if slot.submesh == submesh and slot.memory is None)
+        chosen = (self.slots[slot] for slot in slots)
+        return sum(slot.nbytes for slot in chosen if slot.submesh == submesh and slot.memory is None)
+
+    @property
+    def devices(self) -> list[jax.Device]:
+        """Its devices, in the order of their ids."""
+        return sorted({device for mesh in self.submeshes for device in mesh.devices.flat}, key=lambda d: d.id)
 
     @functools.cached_property
     def cuts(self) -> tuple[Cuts, ...]:
@@ -239,13 +253,13 @@ class PlanData:
     @functools.cached_property
     def first_runs(self) -> Mapping[int, Run]:
         """The first RUN of each kernel, in order."""
-        found: dict[int, Run] = {}
+        runs: dict[int, Run] = {}
         for run in self.runs:
-            found.setdefault(run.kernel, run)
-        return found
+            runs.setdefault(run.kernel, run)
+        return runs
 
     @functools.cached_property
-    def given(self) -> frozenset[int]:
+    def initial_slots(self) -> frozenset[int]:
         """The slots that are full before the first instruction: arguments and constants."""
         return frozenset(slot for _, slot in (*self.inputs, *self.constants))
 
@@ -260,7 +274,7 @@ class PlanData:
         """
         full: set[int] = set()
         for instruction in self.instructions:
-            filled = set(instruction.outs) - full - self.given
+            filled = set(instruction.outs) - full - self.initial_slots
             emptied = full.intersection(instruction.ins) if isinstance(instruction, Free) else set[int]()
             full |= filled
             full -= emptied
@@ -268,8 +282,7 @@ class PlanData:
 
     def peak_bytes(self) -> tuple[int, ...]:
         """Return the most bytes of intermediate values alive at once, per submesh: whole arrays, without arguments."""
-        live = [0] * len(self.submeshes)
-        peak = [0] * len(self.submeshes)
+        live, peak = [0] * len(self.submeshes), [0] * len(self.submeshes)
         for instruction, filled, emptied in self.liveness():
             at = instruction.submesh
             live[at] += sum(self.slots[slot].nbytes for slot in filled)

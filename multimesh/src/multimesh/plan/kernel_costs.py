@@ -8,17 +8,11 @@ from typing import Any
 
 from multimesh.core import checks
 from multimesh.errors import UsageError
-from multimesh.hardware.devices import Device, device
-from multimesh.hardware.kernels import send
-from multimesh.hardware.software import stack
 from multimesh.ir.flops import count_flops
-from multimesh.ir.seconds import estimate_kernel as of_device
 from multimesh.plan.instructions import PlanData, Run, Send
 from multimesh.schedules import Cell
-from multimesh.schedules.costs import PHASES, Key, StageCosts, cost
+from multimesh.schedules.costs import ESTIMATED, PHASES, Key, StageCosts, cost
 from multimesh.schedules.published import AHEAD
-
-NOTE = "estimated: operations on each device, from shapes; transfers take no time"
 
 
 @dataclass(frozen=True)
@@ -35,31 +29,12 @@ class Costs:
 
 def estimate(plan: PlanData) -> Costs:
     """Return the floating-point operations of every kernel of a plan on each of its devices."""
-    return Costs(tuple(count_flops(k.ops) / plan.submeshes[k.submesh].size for k in plan.kernels), note=f"costs {NOTE}")
+    return Costs(
+        tuple(count_flops(k.ops) / plan.submeshes[k.submesh].size for k in plan.kernels), note=f"costs {ESTIMATED}"
+    )
 
 
-def on_device(plan: PlanData, name: str | Device) -> Costs:
-    """Return the seconds of every kernel and transfer of a plan on accelerators, from shapes.
-
-    The devices of a submesh share the work of a kernel evenly. Collectives inside a kernel are left out, because only
-    its compiler knows them, and so are fused attention and other kernels that a library would put in place of several
-    operations.
-
-    Raises ``UsageError`` if there is no such device.
-    """
-    known, start = device(name), stack("modern").kernel
-    times = tuple(of_device(k.ops, k.outs, known, plan.submeshes[k.submesh].size, start) for k in plan.kernels)
-    far = sum(mesh.size for mesh in plan.submeshes) > known.domain
-    transfers = {}
-    for each in plan.transfers:
-        size = plan.bytes_of(each)
-        ends = min(plan.submeshes[each.source].size, plan.submeshes[each.target].size)
-        transfers[each.source, each.target, size] = send(known, size / ends, far=far)
-    note = f"on {known.name}: from shapes, without the collectives of a kernel"
-    return Costs(times, transfers, unit="s", note=note)
-
-
-def costs_of(plan: PlanData, given: Mapping[Any, float]) -> Costs:
+def costs_of(plan: PlanData, costs: Mapping[Any, float]) -> Costs:
     """Return the costs of a plan's kernels, given as a mapping.
 
     The first key that fits counts: (stage, phase), (task, phase), task, phase. A kernel that covers several phases
@@ -70,31 +45,31 @@ def costs_of(plan: PlanData, given: Mapping[Any, float]) -> Costs:
 
     Raises ``UsageError`` for a key that nothing in the plan has, a phase without a cost, and a value that is no cost.
     """
-    given = dict(checks.pairs("costs", given, "a mapping of a phase, task or stage to a time"))
+    costs = dict(checks.pairs("costs", costs, "a mapping of a phase, task or stage to a time"))
     runs, covers = plan.first_runs, plan.covers
-    known: dict[Key, None] = {"transfer": None}
+    keys_of_plan: dict[Key, None] = {"transfer": None}
     for run in runs.values():
         if run.cell:
             phases = covers[run.cell.stage, run.cell.phase]
-            known |= dict.fromkeys(key for p in phases for key in _keys(run.cell.stage, run.task, p))
-        known[run.task] = None
-    for key in given:
-        if key not in known and key not in PHASES:
-            names = ", ".join(sorted({repr(k) for k in known if isinstance(k, str) and k}))
+            keys_of_plan |= dict.fromkeys(key for p in phases for key in _keys(run.cell.stage, run.task, p))
+        keys_of_plan[run.task] = None
+    for key in costs:
+        if key not in keys_of_plan and key not in PHASES:
+            names = ", ".join(sorted({repr(k) for k in keys_of_plan if isinstance(k, str) and k}))
             raise UsageError(f"costs: {key!r} is no phase, task or stage of this plan; it has {names}")
-    times = {key: cost(value, repr(key)) for key, value in given.items()}
+    times = {key: cost(value, repr(key)) for key, value in costs.items()}
 
     def time(run: Run) -> float:
         if run.cell is None:
             return times.get(run.task, 0.0)
         stage, task = run.cell.stage, run.task
         keys = {phase: _keys(stage, task, phase) for phase in covers[stage, run.cell.phase]}
-        if task in times and not any(key in times for found in keys.values() for key in found[:2]):
+        if task in times and not any(key in times for fitting in keys.values() for key in fitting[:2]):
             return times[task]
         free = run.cell.phase == "W" and AHEAD.issuperset(plan.schedules)
         if run.cell.phase in keys and not free and not times.keys() & set(keys[run.cell.phase]):  # late ones are free
             raise UsageError(f"costs: none for {run.cell.phase} of stage {stage} (task {task!r})")
-        return sum(next((times[key] for key in found if key in times), 0.0) for found in keys.values())
+        return sum(next((times[key] for key in fitting if key in times), 0.0) for fitting in keys.values())
 
     shown = ", ".join(f"{'.'.join(map(str, k)) if isinstance(k, tuple) else k} {v:g}" for k, v in times.items())
     programs = tuple(time(runs[k]) if k in runs else 0.0 for k in range(len(plan.kernels)))

@@ -34,10 +34,10 @@ def text(plan: PlanData, width: int | None = None) -> str:
         for i, mesh in enumerate(plan.submeshes)
     ]
     total = f"{len(plan.kernels)} kernels, {len(plan.runs)} runs, {count} arrays ({amount(size, 'bytes')}) sent"
-    made = [_cut(line, width) for cuts in plan.cuts for line in _middle(cuts.short(), "stages")]
+    heading = [_cut(line, width) for cuts in plan.cuts for line in _middle(cuts.short(), "stages")]
     lines = [
         *_middle(meshes, "submeshes"),
-        *made,
+        *heading,
         *textwrap.wrap(total, width),
         *textwrap.wrap(_spread_note(plan), width),
         *textwrap.wrap(_ahead_note(plan), width),
@@ -47,12 +47,12 @@ def text(plan: PlanData, width: int | None = None) -> str:
     for run in plan.runs:
         runs[run.submesh].append(run)
     stages = [sorted({run.cell.stage for run in row if run.cell}) for row in runs]
-    several = any(len(found) > 1 for found in stages)
+    several = any(len(numbers) > 1 for numbers in stages)
     legend = _legend(plan, several)
     if legend:
         lines += textwrap.wrap(legend, width)
-    moved = not several and any(found not in ([], [i]) for i, found in enumerate(stages))
-    heads = [f"{i}, stage {found[0]}" if moved and found else str(i) for i, found in enumerate(stages)]
+    moved = not several and any(numbers not in ([], [i]) for i, numbers in enumerate(stages))
+    heads = [f"{i}, stage {numbers[0]}" if moved and numbers else str(i) for i, numbers in enumerate(stages)]
     wide = max(map(len, heads))
     rows = [
         f"{head:<{wide}} | {_row([_cell(plan, run, several) for run in row], width - wide - 3)}"
@@ -76,15 +76,15 @@ def _ahead_note(plan: PlanData) -> str:
     """Return a sentence on backwards whose results leave ahead of weight gradients, and on what that costs."""
     if not AHEAD.issuperset(plan.schedules):
         return ""
-    made: dict[tuple[int, int], set[int]] = {}  # (stage, microbatch) to what B gives
+    made_by: dict[tuple[int, int], set[int]] = {}  # (stage, microbatch) to what B gives
     count = most = 0
     for run in plan.runs:
         if run.cell is not None and run.cell.phase == "B":
-            made[run.cell.stage, run.cell.microbatch] = {*run.outs}
+            made_by[run.cell.stage, run.cell.microbatch] = {*run.outs}
         elif run.cell is not None and run.cell.phase == "W":
             count += 1
-            kept = made[run.cell.stage, run.cell.microbatch].intersection(run.ins)
-            most = max(most, sum(plan.slots[slot].nbytes for slot in kept))
+            slots = made_by[run.cell.stage, run.cell.microbatch].intersection(run.ins)
+            most = max(most, sum(plan.slots[slot].nbytes for slot in slots))
     if not count:
         return ""
     return (
@@ -95,7 +95,7 @@ def _ahead_note(plan: PlanData) -> str:
 
 def _reshards(plan: PlanData, width: int) -> list[str]:
     """Return a line for each kind of array that is sent between submeshes whose types differ, with both layouts."""
-    found: dict[str, None] = {}
+    notes: dict[str, None] = {}
     for sent in plan.transfers if plan.layouts else ():
         ends = plan.submeshes[sent.source], plan.submeshes[sent.target]
         if ends[0].abstract_mesh == ends[1].abstract_mesh or not any(AxisType.Explicit in m.axis_types for m in ends):
@@ -103,8 +103,8 @@ def _reshards(plan: PlanData, width: int) -> list[str]:
         for one, other in zip(sent.ins, sent.outs, strict=True):
             slot = plan.slots[one]
             specs = f"{plan.layouts[one].spec} becomes {plan.layouts[other].spec}"
-            found[f"{sent.source} to {sent.target}: {slot.dtype}{[*slot.shape]} {specs}"] = None
-    return [_cut(line, width) for line in (["reshards between submeshes:", *found] if found else [])]
+            notes[f"{sent.source} to {sent.target}: {slot.dtype}{[*slot.shape]} {specs}"] = None
+    return [_cut(line, width) for line in (["reshards between submeshes:", *notes] if notes else [])]
 
 
 def _legend(plan: PlanData, several: bool) -> str:
@@ -131,16 +131,16 @@ def _row(cells: Sequence[str], width: int) -> str:
     line = " ".join(cells)
     if len(line) <= width:
         return line
-    for kept in range(len(cells) - 1, 0, -1):
-        first, last = cells[: (kept + 1) // 2], cells[len(cells) - kept // 2 :]
-        line = " ".join([*first, f"... {len(cells) - kept} more ...", *last])
+    for count in range(len(cells) - 1, 0, -1):
+        first, last = cells[: (count + 1) // 2], cells[len(cells) - count // 2 :]
+        line = " ".join([*first, f"... {len(cells) - count} more ...", *last])
         if len(line) <= width:
             return line
     return _cut(f"{len(cells)} runs", width)
 
 
-def _middle(lines: Sequence[str], what: str) -> list[str]:
+def _middle(lines: Sequence[str], noun: str) -> list[str]:
     if len(lines) <= _ROWS:
         return list(lines)
     half = _ROWS // 2
-    return [*lines[:half], f"... {len(lines) - 2 * half} more {what} ...", *lines[-half:]]
+    return [*lines[:half], f"... {len(lines) - 2 * half} more {noun} ...", *lines[-half:]]

@@ -16,17 +16,12 @@ from multimesh.errors import UsageError
 from multimesh.plan.plan import Plan
 
 
-def devices_of(plan: Plan) -> list[jax.Device]:
-    """Return the devices of a plan, in the order of their ids."""
-    return sorted({device for mesh in plan.submeshes for device in mesh.devices.flat}, key=lambda device: device.id)
-
-
 def move_plan(plan: Plan, devices: Sequence[jax.Device]) -> Plan:
     """Return the plan on other devices: each takes the place of one of the plan's, in the order of their ids.
 
     Raises ``UsageError`` if there are fewer devices than the plan has.
     """
-    old = devices_of(plan)
+    old = plan.devices
     if len(devices) < len(old):
         raise UsageError(f"on: the plan has {len(old)} devices, and got only {len(devices)}")
     place = dict(zip(old, devices, strict=False))

@@ -1,4 +1,4 @@
-"""A plan: its data, and how to forecast, draw, print and compare it."""
+"""A plan: its data, and how to simulate, draw, print and compare it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from multimesh.hardware.devices import Device
-from multimesh.plan import fingerprint
+from multimesh.core.names import FormerName
 from multimesh.plan.instructions import PlanData, record
-from multimesh.plan.kernel_costs import Costs, estimate
 from multimesh.schedules.costs import UNIT_COSTS
 
 if TYPE_CHECKING:
-    from multimesh.timelines.timeline import Timeline
+    from multimesh_planner import Device
+
+    from multimesh.observe.timelines.timeline import Timeline
+    from multimesh.plan.kernel_costs import Costs
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,14 +64,16 @@ class Plan(PlanData):
     """
 
     def estimate(self) -> Costs:
-        """Estimate the costs of the kernels for `forecast`: operations on each device, from shapes alone.
+        """Estimate the costs of the kernels for `simulate`: operations on each device, from shapes alone.
 
         A matrix product of ``[m, k]`` and ``[k, n]`` counts ``2 m k n`` operations, any other operation one for each
         element of its results. ``schedule="auto"`` estimates stages the same way.
         """
+        from multimesh.plan.kernel_costs import estimate
+
         return estimate(self)
 
-    def forecast(self, costs: str | Device | Costs | Mapping[Any, float] = UNIT_COSTS) -> Timeline:
+    def simulate(self, costs: str | Device | Costs | Mapping[Any, float] = UNIT_COSTS) -> Timeline:
         """Simulate the plan: when each kernel runs, when submeshes are idle, and how many bytes are alive.
 
         Submeshes run at the same time and transfers beside kernels, as on accelerators; see `multimesh.plan.timing`.
@@ -96,26 +99,24 @@ class Plan(PlanData):
         """
         from multimesh.plan import timing
 
-        return timing.forecast(self, costs)
+        return timing.simulate(self, costs)
+
+    forecast = FormerName("simulate")
 
     def to_svg(self, path: str | Path, costs: str | Device | Costs | Mapping[Any, float] = UNIT_COSTS) -> None:
-        """Write a picture of `forecast`. ``profile.measured.to_svg`` draws a measured run.
-
-        Of a long plan it shows the first, some middle and the last microbatches, and says which. `to_html` has all.
-        """
-        self.forecast(costs).to_svg(path)
+        """Write a picture of `simulate`. ``profile.measured.to_svg`` draws a measured run."""
+        self.simulate(costs).to_svg(path)
 
     def to_html(self, path: str | Path, costs: str | Device | Costs | Mapping[Any, float] = UNIT_COSTS) -> None:
-        """Write `forecast` as one HTML file: the picture of `to_svg`, which explains each box and line you point at.
+        """Write `simulate` as one HTML file: the picture of `to_svg`, which names each box and line you point at.
 
-        A box tells its task and microbatch, when the kernel ran, how long its submesh waited and for what, and the
-        bytes received and sent. ``profile.measured.to_html`` writes a measured run.
+        ``profile.measured.to_html`` writes a measured run.
         """
-        self.forecast(costs).to_html(path)
+        self.simulate(costs).to_html(path)
 
     def to_perfetto(self, path: str | Path, costs: str | Device | Costs | Mapping[Any, float] = UNIT_COSTS) -> None:
-        """Write `forecast` as Chrome-trace JSON, which ``ui.perfetto.dev`` and ``chrome://tracing`` open."""
-        self.forecast(costs).to_perfetto(path)
+        """Write `simulate` as Chrome-trace JSON, which ``ui.perfetto.dev`` and ``chrome://tracing`` open."""
+        self.simulate(costs).to_perfetto(path)
 
     def __str__(self) -> str:
         from multimesh.plan import listing
@@ -128,7 +129,9 @@ class Plan(PlanData):
         It covers instructions, kernels, slots, constants, specs, options, and the versions of JAX and MultiMesh. Hash
         seeds, addresses, names of files and other traces of the process do not count.
         """
-        return fingerprint.digest(self)
+        from multimesh.plan.fingerprint import digest
+
+        return digest(self)
 
     def to_json(self) -> str:
         """Return the plan as JSON: submeshes, kernels, slots, instructions."""

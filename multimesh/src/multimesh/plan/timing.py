@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import is_dataclass, replace
+from typing import TYPE_CHECKING, Any
 
+from multimesh.core import names
 from multimesh.errors import UsageError
-from multimesh.hardware.devices import Device
+from multimesh.observe.timelines.spans import Hop, Levels, Span, levels
+from multimesh.observe.timelines.timeline import Timeline
 from multimesh.plan.instructions import Free, PlanData, Recv, Run, Send, Transfer
-from multimesh.plan.kernel_costs import Costs, costs_of, on_device
+from multimesh.plan.kernel_costs import Costs, costs_of
 from multimesh.schedules.costs import UNIT_COSTS
 from multimesh.schedules.scheduler import run
 from multimesh.schedules.simulate import sizes
-from multimesh.timelines.spans import Hop, Levels, Span, levels
-from multimesh.timelines.timeline import Timeline
+
+if TYPE_CHECKING:
+    from multimesh_planner import Device
 
 
 def title(plan: PlanData) -> str:
@@ -31,22 +34,25 @@ def title(plan: PlanData) -> str:
 Times = Mapping[int, tuple[float, float]]
 
 
-def forecast(plan: PlanData, costs: str | Device | Costs | Mapping[Any, float] = UNIT_COSTS) -> Timeline:
-    """Run a plan on ideal submeshes; see `multimesh.Plan.forecast`.
+def simulate(plan: PlanData, costs: str | Device | Costs | Mapping[Any, float] = UNIT_COSTS) -> Timeline:
+    """Run a plan on ideal submeshes; see `multimesh.Plan.simulate`.
 
     A submesh runs its kernels in order, each as soon as its inputs have arrived. A transfer starts when its arrays are
     made, wherever its SEND stands. Transfers between the same two submeshes follow each other; none keeps a submesh
     from computing.
     """
-    if isinstance(costs, str | Device):
-        costs = on_device(plan, costs)
-    known = costs if isinstance(costs, Costs) else costs_of(plan, costs)
-    if len(known.programs) != len(plan.kernels):
+    if isinstance(costs, Costs):
+        lasts = costs
+    elif not isinstance(costs, str) and not is_dataclass(costs):
+        lasts = costs_of(plan, costs)
+    else:
+        lasts = names.load_extra("multimesh_planner.plan_seconds", "Plan.simulate of a device").on_device(plan, costs)
+    if len(lasts.programs) != len(plan.kernels):
         raise UsageError(
-            f"costs: measured on a plan of {len(known.programs)} kernels, but this one has {len(plan.kernels)}; "
+            f"costs: measured on a plan of {len(lasts.programs)} kernels, but this one has {len(plan.kernels)}; "
             "profile it as well"
         )
-    return assemble(plan, _times(plan, known), f"forecast, {known.note}", known.unit)
+    return assemble(plan, _times(plan, lasts), f"forecast, {lasts.note}", lasts.unit)
 
 
 def _times(plan: PlanData, costs: Costs) -> Times:
@@ -94,9 +100,9 @@ def assemble(plan: PlanData, times: Times, note: str, unit: str) -> Timeline:
     readers: dict[int, list[int]] = collections.defaultdict(list)
     for number, item in items_in_time(plan):
         if isinstance(item, Transfer):
-            made = max((maker[slot] for slot in item.ins if slot in maker), default=None)
+            producer = max((maker[slot] for slot in item.ins if slot in maker), default=None)
             carrier.update(dict.fromkeys(item.outs, len(transfers)))
-            transfers.append(Hop(item.source, item.target, *times[number], plan.bytes_of(item), made))
+            transfers.append(Hop(item.source, item.target, *times[number], plan.bytes_of(item), producer))
         else:
             for hop in dict.fromkeys(carrier[slot] for slot in item.ins if slot in carrier):
                 readers[hop].append(len(spans))

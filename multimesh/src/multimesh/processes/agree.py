@@ -1,13 +1,16 @@
 """How processes agree: each gives something, process 0 decides, and all learn the decision.
 
-That is one value that each process leaves for process 0, and one that it reads.
+That is one value that each process leaves for process 0, and one that it reads. Process 0 deletes what it has left when
+it hears from all again: by then they have read it.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import operator
 import socket
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
@@ -15,11 +18,13 @@ from typing import Any, TypeVar
 
 from multimesh.core import _compat
 from multimesh.errors import DamagedError, LostProcessError, MultiMeshError, NoRecordError, UsageError
-from multimesh.processes import post
+from multimesh.processes import post, timeouts
 
 T = TypeVar("T")
 
 _plans = itertools.count(1)
+_here = threading.local()  # at process 0: `read`, the key that all have read when they come to this thread again
+_LATER = 10.0  # seconds that the others wait longer than process 0, which then says who has not come
 
 
 def several() -> bool:
@@ -28,31 +33,38 @@ def several() -> bool:
 
 
 def decide_together(
-    name: str, mine: bytes, decide: Callable[[Sequence[bytes]], bytes] = lambda _: b"", timeout: float | None = None
+    name: str,
+    data: bytes,
+    decide: Callable[[Sequence[bytes]], bytes] = lambda _: b"",
+    timeout: float | None = None,
+    kind: str = "values",
 ) -> bytes:
-    """Let process 0 reduce the bytes of all processes, and return its result everywhere. Use each ``name`` once.
+    """Let process 0 reduce the bytes of all processes, and return its result everywhere.
 
-    All wait for all, and Ctrl-C ends the wait.
-
-    After a minute process 0 says who has not come.
+    Use each ``name`` once for each ``kind``. All wait for all, and Ctrl-C ends the wait. After a minute process 0 says
+    who has not come.
 
     Raises ``LostProcessError`` in every process, if one has not come here in time; names all that have not.
     """
     if not several():
-        return decide([mine])
-    if _compat.process_index():
-        post.to_first(name, mine)
-        said = post.from_first(f"{name}/decided", post.patience(timeout) + 10)
-        if said[:1] == b"-":
-            raise LostProcessError(said[1:].decode())
-        return said[1:]
+        return decide([data])
+    folder, decision = f"multimesh/{kind}/{name}/", f"multimesh/decided/{kind}/{name}"
+    if rank := _compat.process_index():
+        post.put(f"{folder}{rank}", data)
+        seconds = timeouts.current().compile if timeout is None else timeout
+        verdict = post.get(decision, name, 0, seconds + _LATER)
+        if verdict[:1] == b"-":
+            raise LostProcessError(verdict[1:].decode())
+        return verdict[1:]
     try:
-        said = decide(post.from_all(name, mine, timeout))
+        verdict = b"+" + decide(post.collect(folder, data, name, timeout))
     except LostProcessError as error:
-        post.to_all(f"{name}/decided", f"-{error}".encode())
+        post.put(decision, f"-{error}".encode())
         raise
-    post.to_all(f"{name}/decided", b"+" + said)
-    return said
+    post.forget(getattr(_here, "read", decision))
+    _here.read = decision
+    post.put(decision, verdict)
+    return verdict[1:]
 
 
 def barrier(name: str, timeout: float | None = None) -> None:
@@ -60,7 +72,7 @@ def barrier(name: str, timeout: float | None = None) -> None:
 
     After a minute process 0 says who has not come.
     """
-    decide_together(f"{name}/barrier", b"", timeout=timeout)
+    decide_together(name, b"", timeout=timeout, kind="barrier")
 
 
 def agree_on(name: str, lines: Iterable[str], timeout: float | None = None) -> None:
@@ -74,27 +86,24 @@ def agree_on(name: str, lines: Iterable[str], timeout: float | None = None) -> N
         If a process has not come here in time.
     """
     lines = [*lines] if iter(lines) is lines else lines  # what can be read again is not kept
-    verdict = decide_together(f"{name}/agree", _digest(lines), _odd, timeout)
-    usually, *odd = map(int, verdict.split())
+    usual, *odd = map(int, decide_together(name, _digest(lines), _odd, timeout, "agree").split())
     if not odd:
         return
-    me, key = _compat.process_index(), f"multimesh/lines/{name}"
-    if me == usually:
-        post.put(key, pack([*lines]))
-    differs = b""
-    if me == odd[0]:
-        differs = _parting([*lines], unpack(post.get(key, name, usually, timeout))).encode()
-    differs = decide_together(f"{name}/parting", differs, lambda every: every[odd[0]], timeout)
-    post.forget(key)
-    who = f"process {', '.join(map(str, odd))} of {_compat.process_count()} differs from process {usually}"
+    data = pack([*lines]) if _compat.process_index() in (usual, odd[0]) else b""
+
+    def part(every: Sequence[bytes]) -> bytes:
+        return _parting(unpack(every[odd[0]]), unpack(every[usual])).encode()
+
+    differs = decide_together(name, data, part, timeout, "lines")
+    who = f"process {', '.join(map(str, odd))} of {_compat.process_count()} differs from process {usual}"
     raise UsageError(f"{name}: {who}, {differs.decode()}; start all processes with the same code, data and flags")
 
 
 def _digest(lines: Iterable[str]) -> bytes:
-    found = sha256()
+    digest = sha256()
     for line in lines:
-        found.update(line.encode() + b"\n")
-    return found.digest()
+        digest.update(line.encode() + b"\n")
+    return digest.digest()
 
 
 def _odd(digests: Sequence[bytes]) -> bytes:
@@ -108,8 +117,8 @@ def _parting(ours: Sequence[str], theirs: Sequence[str]) -> str:
     """Where the lines of a process first differ from the usual ones."""
     pairs = itertools.zip_longest(ours, theirs, fillvalue="nothing more")
     where, (a, b) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-    same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    from_ = max(0, same - 60)
+    first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    from_ = max(0, first - 60)
     a, b = (f"{'...' * (from_ > 0)}{line[from_ : from_ + 160]}" for line in (a, b))
     return f"first in line {where + 1}, which is {a!r} in place of {b!r}"
 
@@ -133,65 +142,51 @@ def unpack(value: bytes) -> Any:
 
 def first_says(name: str, value: T, timeout: float | None = None) -> T:
     """Broadcast process 0's ``value``, which JSON can hold, to every process. Use each ``name`` once."""
-    if not several():
-        return value
-    if _compat.process_index() == 0:
-        post.to_all(f"{name}/says", json.dumps(value).encode())
-        return value
-    said: T = json.loads(post.from_first(f"{name}/says", timeout))
-    return said
+    said = decide_together(name, json.dumps(value).encode(), operator.itemgetter(0), timeout, "says")
+    first: T = json.loads(said) if several() else value
+    return first
 
 
 def raise_together(
     name: str,
     error: MultiMeshError | None,
-    mine: Any = None,
+    value: Any = None,
     then: Callable[[Sequence[Any]], Any] = lambda _: None,
     timeout: float | None = None,
 ) -> Any:
     """Raise an error of one process in all of them, with the name of that process. Use each ``name`` once.
 
-    All wait for all. Without an error process 0 calls ``then`` with the ``mine`` of each; all return its result, or
+    All wait for all. Without an error process 0 calls ``then`` with the ``value`` of each; all return its result, or
     raise its error. JSON must hold both.
     """
-    own = pack([_describe(error, socket.gethostname()), mine])
+    report = pack([[type(error).__name__, str(error), socket.gethostname()] if error else [], value])
 
     def decide(every: Sequence[bytes]) -> bytes:
-        said = [unpack(each) for each in every]
-        verdict, result = _verdict([wrong for wrong, _ in said]), None
+        errors, values = zip(*map(unpack, every), strict=True)
+        verdict, result = _verdict(errors), None
         if not verdict:
             try:
-                result = then([given for _, given in said])
+                result = then(values)
             except MultiMeshError as wrong:
-                verdict = _describe(wrong)
+                verdict = [type(wrong).__name__, str(wrong)]
         return json.dumps([verdict, result]).encode()
 
     if not several():
         if error:
             raise error
-        return then([mine])
-    verdict, result = json.loads(decide_together(f"{name}/errors", own, decide, timeout))
-    _raise(verdict)
+        return then([value])
+    verdict, result = json.loads(decide_together(name, report, decide, timeout, "errors"))
+    if verdict:
+        kinds = {kind.__name__: kind for kind in (UsageError, DamagedError, NoRecordError)}
+        raise kinds.get(verdict[0], MultiMeshError)(verdict[1])
     return result
 
 
-def _raise(verdict: Sequence[str]) -> None:
-    """Raise the error that `_describe` tells, if there is one."""
-    kinds = {kind.__name__: kind for kind in (UsageError, DamagedError, NoRecordError)}
-    if verdict:
-        raise kinds.get(verdict[0], MultiMeshError)(verdict[1])
-
-
-def _describe(error: MultiMeshError | None, *host: str) -> list[str]:
-    """The kind and the text of an error, and where it is; nothing if there is none."""
-    return [] if error is None else [type(error).__name__, str(error), *host]
-
-
-def _verdict(said: Sequence[Any]) -> list[str]:
+def _verdict(errors: Sequence[Any]) -> list[str]:
     """The kind and the text of the first of several processes' errors; nothing if there is none."""
-    wrong = [(rank, each) for rank, each in enumerate(said) if each]
-    if not wrong:
+    rank = next((rank for rank, error in enumerate(errors) if error), None)
+    if rank is None:
         return []
-    rank, (kind, text, host) = wrong[0]
-    whose = "" if said.count(said[rank]) == len(said) else f"process {rank} of {len(said)} ({host}): "
+    kind, text, host = errors[rank]
+    whose = "" if errors.count(errors[rank]) == len(errors) else f"process {rank} of {len(errors)} ({host}): "
     return [kind, f"{whose}{text}"]

@@ -15,7 +15,7 @@ Bounds = tuple[tuple[int, int], ...]
 
 def bounds(index: Iterable[slice], shape: Sequence[int]) -> Bounds:
     """Return the start and the end of the part ``index`` of an array of this shape, along each axis."""
-    return tuple(each.indices(n)[:2] for each, n in zip(index, shape, strict=True))
+    return tuple(part.indices(n)[:2] for part, n in zip(index, shape, strict=True))
 
 
 def here(devices: Iterable[jax.Device]) -> bool:

@@ -43,10 +43,10 @@ def gather(tree: Any, timeout: float | None = None) -> Any:
     leaves, structure = jax.tree.flatten(tree)
     keys = {i: x for i, x in enumerate(leaves) if jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key)}
     plain = [jax.random.key_data(x) if i in keys else x for i, x in enumerate(leaves)]
-    whole = _gather(plain, timeout)
+    arrays = _gather(plain, timeout)
     for i, x in keys.items():
-        whole[i] = jax.random.wrap_key_data(whole[i], impl=jax.random.key_impl(x))
-    return jax.tree.unflatten(structure, whole)
+        arrays[i] = jax.random.wrap_key_data(arrays[i], impl=jax.random.key_impl(x))
+    return jax.tree.unflatten(structure, arrays)
 
 
 def _gather(leaves: list[Any], timeout: float | None) -> list[Any]:
@@ -59,26 +59,26 @@ def _gather(leaves: list[Any], timeout: float | None) -> list[Any]:
             f"{largest.dtype} array of shape {largest.shape}; reduce arrays on their devices first, or save them"
         )
     me = jax.process_index()
-    whole = [np.asarray(x) if isinstance(x, jax.Array) and i not in far else x for i, x in enumerate(leaves)]
+    arrays = [np.asarray(x) if isinstance(x, jax.Array) and i not in far else x for i, x in enumerate(leaves)]
     places: list[tuple[int, int, Any]] = []  # of every part, in an order that all know: its owner, its array, where
-    mine: list[bytes] = []
+    parts: list[bytes] = []
     for i, x in far.items():
         owners: dict[Any, int] = {}
         for device, index in x.sharding.devices_indices_map(x.shape).items():
             corner = bounds(index, x.shape)
             owners[corner] = min(owners.get(corner, device.process_index), device.process_index)
-        held = {bounds(shard.index, x.shape): shard.data for shard in x.addressable_shards}
-        whole[i] = np.empty(x.shape, x.dtype)
+        shards = {bounds(shard.index, x.shape): shard.data for shard in x.addressable_shards}
+        arrays[i] = np.empty(x.shape, x.dtype)
         for corner, owner in sorted(owners.items()):
             places.append((owner, i, tuple(slice(*ends) for ends in corner)))
             if owner == me:  # an error of its computation, or Ctrl-C, is raised as it is
-                mine.append(np.asarray(held[corner]).tobytes())
+                parts.append(np.asarray(shards[corner]).tobytes())
     if not far:
-        return whole
-    every = agree.decide_together(f"mm.distributed.gather {next(_gathers)}", b"".join(mine), b"".join, timeout)
+        return arrays
+    every = agree.decide_together(f"mm.distributed.gather {next(_gathers)}", b"".join(parts), b"".join, timeout)
     start = 0
     for _, i, index in sorted(places, key=lambda place: place[0]):  # stable: as each owner gave them
-        part = whole[i][index]
-        whole[i][index] = np.frombuffer(every[start : start + part.nbytes], part.dtype).reshape(part.shape)
+        part = arrays[i][index]
+        arrays[i][index] = np.frombuffer(every[start : start + part.nbytes], part.dtype).reshape(part.shape)
         start += part.nbytes
-    return whole
+    return arrays

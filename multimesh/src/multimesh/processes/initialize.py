@@ -1,42 +1,29 @@
-"""``initialize``: find the processes of a job, let them meet and compare themselves; `fail` ends them all."""
+"""``initialize``: find the processes of a job, start JAX, compare what they run; `fail` ends them all."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import inspect
+import functools
 import math
 import os
-import platform
-import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
 import jax
 
-from multimesh.core import _compat
-from multimesh.errors import UsageError
-from multimesh.hardware import known_faults
-from multimesh.processes import timeouts
-from multimesh.processes.launchers import ADDRESS, LAUNCHERS
-from multimesh.processes.watching.leaving import Leaving, leave
-from multimesh.processes.watching.meeting import meet
-from multimesh.processes.watching.members import machine
-from multimesh.processes.watching.watch import GRACE, Watch
-
-TRANSPORT = "MULTIMESH_TRANSPORT"
-"""Environment variable with the transport of arrays between processes, where no context says one."""
+from multimesh.core import _compat, known_faults
+from multimesh.errors import LostProcessError, UsageError
+from multimesh.processes import agree, host_values, lost_service, rendezvous, timeouts
+from multimesh.processes.endings import leave, see_end
+from multimesh.processes.liveness import GONE, GRACE, HOLD, Watch
 
 _watch: Watch | None = None
 _hosts: Sequence[str] = ()
-_OURS = {"coordinator_address", "num_processes", "process_id", "local_device_ids", "cluster_detection_method"}
-_OURS |= {"initialization_timeout", "heartbeat_timeout_seconds", "coordinator_bind_address"}
-_XLA_FLAG = re.compile(r"""(?:[^\s"']|"[^"]*"|'[^']*')+""")  # values may be in quotes
-_LOCAL_FLAG = re.compile("address|cache|_dir|dump|log|mock|profile|timeout|visible|_to$")  # may differ by process
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +57,28 @@ class Processes:
         return f"process {self.rank} of {count} on {where}, found by {self.launcher}: {self.mode}"
 
 
+@contextlib.contextmanager
+def _end_in_one_line() -> Iterator[None]:
+    """Let a `UsageError` that nobody catches end this process with one line, or none where process 0 says it."""
+    try:
+        yield
+    except UsageError as error:
+        usual, expected = sys.excepthook, error
+
+        def hook(kind: type[BaseException], raised: BaseException, traceback: TracebackType | None) -> None:
+            if raised is not expected:
+                usual(kind, raised, traceback)
+                return
+            if not getattr(expected, "told", False):
+                sys.stderr.write(f"multimesh: {expected}\n")
+                time.sleep(HOLD)  # with its service process 0 would end who has not heard yet
+            leave(expected.exit_code)
+
+        sys.excepthook = hook
+        raise
+
+
+@_end_in_one_line()
 def initialize(
     coordinator_address: str | None = None,
     num_processes: int | None = None,
@@ -85,18 +94,15 @@ def initialize(
     coordinator_bind_address: str | None = None,
     same_command: bool = True,
     alone: bool = False,
+    preemptible: bool | None = None,
     jax_options: Mapping[str, Any] | None = None,
 ) -> Processes:
     """Make this process one of several, in place of ``jax.distributed.initialize``.
 
-    Arguments that are not given are found as JAX finds them: from Slurm, Open MPI 4 or Kubernetes. Open MPI 5, MPICH
-    and Intel MPI say all but the coordinator's address, which ``JAX_COORDINATOR_ADDRESS`` has; without it mpi4py is
-    asked, if it is installed. A pod of an indexed Job or JobSet knows its number; with that variable and the number of
-    pods in ``MULTIMESH_PROCESSES`` Kubernetes need not be asked. All processes meet and compare themselves before JAX
-    starts. From then on JAX's coordination service tells who lives; it is started with ``jax_enable_recoverability``.
-    When a process fails, is killed, stopped or out of reach, all others end within seconds: with a line that names it,
-    and its exit code if it has one, else 17. SIGTERM ends a process, unless the environment has
-    ``JAX_ENABLE_PREEMPTION_SERVICE=1``.
+    Arguments that are not given come from the launcher, as JAX finds them, and from ``JAX_COORDINATOR_ADDRESS`` and
+    ``MULTIMESH_PROCESSES``. When JAX has started, all processes compare what they run. When one fails, is killed,
+    stopped or out of reach, all others end within seconds: with a line that names it, and its exit code if it told one,
+    else 17. JAX's coordination service, with ``jax_enable_recoverability``, tells who lives.
 
     Parameters
     ----------
@@ -112,7 +118,7 @@ def initialize(
         Seconds in which all processes must have started: 60, or ``MULTIMESH_START_TIMEOUT`` in the environment.
     silence_timeout
         Seconds without a heartbeat after which JAX gives a process up: 8, or ``MULTIMESH_SILENCE_TIMEOUT``. Half of
-        them a process may be stopped, or the network be down. A death on the same machine is noticed at once.
+        them a process may be stopped, or the network be down.
     compile_timeout
         Seconds that processes wait for each other to compile, to save, to gather: 3600, or
         ``MULTIMESH_COMPILE_TIMEOUT``. After a minute process 0 says for whom it waits.
@@ -121,14 +127,18 @@ def initialize(
         ``MULTIMESH_TRANSFER_TIMEOUT``. They count when all processes have compiled. Then the job ends, with a line.
     stall_timeout
         Seconds after which a process ends the job if it holds up the others in training: by default, and with 0, never,
-        or ``MULTIMESH_STALL_TIMEOUT``. After two minutes process 0 names it anyway, with its Python stack.
+        or ``MULTIMESH_STALL_TIMEOUT``. After two minutes a line names it anyway; a process that is
+        ended so prints its Python stack.
     coordinator_bind_address
         Address at which process 0 listens; by default all of its addresses.
     same_command
         Whether command lines that differ are refused. The number and the host of a process may always differ.
     alone
-        Whether a program that no launcher started runs as the only process. So one script runs by itself, under
-        ``srun`` and under ``mpirun``, and never as copies that do not know of each other.
+        Whether a program that no launcher started runs as the only process.
+    preemptible
+        Whether JAX's preemption service takes SIGTERM as a notice, for Orbax's ``CheckpointManager`` and
+        ``multihost_utils.reached_preemption_sync_point``; else it ends the process. By default only where the
+        environment has ``JAX_ENABLE_PREEMPTION_SERVICE=1``.
     jax_options
         Further arguments of ``jax.distributed.initialize``, such as ``mtls_cert_file`` from jax 0.12 on.
 
@@ -147,54 +157,9 @@ def initialize(
     --------
     >>> mm.distributed.initialize("localhost:6000", num_processes=2, process_id=rank)  # doctest: +SKIP
     """
-    try:
-        return _initialize(
-            (coordinator_address, num_processes, process_id, local_device_ids),
-            cluster_detection_method,
-            timeouts.choose(
-                {
-                    "start": initialization_timeout,
-                    "silence": silence_timeout,
-                    "compile": compile_timeout,
-                    "transfer": transfer_timeout,
-                    "stall": stall_timeout,
-                }
-            ),
-            coordinator_bind_address,
-            same_command,
-            alone,
-            jax_options or {},
-        )
-    except UsageError as error:
-        _leave_in_one_line(error)
-        raise
-
-
-def _leave_in_one_line(error: UsageError) -> None:
-    """If nobody catches this error, end with its exit code and one line; where process 0 says it, without a line."""
-    usual = sys.excepthook
-
-    def hook(kind: type[BaseException], raised: BaseException, traceback: TracebackType | None) -> None:
-        if raised is not error:
-            usual(kind, raised, traceback)
-            return
-        if not getattr(error, "told", False):
-            sys.stderr.write(f"multimesh: {error}\n")
-        raise SystemExit(error.exit_code)  # of a hook Python takes the code
-
-    sys.excepthook = hook
-
-
-def _initialize(
-    given: tuple[Any, ...],
-    method: str | None,
-    waits: timeouts.Timeouts,
-    bind: str | None,
-    same_command: bool,
-    alone: bool,
-    options: Mapping[str, Any],
-) -> Processes:
     global _watch, _hosts
+    seconds = {"start": initialization_timeout, "silence": silence_timeout, "compile": compile_timeout}
+    waits = timeouts.choose(seconds | {"transfer": transfer_timeout, "stall": stall_timeout})
     if jax.distributed.is_initialized():
         raise UsageError(
             "processes are initialized already; call mm.distributed.initialize() once, and in place of "
@@ -204,145 +169,52 @@ def _initialize(
         raise UsageError(
             "mm.distributed.initialize() must come before anything that uses a device of JAX: jax.devices(), an array"
         )
-    _check_options(options)
-    launcher, (address, count, rank, devices) = _complete(given, method, math.ceil(waits.start))
+    options = jax_options or {}
+    arguments = coordinator_address, num_processes, process_id, local_device_ids
+    launcher, (address, count, rank, devices) = host_values.complete(
+        arguments, cluster_detection_method, math.ceil(waits.start)
+    )
     if alone and address is count is rank is None:
         return Processes("nobody", 0, (socket.gethostname(),))
-    _check(address, count, rank)
-    bind = bind or os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
+    host_values.check(address, count, rank)
+    bind = coordinator_bind_address or os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
     bind = bind or f"[::]:{address.rpartition(':')[2]}"
-    own = {"rank": rank, "count": count, "host": socket.gethostname(), "pid": os.getpid(), "machine": machine()}
-    facts = _facts() | {"jax_options": sorted(options)}
-    if not same_command:
-        del facts["command line"]
-    _hosts, known = meet(own | {"facts": facts}, address, bind, waits.start)
     timeouts.use(waits)
-    if not rank and count > 1:
-        for said in known_faults.find_overrides(os.environ):
-            sys.stderr.write(f"multimesh: {said}\n")
-    preemptible = os.environ.get("JAX_ENABLE_PREEMPTION_SERVICE", "").lower() in ("1", "true", "yes", "on")
-    jax.config.update("jax_enable_preemption_service", preemptible)  # by default it swallows SIGTERM
     jax.config.update("jax_enable_recoverability", True)  # else JAX ends all others before they can say a word
-    with _compat.quiet_service():
-        jax.distributed.initialize(
-            address,
-            count,
-            rank,
-            devices,
-            cluster_detection_method="deactivate",
-            initialization_timeout=math.ceil(waits.start),
-            heartbeat_timeout_seconds=math.ceil(waits.silence),
-            coordinator_bind_address=bind,
-            **options,
-        )
-    _watch = Watch(own, known, waits)
-    Leaving(_watch)
+    if preemptible is None:
+        preemptible = os.environ.get("JAX_ENABLE_PREEMPTION_SERVICE", "").lower() in ("1", "true", "yes", "on")
+    # else JAX takes SIGTERM as a notice, which few scripts look for
+    jax.config.update("jax_enable_preemption_service", preemptible)
+    description = rendezvous.describe(rank, count, options, same_command)
+    if rank:
+        lost_service.call_at_loss(functools.partial(_end_without_first, description))
+    rendezvous.start_jax(address, count, rank, devices, bind, waits.start, waits.silence, options)
+    try:
+        members = agree.raise_together("the start", None, description, rendezvous.compare, waits.start)
+    except jax.errors.JaxRuntimeError:
+        if rank:
+            time.sleep(GRACE)  # process 0 is gone, and `_end_without_first` says so in another thread
+        raise
+    except UsageError as error:
+        error.told = rank > 0  # type: ignore[attr-defined]
+        raise
+    if not rank and count > 1:
+        for fault in known_faults.find_overrides(os.environ):
+            sys.stderr.write(f"multimesh: {fault}\n")
+    _hosts = [member["host"] for member in members]
+    _watch = Watch(rank, members, waits)
+    see_end(_watch)
     _watch.start(leave)
     return Processes(launcher, rank, tuple(_hosts))
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
-    known = inspect.signature(jax.distributed.initialize).parameters.keys() - _OURS
-    if strange := sorted(options.keys() - known):
-        raise UsageError(
-            f"jax_options: {', '.join(strange)}: jax.distributed.initialize() of jax {jax.__version__} has no such "
-            f"argument besides those of mm.distributed.initialize(); it has {', '.join(sorted(known))}"
-        )
-
-
-def _complete(given: Sequence[Any], method: str | None, timeout: int) -> tuple[str, Sequence[Any]]:
-    """Complete the arguments of `initialize` from the environment and the launcher.
-
-    Returns the launcher; then the coordinator's address, the number of processes, that of this one, and its devices.
-    """
-    address, *rest, devices = given
-    if devices is None and (listed := os.environ.get("JAX_LOCAL_DEVICE_IDS")):
-        devices = [int(number) for number in listed.split(",")]
-    if isinstance(devices, int):
-        devices = [devices]
-    given = (address or os.environ.get(ADDRESS), *rest, devices)
-    if method is None and (told := _by_variables(given)):
-        return told if None in given[:3] else ("arguments", told[1])
-    found, copies = _compat.launcher(method) if None in given and method != "deactivate" else None, 0
-    if found is None and method is None and None in given[:3] and (copies := _copies()):
-        found = _compat.launcher("mpi4py")
-        if found is None:
-            raise UsageError(
-                f"{copies} copies of this program were started, and nothing says where process 0 is: set "
-                "JAX_COORDINATOR_ADDRESS=HOST:PORT or install mpi4py, or give mm.distributed.initialize() "
-                "coordinator_address, num_processes and process_id"
-            )
-    if found is None:
-        if method not in (None, "deactivate"):
-            raise UsageError(f"cluster_detection_method={method!r} finds nothing here; leave it out, or give arguments")
-        return "arguments", given
-    try:
-        complete = found.auto_detect_unset_distributed_params(*given, found.name, timeout)
-    except ImportError as error:
-        raise UsageError(f"mpi4py can't be loaded, so nothing says where process 0 is: {error}") from None
-    except RuntimeError as error:  # JAX's own words say what this launcher lacks
-        raise UsageError(
-            f"nothing says where process 0 is: {str(error).rstrip('.')}; mend that, or set "
-            "JAX_COORDINATOR_ADDRESS=HOST:PORT"
-        ) from None
-    if complete[1] < copies:
-        raise UsageError(
-            f"{copies} copies of this program were started, and mpi4py finds {complete[1]}: it uses another MPI than "
-            "mpirun; choose its own (MPI4PY_MPIABI=mpich or openmpi), or the mpirun of its MPI"
-        )
-    name = next((each.name for each in LAUNCHERS if each.jax == found.name), found.name)
-    return name if None in given[:3] else "arguments", complete
-
-
-def _by_variables(given: Sequence[Any]) -> tuple[str, Sequence[Any]] | None:
-    """The launcher and what its variables add, if the address is known; JAX asks mpi4py under most of them."""
-    for launcher in (each for each in LAUNCHERS if each.address):
-        names = (*launcher.size, *launcher.rank, *launcher.local)
-        values = [int(value) for value in map(os.environ.get, names) if value is not None and value.isdigit()]
-        if given[0] is not None and len(values) == len(names):
-            count, rank, *local = values
-            told = (None, count, rank, local or None)
-            return launcher.name, tuple(own if each is None else each for each, own in zip(given, told, strict=True))
-    return None
-
-
-def _copies() -> int:
-    """How many processes a launcher of MPI has started here, as its variables say; 0 if it is one or none."""
-    names = (name for each in LAUNCHERS if each.mpi for name in (*each.size, *each.here))
-    sizes = (os.environ.get(name, "") for name in names)
-    return next((int(size) for size in sizes if size.isdigit() and int(size) > 1), 0)
-
-
-def _check(address: Any, count: Any, rank: Any) -> None:
-    values = {"coordinator_address": address, "num_processes": count, "process_id": rank}
-    lacking = [name for name, value in values.items() if value is None]
-    if lacking:
-        pod = "set JAX_COORDINATOR_ADDRESS=HOST:PORT and MULTIMESH_PROCESSES in each pod"
-        start = pod if "JOB_COMPLETION_INDEX" in os.environ else "start the processes with srun or mpirun"
-        raise UsageError(f"mm.distributed.initialize() lacks {', '.join(lacking)}: {start}, or give all three")
-    host, colon, port = str(address).rpartition(":")
-    if not (host and colon and port.isdigit() and 0 < int(port) < 2**16):
-        raise UsageError(f"coordinator_address is host:port of process 0, such as 'n1:61440'; got {address!r}")
-    whole = isinstance(count, int) and isinstance(rank, int)
-    if not whole or not 0 <= rank < count:
-        raise UsageError(f"process_id counts from 0 to num_processes - 1; got process_id={rank!r} of {count!r}")
-
-
-def _facts() -> dict[str, list[str]]:
-    """The facts that must be alike in all processes, as words."""
-    given = _XLA_FLAG.findall(os.environ.get("XLA_FLAGS", ""))
-    facts = {"command line": sys.argv, "XLA_FLAGS": [flag for flag in given if not flag.startswith("--xla_dump_to=")]}
-    facts[TRANSPORT] = os.environ.get(TRANSPORT, "").split()
-    facts["python"] = [".".join(platform.python_version_tuple()[:2])]
-    for name in ("jax", "jaxlib", "multimesh-jax", "numpy"):
-        try:
-            facts[name] = [metadata.version(name)]
-        except metadata.PackageNotFoundError:
-            facts[name] = ["unknown"]
-    facts["flags of JAX"] = [
-        f"{name}={value}" for name, value in sorted(jax.config.values.items()) if not _LOCAL_FLAG.search(name)
-    ]
-    return facts
+def _end_without_first(member: rendezvous.Member) -> None:
+    """End this process because process 0 is gone, and JAX's service with it."""
+    if _watch is not None:
+        _watch.end_without_first()
+        return
+    os.write(2, f"multimesh: {rendezvous.name_of(member)} ends because process 0 {GONE}\n".encode())
+    leave(LostProcessError.exit_code)
 
 
 def name_process(rank: int) -> str:
@@ -350,9 +222,10 @@ def name_process(rank: int) -> str:
     return f"process {rank} of {jax.process_count()}" + (f" ({_hosts[rank]})" if _hosts else "")
 
 
-def begin_step() -> None:
-    """Note that a call of a plan begins. A process that others wait for is thus told from those that wait."""
+def begin_step(partners: Collection[int] = ()) -> None:
+    """Note that a call of a plan begins, of some processes or of all."""
     if _watch is not None:
+        _watch.partners = frozenset(partners) if len(partners) < len(_hosts) else frozenset()
         _watch.at[1] = _watch.at[0] + 1
 
 
@@ -363,7 +236,10 @@ def count_step() -> None:
 
 
 def tell_at_loss(tell: Callable[[str, int], None]) -> None:
-    """Let ``tell`` have the line and the exit code with which this process ends because of another one."""
+    """Let ``tell`` have the line and the exit code with which this process ends because of another one.
+
+    Call it after `initialize`. A thread calls ``tell`` before the process ends; handlers of ``atexit`` do not run then.
+    """
     if _watch is not None:
         _watch.tell_at_loss = tell
 
@@ -394,4 +270,4 @@ def fail(error: BaseException) -> NoReturn:
     if _watch is None:
         raise error
     sys.excepthook(type(error), error, error.__traceback__)
-    raise AssertionError  # the hook of `Leaving` leaves
+    raise AssertionError  # the hook of `see_end` leaves

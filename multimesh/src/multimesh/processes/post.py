@@ -1,13 +1,8 @@
-"""How processes leave each other values, in JAX's key-value store.
-
-Process 0 deletes what it has read in the store, and what it has left there when it hears from all again: by then they
-have read it.
-"""
+"""How processes leave each other values, in JAX's key-value store."""
 
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections.abc import Sequence
 
@@ -20,52 +15,11 @@ from multimesh.processes import timeouts
 NOTICE = 60.0
 """Seconds after which process 0 says for whom it waits."""
 
-_here = threading.local()  # at process 0: `read`, the keys that all have read when they come to this thread again
+AT = "multimesh/at/"
+"""Before the number of a process: the key of its progress."""
 
-
-def patience(timeout: float | None = None) -> float:
-    """Return the seconds to wait for others: those given, else those set for the job."""
-    return timeouts.current().compile if timeout is None else timeout
-
-
-def to_first(name: str, value: bytes) -> None:
-    """Leave a value for process 0; use each ``name`` once."""
-    put(f"{_broadcast_key(name)}{_compat.process_index()}", value)
-
-
-def from_all(name: str, mine: bytes, timeout: float | None = None) -> list[bytes]:
-    """At process 0, wait for what all others leave `to_first`. Returns it by rank, with ``mine`` as that of process 0.
-
-    Raises ``LostProcessError`` if one has not come here in time; names all that have not.
-    """
-    folder, count, wait, found = _broadcast_key(name), _compat.process_count(), _Wait(name, timeout), {0: mine}
-    while missing := [rank for rank in range(count) if rank not in found]:
-        _within(f"{folder}{missing[len(missing) // 2]}", wait.slice(missing))  # then all are read again
-        every = _compat.key_value_store().key_value_dir_get_bytes(folder)
-        found |= {int(key[len(folder) :]): value for key, value in every}
-    for key in [folder, *getattr(_here, "read", ())]:
-        forget(key)
-    _here.read = []
-    return [found[rank] for rank in range(count)]
-
-
-def to_all(name: str, value: bytes) -> None:
-    """At process 0, leave a value for all others; use each ``name`` once."""
-    put(_said(name), value)
-    _here.read = [*getattr(_here, "read", ()), _said(name)]
-
-
-def from_first(name: str, timeout: float | None = None) -> bytes:
-    """Wait for what process 0 leaves `to_all`, and return it."""
-    return get(_said(name), name, 0, timeout)
-
-
-def _broadcast_key(name: str) -> str:
-    return f"multimesh/given/{name}/"
-
-
-def _said(name: str) -> str:
-    return f"multimesh/said/{name}"
+DONE = " done"
+"""At the end of the progress of a process that has ended well."""
 
 
 def put(key: str, value: bytes) -> None:
@@ -84,55 +38,91 @@ def put_first(key: str, value: bytes) -> bool:
     return True
 
 
+def look(key: str) -> bytes | None:
+    """Return the value under a key; None if there is none."""
+    try:
+        value: bytes = _compat.key_value_store().key_value_try_get_bytes(key)
+    except jax.errors.JaxRuntimeError:
+        return None
+    return value
+
+
 def forget(folder: str) -> None:
     """Let process 0 delete all values whose keys begin with ``folder``."""
     if _compat.process_index() == 0:
         _compat.key_value_store().key_value_delete(folder)
 
 
-def get(key: str, what: str, rank: int, timeout: float | None = None) -> bytes:
-    """Wait for the value that process ``rank`` leaves under ``key``, and return it."""
-    wait = _Wait(what, timeout)
-    while (found := _within(key, wait.slice([rank]))) is None:
+def get(key: str, label: str, rank: int, timeout: float | None = None) -> bytes:
+    """Wait for the value that process ``rank`` leaves under ``key``, and return it.
+
+    Raises ``LostProcessError``, which begins with ``label``, if it does not come in time.
+    """
+    wait = _Wait(label, timeout)
+    while (value := wait.within_slice(key, [rank])) is None:
         pass
-    return found
+    return value
 
 
-def _within(key: str, seconds: float) -> bytes | None:
-    """The value under this key; None if it is not there in this time."""
-    try:
-        found: bytes = _compat.key_value_store().blocking_key_value_get_bytes(key, int(1000 * seconds))
-    except jax.errors.JaxRuntimeError as error:
-        if "DEADLINE_EXCEEDED" not in str(error):
-            raise
-        return None
-    return found
+def collect(folder: str, data: bytes, label: str, timeout: float | None = None) -> list[bytes]:
+    """Wait at process 0 for the value of each other process, under ``folder`` and its number; return all by rank.
+
+    ``data`` is that of process 0. All are then deleted. Raises ``LostProcessError``, which names all that have not come
+    in time.
+    """
+    wait, values = _Wait(label, timeout), {0: data}
+    while missing := [rank for rank in range(_compat.process_count()) if rank not in values]:
+        wait.within_slice(f"{folder}{missing[0]}", missing)  # then all are read again
+        every = _compat.key_value_store().key_value_dir_get_bytes(folder)
+        values |= {int(key[len(folder) :]): value for key, value in every}
+    forget(folder)
+    return [values[rank] for rank in sorted(values)]
+
+
+def is_done(progress: bytes) -> bool:
+    """Return whether a value of progress is the last one of a process."""
+    return progress.endswith(DONE.encode())
 
 
 class _Wait:
     """A wait for other processes."""
 
-    def __init__(self, what: str, timeout: float | None) -> None:
-        self._what, self._seconds, self._begun = what.rpartition("/")[0] or what, patience(timeout), time.monotonic()
-        self._told = _compat.process_index() != 0
+    def __init__(self, label: str, timeout: float | None) -> None:
+        self._label, self._begun = label, time.monotonic()
+        self._seconds = timeouts.current().compile if timeout is None else timeout
+        self._noticed = _compat.process_index() != 0
         self._longest = min(5.0, max(1.0, _compat.process_count() / 1000))  # seconds in which Ctrl-C may have to wait
 
-    def slice(self, missing: Sequence[int]) -> float:
-        """Return the seconds to wait now. After a minute process 0 names those who are ``missing``.
+    def within_slice(self, key: str, missing: Sequence[int]) -> bytes | None:
+        """Wait some seconds for the value of the first of these processes. After a minute process 0 names all.
 
-        Raises ``LostProcessError`` if the time is over.
+        Raises ``LostProcessError`` if the time is over, or the first has ended without it.
         """
         waited = time.monotonic() - self._begun
-        many = len(missing) - 8
-        shown = ", ".join(map(str, missing[:8])) + (f" and {many} more" if many > 0 else "")
-        what = self._what.rpartition("/")[0] or self._what
-        who = f"{what}: process {shown} of {_compat.process_count()} has not come here"
         if waited > self._seconds:
             raise LostProcessError(
-                f"{who} within {self._seconds:.0f} s; do all processes call the same functions in the same order? "
-                f"A longer compile_timeout ({timeouts.variable('compile')}) waits longer"
+                f"{self._name(missing)} has not come here within {self._seconds:.0f} s; do all processes call the same "
+                f"functions in the same order? A longer compile_timeout ({timeouts.variable('compile')}) waits longer"
             )
-        if waited > NOTICE and not self._told:
-            self._told = True
-            print(f"multimesh: {who} for {NOTICE:.0f} s; is it compiling?", file=sys.stderr, flush=True)
-        return min(max(self._seconds - waited, 0.001), self._longest)
+        if waited > NOTICE and not self._noticed:
+            self._noticed = True
+            text = f"{self._name(missing)} has not come here for {NOTICE:.0f} s; is it compiling?"
+            print(f"multimesh: {text}", file=sys.stderr, flush=True)
+        has_ended = is_done(look(f"{AT}{missing[0]}") or b"")
+        seconds = min(max(self._seconds - waited, 0.001), self._longest)
+        try:
+            value: bytes = _compat.key_value_store().blocking_key_value_get_bytes(key, int(1000 * seconds))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            if has_ended:
+                raise LostProcessError(
+                    f"{self._name(missing[:1])} has ended and does not come here; do all processes call the same "
+                    "functions, as often as each other?"
+                ) from None
+            return None
+        return value
+
+    def _name(self, ranks: Sequence[int]) -> str:
+        more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+        return f"{self._label}: process {', '.join(map(str, ranks[:8]))}{more} of {_compat.process_count()}"

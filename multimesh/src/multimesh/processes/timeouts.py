@@ -29,41 +29,40 @@ def variable(name: str) -> str:
     return f"MULTIMESH_{name.upper()}_TIMEOUT"
 
 
-def choose(given: Mapping[str, float | None]) -> Timeouts:
+def choose(overrides: Mapping[str, float | None]) -> Timeouts:
     """Return the timeouts that are given, else those in the environment, else the usual ones.
 
     Leave out a name, or give None, for what is not given.
 
     Raises ``UsageError`` if one is no positive number; ``stall`` may be 0.
     """
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     for name in (field.name for field in dataclasses.fields(Timeouts)):
-        value = given.get(name)
-        text = os.environ.get(variable(name)) if value is None else value
-        if text is None or text == "":
+        value = overrides.get(name)
+        text = os.environ.get(variable(name), "") if value is None else value
+        if text == "":
             continue
-        source = f"{variable(name)}={text}" if value is None else f"{name}_timeout={value!r}"
         try:
-            found[name] = float(text)
+            number = float(text)
         except (TypeError, ValueError):
-            raise UsageError(f"{source}: give a number of seconds") from None
-        if not (math.isfinite(found[name]) and (found[name] > 0 or (name == "stall" and found[name] == 0))):
+            number = math.nan
+        if not (0 < number < math.inf or (name == "stall" and number == 0)):
+            source = f"{variable(name)}={text}" if value is None else f"{name}_timeout={value!r}"
             raise UsageError(f"{source}: give a positive number of seconds")
-    return Timeouts(**found)
+        seconds[name] = number
+    return Timeouts(**seconds)
 
 
-_now: Timeouts | None = None
-
-
-def current() -> Timeouts:
-    """Return the timeouts of this job; where MultiMesh has not started it, those of the environment."""
-    global _now
-    if _now is None:
-        _now = choose({})
-    return _now
+_of_job: list[Timeouts] = []
 
 
 def use(timeouts: Timeouts) -> None:
     """Set the timeouts of this job."""
-    global _now
-    _now = timeouts
+    _of_job[:] = [timeouts]
+
+
+def current() -> Timeouts:
+    """Return the timeouts of this job; where MultiMesh has not started it, those of the environment."""
+    if not _of_job:
+        use(choose({}))
+    return _of_job[0]

@@ -17,7 +17,7 @@ import jax
 from multimesh.core.grouping import group
 from multimesh.plan.instructions import Free, Run, Send, Transfer
 from multimesh.plan.plan import Plan
-from multimesh.runtime.transport import Piece, Way
+from multimesh.runtime.resharding import Copy, Resharding
 
 Owner = Callable[[jax.Device], int]  # the process of a device
 
@@ -42,23 +42,23 @@ class Action:
 
 def actions(plan: Plan, group: Callable[[Transfer], Any]) -> tuple[Action, ...]:
     """Return all actions of a plan in its order. Transfers of one group between two kernels are one action."""
-    found: list[Action] = []
-    moves: dict[Any, int] = {}  # since the last kernel: group to the place in found
+    steps: list[Action] = []
+    moves: dict[Any, int] = {}  # since the last kernel: group to the place in steps
     for number, instruction in enumerate(plan.instructions):
         match instruction:
             case Run(submesh, kernel=kernel, ins=ins, outs=outs):
-                found.append(Action(len(found), (submesh,), kernel, ins, outs, (number,)))
+                steps.append(Action(len(steps), (submesh,), kernel, ins, outs, (number,)))
                 moves.clear()
             case Send(transfer=index):
                 transfer = plan.transfers[index]
-                at = moves.setdefault(group(transfer), len(found))
-                if at == len(found):
-                    found.append(Action(at, (transfer.source, transfer.target), None, (), (), ()))
-                ins, outs = found[at].ins + transfer.ins, found[at].outs + transfer.outs
-                found[at] = replace(found[at], ins=ins, outs=outs, instructions=(*found[at].instructions, number))
+                at = moves.setdefault(group(transfer), len(steps))
+                if at == len(steps):
+                    steps.append(Action(at, (transfer.source, transfer.target), None, (), (), ()))
+                ins, outs = steps[at].ins + transfer.ins, steps[at].outs + transfer.outs
+                steps[at] = replace(steps[at], ins=ins, outs=outs, instructions=(*steps[at].instructions, number))
             case Free(ins=emptied):
-                found[-1] = replace(found[-1], frees=found[-1].frees + emptied)
-    return tuple(found)
+                steps[-1] = replace(steps[-1], frees=steps[-1].frees + emptied)
+    return tuple(steps)
 
 
 def processes(plan: Plan, owner: Owner = owner) -> tuple[frozenset[int], ...]:
@@ -66,10 +66,10 @@ def processes(plan: Plan, owner: Owner = owner) -> tuple[frozenset[int], ...]:
     return tuple(frozenset(map(owner, mesh.devices.flat)) for mesh in plan.submeshes)
 
 
-def whole(plan: Plan, owner: Owner = owner) -> tuple[Action, ...]:
-    """Return all actions of a plan.
+def all_actions(plan: Plan, owner: Owner = owner) -> tuple[Action, ...]:
+    """Return all actions of a plan, with all transfers between two kernels as one action.
 
-    Transfers between two kernels are one; with several processes, one a submesh pair.
+    With several processes they are one action for each pair of submeshes.
     """
     several = len(frozenset().union(*processes(plan, owner))) > 1
     return actions(plan, lambda transfer: (transfer.source, transfer.target) if several else ())
@@ -79,45 +79,47 @@ def project(plan: Plan, process: int, owner: Owner = owner, everyone: bool = Fal
     """Return the actions of one process: kernels of its submeshes and moves to or from them; with ``everyone`` all
     moves.
     """
-    mine = {submesh for submesh, found in enumerate(processes(plan, owner)) if process in found}
-    found: list[Action] = []
-    for action in whole(plan, owner):
-        frees = tuple(slot for slot in action.frees if plan.slots[slot].submesh in mine)
-        if not mine.isdisjoint(action.submeshes) or (everyone and action.kernel is None):
-            found.append(replace(action, frees=frees))
+    local = {submesh for submesh, owners in enumerate(processes(plan, owner)) if process in owners}
+    steps: list[Action] = []
+    for action in all_actions(plan, owner):
+        frees = tuple(slot for slot in action.frees if plan.slots[slot].submesh in local)
+        if not local.isdisjoint(action.submeshes) or (everyone and action.kernel is None):
+            steps.append(replace(action, frees=frees))
         elif frees:  # of what an earlier action of this process read or made
-            found[-1] = replace(found[-1], frees=found[-1].frees + frees)
-    return tuple(found)
+            steps[-1] = replace(steps[-1], frees=steps[-1].frees + frees)
+    return tuple(steps)
 
 
 @dataclass(frozen=True, eq=False)
-class Parcel:
+class Piece:
     """A piece of one of the arrays of a call. It is compared by identity, so that a run can look it up."""
 
     array: int
-    piece: Piece
+    copy: Copy
 
 
 @dataclass(frozen=True)
-class Lane:
-    """The parcels that go from one process to another, or stay within one, in one call."""
+class ProcessTransfer:
+    """The pieces that go from one process to another, or stay within one, in one call."""
 
     source: int
     target: int
-    parcels: tuple[Parcel, ...]
+    pieces: tuple[Piece, ...]
 
 
-def lanes(ways: Sequence[Way], owner: Owner = owner) -> tuple[Lane, ...]:
-    """Return the lanes of a call, in the same order in all processes."""
-    found = group(((owner(p.source), owner(p.target)), Parcel(n, p)) for n, way in enumerate(ways) for p in way.pieces)
-    return tuple(Lane(*ends, tuple(each)) for ends, each in sorted(found.items()))
+def process_transfers(reshardings: Sequence[Resharding], owner: Owner = owner) -> tuple[ProcessTransfer, ...]:
+    """Return the transfers of a call, in the same order in all processes."""
+    groups = group(
+        ((owner(c.source), owner(c.target)), Piece(n, c)) for n, r in enumerate(reshardings) for c in r.copies
+    )
+    return tuple(ProcessTransfer(*ends, tuple(pieces)) for ends, pieces in sorted(groups.items()))
 
 
-def by_devices(lane: Lane) -> list[tuple[jax.Device, jax.Device, tuple[Parcel, ...]]]:
-    """Group the parcels of a lane by pairs of source and target devices."""
+def by_devices(transfer: ProcessTransfer) -> list[tuple[jax.Device, jax.Device, tuple[Piece, ...]]]:
+    """Group the pieces of a transfer by pairs of source and target devices."""
 
-    def pair(parcel: Parcel) -> tuple[Any, Any]:
-        return parcel.piece.source.id, parcel.piece.target.id
+    def pair(piece: Piece) -> tuple[Any, Any]:
+        return piece.copy.source.id, piece.copy.target.id
 
-    groups = (tuple(group) for _, group in itertools.groupby(sorted(lane.parcels, key=pair), pair))
-    return [(group[0].piece.source, group[0].piece.target, group) for group in groups]
+    groups = (tuple(group) for _, group in itertools.groupby(sorted(transfer.pieces, key=pair), pair))
+    return [(group[0].copy.source, group[0].copy.target, group) for group in groups]

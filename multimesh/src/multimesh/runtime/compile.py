@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import re
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,15 +17,15 @@ from jax.sharding import Mesh, NamedSharding
 
 from multimesh import ir
 from multimesh.core import _compat, checks
-from multimesh.core._compat import executables, small_tiles, stored_executables
+from multimesh.core._compat import executables
 from multimesh.core.progress import progress
+from multimesh.core.submesh import describe
 from multimesh.errors import MultiMeshError, UsageError
 from multimesh.ir.evaluate import evaluate
 from multimesh.marking.tracing import compiling
 from multimesh.plan.instructions import Kernel, Run
 from multimesh.plan.plan import Plan
 from multimesh.processes.arrays import here
-from multimesh.runtime import precompiled
 from multimesh.runtime.compile_options import cores, for_kernel, with_defaults
 
 
@@ -36,73 +36,39 @@ class CompiledPlan:
     plan: Plan
     executables: tuple[Any, ...]  # jax.stages.Compiled, one per kernel; None for those of other processes
     seconds: tuple[float, ...] = ()  # of the compilation of each kernel; 0 if an equal one was compiled before it
-    programs: tuple[str, ...] = ()  # `stored_executables.program_key` of each kernel; "" for those of other processes
-    options: Mapping[str, Any] = field(default_factory=dict)  # those for XLA that the user gave
-    loaded: str = ""  # where executables came from that XLA has not compiled, so that it can't write them
-
-    def save(self, folder: Path) -> None:
-        """Write the executables to a folder, for `compile_plan`.
-
-        Raises ``UsageError`` where one can't be written, or the folder holds kernels already.
-        """
-        if self.loaded:
-            raise UsageError(f"save: {self.loaded}, and XLA writes only what it compiled itself; compile without that")
-        found: dict[str, Any] = {}
-        for kernel, program, executable, took in zip(
-            self.plan.kernels, self.programs, self.executables, self.seconds, strict=True
-        ):
-            if executable is None:
-                raise UsageError(
-                    f"save: kernel {kernel.name!r} was compiled by another process; compile for devices of "
-                    "multimesh.topology, where one process compiles all"
-                )
-            if not program:
-                raise UsageError(f"save: kernel {kernel.name!r} calls back into Python, so it can't be written")
-            if took:  # the others were loaded, from one that is like them
-                found[program] = executable
-        precompiled.write(self.plan, self.programs, found, self.options, folder)
 
 
-def compile_plan(plan: Plan, options: Mapping[str, Any] | None = None, folder: Path | None = None) -> CompiledPlan:
-    """Compile the kernels that run on devices of this process, or load them from a ``folder``.
+def compile_plan(plan: Plan, options: Mapping[str, Any] | None = None) -> CompiledPlan:
+    """Compile the kernels that run on devices of this process.
 
     `with_defaults` and `for_kernel` add to the options for XLA.
 
     The plan fixes the layouts of inputs and outputs, so that no kernel waits for another. Equal kernels of different
     submeshes share one compilation where `executables.code_key` allows it.
     """
-    given = dict(checks.pairs("compile: compiler_options", options or {}))
-    stored = precompiled.open_folder(folder, plan, given) if folder else None
-    shared = with_defaults(plan, given)
+    extra = dict(checks.pairs("compile: compiler_options", options or {}))
+    shared = with_defaults(plan, extra)
     absent = not exists(plan)
     cached = executables.has_cache() and not absent
-    alike: dict[Any, list[_Lowered]] = {}  # key of the code to the kernels with that code
-    own = {
+    groups: dict[Any, list[_LoweredKernel]] = {}  # key of the code to the kernels with that code
+    runs = {
         number: run
         for number, run in plan.first_runs.items()
         if here(plan.submeshes[run.submesh].devices.flat) or absent
     }
-    programs = [""] * len(plan.kernels)
-    what = "loading kernels" if stored else "compiling kernels"
-    with progress(what, len(own)) as done, concurrent.futures.ThreadPoolExecutor(cores()) as pool:
+    with progress("compiling kernels", len(runs)) as done, concurrent.futures.ThreadPoolExecutor(cores()) as pool:
         try:
             running: dict[int, concurrent.futures.Future[tuple[Any, float]]] = {}
-            for number, run in own.items():
+            for number, run in runs.items():
                 kernel = _lower(plan, run, for_kernel(plan, run.kernel, shared))
-                # Kernels of the cache are neither shared nor saved, so nobody asks for their programs.
-                program = None if cached and not stored else executables.program_of(kernel.lowered, kernel.mesh)
-                programs[number] = stored_executables.program_key(program, kernel.mesh)
-                if stored:
-                    code = stored.read(plan.kernels[number].name, programs[number])
-                    running[number] = pool.submit(kernel.loaded, code)
-                    running[number].add_done_callback(lambda _: done())
-                    continue
-                group = alike.setdefault(executables.code_key(program, kernel.mesh) or number, [])
+                # Kernels of the cache are not shared, so nobody asks for their programs.
+                program = None if cached else executables.program_of(kernel.lowered, kernel.mesh)
+                group = groups.setdefault(executables.code_key(program, kernel.mesh) or number, [])
                 group.append(kernel)
                 if len(group) == 1:
                     running[number] = pool.submit(kernel.compile)
                     running[number].add_done_callback(lambda _: done())
-            for first, *others in alike.values():
+            for first, *others in groups.values():
                 for kernel in others:
                     running[kernel.number] = pool.submit(kernel.moved, running[first.number].result()[0])
                     running[kernel.number].add_done_callback(lambda _: done())
@@ -112,16 +78,13 @@ def compile_plan(plan: Plan, options: Mapping[str, Any] | None = None, folder: P
             raise
     _compat.forget_pruned()
     numbers = range(len(plan.kernels))
-    made = [compiled.get(number, (None, 0.0)) for number in numbers]
-    made_here, seconds = (tuple(each[n] for each in made) for n in range(2))
-    loaded = "its kernels were loaded from precompiled=" if stored else ""
-    if cached:
-        loaded = "kernels may be from jax_compilation_cache_dir"
-    return CompiledPlan(plan, made_here, seconds, tuple(programs), given, loaded)
+    results = [compiled.get(number, (None, 0.0)) for number in numbers]
+    made_here, seconds = (tuple(result[n] for result in results) for n in range(2))
+    return CompiledPlan(plan, made_here, seconds)
 
 
 @dataclass(frozen=True, eq=False)
-class _Lowered:
+class _LoweredKernel:
     """A kernel that was lowered for its submesh, and its options for XLA."""
 
     number: int
@@ -133,14 +96,9 @@ class _Lowered:
     def compile(self) -> tuple[Any, float]:
         """Return the executable, and the seconds of its compilation."""
         begin = time.perf_counter()
-        compiled = small_tiles.compile_kernel(self.lowered, self.options)
+        compiled = self.lowered.compile(self.options)
         took = time.perf_counter() - begin
         return executables.finish(compiled, self.lowered, self.mesh, self.jitted), took
-
-    def loaded(self, code: bytes) -> tuple[Any, float]:
-        """Return the executable that these bytes are."""
-        found = stored_executables.from_bytes(code, self.lowered, self.mesh, self.options)
-        return executables.finish(found, self.lowered, self.mesh, self.jitted), 0.0
 
     def moved(self, compiled: Any) -> tuple[Any, float]:
         """Return the executable, from an equal kernel that was compiled for another submesh, or else compiled."""
@@ -148,9 +106,9 @@ class _Lowered:
         return (moved, 0.0) if moved else self.compile()
 
 
-def _lower(plan: Plan, run: Run, options: dict[str, Any]) -> _Lowered:
+def _lower(plan: Plan, run: Run, options: dict[str, Any]) -> _LoweredKernel:
     number, kernel = run.kernel, plan.kernels[run.kernel]
-    given = [
+    structs = [
         jax.ShapeDtypeStruct(plan.slots[slot].shape, plan.slots[slot].dtype, sharding=_auto(plan.layouts[slot]))
         for slot in run.ins
     ]
@@ -163,13 +121,21 @@ def _lower(plan: Plan, run: Run, options: dict[str, Any]) -> _Lowered:
     with warnings.catch_warnings(), compiling():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         try:
-            return _Lowered(number, plan.submeshes[kernel.submesh], options, jitted, jitted.lower(*given))
+            return _LoweredKernel(number, plan.submeshes[kernel.submesh], options, jitted, jitted.lower(*structs))
         except MultiMeshError:
             raise
         except Exception as error:
             where = (kernel.ops and _compat.user_line(kernel.ops[-1].source)) or kernel.name
             if remedy := _compat.remedy_of_sizes(error):
                 raise UsageError(f"{where}: in {kernel.name!r} {remedy}. JAX says: {error}") from None
+            if "incompatible devices" in str(error):
+                line = re.search(r" at (\S+:\d+):\d+ \(", str(error))
+                raise UsageError(
+                    f"{line[1] if line else where}: in {kernel.name!r} an operation names devices of another submesh "
+                    f"than {describe(plan.submeshes[kernel.submesh])}; leave mesh= out of jax.shard_map, which takes "
+                    "the submesh from its context, and give a PartitionSpec in place of a NamedSharding. JAX says: "
+                    f"{error}"
+                ) from None
             raise MultiMeshError(f"{where}: {kernel.name!r} can't be lowered for its submesh: {error}") from error
 
 
@@ -179,7 +145,7 @@ def exists(plan: Plan) -> bool:
 
 
 def _auto(layout: Any) -> Any:
-    """Return the same layout on the Auto twin of its mesh, if it has one. Kernels are lowered for that."""
+    """Return a layout with Auto axes in place of Explicit ones. Kernels are lowered for that."""
     if not isinstance(layout, NamedSharding) or layout.mesh == _compat.auto(layout.mesh):
         return layout
     return NamedSharding(_compat.auto(layout.mesh), layout.spec, memory_kind=layout.memory_kind)
@@ -194,13 +160,13 @@ def first_invalid(kernel: Kernel, plan: Plan, args: Sequence[Any], invalid: Call
     for op in kernel.ops:
         reads = list(op.reads)
 
-        def alone(*values: Any, op: ir.Op = op, reads: Sequence[ir.Value] = reads) -> list[Any]:
+        def run(*values: Any, op: ir.Op = op, reads: Sequence[ir.Value] = reads) -> list[Any]:
             inner = dict(zip(reads, values, strict=True))
             with _compat.abstract_mesh_context(mesh):
                 evaluate((op,), inner, mesh)
             return [inner[o] for o in op.outs]
 
-        results = jax.jit(alone)(*(jax.device_put(env[v], _auto(env[v].sharding)) for v in reads))
+        results = jax.jit(run)(*(jax.device_put(env[v], _auto(env[v].sharding)) for v in reads))
         env.update(zip(op.outs, results, strict=True))
         if any(jnp.issubdtype(x.dtype, jnp.inexact) and bool(invalid(x).any()) for x in results):
             return op
@@ -209,11 +175,11 @@ def first_invalid(kernel: Kernel, plan: Plan, args: Sequence[Any], invalid: Call
 
 def _values(kernel: Kernel, args: Sequence[Any], row: Callable[[Any, Any], Any]) -> dict[ir.Value, Any]:
     """Map the values that a kernel reads to its arguments. ``row`` takes the row of a microbatch."""
-    left, found = list(args[len(kernel.sums) :]), dict[ir.Value, Any]()
+    inputs, rows = list(args[len(kernel.sums) :]), dict[ir.Value, Any]()
     if kernel.rows:
-        number = left.pop(0)
-        found = {v: row(left.pop(0), number) for v in kernel.rows}
-    return found | dict(zip(kernel.ins, left, strict=True))
+        number = inputs.pop(0)
+        rows = {v: row(inputs.pop(0), number) for v in kernel.rows}
+    return rows | dict(zip(kernel.ins, inputs, strict=True))
 
 
 def kernel_function(kernel: Kernel, plan: Plan) -> Callable[..., list[Any]]:

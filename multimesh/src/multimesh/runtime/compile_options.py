@@ -1,28 +1,41 @@
-"""Options for XLA: those that MultiMesh adds, and those that decide the code of a kernel."""
+"""Options for XLA that MultiMesh adds."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from multimesh.core._compat import executables, small_tiles
-from multimesh.hardware import known_faults
+from multimesh import ir
+from multimesh.core import _compat
+from multimesh.core._compat import executables
+from multimesh.ir.flops import product_sizes
 from multimesh.plan.plan import Plan
 from multimesh.processes.launchers import LAUNCHERS
-from multimesh.runtime import ynnpack
+
+YNNPACK = "xla_cpu_experimental_ynn_fusion_type"
+"""Option: kinds of operations that YNNPACK gets, by name; none where it is empty.
+
+On a CPU of two cores, float32, each product alone in both forms: from 8 million operations
+a matrix YNNPACK saves about 10 microseconds a million, as Eigen's threads wait for each other there; a product over
+many small matrices, those of attention, costs it about 5 microseconds more for each matrix. Other products are equal.
+"""
+
+_LARGE = 8e6
+_SAVED, _LOST = 10e-12, 5e-6  # seconds: for an operation of a large product; for a small matrix of a batch
 
 
 def cores() -> int:
     """Return the number of cores that this process may use: its share of the node if the launcher binds none."""
     every = os.cpu_count() or 1
-    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
-    if mine < every:
-        return mine
-    given = (os.environ.get(name, "") for launcher in LAUNCHERS for name in launcher.here)
-    return max(1, mine // next((int(n) for n in given if n.isdecimal() and int(n)), 1))
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
+    if available < every:
+        return available
+    counts = (os.environ.get(name, "") for launcher in LAUNCHERS for name in launcher.here)
+    return max(1, available // next((int(n) for n in counts if n.isdecimal() and int(n)), 1))
 
 
 def with_defaults(plan: Plan, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,27 +48,24 @@ def with_defaults(plan: Plan, options: Mapping[str, Any]) -> dict[str, Any]:
     chosen = dict(options)
     platforms = {d.platform for mesh in plan.submeshes for d in mesh.devices.flat}
     if platforms != {"cpu"}:
-        alone = {known_faults.AUTOTUNING.name: False} if "gpu" in platforms and jax.process_count() > 1 else {}
-        return alone | chosen
+        if "gpu" not in platforms or jax.process_count() == 1:
+            return chosen
+        from multimesh.core.known_faults import AUTOTUNING
+
+        return {AUTOTUNING.name: False} | chosen
     level = "xla_backend_optimization_level"
     return ({} if _in_environment(level) else {level: 2}) | chosen
 
 
 def for_kernel(plan: Plan, number: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options for a kernel: those of the plan, and on CPUs those that its devices and products gain by.
-
-    * No threads within a device's part where the submesh has a device for each core.
-    * No YNNPACK where its products lose by it.
-    """
+    """Return the options for a kernel: those of the plan, and on CPUs no YNNPACK where its products lose by it."""
     kernel = plan.kernels[number]
     mesh = plan.submeshes[kernel.submesh]
     if any(device.platform != "cpu" for device in mesh.devices.flat):
         return dict(options)
     chosen: dict[str, Any] = {}
-    if mesh.size >= cores() and _is_free(small_tiles.NO_THREADS, options) and small_tiles.has_small_tiles():
-        chosen[small_tiles.NO_THREADS] = False
-    if _is_free(ynnpack.OPTION, options) and ynnpack.loses(kernel.ops, mesh.size):
-        chosen |= {ynnpack.OPTION: ""} if executables.takes_option(ynnpack.OPTION, "") else {}
+    if _is_free(YNNPACK, options) and loses_by_ynnpack(kernel.ops, mesh.size):
+        chosen |= {YNNPACK: ""} if executables.takes_option(YNNPACK, "") else {}
     return chosen | dict(options)
 
 
@@ -67,17 +77,22 @@ def _in_environment(name: str) -> bool:
     return name in os.environ.get("XLA_FLAGS", "")
 
 
-_NO_CODE = ("--xla_dump", "--xla_force_host_platform_device_count")
-"""Beginnings of flags that do not change code."""
+def loses_by_ynnpack(ops: Sequence[ir.Op], devices: int) -> bool:
+    """Return whether a kernel's matrix products, on each of ``devices`` devices, take longer with YNNPACK."""
+    return sum(_seconds(op.prim.name, op.params, op.ins, devices) for op in ops) < 0
 
 
-def flags_of_code(flags: str, options: Mapping[str, Any], *, cpu: bool) -> list[str]:
-    """Return the flags of ``XLA_FLAGS`` and the options that decide the code of kernels, in order.
-
-    Flags of how XLA finds the fastest code for a product are none of them: it does that where it compiles. Nor are
-    those of XLA's CPU compiler for other devices.
-    """
-    others = _NO_CODE if cpu else (*_NO_CODE, "--xla_cpu")
-    all_flags = {*flags.split(), *(f"--{name}={value}" for name, value in options.items())}
-    found = (flag for flag in all_flags if not flag.startswith(others))
-    return sorted(flag for flag in found if "autotun" not in flag and "triton_gemm" not in flag)
+def _seconds(name: str, params: dict[str, Any], ins: Sequence[Any], devices: int) -> float:
+    """Return the seconds that YNNPACK saves in an operation; devices share the batch, or else the matrix."""
+    if name == "dot_general" and ins[0].aval.dtype == ins[1].aval.dtype == jnp.float32:
+        batch, m, k, n = product_sizes(params, ins)
+        work = 2.0 * m * k * n
+        matrices, work = (batch / devices, work) if batch >= devices else (batch, work / devices)
+        if work >= _LARGE:
+            return matrices * work * _SAVED
+        return -matrices * _LOST if batch > 1 else 0.0
+    inner = [
+        sum(_seconds(e.primitive.name, e.params, e.invars, devices) for e in jaxpr.eqns)
+        for jaxpr in _compat.subjaxprs(params)
+    ]
+    return sum(inner) * (params["length"] if name == "scan" else 1)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 
 from multimesh.plan import fingerprint
 from multimesh.processes import agree
-from multimesh.processes.arrays import absent, here, place
+from multimesh.processes.arrays import absent, here, is_key, place
 from multimesh.processes.initialize import begin_step, count_step
 from multimesh.runtime.actions import Action, owner, processes
 from multimesh.runtime.between import exchange
 from multimesh.runtime.compile import CompiledPlan
+from multimesh.runtime.resharding import Call, move_arguments
 from multimesh.runtime.runner import Runner, is_placed
-from multimesh.runtime.transport import Call, put
 
 
 class PartRunner(Runner):
@@ -28,24 +30,25 @@ class PartRunner(Runner):
     """
 
     def __init__(self, compiled: CompiledPlan, names: Sequence[str], name: str, number: int | None):
-        """Set up the exchange.
+        """Prepare the run of a plan, and its exchange of arrays with other processes.
 
         All processes know the plan by ``number``, which is None for a plan within one process.
         """
         plan, self._name = compiled.plan, name
         self._owners = processes(plan)
+        self._partners = frozenset[int]().union(*self._owners)
         self._exchange: exchange.Exchange | None = None
         donated = {slot for run in plan.runs for slot in plan.donated_by(run)}
-        kept = {slot for _, slot in plan.inputs} | {value for kind, value in plan.outputs if kind == "slot"}
-        self._lent = frozenset(donated | kept)  # a later kernel, or one of the next call, may reuse their buffers
-        self._shown = frozenset(kept)
+        visible = {slot for _, slot in plan.inputs} | {value for kind, value in plan.outputs if kind == "slot"}
+        self._lent = frozenset(donated | visible)  # a later kernel, or one of the next call, may reuse their buffers
+        self._shown = frozenset(visible)
         self._known: dict[Any, Call] = {}
         self._sources: dict[tuple[Any, ...], bool] = {}  # layouts of arguments to whether another process takes part
         if number is not None:
             self._exchange = exchange.Exchange(number, plan.settings["options"].transport)
-            self._everyone = self._exchange.carrier.everyone
+            self._everyone = self._exchange.transport.everyone
         super().__init__(compiled, names)
-        for slot in kept:
+        for slot in visible:
             if not here(plan.layouts[slot].device_set):
                 self.blank[slot] = absent(plan.slots[slot], plan.layouts[slot])
         if self._exchange is not None:
@@ -65,7 +68,7 @@ class PartRunner(Runner):
         with exchange.turn:
             if self._exchange is None:  # others have no part in it
                 return super().__call__(args, moved)
-            begin_step()
+            begin_step(self._partners)
             results = super().__call__(args, moved)
             count_step()
             return results
@@ -92,35 +95,38 @@ class PartRunner(Runner):
         """See `Runner.staged`."""
         sources = tuple(x.sharding if is_placed(x) else None for x in args)
         if sources not in self._sources:
-            self._sources[sources] = self._compared(sources)
+            self._sources[sources] = self._compare(args, sources)
         if self._sources[sources]:
             self._shared.begin()
         env = list(self.blank)
-        given: list[tuple[int, Any, NamedSharding]] = []
+        local: list[tuple[int, Any, NamedSharding]] = []
         for number, (arg, slot, layout) in enumerate(self._inputs):
             if sources[arg] is None and layout.is_fully_addressable:
-                given.append((slot, args[arg], layout))
+                local.append((slot, args[arg], layout))
             else:
                 env[slot] = self._moved_to(number, args[arg], layout)
-        arrays = jax.device_put([x for _, x, _ in given], [layout for _, _, layout in given])
-        for (slot, _, _), array in zip(given, arrays, strict=True):
+        arrays = jax.device_put([x for _, x, _ in local], [layout for _, _, layout in local])
+        for (slot, _, _), array in zip(local, arrays, strict=True):
             env[slot] = array
         for arg in dict.fromkeys(arg for arg, _, layout in self._inputs if sources[arg] not in (None, layout)):
             if self._moved.get(arg, 0) < 2:
                 self._note_move(arg, args[arg])
         return env
 
-    def _compared(self, sources: tuple[Any, ...]) -> bool:
-        """Return whether several processes take part in a call, and if so compare where its arguments lie.
+    def _compare(self, args: Sequence[Any], sources: tuple[Any, ...]) -> bool:
+        """Return whether several processes take part in a call, and if so compare its arguments: places, host values.
 
-        A process with other layouts would wait for arrays that nobody sends.
+        A process with other layouts would wait for arrays that nobody sends. Rows that differ would be mixed.
         """
         owners = frozenset().union(*self._owners, *(map(owner, s.device_set) for s in sources if s is not None))
         if len(owners) == 1:
             return False
-        places = (f"{name} {fingerprint.text(s)}" for name, s in zip(self._names, sources, strict=True))
+        lines = [
+            f"{name} {_sum_values(x) if source is None else fingerprint.text(source)}"
+            for name, x, source in zip(self._names, args, sources, strict=True)
+        ]
         number = sum(self._sources.values())
-        agree.agree_on(f"arguments of plan {self._shared.plan}, {number}", places)
+        agree.agree_on(f"arguments of plan {self._shared.plan}, {number}", lines)
         return True
 
     def _moved_to(self, number: int, x: Any, layout: NamedSharding) -> Any:
@@ -142,8 +148,14 @@ class PartRunner(Runner):
         If one process has all devices, no other process takes part.
         """
         if len({owner(device) for device in source.device_set | layout.device_set}) == 1:
-            return (lambda x: put([x], [layout])) if here(layout.device_set) else lambda _: (None,)
+            return (lambda x: move_arguments([x], [layout])) if here(layout.device_set) else lambda _: (None,)
         first = len(self.compiled.plan.instructions)  # after the numbers of all actions
         move = self._shared.mover(first + number, [source], [layout], [x], [True], [True])
         self._shared.start()
         return move
+
+
+def _sum_values(x: Any) -> str:
+    """Return a checksum of a value of the host, which must be the same in all processes."""
+    data = np.ascontiguousarray(jax.random.key_data(x) if is_key(x) else x)
+    return f"of the host, with values of checksum {zlib.crc32(data.reshape(-1).view(np.uint8)):08x}"

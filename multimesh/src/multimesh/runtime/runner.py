@@ -14,13 +14,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from multimesh.core import _compat
-from multimesh.core.row_blocks import gather, numbers
 from multimesh.core.submesh import describe
 from multimesh.errors import UsageError
-from multimesh.runtime import blocks
 from multimesh.runtime.actions import Action, project
 from multimesh.runtime.compile import CompiledPlan, first_invalid
-from multimesh.runtime.transport import Call, mover, put
+from multimesh.runtime.resharding import Call, move_arguments, mover
+from multimesh.stacked.row_blocks import gather, join_blocks, numbers, split_array
 
 Calls = tuple[tuple[Call, tuple[int, ...], tuple[int, ...], tuple[int, ...], Action], ...]
 """Functions to call in order, each with the slots that it reads, writes and empties, and its action."""
@@ -30,7 +29,7 @@ Observer = Callable[[Action, Call], Call]
 
 
 def watch_calls(calls: Calls, observer: Observer) -> Calls:
-    """Return the same calls under an observer."""
+    """Return calls whose functions an observer has wrapped."""
     return tuple((observer(action, call), ins, outs, frees, action) for call, ins, outs, frees, action in calls)
 
 
@@ -58,8 +57,8 @@ class Runner:
             self.blank[slot] = array
         self._outputs = tuple((k, jnp.array(value) if k == "literal" else value) for k, value in plan.outputs)
         self.calls = self.bound(project(plan, jax.process_index(), everyone=self._everyone))
-        given = {slot for _, slot in plan.inputs}
-        self._donated = given.intersection(slot for run in plan.runs for slot in plan.donated_by(run))
+        inputs = {slot for _, slot in plan.inputs}
+        self._donated = inputs.intersection(slot for run in plan.runs for slot in plan.donated_by(run))
         self._aliases = _aliases(compiled, self._donated)
         self._stacks = plan.stacks
         self._cuts = self._block_specs() if plan.stacks else {}
@@ -69,51 +68,61 @@ class Runner:
 
         It is an error if a donated argument and another one are the same buffer.
         """
-        whole, args = args, self.in_blocks(args)
-        env = self.staged(args)
-        if self._aliases:
-            self._check_buffers(env, args)
+        stacked = args
+        try:
+            args = self.in_blocks(args)
+            env = self.staged(args)
+            if self._aliases:
+                self._check_buffers(env, args)
+        except RuntimeError:
+            blocks = numbers(len(stacked), self._stacks.arguments)
+            self._refuse_deleted((blocks[n][0], x) for n, x in enumerate(stacked))
+            raise
         self.run(env, self.calls)
-        results = [
-            env[value] if kind == "slot" else copy_buffer(args[value] if kind == "arg" else value)
-            for kind, value in self._outputs
-        ]
+        try:
+            results = [
+                env[value] if kind == "slot" else copy_buffer(args[value] if kind == "arg" else value)
+                for kind, value in self._outputs
+            ]
+        except RuntimeError:
+            self._refuse_deleted((arg, args[arg]) for kind, arg in self._outputs if kind == "arg")
+            raise
         if self._aliases:
             _results.update((id(x), x) for x in results)
         for position, layout in moved.items():
             results[position] = self._relaid(position, results[position], layout)
-        return results if not self._stacks else self._join_stacks(results, whole, args)
+        return results if not self._stacks else self._join_stacks(results, stacked, args)
 
     def in_blocks(self, args: Sequence[Any]) -> Sequence[Any]:
         """Return the arguments of a call with the blocks of stacks in their place."""
         if not self._cuts:
             return args
-        found: list[Any] = []
+        blocks: list[Any] = []
         for n, x in enumerate(args):
             if n in self._cuts:
                 move = functools.partial(self._move_whole, n)
-                found += blocks.split(x, self._stacks.arguments[n], self._cuts[n], move)
+                blocks += split_array(x, self._stacks.arguments[n], self._cuts[n], move)
             else:
-                found.append(x)
-        return found
+                blocks.append(x)
+        return blocks
 
     def _block_specs(self) -> dict[int, PartitionSpec]:
         """Return the spec of the blocks of each argument that is a stack."""
         plan = self.compiled.plan
         slots = dict(reversed(plan.inputs))
         count = len(self._names) - sum(len(s.meshes) - 1 for s in plan.stacks.arguments.values())
-        found: dict[int, PartitionSpec] = {}
+        specs: dict[int, PartitionSpec] = {}
         for n, at in enumerate(numbers(count, plan.stacks.arguments)):
             if n in plan.stacks.arguments:
                 first = next((slots[leaf] for leaf in at if leaf in slots), None)
-                found[n] = PartitionSpec() if first is None else plan.layouts[first].spec
-        return found
+                specs[n] = PartitionSpec() if first is None else plan.layouts[first].spec
+        return specs
 
-    def _join_stacks(self, results: list[Any], whole: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    def _join_stacks(self, results: list[Any], stacked: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """Return the results with the array of each stack in the place of its blocks."""
         stacks = self._stacks.results
         count = len(results) - sum(len(s.meshes) - 1 for s in stacks.values())
-        joined = list(gather(results, count, stacks, blocks.join))
+        joined = list(gather(results, count, stacks, join_blocks))
         if self._aliases:
             _results.update((id(x), x) for x in joined)
         return joined
@@ -122,7 +131,7 @@ class Runner:
         return jax.device_put(x, layout)
 
     def run(self, env: list[Any], calls: Calls) -> None:
-        """Make the calls, with all slots in ``env``."""
+        """Make the calls of a plan in order. ``env`` has the arrays of all slots."""
         with _compat.explicit_transfers():
             for call, ins, outs, frees, action in calls:
                 try:
@@ -130,6 +139,7 @@ class Runner:
                 except Exception as error:
                     kind = _compat.invalid_value(error)
                     if kind is None or action.kernel is None:
+                        self._refuse_deleted((arg, env[slot]) for arg, slot, _ in self._inputs if slot in ins)
                         raise
                     raise self._invalid(action.kernel, [env[i] for i in ins], kind) from None
                 for slot, array in zip(outs, results):  # noqa: B905 - a process has no results of what it only sends
@@ -139,7 +149,7 @@ class Runner:
                     env[slot] = None
 
     def bound(self, actions: Iterable[Action]) -> Calls:
-        """Return the calls of actions in this process."""
+        """Return the call of a function for each action of this process."""
         move, kernels = self._mover, self.compiled.executables
         return tuple((move(a) if a.kernel is None else kernels[a.kernel], a.ins, a.outs, a.frees, a) for a in actions)
 
@@ -154,27 +164,36 @@ class Runner:
         return mover(sources, targets, [self.compiled.plan.slots[slot] for slot in action.ins])
 
     def _check_buffers(self, env: Sequence[Any], args: Sequence[Any]) -> None:
-        """Refuse a donated buffer that is there twice: XLA would do so on one device, and end the process on several.
+        """Refuse a donated buffer that two arguments share: XLA refuses it on one device, and aborts on several.
 
         It never writes to the memory of NumPy, so an array of NumPy may be given twice.
 
         Asking an array for its buffer takes as long as a dispatch. Results of runners have a buffer each: among them
         it is enough to look for an array that is given twice.
         """
-        for alike, shards in self._aliases:
-            arrays = [(arg, slot, env[slot]) for arg, slot in alike if isinstance(args[arg], jax.Array)]
-            own = all(_results.get(id(x)) is x for _, _, x in arrays)
-            found: dict[Any, tuple[int, bool]] = {}
+        for inputs, shards in self._aliases:
+            arrays = [(arg, slot, env[slot]) for arg, slot in inputs if isinstance(args[arg], jax.Array)]
+            unique = all(_results.get(id(x)) is x for _, _, x in arrays)
+            owners: dict[Any, tuple[int, bool]] = {}
             for arg, slot, x in arrays:
                 donated = slot in self._donated
-                for buffer in [id(x)] if own else _buffers(x, shards):
-                    other, also = found.setdefault(buffer, (arg, donated))
+                for buffer in [id(x)] if unique else _buffers(x, shards):
+                    other, also = owners.setdefault(buffer, (arg, donated))
                     if other == arg or not (donated or also):
                         continue
                     raise UsageError(
                         f"{self._names[other]} and {self._names[arg]} are the same buffer, and one of them is donated; "
                         "give one of them as a copy: jnp.copy(x)"
                     )
+
+    def _refuse_deleted(self, args: Iterable[tuple[int, Any]]) -> None:
+        """Refuse an argument, given with its number, that has no buffer any more."""
+        for number, x in args:
+            if isinstance(x, jax.Array) and x.is_deleted():
+                raise UsageError(
+                    f"{self._names[number]} was donated to an earlier call (donate_argnums=) or deleted, and has no "
+                    "data any more; use what that call returned in its place, or donate a copy: jnp.copy(x)"
+                ) from None
 
     def _invalid(self, number: int, args: Sequence[Any], kind: str) -> FloatingPointError:
         """Return the error of ``jax_debug_nans`` or ``jax_debug_infs`` for a kernel, with task and the user's line."""
@@ -191,19 +210,19 @@ class Runner:
         return FloatingPointError(f"{line}: {task}: invalid value ({kind}) encountered in {op.prim.name}")
 
     def staged(self, args: Sequence[Any]) -> list[Any]:
-        """Return all slots as a call begins: arguments and constants in their places."""
+        """Return the arrays of all slots before a call: arguments, moved to their layouts, and constants."""
         env = list(self.blank)
         moved: list[tuple[int, int, Any]] = []
-        for each in self._inputs:
-            arg, slot, layout = each
+        for entry in self._inputs:
+            arg, slot, layout = entry
             x = args[arg]
             sharding = getattr(x, "sharding", None)
             if sharding is layout or sharding == layout:
                 env[slot] = x
             else:
-                moved.append(each)
+                moved.append(entry)
         if moved:
-            placed = put([args[arg] for arg, _, _ in moved], [layout for _, _, layout in moved])
+            placed = move_arguments([args[arg] for arg, _, _ in moved], [layout for _, _, layout in moved])
             for (_, slot, _), array in zip(moved, placed, strict=True):
                 env[slot] = array
             for arg in dict.fromkeys(arg for arg, _, _ in moved if self._moved.get(arg, 0) < 2):
@@ -211,7 +230,7 @@ class Runner:
         return env
 
     def _note_move(self, arg: int, x: Any) -> None:
-        """Warn once, at the second call, of an argument that somebody placed where no task reads it."""
+        """Warn once, at the second call, of an argument that the caller placed where no task reads it."""
         if not is_placed(x) or self._names[arg].startswith("argument "):
             return  # without a name it is one of `transforms`, which may lie anywhere
         uses = [layout for number, _, layout in self._inputs if number == arg]
@@ -228,7 +247,7 @@ class Runner:
 
 
 def is_placed(x: Any) -> bool:
-    """Return whether somebody placed a value on devices."""
+    """Return whether the caller placed a value on devices."""
     return isinstance(x, jax.Array) and x.committed
 
 
@@ -262,17 +281,17 @@ def _aliases(compiled: CompiledPlan, donated: set[int]) -> tuple[tuple[_Alike, s
     """
     kinds: dict[Any, dict[tuple[jax.Device, ...], list[tuple[int, int]]]] = {}
     for arg, slot in compiled.plan.inputs:
-        meant, layout = compiled.plan.slots[slot], compiled.plan.layouts[slot]
-        if meant.nbytes and layout.addressable_devices:
-            kind = layout.shard_shape(meant.shape), meant.dtype, layout.memory_kind
-            devices = tuple(layout.devices_indices_map(meant.shape))
+        value, layout = compiled.plan.slots[slot], compiled.plan.layouts[slot]
+        if value.nbytes and layout.addressable_devices:
+            kind = layout.shard_shape(value.shape), value.dtype, layout.memory_kind
+            devices = tuple(layout.devices_indices_map(value.shape))
             kinds.setdefault(kind, {}).setdefault(devices, []).append((arg, slot))
     groups: list[tuple[_Alike, slice]] = []
     for on in kinds.values():
         if sum(map(len, on)) == len(frozenset().union(*on)):
-            groups += [(tuple(alike), slice(1)) for alike in on.values()]
+            groups += [(tuple(pairs), slice(1)) for pairs in on.values()]
         else:
-            groups.append((tuple(each for alike in on.values() for each in alike), slice(None)))
+            groups.append((tuple(pair for pairs in on.values() for pair in pairs), slice(None)))
     several = (group for group in groups if len({arg for arg, _ in group[0]}) > 1)
     return tuple(group for group in several if any(slot in donated for _, slot in group[0]))
 

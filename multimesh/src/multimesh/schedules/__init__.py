@@ -7,13 +7,13 @@ and microbatch. ``placement(submeshes)`` gives the submesh of each stage. Nothin
 from __future__ import annotations
 
 import difflib
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from multimesh.core.checks import refuse
 from multimesh.errors import UsageError
-from multimesh.schedules.auto import Auto, Candidate, Choice
+from multimesh.schedules.auto import Auto
 from multimesh.schedules.costs import StageCosts
-from multimesh.schedules.custom import Custom, custom, load
-from multimesh.schedules.partitioning import LayerCosts, Partition, partition
 from multimesh.schedules.published import (
     PUBLISHED,
     ZBH1,
@@ -32,6 +32,11 @@ from multimesh.schedules.published import (
 )
 from multimesh.schedules.table import Cell, Row, Schedule, Table
 from multimesh.schedules.validation import needs, validate
+
+if TYPE_CHECKING:
+    from multimesh.schedules.choose import Candidate, Choice
+    from multimesh.schedules.user_table import Custom, custom, load
+    from multimesh.stages.partitioning import LayerCosts, Partition, partition
 
 __all__ = [
     "ZBH1",
@@ -88,6 +93,21 @@ def get(schedule: str | Schedule) -> Schedule:
         near = difflib.get_close_matches(schedule.lower(), _BY_NAME, n=1)
         remedy = f"{f'did you mean {near[0]}? ' if near else ''}known: {', '.join(_BY_NAME)}"
         if schedule == "custom":
-            remedy = "give the table as custom_schedule="
+            remedy = "give the table itself: schedule=multimesh.schedules.custom(rows)"
         raise UsageError(f"unknown schedule {schedule!r}; {remedy}")
     return _BY_NAME[schedule]
+
+
+_HOMES = {
+    "schedules.choose": ("Candidate", "Choice"),
+    "schedules.user_table": ("Custom", "custom", "load"),
+    "stages.partitioning": ("LayerCosts", "Partition", "partition"),
+}
+_LATER = {name: module for module, names in _HOMES.items() for name in names}
+"""Names that few programs use, to the module that is loaded then."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"multimesh.{_LATER[name]}"), name)

@@ -12,12 +12,14 @@ Key = str | tuple[str | int, str]
 PHASES = ("F", "B", "W")
 UNIT_COSTS: Mapping[str, float] = {"F": 1.0, "B": 1.0, "W": 1.0}
 CLOSE = 1e-9  # relative difference of rounding
+ESTIMATED = "estimated: operations on each device, from shapes; transfers take no time"
+"""Where the costs of a traced function are from."""
 
 
-def cost(value: object, what: str) -> float:
+def cost(value: object, name: str) -> float:
     """Return a cost as a float. Raise an error if it is no finite number of at least 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise UsageError(f"costs: that of {what} must be a finite number of at least 0, got {value!r}")
+        raise UsageError(f"costs: that of {name} must be a finite number of at least 0, got {value!r}")
     return float(value)
 
 
@@ -38,26 +40,26 @@ def map_covers(cells: Iterable[tuple[int, str]]) -> dict[tuple[int, str], str]:
     for stage, phase in cells:
         phases[stage].add(phase)
     present = set().union(*phases.values())
-    pipeline = "F" not in present or any(len(found) > 1 for found in phases.values())
+    pipeline = "F" not in present or any(len(phases_here) > 1 for phases_here in phases.values())
     covers: dict[tuple[int, str], str] = {}
-    for stage, found in phases.items():
-        for phase in found:
-            front = "F" if phase == "B" and pipeline and "F" not in found else ""
-            back = "W" if phase == "B" and "W" not in found else ""
+    for stage, phases_here in phases.items():
+        for phase in phases_here:
+            front = "F" if phase == "B" and pipeline and "F" not in phases_here else ""
+            back = "W" if phase == "B" and "W" not in phases_here else ""
             covers[stage, phase] = front + phase + back if phase in PHASES else ""
     return covers
 
 
 def parse_costs(text: str) -> dict[str, float]:
     """Parse costs, written as ``F=1,B=1,W=1``. Raise an error for anything else."""
-    found: dict[str, float] = {}
+    costs: dict[str, float] = {}
     for part in text.split(","):
         phase, _, value = part.partition("=")
         try:
-            found[phase.strip()] = float(value)
+            costs[phase.strip()] = float(value)
         except ValueError:
             raise UsageError(f"--costs: expected F=1,B=1,W=1 with your numbers, got {text!r}") from None
-    return check_costs(found)
+    return check_costs(costs)
 
 
 @dataclass(frozen=True)
@@ -94,15 +96,15 @@ class StageCosts:
     def __post_init__(self) -> None:
         """Refuse numbers that are not finite, negative, or not as many as there are stages."""
         stages = len(self.times)
-        for what, found, wanted in (
+        for name, values, lengths in (
             ("transfers", self.transfers, (0, stages - 1)),
             ("activations", self.activations, (0, stages)),
             ("kept", self.kept, (0, stages)),
         ):
-            if len(found) not in wanted:
-                raise UsageError(f"costs of {stages} stages: {what} must be {wanted[1]}, got {len(found)}")
-            for number, value in enumerate(found):
-                cost(value, f"{what} {number}")
+            if len(values) not in lengths:
+                raise UsageError(f"costs of {stages} stages: {name} must be {lengths[1]}, got {len(values)}")
+            for number, value in enumerate(values):
+                cost(value, f"{name} {number}")
         for stage, times in enumerate(self.times):
             if len(times) != len(PHASES):
                 raise UsageError(f"costs: stage {stage} needs a time for each of F, B and W, got {times!r}")
@@ -112,9 +114,9 @@ class StageCosts:
     @classmethod
     def alike(cls, costs: Mapping[str, float], stages: int, transfer: float = 0.0) -> StageCosts:
         """Return the costs of stages that all take the time of F, B and W in ``costs``."""
-        known = check_costs(costs)
-        note = ", ".join(f"{phase} {time:g}" for phase, time in known.items()) + f", transfers {transfer:g}"
-        times = (known["F"], known["B"], known["W"])
+        checked = check_costs(costs)
+        note = ", ".join(f"{phase} {time:g}" for phase, time in checked.items()) + f", transfers {transfer:g}"
+        times = (checked["F"], checked["B"], checked["W"])
         return cls((times,) * stages, (cost(transfer, "a transfer"),) * (stages - 1), note=note)
 
     def of(self, stage: int, phases: str) -> float:
@@ -131,5 +133,5 @@ class StageCosts:
         ``last`` is the phase that ends the use of a microbatch: W if the table has it, else B.
         """
         size = self.activations[stage] if self.activations else 1.0
-        kept = 0.0 if last == "B" else self.kept[stage] if self.kept else size
-        return {"F": size, "B": kept - size, "W": -kept}[phase]
+        residuals = 0.0 if last == "B" else self.kept[stage] if self.kept else size
+        return {"F": size, "B": residuals - size, "W": -residuals}[phase]

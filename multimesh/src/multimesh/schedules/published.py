@@ -210,9 +210,9 @@ class ZBH2(Schedule):
         self, submeshes: int, chunks: int, microbatches: int, costs: Mapping[str, float] = UNIT_COSTS
     ) -> PublishedIdle:
         """``(p - 1) (tF + tB - 2 tW)`` of steps in a row, for ``2 tW <= tF + tB`` (Qi et al. 2023)."""
-        rest = costs["F"] + costs["B"] - 2 * costs["W"]
-        unless = "m < 2p-1" if microbatches < 2 * submeshes - 1 else "2 tW > tF+tB" if rest < 0 else ""
-        return PublishedIdle((submeshes - 1) * rest, "(p-1)(tF+tB-2tW)", unless, in_a_row=True)
+        gap = costs["F"] + costs["B"] - 2 * costs["W"]
+        unless = "m < 2p-1" if microbatches < 2 * submeshes - 1 else "2 tW > tF+tB" if gap < 0 else ""
+        return PublishedIdle((submeshes - 1) * gap, "(p-1)(tF+tB-2tW)", unless, in_a_row=True)
 
 
 @dataclass(frozen=True)
@@ -338,8 +338,8 @@ class Wavefront(Schedule):
         def key(cell: Cell) -> tuple[int, int, int]:
             return self.front(cell, submeshes, chunks), -_way(cell, stages), -ord(cell.phase)
 
-        own = range(rank, stages, submeshes)
-        return sorted((Cell(phase, s, i) for phase in "FB" for s in own for i in range(microbatches)), key=key)
+        stages_here = range(rank, stages, submeshes)
+        return sorted((Cell(phase, s, i) for phase in "FB" for s in stages_here for i in range(microbatches)), key=key)
 
     def front(self, cell: Cell, submeshes: int, chunks: int) -> int:
         """Return ``(i // p) p v + i % p``, and one more for each cell of the microbatch before it."""

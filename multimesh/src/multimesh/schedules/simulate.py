@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from multimesh.errors import UsageError
-from multimesh.schedules import Cell, Table, needs
+from multimesh.observe.timelines.spans import Hop, Levels, Span, levels
+from multimesh.observe.timelines.timeline import Timeline
 from multimesh.schedules.costs import UNIT_COSTS, StageCosts, map_covers
 from multimesh.schedules.scheduler import run
-from multimesh.timelines.spans import Hop, Levels, Span, levels
-from multimesh.timelines.timeline import Timeline
+from multimesh.schedules.table import Cell, Table
+from multimesh.schedules.validation import needs
 
 
 def simulate(
@@ -31,12 +32,12 @@ def simulate(
     covers = map_covers((cell.stage, cell.phase) for cell in place)
     stages = 1 + max((cell.stage for cell in place), default=0)
     reads = {cell: [source for source in needs(cell, stages) if source in place] for cell in place}
-    known = costs if isinstance(costs, StageCosts) else StageCosts.alike(costs, stages, transfer)
+    stage_costs = costs if isinstance(costs, StageCosts) else StageCosts.alike(costs, stages, transfer)
 
     def hop(source: Cell, cell: Cell) -> float:
-        return known.hop(source.stage, cell.stage)
+        return stage_costs.hop(source.stage, cell.stage)
 
-    times = run(table, reads.__getitem__, lambda cell: known.of(cell.stage, covers[cell.stage, cell.phase]), hop)
+    times = run(table, reads.__getitem__, lambda cell: stage_costs.of(cell.stage, covers[cell.stage, cell.phase]), hop)
     if len(times) < len(place):
         waiting = (next((cell for cell in row if cell not in times), None) for row in table)
         stuck = ", ".join(str(cell) for cell in waiting if cell is not None)
@@ -51,15 +52,15 @@ def simulate(
             transfers.append(Hop(place[source], place[cell], sent, got, None, number[source], (reader,)))
     rows = tuple(f"submesh {row}" for row in range(len(table)))
     several = any(len({cell.stage for cell in row}) > 1 for row in table)
-    note = f"forecast with {_describe(known, covers, costs is known)}"
-    note += "; an activation is that of one stage" if several and not known.sizes else ""
-    live = tuple(_activations([s for s in spans if s.row == row], known) for row in range(len(table)))
-    unit = known.sizes or "activations"
-    return Timeline(title, note, known.unit, rows, tuple(spans), tuple(transfers), live, unit)
+    note = f"forecast with {_describe(stage_costs, covers, costs is stage_costs)}"
+    note += "; an activation is that of one stage" if several and not stage_costs.sizes else ""
+    live = tuple(_activations([s for s in spans if s.row == row], stage_costs) for row in range(len(table)))
+    unit = stage_costs.sizes or "activations"
+    return Timeline(title, note, stage_costs.unit, rows, tuple(spans), tuple(transfers), live, unit)
 
 
-def _describe(costs: StageCosts, covers: Mapping[tuple[int, str], str], own: bool) -> str:
-    if own:
+def _describe(costs: StageCosts, covers: Mapping[tuple[int, str], str], by_stage: bool) -> str:
+    if by_stage:
         return costs.note or "the costs of each stage"
     names = sorted(set(covers.values()), key="FBW".find)
     parts = [f"{'+'.join(name)} {costs.of(0, name):g}" for name in names]
@@ -80,9 +81,9 @@ def _activations(spans: Sequence[Span], costs: StageCosts) -> Levels:
         following = spans[order + 1] if order + 1 < len(spans) else None
         at_once = following is not None and (following.stage, following.microbatch, following.phases) == (*key, "W")
         if key in alive and (order == last[key] or (span.phases == "B" and not at_once)):
-            left = 0.0 if order == last[key] else alive[key] + by
-            changes.append((span.end, 2 * order + 1, left - alive[key]))
-            alive[key] = left
+            remaining = 0.0 if order == last[key] else alive[key] + by
+            changes.append((span.end, 2 * order + 1, remaining - alive[key]))
+            alive[key] = remaining
     return levels(changes)
 
 

@@ -62,8 +62,8 @@ def _places(table: Table, home: Sequence[int], microbatches: int, backward: bool
         for position, cell in enumerate(row):
             here = f"schedule table: submesh {rank}, position {position}: {cell}"
             if cell.phase not in ("FBW" if backward else "F"):
-                known = "F, B and W" if backward else "F only: this loop has no backward pass"
-                raise UsageError(f"{here}: unknown phase {cell.phase!r}; phases are {known}")
+                phases = "F, B and W" if backward else "F only: this loop has no backward pass"
+                raise UsageError(f"{here}: unknown phase {cell.phase!r}; phases are {phases}")
             if not 0 <= cell.stage < len(home):
                 raise UsageError(f"{here}: there is no such stage; the loop has stages 0 to {len(home) - 1}")
             if not 0 <= cell.microbatch < microbatches:

@@ -1,1 +1,1 @@
-"""`pipeline` and `sequential`: functions without marks become stages."""
+"""`pipeline`: functions without marks become stages."""

@@ -6,68 +6,72 @@ import contextlib
 import functools
 import itertools
 import linecache
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from multimesh.core import _compat, checks
+from multimesh.core.names import warn_former
 from multimesh.core.submesh import AxisMap, make_task
-from multimesh.core.text import amount
 from multimesh.errors import UsageError
 from multimesh.marking import contexts
 from multimesh.marking.flax_modules import refuse_changes
 from multimesh.marking.tracing import Change, in_a_mesh, in_loops, inside, is_partitioning, is_recording, note_mesh
 from multimesh.schedules.costs import cost
-from multimesh.schedules.cuts import SLACK, Chain, ChainCut, cut_chain
-from multimesh.schedules.partitioning import LayerCosts, alive
-from multimesh.schedules.stage_cuts import Cuts, StageCut, Work
-from multimesh.stages.chains import chain_of, orders, rescale, uneven_rows, work_of
+from multimesh.stages.chains import chain_of, count_state, orders, rescale, scan_over_time, work_of
+from multimesh.stages.cuts import SLACK, Chain, ChainCut, cut_chain
+from multimesh.stages.repeats import cut_between_layers, equal_stages, find_layers
+from multimesh.stages.stage_cuts import Cuts, StageCut, Work
 from multimesh.stages.staged import run
-from multimesh.stages.units import KEPT_LOOP, Unit, Units, read
+from multimesh.stages.units import KEPT_LOOP, Unit, Units, kind_of, read
 from multimesh.stages.work import add_work
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 
 @dataclass(frozen=True)
-class Pipelined:
+class PipelinedFunction(Generic[P, R]):
     """A function that is cut into stages when it is traced, made by `pipeline`."""
 
-    fn: Callable[..., Any]
+    fn: Callable[P, R]
     meshes: tuple[Mesh, ...]
     interleave: int
-    memory: float
     placement: tuple[int, ...]
     argnums: frozenset[int]
     seconds: tuple[float, ...]
     logical_axes: AxisMap | None = field(hash=False)
+    within_layers: bool = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the function; each stage is a task on its submesh."""
         if not self.meshes or contexts.ignoring() or not is_recording():
             with in_a_mesh(self._name):
                 return self.fn(*args, **kwargs)
-        around = jax.sharding.get_abstract_mesh()
+        outer = jax.sharding.get_abstract_mesh()
         if is_partitioning():
             args, kwargs = jax.tree.map(self._enter, (args, kwargs))
         traced = self._traced(args, kwargs)
         if traced.loops:
             return self._in_loops(lambda fn: replace(self, fn=fn), args, kwargs)
-        found, stages, cuts = self._cut(traced)
+        units, stages, cuts = self._cut(traced)
+        if cuts.over_time:
+            _compat.warn_at(cuts.over_time, cuts.remark.partition(": ")[2])
         meshes = [self.meshes[self.placement[s % len(self.placement)]] for s in range(len(stages))]
         places = [
             replace(make_task(f"stage{s}", mesh=mesh, logical_axes=self.logical_axes), cuts=cuts, types=self._types)
             for s, mesh in enumerate(meshes)
         ]
         with self._on_types():
-            results = run(found, stages, places, traced.arrays)
+            results = run(units, stages, places, traced.arrays)
         if self._types is not None:
-            results = [_compat.enter_mesh(x, around) for x in results]
+            results = [_compat.enter_mesh(x, outer) for x in results]
         return jax.tree.unflatten(traced.tree, results)
 
     @functools.cached_property
@@ -81,7 +85,9 @@ class Pipelined:
     def _on_types(self) -> contextlib.AbstractContextManager[Any]:
         for mesh in self.meshes:
             note_mesh(mesh)
-        return contextlib.nullcontext() if self._types is None else _compat.types_context(self._types)
+        return (
+            contextlib.nullcontext() if self._types is None else _compat.abstract_mesh_context(self._types, typed=True)
+        )
 
     def cuts(self, *args: Any, **kwargs: Any) -> Cuts:
         """Cut the function, without running it.
@@ -98,17 +104,17 @@ class Pipelined:
         traced = self._traced(args, kwargs)
         if not traced.loops:
             return self._cut(traced)[2]
-        found: list[Cuts] = []
+        results: list[Cuts] = []
 
         def cut(fn: Callable[..., Any]) -> Callable[..., Any]:
             def noted(*args: Any, **kwargs: Any) -> Any:
-                found.append(replace(self, fn=fn).cuts(*args, **kwargs))
+                results.append(replace(self, fn=fn).cuts(*args, **kwargs))
                 return fn(*args, **kwargs)
 
             return noted
 
-        jax.eval_shape(lambda *arrays: self._in_loops(cut, *traced.given(arrays)), *traced.arrays)
-        return found[0]
+        jax.eval_shape(lambda *arrays: self._in_loops(cut, *traced.bind(arrays)), *traced.arrays)
+        return results[0]
 
     def _in_loops(self, cut: Change, args: Any, kwargs: Any) -> Any:
         """Run the function, and cut the functions of its microbatch loops instead of the function itself."""
@@ -119,13 +125,13 @@ class Pipelined:
             raise UsageError(f"{self._name}: {KEPT_LOOP}")
         return out
 
-    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Traced:
+    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Trace:
         leaves, tree = jax.tree.flatten((args, kwargs))
         first = make_task("pipeline", mesh=self.meshes[0], logical_axes=self.logical_axes)
         first = replace(first, types=self._types)
         where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _ARRAYS)]
 
-        def given(arrays: Sequence[Any]) -> Any:
+        def call_arguments(arrays: Sequence[Any]) -> Any:
             full = list(leaves)
             for i, array in zip(where, arrays, strict=True):
                 full[i] = array
@@ -134,71 +140,65 @@ class Pipelined:
         loops = _Loops(lambda fn: fn)
 
         def fn(*arrays: Any) -> Any:
-            inner_args, inner_kwargs = given(arrays)
-            with (
-                in_loops(loops),
-                inside(first),
-                refuse_changes(lambda: self._name, (inner_args, inner_kwargs)),
-            ):
+            inner_args, inner_kwargs = call_arguments(arrays)
+            changes = refuse_changes(lambda: self._name, (inner_args, inner_kwargs))
+            with in_loops(loops), inside(first), changes:
                 return self.fn(*inner_args, **inner_kwargs)
 
         arrays = tuple(leaves[i] for i in where)
         with self._on_types(), _compat.explain_trace(lambda: self._name):
             closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*arrays)
-        named = max(self.argnums, default=0)  # with loops they are those of the loop's function
-        if not loops.number and self.memory < math.inf and named >= max(len(args), 1):
-            raise UsageError(
-                f"{self._name}: argnums names argument {named}, and the call has {len(args)} positional "
-                "arguments; name those that are trained, counted from 0"
-            )
         number = [n for n, arg in enumerate(args) for _ in jax.tree.leaves(arg)]  # keywords follow
         trained = [place for place, array in enumerate(arrays) if _compat.is_differentiated(array)] or [
             place for place, i in enumerate(where) if i < len(number) and number[i] in self.argnums
         ]
-        return _Traced(closed, jax.tree.structure(shapes), arrays, tuple(trained), given, loops.number > 0)
+        return _Trace(closed, jax.tree.structure(shapes), arrays, tuple(trained), call_arguments, loops.number > 0)
 
     @property
     def _name(self) -> str:
         return f"pipeline: {getattr(self.fn, '__name__', 'the function')}"
 
-    def _cut(self, traced: _Traced) -> tuple[Units, tuple[tuple[Unit, ...], ...], Cuts]:
+    def _cut(self, traced: _Trace) -> tuple[Units, tuple[tuple[Unit, ...], ...], Cuts]:
         number = len(self.meshes) * self.interleave
-        found = read(traced.closed, number, traced.trained)
-        best: tuple[ChainCut, Chain, tuple[Unit, ...], list[Work]] | None = None
-        for order in orders(found.forward):
-            if not order:
-                raise UsageError(f"{self._name} computes nothing from its arrays that it returns; return the result")
-            if len(order) < number:
-                raise UsageError(
-                    f"pipeline: {len(order)} operations cannot make {number} stages ({len(self.meshes)} submeshes x "
-                    f"{self.interleave}); give fewer meshes"
-                )
-            works = work_of(found.forward, order)
-            chain = chain_of(found.forward, order, works)
-            fits = None if math.isinf(self.memory) else self._fits
-            cut = cut_chain(chain, number, fits)
-            if cut is not None and self.seconds:
-                chain = rescale(chain, cut.ends, self.seconds)
-                cut = cut_chain(chain, number, fits)
-            if cut is not None and (best is None or _worth(cut, best[0])):
-                best = cut, chain, order, works
-        if best is None:
-            raise UsageError(
-                f"pipeline: no cut into {number} stages fits into {amount(self.memory, 'bytes')} on each submesh; "
-                "use more submeshes, or keep less of a microbatch with jax.checkpoint"
-            )
-        cut, chain, order, works = best
+        units = read(traced.closed, number, traced.trained)
+        candidates = [self._cut_order(units.forward, order, number) for order in orders(units.forward)]
+        best = functools.reduce(lambda old, new: new if _worth(new[0], old[0]) else old, candidates)
+        cut, chain, order, works, finer = best
         pieces = list(itertools.pairwise(cut.ends))
-        cuts = (
-            StageCut(*_line(order[a:b]), chain.costs_of(a, b), chain.received(a, b), add_work(works[a:b]))
-            for a, b in pieces
-        )
         stages = tuple(order[a:b] for a, b in pieces)
-        return found, stages, Cuts(tuple(cuts), getattr(self.fn, "__name__", "pipeline"), uneven_rows(found, stages))
+        cuts = (
+            StageCut(*_line(stage), sum(chain.times[a:b]), held, chain.received(a, b), add_work(works[a:b]))
+            for stage, held, (a, b) in zip(stages, count_state(units.forward, stages), pieces, strict=True)
+        )
+        name = getattr(self.fn, "__name__", "pipeline")
+        equal = equal_stages(tuple(tuple(map(kind_of, stage)) for stage in stages))
+        return units, stages, Cuts(tuple(cuts), name, equal, finer, scan_over_time(units, stages))
 
-    def _fits(self, stage: int, costs: LayerCosts) -> bool:
-        kept = alive(stage, len(self.meshes), self.interleave) * costs.activation
-        return costs.held + kept <= self.memory / self.interleave
+    def _cut_order(
+        self, function: Units, order: tuple[Unit, ...], number: int
+    ) -> tuple[ChainCut, Chain, tuple[Unit, ...], list[Work], float]:
+        """Return the cut of an order, what it cuts, and the slowest stage if cuts inside of layers were taken."""
+        if not order:
+            raise UsageError(f"{self._name} computes nothing from its arrays that it returns; return the result")
+        if len(order) < number:
+            raise UsageError(
+                f"pipeline: {len(order)} operations cannot make {number} stages ({len(self.meshes)} submeshes x "
+                f"{self.interleave}); give fewer meshes"
+            )
+        works = work_of(function, order)
+        chain = chain_of(function, order, works)
+        cut, finer = self._cut_chain(chain, order, number)
+        if self.seconds:
+            chain = rescale(chain, cut.ends, self.seconds)
+            cut, finer = self._cut_chain(chain, order, number)
+        return cut, chain, order, works, finer
+
+    def _cut_chain(self, chain: Chain, order: Sequence[Unit], number: int) -> tuple[ChainCut, float]:
+        """Return the cut of a chain, and the time of the slowest stage if cuts inside of layers were taken."""
+        anywhere = cut_chain(chain, number)
+        layers = () if self.within_layers else find_layers(chain, [*map(kind_of, order)])
+        between = cut_between_layers(chain, number, layers, anywhere) if layers else None
+        return between or anywhere, anywhere.slowest
 
 
 class _Loops:
@@ -213,17 +213,17 @@ class _Loops:
 
 
 @dataclass(frozen=True)
-class _Traced:
+class _Trace:
     """A traced function, the tree of its results, the arrays that it is called with, and which have a gradient.
 
-    ``given`` makes arguments and keywords of such arrays; ``loops`` says whether it has microbatch loops.
+    ``bind`` makes arguments and keywords of such arrays; ``loops`` says whether it has microbatch loops.
     """
 
     closed: Any
     tree: Any
     arrays: tuple[Any, ...]
     trained: tuple[int, ...]
-    given: Callable[[Sequence[Any]], Any]
+    bind: Callable[[Sequence[Any]], Any]
     loops: bool
 
 
@@ -249,22 +249,24 @@ def _line(stage: Sequence[Unit]) -> tuple[str, str]:
 
 
 def pipeline(
-    fn: Callable[..., Any],
+    fn: Callable[P, R],
     meshes: Sequence[Mesh] | None,
     *,
     interleave: int = 1,
-    memory: float | None = None,
     placement: Sequence[int] | None = None,
     argnums: int | Sequence[int] = 0,
     seconds: Sequence[float] | None = None,
     logical_axes: AxisMap | None = None,
-) -> Pipelined:
+    within_layers: bool = False,
+    **former: Any,
+) -> PipelinedFunction[P, R]:
     """Cut a function without marks into the stages of a pipeline.
 
     The result takes the arguments of ``fn`` and computes the same. Use it where a function with tasks could be: inside
     of `multimesh.microbatch`, `jax.grad` and `multimesh.jit`. When it is traced, its operations become one
     `multimesh.task` for each stage. Stages take about the same time, and few bytes go between them. A `jax.lax.scan`
-    over stacked layers is cut between its rows; each stage has its own part of the stack.
+    over stacked layers is cut between its rows; each stage has its own part of the stack. Other layers that repeat
+    stay whole too.
 
     Parameters
     ----------
@@ -276,14 +278,10 @@ def pipeline(
         The submeshes, in the order of the pipeline. None, or no mesh: ``fn`` stays one program, as under `jax.jit`.
     interleave
         Stages on each submesh.
-    memory
-        Bytes of a submesh. A stage fits if it takes at most its part. It holds the arguments that it reads: frozen ones
-        once; trained ones four times, with a gradient and two moments (twice if an earlier stage reads them too). It
-        keeps what backward passes read, of as many microbatches as 1F1B has in flight. None: enough.
     placement
         The submesh of stages 0, 1, ..., as `Schedule.placement` of the loop's schedule gives it; by default in turn.
     argnums
-        The arguments that are trained, as of `jax.grad`: a stage computes no gradient, and holds no moments, of others.
+        The arguments that are trained, as of `jax.grad`: a stage computes no gradient of others.
         ``()``: none, as in a forward pass. Where `multimesh.microbatch` is inside, those of its function. Where
         `jax.grad` is around the call, the arrays that it differentiates count instead.
     seconds
@@ -291,36 +289,44 @@ def pipeline(
         again, by seconds: an operation takes its part of those of its stage.
     logical_axes
         For `multimesh.with_sharding_constraint` in ``fn``, as in `multimesh.task`. All meshes then need the same axes.
+    within_layers
+        Whether stages may begin inside of layers that repeat. By default they do so only where that makes the slowest
+        stage more than 5 % faster: stages of whole layers share their kernels.
+    former
+        ``memory=`` is refused, with what stands in its place.
 
     Returns
     -------
-    Pipelined
+    PipelinedFunction
         ``pipelined(*args)`` runs it; ``pipelined.cuts(*args)`` says where it is cut, without running it.
 
     Raises
     ------
     UsageError
-        When it is traced, if there are fewer operations than stages, no cut fits into memory, ``fn`` has tasks, or its
-        `multimesh.microbatch` is in a `jax.jit`.
+        When it is traced, if there are fewer operations than stages, ``fn`` has tasks, or its `multimesh.microbatch` is
+        in a `jax.jit`.
 
     Examples
     --------
-    >>> loss = mm.pipeline(loss_of, meshes)  # doctest: +SKIP
-    >>> print(loss.cuts(params, microbatch))  # doctest: +SKIP
-    >>> step = mm.jit(mm.microbatch(jax.value_and_grad(loss), size=4, argnum=1, reduce="mean"))  # doctest: +SKIP
+    >>> meshes = [Mesh(np.array([device]), ("data",)) for device in jax.devices()[:2]]
+    >>> loss = lambda layers, x: jnp.mean(functools.reduce(lambda x, w: jnp.tanh(x @ w), layers, x) ** 2)
+    >>> step = mm.microbatch(jax.value_and_grad(mm.pipeline(loss, meshes)), argnum=1, size=2, reduce="mean")
+    >>> value, grads = mm.jit(step)([jnp.eye(4)] * 4, jnp.ones((8, 4)))
+    >>> [grad.device.id for grad in grads]
+    [0, 0, 1, 1]
     """
+    warn_former("pipeline", former)
     checks.function("pipeline: the first argument", fn)
     grids = () if meshes is None else checks.many("pipeline: meshes", meshes, "a sequence of jax meshes")
     for mesh in grids:
         if not isinstance(mesh, Mesh):
             raise checks.refuse("pipeline: a mesh", "a jax.sharding.Mesh", mesh)
-    interleave = checks.whole("pipeline: interleave", interleave, 1)
-    room = math.inf if memory is None else cost(memory, "pipeline: memory of a submesh")
+    interleave = checks.integer("pipeline: interleave", interleave, 1)
     route = checks.placement("pipeline", placement, len(grids)) if grids else ()
     listed = (argnums,) if isinstance(argnums, int) else argnums
     numbers = checks.many("pipeline: argnums", listed, "numbers of arguments")
-    trained = frozenset(checks.whole("pipeline: argnums", number, 0) for number in numbers)
+    trained = frozenset(checks.integer("pipeline: argnums", number, 0) for number in numbers)
     took = tuple(cost(x, "pipeline: seconds of a stage") for x in seconds or ())
     if seconds is not None and len(took) != len(grids) * interleave:
         raise UsageError(f"pipeline: {len(grids) * interleave} stages, but seconds of {len(took)}; give one for each")
-    return Pipelined(fn, grids, interleave, room, route, trained, took, logical_axes)
+    return PipelinedFunction(fn, grids, interleave, route, trained, took, logical_axes, within_layers)

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from multimesh.core import _compat
 from multimesh.core.specs import AnyMesh
 from multimesh.core.submesh import Placement
+from multimesh.errors import UsageError
 from multimesh.marking import marks
 from multimesh.marking.tasks import mark_function, scope
 from multimesh.stages.chains import in_pieces
@@ -22,7 +23,7 @@ from multimesh.stages.units import Rows, Unit, Units
 
 
 def run(
-    found: Units,
+    function: Units,
     stages: Sequence[Sequence[Unit]],
     places: Sequence[Placement],
     arrays: Sequence[Any],
@@ -31,22 +32,36 @@ def run(
 
     Takes the arguments of the function as flat arrays, and returns its flat results.
     """
-    arguments = (v for v in found.given if v not in found.consts)
-    env = _Values(itertools.chain(zip(arguments, arrays, strict=True), found.consts.items()))
-    for eqn in found.free:
+    arguments = (v for v in function.arguments if v not in function.consts)
+    env = _Values(itertools.chain(zip(arguments, arrays, strict=True), function.consts.items()))
+    for eqn in function.free:
         results = _compat.evaluate(eqn, eqn.params, env.many(eqn.invars), places[0].types)
         env.update(zip(eqn.outvars, results, strict=True))
-    back = list(_backward_stages(found.after, stages))
-    whole = list(_merge_rows([*stages, *(units for _, units in back)]))
-    ins = [_inputs(units) for units in whole]
-    for number, (units, placed) in enumerate(zip(whole, places, strict=False)):
-        outs = _outputs(units, [*found.outs, *itertools.chain(*ins[number + 1 :])])
+    back = list(_backward_stages(function.after, stages))
+    tasks = list(_merge_rows([*stages, *(units for _, units in back)]))
+    ins = [_inputs(units) for units in tasks]
+    _refuse_shared_references(tasks)
+    for number, (units, placed) in enumerate(zip(tasks, places, strict=False)):
+        outs = _outputs(units, [*function.outs, *itertools.chain(*ins[number + 1 :])])
         call = mark_function(_evaluation(units, ins[number], outs, placed.types or placed.mesh), placed)
         env.update(zip(outs, call(*env.many(ins[number])), strict=True))
-    for (behind, _), units in zip(back, whole[len(stages) :], strict=True):
+    for (behind, _), units in zip(back, tasks[len(stages) :], strict=True):
         with contextlib.nullcontext() if behind is None else _backward_scope(places[behind]):
             _evaluate(units, env, None if behind is None else places[behind].types or places[behind].mesh)
-    return env.many(found.outs)
+    return env.many(function.outs)
+
+
+def _refuse_shared_references(stages: Sequence[Sequence[Unit]]) -> None:
+    """Refuse a mutable array that several stages read or update: submeshes share no memory."""
+    users: dict[Any, int] = {}
+    for number, unit in ((number, unit) for number, units in enumerate(stages) for unit in units):
+        references = (v for v in (*unit.reads, *unit.makes) if _compat.is_ref(v.aval))
+        if (first := next((users[v] for v in references if users.setdefault(v, number) != number), None)) is not None:
+            line = _compat.user_line(unit.eqn.source_info) or "A line that JAX did not record"
+            raise UsageError(
+                f"{line}: pipeline: stages {first} and {number} both use this mutable array (jax.new_ref), and they "
+                "share no memory; let each layer return its term, and add the terms up, or make the array in a layer"
+            )
 
 
 @contextlib.contextmanager
@@ -77,15 +92,15 @@ def _backward_stages(
         if not _compat.scopes(unit.eqn)[1] or None in from_behind:
             return None
         last = min((s for s in from_behind if s is not None), default=len(stages) - 1)
-        known = [found for v in read if v not in behind and (found := _stages_with(v, at))]
-        return next((s for s in range(last, -1, -1) if all(s in found for found in known)), last)
+        groups = [numbers for v in read if v not in behind and (numbers := _stages_with(v, at))]
+        return next((s for s in range(last, -1, -1) if all(s in numbers for numbers in groups)), last)
 
     placed: list[tuple[int | None, Unit]] = []
     for unit in in_pieces(after):
         stage = stage_of(unit) if not unit.joins else placed[-1][0]
         behind.update(dict.fromkeys(unit.makes, stage))
         placed.append((stage, unit))
-    for stage, group in itertools.groupby(placed, key=lambda found: found[0]):
+    for stage, group in itertools.groupby(placed, key=lambda pair: pair[0]):
         yield stage, tuple(unit for _, unit in group)
 
 
@@ -132,19 +147,19 @@ def _merge_rows(stages: Sequence[Sequence[Unit]]) -> Iterator[tuple[Unit, ...]]:
 
 
 def _inputs(units: Sequence[Unit]) -> list[Any]:
-    """Return values that units read from outside."""
-    made: set[Any] = set()
-    found: dict[Any, None] = {}
+    """Return the values that units read and other units or arguments make."""
+    makes: set[Any] = set()
+    inputs: dict[Any, None] = {}
     for unit in units:
         for v in unit.reads:
-            if not isinstance(v, _compat.Literal) and v not in made and not (isinstance(v, Rows) and v.of in made):
-                found.setdefault(v)
-        made.update(unit.makes)
-    return list(found)
+            if not isinstance(v, _compat.Literal) and v not in makes and not (isinstance(v, Rows) and v.of in makes):
+                inputs.setdefault(v)
+        makes.update(unit.makes)
+    return list(inputs)
 
 
 def _outputs(units: Sequence[Unit], later: Sequence[Any]) -> list[Any]:
-    """Return results of units that others read."""
+    """Return the results of units that other units or the function's results read."""
     read = {v for v in later if not isinstance(v, _compat.Literal)}
     read |= {v.of for v in read if isinstance(v, Rows)}
     return [v for unit in units for v in unit.makes if v in read]
@@ -157,18 +172,18 @@ def _evaluation(
 
     def evaluate(*args: Any) -> list[Any]:
         env = _Values(zip(ins, args, strict=True))
-        groups = [(within, tuple(found)) for within, found in itertools.groupby(units, key=lambda u: u.within)]
+        groups = [(within, tuple(members)) for within, members in itertools.groupby(units, key=lambda u: u.within)]
         for number, (within, group) in enumerate(groups):
             if within is None:
                 _evaluate(group, env, mesh)
                 continue
-            read, rest = _inputs(group), [unit for _, found in groups[number + 1 :] for unit in found]
-            made = _outputs(group, [*outs, *(v for unit in rest for v in unit.reads)])
+            read, later = _inputs(group), [unit for _, members in groups[number + 1 :] for unit in members]
+            results = _outputs(group, [*outs, *(v for unit in later for v in unit.reads)])
             inner = [replace(unit, within=None) for unit in group]
             call = jax.checkpoint(
-                _evaluation(inner, read, made, mesh), policy=within.policy, prevent_cse=within.prevent_cse
+                _evaluation(inner, read, results, mesh), policy=within.policy, prevent_cse=within.prevent_cse
             )
-            env.update(zip(made, call(*env.many(read)), strict=True))
+            env.update(zip(results, call(*env.many(read)), strict=True))
         return env.many(outs)
 
     return evaluate
@@ -178,8 +193,8 @@ def _evaluate(units: Sequence[Unit], env: _Values, mesh: AnyMesh | None) -> None
     for unit in units:
         args = env.many(unit.reads)
         if unit.joins:
-            left = iter(args)
-            parts = [list(itertools.islice(left, len(rows))) for rows in unit.parts]
+            arguments = iter(args)
+            parts = [list(itertools.islice(arguments, len(rows))) for rows in unit.parts]
             results: Sequence[Any] = [p[0] if len(p) == 1 else jax.lax.concatenate(p, 0) for p in parts]
         else:
             results = _constrain(unit, args) or _compat.evaluate(unit.eqn, unit.params, args, mesh)

@@ -41,12 +41,12 @@ class Rows:
 
     @property
     def aval(self) -> Any:
-        """Their shape and dtype."""
+        """The shape and dtype of the rows."""
         return _compat.stack(_compat.row_aval(self.of.aval), self.stop - self.start)
 
 
 @dataclass(frozen=True)
-class Carried:
+class ScanCarry:
     """A carry of a scan after some of its rows; ``of`` is the last one."""
 
     of: Any
@@ -54,7 +54,7 @@ class Carried:
 
     @property
     def aval(self) -> Any:
-        """Its shape and dtype."""
+        """The shape and dtype of the carry."""
         return self.of.aval
 
 
@@ -82,32 +82,38 @@ class Unit:
 
     @property
     def reads(self) -> list[Any]:
-        """Its operands: variables, rows and carries, and literals."""
+        """The operands of the unit: variables, rows and carries, and literals."""
         if self.rows is None:
             return list(self.eqn.invars)
         consts, carries = _compat.scan_counts(self.eqn.params)
         if self.joins:
             return [row for rows in self.parts for row in rows]
         first = self.eqn.invars[consts : consts + carries]
-        carried = [Carried(v, self.rows.start) for v in self.eqn.outvars[:carries]] if self.rows.start else first
+        carried = [ScanCarry(v, self.rows.start) for v in self.eqn.outvars[:carries]] if self.rows.start else first
         return [*self.eqn.invars[:consts], *carried, *self._stacks(self.eqn.invars[consts + carries :], self.rows)]
 
     @property
     def makes(self) -> list[Any]:
-        """Its results."""
+        """The results of the unit."""
         if self.rows is None:
             return list(self.eqn.outvars)
         _, carries = _compat.scan_counts(self.eqn.params)
         if self.joins:
             return list(self.eqn.outvars[carries:])
         last = self.rows.stop == self.eqn.params["length"]
-        carried = [v if last else Carried(v, self.rows.stop) for v in self.eqn.outvars[:carries]]
+        carried = [v if last else ScanCarry(v, self.rows.stop) for v in self.eqn.outvars[:carries]]
         return [*carried, *self._stacks(self.eqn.outvars[carries:], self.rows)]
 
     @property
     def params(self) -> dict[str, Any]:
-        """Parameters of its primitive."""
+        """The parameters of the unit's primitive."""
         return self.eqn.params if self.rows is None else self.eqn.params | {"length": len(self.rows)}
+
+
+def kind_of(unit: Unit) -> tuple[Any, ...]:
+    """Return a value that units of the same operation, types and rows share."""
+    types = (*(str(v.aval) for v in unit.eqn.invars), "", *(str(v.aval) for v in unit.eqn.outvars))
+    return unit.eqn.primitive.name, unit.cost, None if unit.rows is None else len(unit.rows), *types
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,9 +126,9 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Units:
-    """A traced function."""
+    """A traced function as units, in order, with those of its backward passes apart."""
 
-    given: tuple[Any, ...]  # its arguments and constants
+    arguments: tuple[Any, ...]  # its arguments and constants
     consts: dict[Any, Any]  # values of the constants
     free: tuple[Any, ...]  # cheap equations of arguments alone; they run where they are read
     units: tuple[Unit, ...]  # all others, in an order in which they can run
@@ -145,16 +151,16 @@ class Units:
             if not needed.isdisjoint(eqn.outvars):
                 free.append(eqn)
                 needed.update(a for a in eqn.invars if not isinstance(a, _compat.Literal))
-        kept = set(units)
-        before, after = ([unit for unit in found if unit in kept] for found in (self.units, self.after))
+        alive = set(units)
+        before, after = ([unit for unit in group if unit in alive] for group in (self.units, self.after))
         return replace(self, free=tuple(free[::-1]), units=tuple(before), after=tuple(after))
 
     @property
     def forward(self) -> Units:
         """The function up to its own backward passes, with all that these read as results."""
         read = (a for unit in self.after for a in unit.eqn.invars)
-        made = {v for unit in self.units for v in unit.eqn.outvars}
-        return replace(self, after=(), outs=tuple(v for v in (*self.outs, *read) if _is_of(v, made)))
+        results = {v for unit in self.units for v in unit.eqn.outvars}
+        return replace(self, after=(), outs=tuple(v for v in (*self.outs, *read) if _is_of(v, results)))
 
 
 def read(closed: Any, stages: int, trained: Iterable[int]) -> Units:
@@ -167,8 +173,8 @@ def read(closed: Any, stages: int, trained: Iterable[int]) -> Units:
     names = {v: v for v in (*closed.jaxpr.invars, *closed.jaxpr.constvars)}
     reader.consts.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     outs = reader.walk(closed.jaxpr, names, (), None)
-    given = (*closed.jaxpr.invars, *reader.consts)
-    free, units = _split_cheap(reader.found, given)
+    ins = (*closed.jaxpr.invars, *reader.consts)
+    free, units = _split_cheap(reader.found, ins)
     before, after = _split_backward(units, lambda unit: _compat.scopes(unit.eqn)[1])
     if _leads_to_scalar(after, outs):  # a gradient inside is a part of this loss; its own backward comes after that
         before, after = _split_backward(units, lambda unit: _compat.is_transposed_last(unit.eqn))
@@ -176,12 +182,12 @@ def read(closed: Any, stages: int, trained: Iterable[int]) -> Units:
             before, after = units, ()
         free = tuple(map(_compat.without_transpositions, free))
     roots = _losses(outs, {v for unit in before for v in unit.eqn.outvars})
-    return Units(given, reader.consts, free, before, outs, frozenset(given[i] for i in trained), after, roots).live()
+    return Units(ins, reader.consts, free, before, outs, frozenset(ins[i] for i in trained), after, roots).live()
 
 
-def _losses(outs: Sequence[Any], made: set[Any]) -> tuple[Any, ...]:
+def _losses(outs: Sequence[Any], results: set[Any]) -> tuple[Any, ...]:
     """Return the scalars among the results if the first is one, as of a loss with metrics beside it; else none."""
-    scalars = tuple(v for v in outs if _is_of(v, made) and getattr(v.aval, "shape", None) == ())
+    scalars = tuple(v for v in outs if _is_of(v, results) and getattr(v.aval, "shape", None) == ())
     return scalars if scalars and scalars[0] is outs[0] else ()
 
 
@@ -241,27 +247,27 @@ class _Reader:
     def _unrolled(
         self, eqn: Any, names: dict[Any, Any], calls: tuple[Any, ...], within: Checkpoint | None
     ) -> Sequence[Any]:
-        """The rows of a scan, one after the other."""
+        """Read the rows of a scan one after the other, each as its own operations."""
         consts, carries = _compat.scan_counts(eqn.params)
         body, length = eqn.params["jaxpr"], eqn.params["length"]
         ins = [_substitute(a, names) for a in eqn.invars]
         carried, stacks = ins[consts : consts + carries], ins[consts + carries :]
-        made: list[Any] = []
+        rows_of: list[Any] = []
         for row in reversed(range(length)) if eqn.params["reverse"] else range(length):
-            given = [
+            operands = [
                 self._rows[x][row]
                 if x in self._rows
                 else self._inline(functools.partial(_row, row), [x], calls, within)[0]
                 for x in stacks
             ]
-            inside = dict(zip(body.jaxpr.invars, (*ins[:consts], *carried, *given), strict=True))
+            inside = dict(zip(body.jaxpr.invars, (*ins[:consts], *carried, *operands), strict=True))
             self.consts.update(zip(body.jaxpr.constvars, body.consts, strict=True))
             inside.update((v, v) for v in body.jaxpr.constvars)
             outs = self.walk(body.jaxpr, inside, (*calls, eqn), within)
             carried = list(outs[:carries])
-            made.append(outs[carries:])
-        made = made[::-1] if eqn.params["reverse"] else made
-        results = {self._inline(_stack, rows, calls, within)[0]: rows for rows in zip(*made, strict=True)}
+            rows_of.append(outs[carries:])
+        rows_of = rows_of[::-1] if eqn.params["reverse"] else rows_of
+        results = {self._inline(_stack, rows, calls, within)[0]: rows for rows in zip(*rows_of, strict=True)}
         self._rows.update(results)
         return [*carried, *results]
 
@@ -338,11 +344,11 @@ def _split_backward(
     units: Sequence[Unit], is_backward: Callable[[Unit], bool]
 ) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
     """Return the units before the first backward pass, and the units of backward passes with all their users."""
-    before, after, made = list[Unit](), list[Unit](), set[Any]()
+    before, after, results = list[Unit](), list[Unit](), set[Any]()
     for unit in units:
-        if is_backward(unit) or any(_is_of(a, made) for a in unit.eqn.invars):
+        if is_backward(unit) or any(_is_of(a, results) for a in unit.eqn.invars):
             after.append(unit)
-            made.update(unit.eqn.outvars)
+            results.update(unit.eqn.outvars)
         else:
             before.append(unit)
     return tuple(before), tuple(after)
@@ -350,19 +356,19 @@ def _split_backward(
 
 def _leads_to_scalar(after: Sequence[Unit], outs: Sequence[Any]) -> bool:
     """Whether the first result is a scalar that these units compute, as a loss of forces is."""
-    made = {v for unit in after for v in unit.eqn.outvars if getattr(v.aval, "shape", None) == ()}
-    return any(_is_of(v, made) for v in outs[:1])
+    results = {v for unit in after for v in unit.eqn.outvars if getattr(v.aval, "shape", None) == ()}
+    return any(_is_of(v, results) for v in outs[:1])
 
 
-def _split_cheap(found: Sequence[Unit], given: Iterable[Any]) -> tuple[tuple[Any, ...], tuple[Unit, ...]]:
+def _split_cheap(candidates: Sequence[Unit], arguments: Iterable[Any]) -> tuple[tuple[Any, ...], tuple[Unit, ...]]:
     """Return the cheap equations that need only arguments, and all other units."""
-    known = set(given)
+    cheap = set(arguments)
     free, units = [], []
-    for unit in found:
-        alone = all(isinstance(a, _compat.Literal) or a in known for a in unit.eqn.invars)
-        if alone and unit.rows is None and not unit.eqn.effects and primitives.is_cheap(unit.eqn.primitive):
+    for unit in candidates:
+        independent = all(isinstance(a, _compat.Literal) or a in cheap for a in unit.eqn.invars)
+        if independent and unit.rows is None and not unit.eqn.effects and primitives.is_cheap(unit.eqn.primitive):
             free.append(unit.eqn)
-            known.update(unit.eqn.outvars)
+            cheap.update(unit.eqn.outvars)
         else:
             units.append(unit)
     return tuple(free), tuple(units)

@@ -13,7 +13,7 @@ from typing import Any
 
 from multimesh.core import _compat
 from multimesh.ir.flops import operations
-from multimesh.schedules.stage_cuts import Work
+from multimesh.stages.stage_cuts import Work
 
 PRODUCTS = frozenset(("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"))
 _OPAQUE = frozenset(("pallas_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "ffi_call"))
@@ -23,7 +23,7 @@ _STOPS = "stop_gradient"
 
 @dataclass(frozen=True)
 class Gradients:
-    """Values that have a gradient in a training step."""
+    """The values of a function that have a gradient in a training step."""
 
     active: Set[Any]  # trained arguments, and what is computed from them
     needed: Set[Any]  # those of them whose cotangent a backward pass computes
@@ -54,7 +54,7 @@ def find_gradients(eqns: Sequence[Any], trained: Iterable[Any], outs: Iterable[A
 
 
 def count_work(eqn: Any, gradients: Gradients, weights: Set[Any], *, again: bool = False) -> Work:
-    """Return the operations of an equation.
+    """Return the work of an equation in a training step.
 
     ``eqn``: an equation.
     ``gradients``: of the function that it is in.
@@ -63,24 +63,24 @@ def count_work(eqn: Any, gradients: Gradients, weights: Set[Any], *, again: bool
     ``again``: whether its backward pass computes it once more, under `jax.checkpoint`.
     """
     forward = operations(eqn.primitive.name, eqn.params, eqn.invars, eqn.outvars)
-    wanted = gradients.of(eqn.invars, eqn.outvars)
-    if not wanted:
+    cotangents = gradients.of(eqn.invars, eqn.outvars)
+    if not cotangents:
         return Work(forward)
     name = eqn.primitive.name
     if name in PRODUCTS:
-        late = sum(v in weights for v in wanted)
-        back = Work(0.0, forward * (len(wanted) - late), forward * late)
+        late = sum(v in weights for v in cotangents)
+        back = Work(0.0, forward * (len(cotangents) - late), forward * late)
     elif name in _OPAQUE:
         back = Work(0.0, _BACKWARD * forward)
     else:
         inner = [_count_inside(eqn, jaxpr, gradients, weights) for jaxpr in _compat.subjaxprs(eqn.params)]
-        known = [work for work in inner if work is not None]
+        counted = [work for work in inner if work is not None]
         if not inner:
             back = Work(0.0, forward)
-        elif len(known) < len(inner):
+        elif len(counted) < len(inner):
             back = Work(0.0, _BACKWARD * forward)
         else:
-            back = max(known, key=sum) if name == "cond" else add_work(known)
+            back = max(counted, key=sum) if name == "cond" else add_work(counted)
     return Work(forward, back.backward + (forward if again else 0.0), back.weights)
 
 
@@ -99,8 +99,8 @@ def find_residuals(eqns: Sequence[Any], policy: Any) -> frozenset[int]:
         if policy is not None and _is_saved(policy, eqn):
             saved.add(i)
         elif policy is not None:
-            found = [r for v in eqn.outvars for r in readers[v]]
-            if found and saved.issuperset(found) and all(eqns[r].primitive.name in _PASSED for r in found):
+            users = [r for v in eqn.outvars for r in readers[v]]
+            if users and saved.issuperset(users) and all(eqns[r].primitive.name in _PASSED for r in users):
                 saved.add(i)
     return frozenset(saved)
 
@@ -134,8 +134,8 @@ def _count_inside(eqn: Any, jaxpr: Any, gradients: Gradients, weights: Set[Any])
     inside = find_gradients(jaxpr.eqns, trained, (v for v in outs if not isinstance(v, _compat.Literal)))
     again = eqn.primitive is _compat.remat_p
     saved = find_residuals(jaxpr.eqns, eqn.params["policy"]) if again else frozenset()
-    each = (count_work(e, inside, late, again=again and i not in saved) for i, e in enumerate(jaxpr.eqns))
-    return scale_work(add_work(each), times)
+    works = (count_work(e, inside, late, again=again and i not in saved) for i, e in enumerate(jaxpr.eqns))
+    return scale_work(add_work(works), times)
 
 
 def add_work(many: Iterable[Work]) -> Work:
@@ -144,7 +144,7 @@ def add_work(many: Iterable[Work]) -> Work:
 
 
 def scale_work(work: Work, times: float) -> Work:
-    """Return several times the work."""
+    """Return the work of several runs."""
     return Work(*(times * part for part in work))
 
 

@@ -1,4 +1,4 @@
-"""Everything of JAX that is not its documented interface. docs/jax-internals.md lists it (jax 0.10 and later).
+"""Everything of JAX that is not its documented interface. CONTRIBUTING.md lists it (jax 0.10 and later).
 
 Private parts make calls faster, and tell how processes were launched. Each has a public fallback with the same results,
 except where processes meet: if JAX has moved the part, if this JAX was never tried, or under
@@ -77,12 +77,12 @@ with check_version():
         is_compile_only,
         key_value_store,
         launcher,
+        limit_start,
         offerer,
         own_address,
         process_count,
         process_index,
         puller,
-        quiet_service,
     )
     from multimesh.core._compat.traces import (
         abstract_mesh_context,
@@ -96,6 +96,7 @@ with check_version():
         has_rows,
         identity_primitive,
         in_a_trace,
+        leave_auto,
         leave_mesh,
         without_mesh,
     )
@@ -106,12 +107,12 @@ with check_version():
         divide,
         enter_mesh,
         fill,
+        fit_auto,
         fit_types,
         is_typed,
         partitions,
         row_struct,
         struct_of,
-        types_context,
         with_layout,
         with_rows,
     )

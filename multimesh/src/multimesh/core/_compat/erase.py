@@ -7,20 +7,23 @@ traced as it was written, on Explicit axes, and read on Auto axes. A constraint 
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.extend import core, source_info_util
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from multimesh.core._compat.jaxprs import Literal, shape_of, subjaxprs
+from multimesh.core._compat.jaxprs import Literal, is_ref, retrace, shape_of, subjaxprs, without_layout
 from multimesh.core._compat.lines import scopes, user_line
 from multimesh.core._compat.traces import is_explicit
-from multimesh.core._compat.typed import is_typed, partitions
+from multimesh.core._compat.typed import is_typed, partitions, struct_of
 from multimesh.errors import UsageError
 
 _CALLS = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "closed_call": "call_jaxpr"}
@@ -31,15 +34,15 @@ _DECIDED = frozenset(("dot_general", "ragged_dot_general", "conv_general_dilated
 
 def erase(closed: Any) -> Any:
     """Return a traced function without layouts in its types."""
-    consts, jaxpr = closed.consts, closed.jaxpr
+    consts, jaxpr = [*map(_erase_constant, closed.consts)], closed.jaxpr
     eraser = _Eraser()
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        given = [shape_of(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars)]
-        made = jax.make_jaxpr(functools.partial(eraser.evaluate, jaxpr))(*given).jaxpr
-    names = made.debug_info._replace(arg_names=None, result_paths=None)
-    ins = made.invars
-    kept = made.replace(constvars=[*ins[: len(consts)]], invars=[*ins[len(consts) :]], debug_info=names)
-    return core.ClosedJaxpr(kept, consts)
+        avals = [shape_of(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars)]
+        flat = jax.make_jaxpr(functools.partial(eraser.evaluate, jaxpr))(*avals).jaxpr
+    names = flat.debug_info._replace(arg_names=None, result_paths=None)
+    ins = flat.invars
+    erased = flat.replace(constvars=[*ins[: len(consts)]], invars=[*ins[len(consts) :]], debug_info=names)
+    return core.ClosedJaxpr(erased, consts)
 
 
 class _Eraser:
@@ -54,20 +57,20 @@ class _Eraser:
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), args, strict=True))
 
         def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, Literal) else env[atom]
+            return _erase_constant(atom.val) if isinstance(atom, Literal) else env[atom]
 
         for eqn in jaxpr.eqns:
-            around, self._backward = self._backward, self._backward or scopes(eqn)[1]
+            outer, self._backward = self._backward, self._backward or scopes(eqn)[1]
             with _place_of(eqn):
                 env.update(zip(eqn.outvars, self._results(eqn, [*map(read, eqn.invars)]), strict=True))
-            self._backward = around
+            self._backward = outer
         return [*map(read, jaxpr.outvars)]
 
     def _results(self, eqn: Any, args: Sequence[Any]) -> Sequence[Any]:
         name = eqn.primitive.name
         if name in _CALLS:
             called = eqn.params[_CALLS[name]]
-            return self.evaluate(called.jaxpr, *called.consts, *args)
+            return self.evaluate(called.jaxpr, *map(_erase_constant, called.consts), *args)
         if name in (*_MOVES, "multimesh_retype"):
             results: Sequence[Any] = args
             if _only_sums(eqn):
@@ -76,6 +79,8 @@ class _Eraser:
             return [_constrain_both(args[0], eqn)]
         elif name == "shard_map":
             return self._shard_map(eqn, args)
+        elif name == "call_hi_primitive":
+            return self._expand(eqn, args)
         else:
             params = {key: self._erased(value) for key, value in eqn.params.items()}
             out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(params))
@@ -84,30 +89,52 @@ class _Eraser:
             return results  # a weight's gradient lies as the weight, once it is summed up
         return [*map(_constrain, results, (v.aval for v in eqn.outvars))]
 
-    def _erased(self, given: Any) -> Any:
-        """Return a parameter of an equation without layouts on Explicit axes."""
-        if isinstance(given, core.ClosedJaxpr):
-            return core.ClosedJaxpr(self._inner(given.jaxpr), given.consts)
-        if isinstance(given, core.Jaxpr):
-            return self._inner(given)
-        if isinstance(given, tuple) and any(isinstance(x, core.ClosedJaxpr) for x in given):
-            return tuple(map(self._erased, given))
-        if isinstance(given, AbstractMesh):
-            return _auto(given)
-        return None if is_explicit(given) else given
+    def _erased(self, param: Any) -> Any:
+        """Return a parameter of an equation, and what it holds, without layouts on Explicit axes."""
+        if isinstance(param, core.ClosedJaxpr):
+            return core.ClosedJaxpr(self._inner(param.jaxpr), [*map(_erase_constant, param.consts)])
+        if isinstance(param, core.Jaxpr):
+            return self._inner(param)
+        if isinstance(param, AbstractMesh):
+            return _auto(param)
+        if isinstance(param, jax.core.AbstractValue):
+            return _erase_type(param)
+        if type(param) in (tuple, list):
+            return type(param)(map(self._erased, param))
+        if isinstance(param, tuple) and hasattr(param, "_make"):  # the programs of a custom_linear_solve
+            return param._make(map(self._erased, param))
+        if dataclasses.is_dataclass(param) and not isinstance(param, type):  # the grid of a pallas_call
+            return self._erased_fields(param)
+        return None if is_explicit(param) else param
+
+    def _erased_fields(self, param: Any) -> Any:
+        before = {field.name: getattr(param, field.name) for field in dataclasses.fields(param)}
+        changes = {name: new for name, old in before.items() if (new := self._erased(old)) is not old and new != old}
+        if not changes:
+            return param
+        changed = copy.copy(param)
+        for name, value in changes.items():
+            object.__setattr__(changed, name, value)
+        return changed
+
+    def _expand(self, eqn: Any, args: Sequence[Any]) -> Sequence[Any]:
+        """Evaluate the equations that a primitive with types of its own stands for, as `jnp.searchsorted` binds one."""
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), eqn.ctx.manager:
+            expand = functools.partial(eqn.primitive.to_lojax, **eqn.params)
+            closed = jax.make_jaxpr(expand)(*(struct_of(atom.aval) for atom in eqn.invars))
+        return self.evaluate(closed.jaxpr, *map(_erase_constant, closed.consts), *args)
 
     def _inner(self, jaxpr: Any) -> Any:
         if _is_plain(jaxpr):
             return jaxpr
         key = id(jaxpr), self._backward
         if key not in self._made:
-            given = [_struct(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars)]
-            with source_info_util.reset_name_stack():
-                made = jax.make_jaxpr(functools.partial(self.evaluate, jaxpr))(*given).jaxpr
+            avals = [_erase_type(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars)]
+            erased = retrace(functools.partial(self.evaluate, jaxpr), avals, jaxpr.debug_info)
             count = len(jaxpr.constvars)
-            names = made.debug_info._replace(arg_names=None, result_paths=None)
-            kept = made.replace(constvars=made.invars[:count], invars=made.invars[count:], debug_info=names)
-            self._made[key] = jaxpr, kept  # which keeps the jaxpr alive, and so its id
+            names = erased.debug_info._replace(arg_names=None, result_paths=None)
+            inner = erased.replace(constvars=erased.invars[:count], invars=erased.invars[count:], debug_info=names)
+            self._made[key] = jaxpr, inner  # which keeps the jaxpr alive, and so its id
         return self._made[key][1]
 
     def _shard_map(self, eqn: Any, args: Sequence[Any]) -> Sequence[Any]:
@@ -151,20 +178,24 @@ def _auto(mesh: Any) -> Any:
     return mesh.abstract_mesh.update(axis_types=tuple(kinds))
 
 
-def _struct(aval: Any) -> jax.ShapeDtypeStruct:
+def _erase_type(aval: Any) -> Any:
     """Return an abstract value without layout, but with the Manual axes along which it varies."""
-    manual = getattr(aval, "manual_axis_type", None)
-    if not getattr(manual, "varying", None):
-        return shape_of(aval)
-    return shape_of(aval).update(
-        sharding=NamedSharding(_auto(aval.sharding.mesh), PartitionSpec()), manual_axis_type=manual
-    )
+    if is_ref(aval):
+        return aval.update(inner_aval=_erase_type(aval.inner_aval))
+    if getattr(getattr(aval, "manual_axis_type", None), "varying", None):
+        return aval.update(sharding=NamedSharding(_auto(aval.sharding.mesh), PartitionSpec()))
+    return without_layout(aval)
+
+
+def _erase_constant(x: Any) -> Any:
+    """Return a constant of a trace without a layout in its type, which a view of an array of NumPy's does not keep."""
+    return x.view() if isinstance(x, np.ndarray) else x
 
 
 def _is_plain(jaxpr: Any) -> bool:
     """Return whether nothing in a jaxpr is on a mesh with Explicit axes, as where `jax.shard_map` makes all Manual."""
     variables = (*jaxpr.invars, *jaxpr.constvars, *(v for eqn in jaxpr.eqns for v in eqn.outvars))
-    layouts = (getattr(v.aval, "sharding", None) for v in variables)
+    layouts = (getattr(getattr(v.aval, "inner_aval", v.aval), "sharding", None) for v in variables)
     if any(layout is not None and is_typed(layout.mesh) for layout in layouts):
         return False
     return not any(is_typed(e.ctx.cur_abstract_mesh) for e in jaxpr.eqns) and all(
@@ -197,10 +228,10 @@ def _constrain_both(x: Any, eqn: Any) -> Any:
     sharding, typed = eqn.params["sharding"], partitions(eqn.outvars[0].aval.sharding.spec)
     free = PartitionSpec.UNCONSTRAINED
 
-    def merge(said: Any, own: Any) -> Any:
-        if said is free or said is None or own is None:
-            return own if said in (None, free) and own is not None else said
-        return tuple(itertools.chain(*(e if isinstance(e, tuple) else (e,) for e in (own, said))))
+    def merge(said: Any, axes: Any) -> Any:
+        if said is free or said is None or axes is None:
+            return axes if said in (None, free) and axes is not None else said
+        return tuple(itertools.chain(*(e if isinstance(e, tuple) else (e,) for e in (axes, said))))
 
     said = (*partitions(sharding.spec), *(None for _ in x.shape))[: x.ndim]
     spec = PartitionSpec(*map(merge, said, (*typed, *(None for _ in x.shape))[: x.ndim]))

@@ -1,6 +1,6 @@
 """Below ``jax.jit``: copies of shards, and executables that are loaded for other devices or finished for a mesh.
 
-All but `compile_hlo` serves speed or results on Explicit meshes, through private parts of JAX that `_compat` finds.
+They serve speed or results on Explicit meshes, through private parts of JAX that `_compat` finds.
 Where it finds none, public functions do the same.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ from jax.extend.backend import get_compile_options
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from multimesh.core import _compat
-from multimesh.errors import MultiMeshError
 
 
 def transfer(
@@ -64,10 +62,10 @@ def assembler(shape: tuple[int, ...], layout: NamedSharding) -> Callable[[Sequen
     def assemble(shards: Sequence[Any]) -> Any:
         if types and unchecked is not None:
             return unchecked(types[0], layout, shards, committed=True, _skip_checks=True)
-        made = jax.make_array_from_single_device_arrays(shape, layout, shards)
-        if [shard.device for shard in made.addressable_shards] == [shard.device for shard in shards]:
-            types.append(getattr(made, "aval", None))
-        return made
+        array = jax.make_array_from_single_device_arrays(shape, layout, shards)
+        if [shard.device for shard in array.addressable_shards] == [shard.device for shard in shards]:
+            types.append(getattr(array, "aval", None))
+        return array
 
     return assemble
 
@@ -137,20 +135,20 @@ def program_of(lowered: Any, mesh: Mesh) -> tuple[Any, ...] | None:
     """
     lowering, devices = lowered._lowering, list(mesh.devices.flat)
     arguments = lowering.compile_args
-    own = ("unordered_effects", "ordered_effects", "host_callbacks", "mut", "pgle_profiler")
-    if _compat.DeviceList is None or any(arguments.get(name) for name in own):
+    effects = ("unordered_effects", "ordered_effects", "host_callbacks", "mut", "pgle_profiler")
+    if _compat.DeviceList is None or any(arguments.get(name) for name in effects):
         return None
     if lowering.const_args or list(lowering._device_list) != devices:
         return None
     free = tuple(type(s) for name in ("in_shardings", "out_shardings") for s in arguments[name])
     text = str(lowered.compiler_ir()).partition(" attributes ")[2]  # the module's name comes before
     partitioners = []
-    for number, kept in enumerate(arguments.get("keepalive") or ()):
-        if type(kept).__name__ != "_ShardingCallbackInfo" or list(kept.mesh.devices.flat) != devices:
+    for number, record in enumerate(arguments.get("keepalive") or ()):
+        if type(record).__name__ != "_ShardingCallbackInfo" or list(record.mesh.devices.flat) != devices:
             return None
-        text = text.replace(f'"{id(kept)}"', f'"partitioner {number}"')
-        functions = kept.propagate_user_sharding, kept.partition, kept.infer_sharding_from_operands
-        partitioners.append((*functions, kept.in_tree, kept.out_tree, kept.static_args, kept.mesh.axis_names))
+        text = text.replace(f'"{id(record)}"', f'"partitioner {number}"')
+        functions = record.propagate_user_sharding, record.partition, record.infer_sharding_from_operands
+        partitioners.append((*functions, record.in_tree, record.out_tree, record.static_args, record.mesh.axis_names))
     return text, free, mesh.axis_names, mesh.devices.shape, mesh.axis_types, tuple(partitioners)
 
 
@@ -256,22 +254,3 @@ class _OnMesh:
 def load(unloaded: Any, lowered: Any) -> Any:
     types = lowered.args_info, lowered.out_tree, lowered._no_kwargs, lowered._in_types, lowered._out_types
     return jax.stages.Compiled(unloaded.load(), [], *types)
-
-
-def compile_hlo(text: str, devices: Sequence[jax.Device]) -> Any:
-    """Compile HLO, one partition a device; return XLA's memory statistics of a device.
-
-    Where XLA cannot read or compile it, it raises ``ValueError`` or ``RuntimeError``.
-    """
-    if _compat.DeviceList is None:
-        raise MultiMeshError(
-            f"HLO cannot be compiled with jax {jax.__version__} and its public API: use {_compat.SUPPORTED}"
-        )
-    hlo, mlir = importlib.import_module("jaxlib._hlo"), importlib.import_module("jaxlib._jax").mlir
-    module = mlir.hlo_to_stablehlo(hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto())
-    order = np.array([[device.id for device in devices]])
-    options = get_compile_options(num_replicas=1, num_partitions=len(devices), device_assignment=order)
-    # Shardings are in the words of one partitioner or the other.
-    options.executable_build_options.use_shardy_partitioner = "xla.sdy.sharding" in text
-    client = devices[0].client
-    return client.compile_and_load(module, _compat.DeviceList(tuple(devices)), options).get_compiled_memory_stats()

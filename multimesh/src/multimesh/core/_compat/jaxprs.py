@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
+from jax.extend import core, linear_util
 from jax.extend.core import primitives
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import Mesh, NamedSharding
@@ -46,9 +46,9 @@ PRIMITIVES: Mapping[str, Any] = {  # by name; an extension may give another prim
 def subjaxprs(params: dict[str, Any]) -> Iterator[Any]:
     """Yield the jaxprs among the parameters of an equation."""
     for value in params.values():
-        for each in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(each, core.Jaxpr | core.ClosedJaxpr):
-                yield getattr(each, "jaxpr", each)
+        for jaxpr in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(jaxpr, core.Jaxpr | core.ClosedJaxpr):
+                yield getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def replace_meshes(params: Mapping[str, Any], change: Callable[[Mesh], Mesh]) -> dict[str, Any]:
@@ -119,17 +119,23 @@ def dce(branches: Sequence[Any], used: Sequence[bool]) -> tuple[tuple[Any, ...],
     return tuple(core.ClosedJaxpr(j, b.consts) for j, b in zip(cut, branches, strict=True)), union
 
 
+def retrace(fn: Callable[..., Any], avals: Sequence[Any], names: Any) -> Any:
+    """Return the jaxpr of a function of flat arguments, which may be references; ``names`` is its debug info."""
+    flat = linear_util.wrap_init(fn, debug_info=names)
+    return partial_eval.trace_to_jaxpr_dynamic(flat, [*avals])[0]
+
+
 def constant_results(closed: Any) -> dict[int, Any]:
     """Return results that a traced function holds and does not compute: position to value."""
-    held = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    found = enumerate(closed.jaxpr.outvars)
-    return {i: v.val if isinstance(v, Literal) else held[v] for i, v in found if isinstance(v, Literal) or v in held}
+    env = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    results = enumerate(closed.jaxpr.outvars)
+    return {i: v.val if isinstance(v, Literal) else env[v] for i, v in results if isinstance(v, Literal) or v in env}
 
 
 def part(closed: Any, positions: Sequence[int]) -> Callable[[], list[Any]]:
     """Return a function that computes only the results at these positions of a traced function without arguments."""
-    wanted = [i in set(positions) for i in range(len(closed.jaxpr.outvars))]
-    cut, used, _ = partial_eval.dce_jaxpr_consts(closed.jaxpr, wanted)
+    flags = [i in set(positions) for i in range(len(closed.jaxpr.outvars))]
+    cut, used, _ = partial_eval.dce_jaxpr_consts(closed.jaxpr, flags)
     return core.jaxpr_as_fun(core.ClosedJaxpr(cut, [c for c, keep in zip(closed.consts, used, strict=True) if keep]))
 
 
@@ -139,9 +145,9 @@ def hoist(closed: Any) -> tuple[Any, list[Any]]:
     if not tracers:
         return closed, []
 
-    def fn(given: Sequence[Any], *args: Any) -> Any:
-        left = iter(given)
-        consts = [next(left) if is_tracer(c) else c for c in closed.consts]
+    def fn(values: Sequence[Any], *args: Any) -> Any:
+        captured = iter(values)
+        consts = [next(captured) if is_tracer(c) else c for c in closed.consts]
         return jaxpr_as_fun(core.ClosedJaxpr(closed.jaxpr, consts))(*args)
 
     shapes = [shape_of(jax.typeof(c)) for c in tracers]
@@ -171,15 +177,15 @@ def call_primitive(
     mlir.register_lowering(prim, mlir.lower_fun(inlined, multiple_results=True))
 
     def jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
-        given = [None if type(t) is ad.Zero or t.dtype == jax.dtypes.float0 else t for t in tangents]
-        results, pushed = jvp(primals, given, **params)
+        nonzero = [None if type(t) is ad.Zero or t.dtype == jax.dtypes.float0 else t for t in tangents]
+        results, pushed = jvp(primals, nonzero, **params)
         zeros = [ad.Zero(without_layout(aval).to_tangent_aval()) for aval in params["jaxpr"].out_avals]
         return results, [z if t is None else t for t, z in zip(pushed, zeros, strict=True)]
 
     def transpose_rule(cotangents: Sequence[Any], *args: Any, **params: Any) -> Any:
-        known = [None if ad.is_undefined_primal(x) else x for x in args]
-        wanted = [x.aval for x in args if ad.is_undefined_primal(x)]
-        return transpose([ad.instantiate_zeros(c) for c in cotangents], known, wanted, **params)
+        fixed = [None if ad.is_undefined_primal(x) else x for x in args]
+        avals = [x.aval for x in args if ad.is_undefined_primal(x)]
+        return transpose([ad.instantiate_zeros(c) for c in cotangents], fixed, avals, **params)
 
     def batch_rule(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
         size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)

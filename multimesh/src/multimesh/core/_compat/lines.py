@@ -52,8 +52,8 @@ def is_transposed_last(eqn: Any) -> bool:
 def without_transpositions(eqn: Any) -> Any:
     """Return the equation as if no transposition had made it."""
     names = eqn.source_info.name_stack
-    kept = tuple(s for s in names.stack if (type(s).__name__, s.name) != _TRANSPOSITION)
-    return eqn.replace(source_info=eqn.source_info.replace(name_stack=type(names)(kept)))
+    entries = tuple(s for s in names.stack if (type(s).__name__, s.name) != _TRANSPOSITION)
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=type(names)(entries)))
 
 
 def _is_hidden(file: str) -> bool:
@@ -70,10 +70,10 @@ def user_line(source_info: Any) -> str:
     if source_info is None or source_info.traceback is None:
         return ""
     frames = source_info_util.summarize(source_info, _ALL).splitlines()  # the innermost is the last
-    places = (found[1] for found in map(_FRAME.match, reversed(frames)) if found)
-    found = [place for place in places if not place.startswith(_NOT_USERS)]
-    own = (place for place in found if not _is_hidden(place))
-    return next(own, next(iter(found), ""))
+    matches = filter(None, map(_FRAME.match, reversed(frames)))
+    places = [match[1] for match in matches if not match[1].startswith(_NOT_USERS)]
+    visible = (place for place in places if not _is_hidden(place))
+    return next(visible, next(iter(places), ""))
 
 
 def keep_line(source_info: Any) -> contextlib.AbstractContextManager[Any]:
@@ -97,12 +97,12 @@ def warn_at(line: str, message: str) -> None:
 
 def caller_line() -> str:
     """Return ``file:line`` of the innermost caller: not this package, not JAX, a library only if there is no other."""
-    found = []
+    frames = []
     frame: Any = sys._getframe(1)
     while frame is not None:
-        found.append((frame.f_code.co_filename, frame.f_lineno))
+        frames.append((frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back
-    others = [place for place in found if not place[0].startswith(_NOT_USERS)] or found[-1:]
+    others = [place for place in frames if not place[0].startswith(_NOT_USERS)] or frames[-1:]
     file, line = next((place for place in others if not _is_hidden(place[0])), others[0])
     return f"{file}:{line}"
 
@@ -110,8 +110,8 @@ def caller_line() -> str:
 def error_line(error: BaseException) -> str:
     """Return ``file:line`` of the innermost frame of the user, and not of a library, that an exception passed."""
     frames = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__)]
-    own = [f"{name}:{line}" for name, line in frames if not name.startswith(_NOT_USERS) and not _is_hidden(name)]
-    return own[-1] if own else caller_line()
+    lines = [f"{name}:{line}" for name, line in frames if not name.startswith(_NOT_USERS) and not _is_hidden(name)]
+    return lines[-1] if lines else caller_line()
 
 
 def is_raised_by_jax(error: BaseException) -> bool:
@@ -132,7 +132,7 @@ _CONCRETE = (
 
 
 @contextlib.contextmanager
-def explain_trace(what: Callable[[], str]) -> Iterator[None]:
+def explain_trace(name: Callable[[], str]) -> Iterator[None]:
     """Raise an error that names the user's function and line if JAX can't trace that function.
 
     That is so if a result is no array, if Python code asks for the value of a traced array, or if it changes an object
@@ -144,22 +144,22 @@ def explain_trace(what: Callable[[], str]) -> Iterator[None]:
         _, _, said = str(error).partition(" traced for jit returned ")
         if said:
             raise UsageError(
-                f"{error_line(error)}: {what()} must return a pytree of arrays; it returned {said}"
+                f"{error_line(error)}: {name()} must return a pytree of arrays; it returned {said}"
             ) from None
         if not isinstance(error, _CONCRETE) and "concrete value" not in str(error):
             raise
-        raise _not_concrete(what(), error) from error
+        raise _not_concrete(name(), error) from error
     except _CONCRETE as error:
-        raise _not_concrete(what(), error) from error
+        raise _not_concrete(name(), error) from error
     except Exception as error:
         if isinstance(error, errors.MultiMeshError):
             raise
         if remedy := remedy_of_sizes(error):
-            raise UsageError(f"{error_line(error)}: in {what()} {remedy}. JAX says: {error}") from None
+            raise UsageError(f"{error_line(error)}: in {name()} {remedy}. JAX says: {error}") from None
         if "different trace level" not in str(error):
             raise
         raise UsageError(
-            f"{error_line(error)}: {what()} is traced, and may not change an object of Flax NNX that was made outside "
+            f"{error_line(error)}: {name()} is traced, and may not change an object of Flax NNX that was made outside "
             "of it; give its state as an argument, nnx.merge it inside with copy=True, and return the new state. "
             f"Flax says: {str(error).strip().splitlines()[0]}"
         ) from error
@@ -176,9 +176,9 @@ def remedy_of_sizes(error: Exception) -> str:
     )
 
 
-def _not_concrete(what: str, error: Exception) -> UsageError:
+def _not_concrete(name: str, error: Exception) -> UsageError:
     return UsageError(
-        f"{error_line(error)}: {what} is traced, and an array has no value in Python then; use jnp.where or "
+        f"{error_line(error)}: {name} is traced, and an array has no value in Python then; use jnp.where or "
         "jax.lax.cond in the place of `if`, or give it as a static Python value (static_argnums of multimesh.jit). "
         f"JAX says: {str(error).strip().splitlines()[0]}"
     )

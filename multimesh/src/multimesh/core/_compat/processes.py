@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
-import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,13 +20,14 @@ _launchers = private("clusters.ClusterEnv._cluster_types", irreplaceable=True) o
 _started = private("xla_bridge.backends_are_initialized", irreplaceable=True)
 _offer = private("lib._jax.TransferServer._await_pull_flat")
 _pull = private("lib._jax.TransferConnection._pull_flat")
+_set_log_level = private("lib.utils.absl_set_min_log_level")
 _device_put_flag = private("xla_bridge.CROSS_HOST_TRANSFER_SOCKET_ADDRESS", irreplaceable=True)
 
 
 def launcher(method: str | None) -> Any:
     """Return JAX's description of this process's launcher; None if JAX knows no such, or it is not used."""
-    asked = (env for env in _launchers if (not env.opt_in_only_method if method is None else env.name == method))
-    return next((env for env in asked if env.is_env_present()), None)
+    environments = (env for env in _launchers if (not env.opt_in_only_method if method is None else env.name == method))
+    return next((env for env in environments if env.is_env_present()), None)
 
 
 def has_backends() -> bool:
@@ -59,55 +60,54 @@ def process_index() -> int:
 
 
 @contextlib.contextmanager
-def quiet_service() -> Iterator[None]:
-    """Start JAX's service without its line on recoverable tasks, which tells a user nothing to do."""
-    start = getattr(_engine, "get_distributed_runtime_service", None)
-    if start is None:
-        yield
-        return
+def limit_start(seconds: int) -> Iterator[None]:
+    """Let JAX's service wait so long for all processes, and then name those that have not come, without warnings.
 
-    def started(*args: Any, **options: Any) -> Any:
-        with tempfile.TemporaryFile() as said:
-            kept = os.dup(2)
-            os.dup2(said.fileno(), 2)
-            try:
-                return start(*args, **options)
-            finally:
-                os.dup2(kept, 2)
-                os.close(kept)
-                said.seek(0)
-                os.write(2, b"".join(line for line in said if b"recoverable task feature" not in line))
-
-    _engine.get_distributed_runtime_service = started
+    Its client then raises ``std::bad_cast`` here. Without a callback it would end this process.
+    """
+    options: dict[str, dict[str, Any]] = {
+        "get_distributed_runtime_service": {"cluster_register_timeout": seconds},
+        "get_distributed_runtime_client": {"missed_heartbeat_callback": str},
+    }
+    usual = {name: getattr(_engine, name) for name in options if hasattr(_engine, name)}
+    for name, start in usual.items():
+        setattr(_engine, name, functools.partial(start, **options[name]))
+    level = int(os.environ.get("TF_CPP_MIN_LOG_LEVEL") or 1)  # that of JAX
+    set_level = _set_log_level if jax.config.jax_logging_level == "NOTSET" else None
+    if set_level:
+        set_level(max(level, 2))
     try:
         yield
     finally:
-        _engine.get_distributed_runtime_service = start
+        if set_level:
+            set_level(level)
+        for name, start in usual.items():
+            setattr(_engine, name, start)
 
 
 def own_address() -> str:
     """Return the address at which the coordinator of ``jax.distributed``, and so every process, reaches us."""
-    host, _, port = _state.coordinator_address.rpartition(":")
-    family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    name, _, port = _state.coordinator_address.rpartition(":")
+    family, kind, _, _, address = socket.getaddrinfo(name.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)  # of a datagram socket: nothing is sent
-        found: str = probe.getsockname()[0]
-    return f"[{found}]" if ":" in found else found
+        host: str = probe.getsockname()[0]
+    return f"[{host}]" if ":" in host else host
 
 
 def offerer(server: Any) -> Callable[[int, list[Any]], None]:
     """Return ``server.await_pull`` for a list of arrays, without the search for a tree."""
-    found: Callable[[int, list[Any]], None] = server.await_pull if _offer is None else server._await_pull_flat
-    return found
+    offer: Callable[[int, list[Any]], None] = server.await_pull if _offer is None else server._await_pull_flat
+    return offer
 
 
 def puller(connection: Any, client: Any) -> Callable[[int, list[Any]], list[Any]]:
     """Return ``connection.pull`` for a list of types, all on devices of one client, without the search for either."""
     if _pull is None:
-        found: Callable[[int, list[Any]], list[Any]] = connection.pull
-        return found
+        pull: Callable[[int, list[Any]], list[Any]] = connection.pull
+        return pull
     flat = connection._pull_flat
-    return lambda number, wanted: flat(number, client, wanted)
+    return lambda number, types: flat(number, client, types)
 
 
 def is_compile_only(device: jax.Device) -> bool:

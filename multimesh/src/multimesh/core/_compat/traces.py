@@ -32,16 +32,16 @@ def auto(mesh: AnyMesh) -> AnyMesh:
 
 def _without_trace(look: Callable[[Any], Any]) -> Any:
     """Return ``look(trace)`` of the current trace, which is removed meanwhile, and restored after any interrupt."""
-    taken = core.take_current_trace()
+    trace = core.take_current_trace()
     try:
-        return look(taken.__enter__())
+        return look(trace.__enter__())
     finally:
         try:
-            taken.__exit__(None, None, None)
+            trace.__exit__(None, None, None)
         except AttributeError:  # the interrupt came before anything was taken
             pass
         except BaseException:
-            taken.__exit__(None, None, None)
+            trace.__exit__(None, None, None)
             raise
 
 
@@ -85,8 +85,8 @@ def abstract_mesh_context(mesh: Mesh | AbstractMesh, *, typed: bool = False) -> 
 
     JAX goes from one mesh to one of another size only by way of none. Axes are Auto, or with ``typed`` as they are.
     """
-    none, own = AbstractMesh((), ()), (mesh if typed else auto(mesh)).abstract_mesh
-    with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(own):
+    none, target = AbstractMesh((), ()), (mesh if typed else auto(mesh)).abstract_mesh
+    with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(target):
         yield
 
 
@@ -125,22 +125,32 @@ def leave_mesh(x: Any) -> Any:
     return _leave_p.bind(x)
 
 
+def leave_auto(x: Any) -> Any:
+    """Return ``x`` itself, without its mesh in its type if that has no Explicit axes.
+
+    Values inside of `jax.sharding.auto_axes`, as `.at[].get(out_sharding=)` calls it, have such a type. Outside of it
+    JAX can't make zeros of this type.
+    """
+    mesh = jax.typeof(x).sharding.mesh if isinstance(x, jax.Array) else None
+    return x if mesh is None or mesh.empty or AxisType.Explicit in mesh.axis_types else _leave_p.bind(x)
+
+
 def fit_to_mesh(x: Any) -> Any:
     """Return an array without its mesh in its type if the mesh in force is another, under which JAX refuses that type.
 
     ``jax.grad`` makes a cotangent in the mesh in force, of the type of the result that it is for.
     """
-    here, own = jax.sharding.get_abstract_mesh(), jax.typeof(x).sharding.mesh
-    if own.empty or here == own or (here == auto(here) and own == auto(own)):
+    here, mesh = jax.sharding.get_abstract_mesh(), jax.typeof(x).sharding.mesh
+    if mesh.empty or here == mesh or (here == auto(here) and mesh == auto(mesh)):
         return x
     return _leave_p.bind(x)
 
 
 def fit_to_type(x: Any, aval: Any) -> Any:
     """Return an array without its mesh in its type if that contradicts the layout of an abstract value."""
-    own, wanted = jax.typeof(x).sharding, aval.sharding
-    fits = own == wanted or own.mesh.empty or wanted.mesh.empty
-    if fits or (own.mesh == auto(own.mesh) and wanted.mesh == auto(wanted.mesh)):
+    sharding, target = jax.typeof(x).sharding, aval.sharding
+    fits = sharding == target or sharding.mesh.empty or target.mesh.empty
+    if fits or (sharding.mesh == auto(sharding.mesh) and target.mesh == auto(target.mesh)):
         return x
     return _leave_p.bind(x)
 
@@ -150,9 +160,9 @@ def explicit_spec(aval: Any) -> PartitionSpec | None:
     return aval.sharding.spec if any(aval.sharding.spec) else None
 
 
-def is_explicit(given: Any) -> bool:
+def is_explicit(param: Any) -> bool:
     """Return whether a parameter is a layout on Explicit axes. It has no meaning where axes are Auto."""
-    return isinstance(given, NamedSharding) and given.mesh != auto(given.mesh)
+    return isinstance(param, NamedSharding) and param.mesh != auto(param.mesh)
 
 
 def _trace_in_force() -> Any:
@@ -169,9 +179,9 @@ _RECORDS = tuple(_recording)
 @functools.cache
 def _type_of_rows() -> type:
     """Return the type of a value that ``jax.vmap`` has cut into rows."""
-    found: list[type] = []
-    jax.vmap(lambda x: found.append(type(x)))(np.zeros(1))
-    return found[0]
+    types: list[type] = []
+    jax.vmap(lambda x: types.append(type(x)))(np.zeros(1))
+    return types[0]
 
 
 def has_rows(x: Any) -> bool:
@@ -202,7 +212,7 @@ def bind(prim: Any, params: dict[str, Any], ctx: Any, args: Sequence[Any], mesh:
     if ctx is not None and not ctx.cur_abstract_mesh.empty and auto(ctx.cur_abstract_mesh) != auto(mesh).abstract_mesh:
         ctx = None
     if ctx is None or ctx.cur_abstract_mesh == auto(ctx.cur_abstract_mesh):
-        params = {name: None if is_explicit(given) else given for name, given in params.items()}
+        params = {name: None if is_explicit(param) else param for name, param in params.items()}
     with ctx.manager if ctx is not None else contextlib.nullcontext():
         out = prim.bind(*args, **prim.get_bind_params(params))
     return out if prim.multiple_results else [out]

@@ -7,9 +7,8 @@ type where it enters or leaves a task.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -38,33 +37,33 @@ def common_mesh(meshes: Iterable[AnyMesh]) -> AbstractMesh | None:
     It has each name, with the greatest common divisor of its sizes: what divides a dimension on one mesh divides it
     here. An axis is Explicit if it is on any mesh. The common mesh of equal meshes is their own.
     """
-    found = list(dict.fromkeys(mesh.abstract_mesh for mesh in meshes if not mesh.empty))
-    if not any(map(is_typed, found)):
+    views = list(dict.fromkeys(mesh.abstract_mesh for mesh in meshes if not mesh.empty))
+    if not any(map(is_typed, views)):
         return None
-    if len(found) == 1:
-        return found[0]
+    if len(views) == 1:
+        return views[0]
     sizes: dict[str, int] = {}
     kinds: dict[str, AxisType] = {}
-    for mesh in found:
+    for mesh in views:
         for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True):
             sizes[name] = math.gcd(sizes.get(name, 0), mesh.shape[name])
             kinds[name] = AxisType.Explicit if AxisType.Explicit in (kind, kinds.get(name)) else AxisType.Auto
-    return found[0].update(axis_sizes=tuple(sizes.values()), axis_names=tuple(sizes), axis_types=tuple(kinds.values()))
+    return views[0].update(axis_sizes=tuple(sizes.values()), axis_names=tuple(sizes), axis_types=tuple(kinds.values()))
 
 
 def carry_spec(spec: PartitionSpec, shape: Sequence[int], mesh: AbstractMesh) -> PartitionSpec:
     """Return the part of a spec that types can say on a mesh: its Explicit axes, where they divide a dimension."""
     explicit = {n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
 
-    def entry(rows: int, given: Any) -> Any:
-        axes = given if isinstance(given, tuple) else () if given in (None, PartitionSpec.UNCONSTRAINED) else (given,)
+    def entry(rows: int, value: Any) -> Any:
+        axes = value if isinstance(value, tuple) else () if value in (None, PartitionSpec.UNCONSTRAINED) else (value,)
         fits = rows % math.prod(mesh.shape[a] for a in axes if a in explicit) == 0
-        kept = tuple(a for a in axes if a in explicit)
-        return None if not kept or not fits else kept if isinstance(given, tuple) else kept[0]
+        fitting = tuple(a for a in axes if a in explicit)
+        return None if not fitting or not fits else fitting if isinstance(value, tuple) else fitting[0]
 
-    given = (*partitions(spec), *(None for _ in shape))[: len(shape)]
-    marks = {name: kept for name in ("reduced", "unreduced") if (kept := frozenset(getattr(spec, name, ())) & explicit)}
-    return PartitionSpec(*map(entry, shape, given), **marks)
+    entries = (*partitions(spec), *(None for _ in shape))[: len(shape)]
+    marks = {name: axes for name in ("reduced", "unreduced") if (axes := frozenset(getattr(spec, name, ())) & explicit)}
+    return PartitionSpec(*map(entry, shape, entries), **marks)
 
 
 def with_layout(struct: jax.ShapeDtypeStruct, spec: PartitionSpec | None, mesh: AbstractMesh) -> jax.ShapeDtypeStruct:
@@ -74,31 +73,24 @@ def with_layout(struct: jax.ShapeDtypeStruct, spec: PartitionSpec | None, mesh: 
     return struct.update(sharding=NamedSharding(mesh, layout, memory_kind=kind))
 
 
-@contextlib.contextmanager
-def types_context(mesh: AbstractMesh) -> Iterator[None]:
-    """Trace with a mesh in types. JAX goes from one mesh to one of another size only by way of none."""
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), jax.sharding.use_abstract_mesh(mesh):
-        yield
-
-
 def _aval_with(aval: Any, layout: NamedSharding) -> Any:
     return aval.update(sharding=layout)
 
 
 _retype_p = core.Primitive("multimesh_retype")
-_retype_p.def_abstract_eval(lambda x, *, layout, own: _aval_with(x, layout))
-mlir.register_lowering(_retype_p, lambda ctx, x, *, layout, own: [x])
+_retype_p.def_abstract_eval(lambda x, *, layout, old: _aval_with(x, layout))
+mlir.register_lowering(_retype_p, lambda ctx, x, *, layout, old: [x])
 
 
-def _transpose(cotangent: Any, _: Any, *, layout: NamedSharding, own: NamedSharding) -> list[Any]:
+def _transpose(cotangent: Any, _: Any, *, layout: NamedSharding, old: NamedSharding) -> list[Any]:
     """Transpose the change of a type: the cotangent of a ``reduced`` operand is unreduced, and the reverse."""
-    marks = {"reduced": getattr(own.spec, "unreduced", ()), "unreduced": getattr(own.spec, "reduced", ())}
-    given = {name: frozenset(axes) for name, axes in marks.items() if axes}
-    spec = PartitionSpec(*partitions(own.spec), **given)
-    return [_retype_to(ad.instantiate_zeros(cotangent), NamedSharding(own.mesh, spec))]
+    marks = {"reduced": getattr(old.spec, "unreduced", ()), "unreduced": getattr(old.spec, "reduced", ())}
+    swapped = {name: frozenset(axes) for name, axes in marks.items() if axes}
+    spec = PartitionSpec(*partitions(old.spec), **swapped)
+    return [_retype_to(ad.instantiate_zeros(cotangent), NamedSharding(old.mesh, spec))]
 
 
-def _batch(args: Sequence[Any], dims: Sequence[int], *, layout: NamedSharding, own: NamedSharding) -> tuple[Any, int]:
+def _batch(args: Sequence[Any], dims: Sequence[int], *, layout: NamedSharding, old: NamedSharding) -> tuple[Any, int]:
     (x,), (d,) = args, dims
     rows = carry_spec(jax.typeof(x).sharding.spec, x.shape, layout.mesh)
     entries = list(partitions(layout.spec))
@@ -111,8 +103,8 @@ batching.primitive_batchers[_retype_p] = _batch
 
 
 def _retype_to(x: Any, layout: NamedSharding) -> Any:
-    own = jax.typeof(x).sharding
-    return x if own == layout else _retype_p.bind(x, layout=layout, own=own)
+    old = jax.typeof(x).sharding
+    return x if old == layout else _retype_p.bind(x, layout=layout, old=old)
 
 
 def enter_mesh(x: Any, mesh: AnyMesh, *, cut: bool = False) -> Any:
@@ -125,10 +117,10 @@ def enter_mesh(x: Any, mesh: AnyMesh, *, cut: bool = False) -> Any:
         return leave_mesh(x)
     if not isinstance(x, jax.Array):
         return x
-    own, target = jax.typeof(x).sharding, mesh.abstract_mesh
-    if own.mesh == target or (cut and own.mesh.shape == target.shape and not own.mesh.empty):
+    old, target = jax.typeof(x).sharding, mesh.abstract_mesh
+    if old.mesh == target or (cut and old.mesh.shape == target.shape and not old.mesh.empty):
         return x
-    return _retype_to(x, NamedSharding(target, carry_spec(own.spec, x.shape, target)))
+    return _retype_to(x, NamedSharding(target, carry_spec(old.spec, x.shape, target)))
 
 
 def constrain(x: Any, spec: PartitionSpec) -> Any:
@@ -139,14 +131,14 @@ def constrain(x: Any, spec: PartitionSpec) -> Any:
     entries = (*partitions(spec), *(None for _ in x.shape))[: x.ndim]
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
 
-    def part(given: Any, kind: AxisType) -> Any:
-        if given is None or given is PartitionSpec.UNCONSTRAINED:
-            return given
-        return tuple(a for a in (given if isinstance(given, tuple) else (given,)) if kinds[a] == kind) or None
+    def part(value: Any, kind: AxisType) -> Any:
+        if value is None or value is PartitionSpec.UNCONSTRAINED:
+            return value
+        return tuple(a for a in (value if isinstance(value, tuple) else (value,)) if kinds[a] == kind) or None
 
-    own = partitions(jax.typeof(x).sharding.spec)
+    old = partitions(jax.typeof(x).sharding.spec)
     explicit = [
-        o if e is PartitionSpec.UNCONSTRAINED else part(e, AxisType.Explicit) for e, o in zip(entries, own, strict=True)
+        o if e is PartitionSpec.UNCONSTRAINED else part(e, AxisType.Explicit) for e, o in zip(entries, old, strict=True)
     ]
     x = jax.sharding.reshard(x, PartitionSpec(*explicit))
     if AxisType.Auto not in mesh.axis_types:
@@ -160,6 +152,15 @@ def fit_types(args: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
         _retype_to(x, aval.sharding) if is_typed(getattr(getattr(aval, "sharding", None), "mesh", None)) else x
         for x, aval in zip(args, avals, strict=True)
     ]
+
+
+def fit_auto(args: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
+    """Return arguments that `leave_auto` took a mesh out of the type of with the types of abstract values again."""
+    flags = [
+        x.sharding.mesh.empty and not aval.sharding.mesh.empty
+        for x, aval in zip(map(jax.typeof, args), avals, strict=True)
+    ]
+    return [_retype_to(x, aval.sharding) if flag else x for x, aval, flag in zip(args, avals, flags, strict=True)]
 
 
 def struct_of(aval: Any) -> jax.ShapeDtypeStruct:
@@ -188,8 +189,8 @@ def fill(like: Any, value: Any, dtype: Any) -> jax.Array:
     if not isinstance(layout, NamedSharding) or not is_typed(layout.mesh):
         return jnp.full(like.shape, value, dtype)
     divided = NamedSharding(layout.mesh, PartitionSpec(*partitions(layout.spec)))
-    made = jax.lax.full(like.shape, value, dtype, sharding=divided)
-    return made if divided == layout else jax.sharding.reshard(made, layout)
+    array = jax.lax.full(like.shape, value, dtype, sharding=divided)
+    return array if divided == layout else jax.sharding.reshard(array, layout)
 
 
 def divide(x: Any, count: int) -> Any:

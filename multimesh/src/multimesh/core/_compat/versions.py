@@ -38,11 +38,11 @@ def private(path: str, *, irreplaceable: bool = False) -> Any:
         return None
     module, *names = path.split(".")
     try:
-        found = functools.reduce(getattr, names, importlib.import_module(f"jax._src.{module}"))
+        part = functools.reduce(getattr, names, importlib.import_module(f"jax._src.{module}"))
     except (AttributeError, ImportError):
         _missing.append(path)
         return None
-    return None if NEWER and not irreplaceable else found
+    return None if NEWER and not irreplaceable else part
 
 
 def tell() -> None:

@@ -7,11 +7,15 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from jax.sharding import Mesh
 
 from multimesh import ir
-from multimesh.schedules import Choice, Table
+from multimesh.schedules.table import Table
+
+if TYPE_CHECKING:
+    from multimesh.schedules.choose import Choice
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,22 +32,22 @@ class Fragment:
 
     @functools.cached_property
     def task(self) -> str:
-        """Names of the tasks inside, in order."""
+        """The names of the tasks of its operations, in order."""
         return "+".join(dict.fromkeys(op.task.name for op in self.ops if op.task is not None))
 
     @functools.cached_property
-    def made(self) -> set[ir.Value]:
+    def values(self) -> set[ir.Value]:
         """The values that its operations produce."""
         return {o for op in self.ops for o in op.outs}
 
     @property
     def after(self) -> set[ir.Value]:
-        """The values that must exist before it runs although it does not read them."""
+        """The values that must exist before this fragment runs although it does not read them."""
         return {v for op in self.ops for v in op.after}
 
     @property
     def needs(self) -> Iterator[ir.Value]:
-        """The values that must exist before it runs."""
+        """The values that must exist before this fragment runs."""
         return itertools.chain(self.ins, self.after)
 
     def __str__(self) -> str:
@@ -54,7 +58,7 @@ class Fragment:
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Straight code between loops. Its ``results`` are used outside of it."""
+    """Operations outside of microbatch loops. Their ``results`` are used elsewhere."""
 
     fragments: tuple[Fragment, ...]
     results: frozenset[ir.Value]
@@ -65,7 +69,7 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class Pipeline:
-    """A loop in fragments, with its stages, table and order as far as the passes have come.
+    """A microbatch loop cut into fragments, with the stages, table and order that passes have added so far.
 
     From the pass ``stages`` on each fragment has a stage. Those of phase L are late: no table has them, and they run
     when what they read is there. Where the schedule has fronts, a transfer is issued ``ahead`` fronts before the cell
@@ -134,14 +138,14 @@ class Parts:
 
 def with_interfaces(fragments: Sequence[Fragment], results: set[ir.Value]) -> tuple[Fragment, ...]:
     """Drop dead operations, and fill in the inputs and outputs of each fragment."""
-    wanted = set(results)
-    kept: list[Fragment] = []
+    needed = set(results)
+    live: list[Fragment] = []
     for part in reversed(fragments):
-        ops = tuple(ir.live(part.ops, wanted))
+        ops = tuple(ir.live(part.ops, needed))
         if ops:
-            made = {o for op in ops for o in op.outs}
-            ins = dict.fromkeys(v for op in ops for v in op.reads if v not in made)
-            outs = dict.fromkeys(o for op in ops for o in op.outs if o in wanted)
-            kept.append(replace(part, ops=ops, ins=tuple(ins), outs=tuple(outs)))
-            wanted.update(v for op in ops for v in op.needs if v not in made)
-    return tuple(reversed(kept))
+            local = {o for op in ops for o in op.outs}
+            ins = dict.fromkeys(v for op in ops for v in op.reads if v not in local)
+            outs = dict.fromkeys(o for op in ops for o in op.outs if o in needed)
+            live.append(replace(part, ops=ops, ins=tuple(ins), outs=tuple(outs)))
+            needed.update(v for op in ops for v in op.needs if v not in local)
+    return tuple(reversed(live))

@@ -24,8 +24,8 @@ from multimesh.core.grouping import group
 from multimesh.ir import graph
 from multimesh.ir.primitives import is_small, lookup
 from multimesh.passes.placing.minimize_transfers import Node, minimize_transfers
-from multimesh.passes.placing.owners import Owners, leading_to_tasks
-from multimesh.passes.placing.route import position
+from multimesh.passes.placing.note_routes import position
+from multimesh.passes.placing.owners import Owners, find_task_inputs
 
 Homes = dict[ir.Value, Mesh]
 Roots = dict[ir.Value, Mesh]  # the sources of a value that every reader recomputes; the value itself otherwise
@@ -44,21 +44,21 @@ class State:
 
     def roots_of(self, values: Iterable[ir.Value]) -> Roots:
         """Return the sources of values, each with its submesh. A value that may be anywhere has none."""
-        found: Roots = {}
+        roots: Roots = {}
         for v in values:
             if v in self.homes:
-                found[v] = self.homes[v]
+                roots[v] = self.homes[v]
             elif v in self.roots:
-                found |= self.roots[v]
+                roots |= self.roots[v]
             else:
                 outer = self.owners.outside(v)
                 if outer in self.homes:
-                    found[v] = self.homes[outer]
+                    roots[v] = self.homes[outer]
                 elif outer in self.roots and outer is not v:
-                    found |= self.roots[outer]
+                    roots |= self.roots[outer]
                 elif (owner := self.owners.of(v)) is not None:
-                    found[v] = owner
-        return found
+                    roots[v] = owner
+        return roots
 
     def largest(self, values: Iterable[ir.Value]) -> Mesh | None:
         """Return the submesh that owns the most bytes among the sources of values."""
@@ -87,7 +87,7 @@ class Follower:
 
     def run(self, items: Sequence[ir.Op]) -> Follower:
         """Place the operations of a program or of the body of a loop, in order."""
-        self._leading = leading_to_tasks(items) if self._route else set()
+        self._leading = find_task_inputs(items) if self._route else set()
         self.expect(items)
         for op in items:
             self.follow(op)
@@ -122,11 +122,11 @@ class Follower:
         nodes: list[Node] = []
         for i, item in enumerate(self.items):
             if isinstance(item, ir.Op):
-                made = [self._node(i, item)] if i in self.anchored else []
+                item_nodes = [self._node(i, item)] if i in self.anchored else []
             else:
-                made = list(self._parts(item))
-            nodes += made
-            numbers += [i] * len(made)
+                item_nodes = list(self._parts(item))
+            nodes += item_nodes
+            numbers += [i] * len(item_nodes)
         nodes += [Node({v: mesh}, (), mesh) for v, mesh in pulled.items()]
         moved = minimize_transfers(nodes, self._route, awaited)
         for n, mesh in moved.items():
@@ -148,9 +148,9 @@ class Follower:
             for v in map(self._owners.outside, op.reads):
                 if op.mesh is not None:
                     reads[op.mesh] |= self._state.roots_of([v])
-        made = group((self._homes[o], o) for o in loop.outs)
-        for mesh in dict.fromkeys((*reads, *made)):
-            yield Node(reads[mesh], made[mesh], mesh)
+        results = group((self._homes[o], o) for o in loop.outs)
+        for mesh in dict.fromkeys((*reads, *results)):
+            yield Node(reads[mesh], results[mesh], mesh)
 
     def _unmarked(self, op: ir.Op) -> None:
         floats = not op.effects and self._owners.floating.issuperset(op.reads)
@@ -182,10 +182,10 @@ class Follower:
         """Cut a ``cond`` by the submeshes of its results. One that reads several submeshes is noted for a rewrite."""
 
         def home(reads: Iterable[ir.Value], out: ir.Value) -> Mesh:
-            mine = self._state.roots_of(reads)
-            if _is_mixed(mine) and op.outs[0] not in self._state.mixed:
+            read_roots = self._state.roots_of(reads)
+            if _is_mixed(read_roots) and op.outs[0] not in self._state.mixed:
                 self._state.mixed.append(op.outs[0])
-            return self._home(replace(op, outs=(out,)), mine or roots)  # its own size and pull, not those of all
+            return self._home(replace(op, outs=(out,)), read_roots or roots)  # its own size and pull, not those of all
 
         for part, mesh in _split(op, home):
             self._movable.add(len(self.items))
@@ -198,7 +198,7 @@ class Follower:
         return 0 < 2 * sum(v.nbytes for v in roots) <= sum(o.nbytes for o in op.outs)
 
     def _home(self, op: ir.Op, roots: Roots) -> Mesh:
-        """Return the submesh that owns most bytes of the roots; then the one its result goes to; then the furthest."""
+        """Return the submesh that owns most bytes of an operation's roots; of equal ones its reader's, or the last."""
         load: dict[Mesh, int] = collections.defaultdict(int)
         furthest: dict[Mesh, int] = collections.defaultdict(int)
         for v, mesh in self._without_turns(op, {v: self.near(mesh) for v, mesh in roots.items()}).items():
@@ -211,12 +211,12 @@ class Follower:
 
     def _without_turns(self, op: ir.Op, roots: Roots) -> Roots:
         """Return the roots that an operation may follow in a loop without adding a turn through the submeshes."""
-        made = {v: mesh for v, mesh in roots.items() if v in self._position}
-        heavy = any(not is_small(v) for v in roots if v not in made) and all(map(is_small, made))
-        if not self._route or not made or heavy or (self._is_back(op) and self._leading.isdisjoint(op.outs)):
+        positioned = {v: mesh for v, mesh in roots.items() if v in self._position}
+        heavy = any(not is_small(v) for v in roots if v not in positioned) and all(map(is_small, positioned))
+        if not self._route or not positioned or heavy or (self._is_back(op) and self._leading.isdisjoint(op.outs)):
             return roots
-        base, count = self._base(op, made), len(set(self._route))
-        return {v: m for v, m in made.items() if self._next(op, m, base) // count == base // count} or roots
+        base, count = self._base(op, positioned), len(set(self._route))
+        return {v: m for v, m in positioned.items() if self._next(op, m, base) // count == base // count} or roots
 
     def _is_back(self, op: ir.Op) -> bool:
         return any(o in self._turned for o in op.outs)
@@ -252,16 +252,16 @@ class Follower:
         Inputs that are nowhere yet pass through, those of other submeshes only order.
         """
         groups: dict[Mesh, list[tuple[ir.Value, ir.Value]]] = collections.defaultdict(list)
-        for given, tied in zip(op.ins, op.outs, strict=True):
-            if isinstance(given, ir.Value) and given in self._homes:
+        for operand, tied in zip(op.ins, op.outs, strict=True):
+            if isinstance(operand, ir.Value) and operand in self._homes:
                 read_on = self._read_on[tied]
-                groups[next(iter(read_on)) if len(read_on) == 1 else self._homes[given]].append((given, tied))
+                groups[next(iter(read_on)) if len(read_on) == 1 else self._homes[operand]].append((operand, tied))
             else:
-                self.renamed[tied] = given
-        known = [v for v in op.reads if v in self._homes]
+                self.renamed[tied] = operand
+        placed = [v for v in op.reads if v in self._homes]
         for mesh, pairs in groups.items():
             ins, outs = zip(*pairs, strict=True)
-            others = tuple(v for v in known if self._homes[v] != mesh)
+            others = tuple(v for v in placed if self._homes[v] != mesh)
             self._movable.add(len(self.items))
             self._anchor(replace(op, ins=tuple(ins), outs=tuple(outs), after=others), mesh)
 
@@ -271,7 +271,7 @@ def _is_mixed(roots: Roots) -> bool:
 
 
 def _keeps(op: ir.Op, roots: Roots) -> bool:
-    """Return whether the result is no smaller than its operands. Such an operation goes where its result is used."""
+    """Return whether a result is no smaller than the operands. Such an operation goes where its result is used."""
     return not lookup(op).control and sum(o.aval.size for o in op.outs) >= sum(v.aval.size for v in roots)
 
 
@@ -285,8 +285,8 @@ def _split(op: ir.Op, home: Callable[[Iterable[ir.Value], ir.Value], Mesh]) -> l
     groups: dict[Mesh, list[int]] = collections.defaultdict(list)
     for i in range(len(op.outs)):
         _, reads = _compat.dce(branches, [j == i for j in range(len(op.outs))])
-        given = ir.values((*itertools.compress(op.ins[1:], reads), op.ins[0]))
-        groups[home(given, op.outs[i])].append(i)
+        operands = ir.values((*itertools.compress(op.ins[1:], reads), op.ins[0]))
+        groups[home(operands, op.outs[i])].append(i)
     if len(groups) == 1:
         return [(op, next(iter(groups)))]
     parts = []

@@ -26,12 +26,12 @@ from multimesh import ir
 from multimesh.core.grouping import group
 from multimesh.ir.primitives import is_small
 from multimesh.passes.placing.mincut import SINK, SOURCE, Cut
-from multimesh.passes.placing.route import position
+from multimesh.passes.placing.note_routes import position
 
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """An operation on a submesh, or the reads and results of anything else there."""
+    """An operation on a submesh, or the reads and results of a loop on a submesh."""
 
     reads: Mapping[ir.Value, Mesh]  # each with its submesh, which counts if no node makes it
     outs: Sequence[ir.Value]
@@ -67,7 +67,7 @@ _Places = dict[int, int]  # movable node to the number of its place
 
 
 class _Problem:
-    """The places that there are, which of them a node may take, and their cost."""
+    """The problem to solve: places, the nodes that may take each, and the cost of placements."""
 
     def __init__(self, nodes: Sequence[Node], route: tuple[Mesh, ...], awaited: Iterable[ir.Value]):
         self._nodes, self._route = nodes, route
@@ -95,21 +95,21 @@ class _Problem:
 
     def _earliest(self, placed: Callable[[Node], bool]) -> list[int]:
         """Return the first position of each node on the route of its phase, with the ``placed`` ones where they are."""
-        found: list[int] = []
+        positions: list[int] = []
         for n, node in enumerate(self._nodes):
-            at = max((found[b] for b in self._before[n] if self._back[b] == self._back[n]), default=0)
+            at = max((positions[b] for b in self._before[n] if self._back[b] == self._back[n]), default=0)
             if self._route and node.staged and placed(node) and node.mesh in self._route:
                 at = position(self._route[::-1] if self._back[n] else self._route, node.mesh, at)
-            found.append(at)
-        return found
+            positions.append(at)
+        return positions
 
     def _leading(self, awaited: Iterable[ir.Value]) -> set[int]:
         """Return the nodes that a fixed node, or the next iteration, waits for."""
-        found = {self._maker[v] for v in awaited if v in self._maker}
+        leading = {self._maker[v] for v in awaited if v in self._maker}
         for n in reversed(range(len(self._nodes))):
-            if n in found or not self._nodes[n].movable:
-                found.update(self._before[n])
-        return found
+            if n in leading or not self._nodes[n].movable:
+                leading.update(self._before[n])
+        return leading
 
     def _weights(self) -> dict[ir.Value, int]:
         """Map each value that a movable node makes or reads to the cost of sending it.
@@ -143,14 +143,14 @@ class _Problem:
         weights: dict[int, dict[ir.Value, int]] = collections.defaultdict(dict)
         for v, weight in self._weight.items():
             weights[id(part[touched[v][0]])][v] = weight
-        for moving in {id(each): each for each in part.values()}.values():
+        for moving in {id(nodes): nodes for nodes in part.values()}.values():
             yield sorted(moving), weights[id(moving)]
 
     def starts(self) -> Iterator[_Places]:
         """Yield first placements: that of `follow_operands`, if it adds no stage, and each node at its last operand."""
         at = self._earliest(lambda node: True)
-        known = not self._route or all(self._nodes[n].mesh in self._route for n in self._moving)
-        if known and all(a == b for a, b, node in zip(at, self._fixed, self._nodes, strict=True) if not node.movable):
+        routed = not self._route or all(self._nodes[n].mesh in self._route for n in self._moving)
+        if routed and all(a == b for a, b, node in zip(at, self._fixed, self._nodes, strict=True) if not node.movable):
             chosen = {n: self._place(n, at[n]) for n in self._moving}
             if None not in chosen.values():
                 yield {n: place for n, place in chosen.items() if place is not None}
@@ -211,13 +211,13 @@ class _Problem:
         return [place for place, mesh in enumerate(self.meshes) if mesh in meshes]
 
     def _expansion(self, places: _Places, place: int, weights: Mapping[ir.Value, int]) -> _Places:
-        """Move the nodes that are cheaper at ``place`` there: those on the side of `SINK`."""
+        """Move nodes to ``place`` where that is cheaper: those on the side of `SINK` of a minimum cut."""
         cut, there = Cut(), self.meshes[place]
         for n in places:
             if places[n] != place:
-                own = self._nodes[n].mesh
-                cut.pay(n, SINK, int(self._mesh(n, places) != own))
-                cut.pay(SOURCE, n, int(there != own) if self._allowed(n, place) else self._never)
+                node_mesh = self._nodes[n].mesh
+                cut.pay(n, SINK, int(self._mesh(n, places) != node_mesh))
+                cut.pay(SOURCE, n, int(there != node_mesh) if self._allowed(n, place) else self._never)
                 self._order(cut, n, places, place)
         for v, weight in weights.items():
             self._send(cut, v, weight, places, place)
@@ -241,24 +241,24 @@ class _Problem:
                 cut.pay(SOURCE, n, self._never)
 
     def _send(self, cut: Cut, v: ir.Value, weight: int, places: _Places, place: int) -> None:
-        """Pay for sending a value: once for each submesh that reads it and does not make it."""
-        there, made = self.meshes[place], self._maker.get(v)
-        moves = {n for n in (*self._readers[v], made) if n in places and places[n] != place}
+        """Add the cost of sending a value: once for each submesh that reads it and does not make it."""
+        there, maker = self.meshes[place], self._maker.get(v)
+        moves = {n for n in (*self._readers[v], maker) if n in places and places[n] != place}
         home = self._home(v, places)
         for mesh, readers in group((self._mesh(n, places), n) for n in self._readers[v]).items():
-            if mesh == there or (mesh == home and made not in moves):
+            if mesh == there or (mesh == home and maker not in moves):
                 continue
             if any(n not in moves for n in readers):  # read there in any case
                 if mesh == home:
-                    cut.pay(SOURCE, made, weight)
+                    cut.pay(SOURCE, maker, weight)
                 continue
             stay = ("stay", v, mesh)
             for n in readers:
                 cut.pay(n, stay, self._never)
-            cut.pay(stay, made if mesh == home else SINK, weight)
+            cut.pay(stay, maker if mesh == home else SINK, weight)
         if home == there:
             return
-        source = made if made in moves else SOURCE
+        source = maker if maker in moves else SOURCE
         if any(self._mesh(n, places) == there for n in self._readers[v]):
             if source is not SOURCE:
                 cut.pay(source, SINK, weight)

@@ -28,7 +28,7 @@ class Owners:
             v for v in program.inputs if not jnp.issubdtype(v.aval.dtype, jnp.inexact)
         }
         self.order = {mesh: i for i, mesh in enumerate(order)}
-        self._given = {v: mesh for v, mesh in program.given.items() if mesh in self.order}
+        self._input_homes = {v: mesh for v, mesh in program.input_homes.items() if mesh in self.order}
         self._pinned = program.pinned
         self._homes, self._arguments = homes, frozenset(program.inputs)
         self._outer: dict[ir.Value, ir.Value] = {}
@@ -37,10 +37,10 @@ class Owners:
         self._whole: dict[ir.Value, set[Mesh]] = collections.defaultdict(set)
         for item in program.items:
             if isinstance(item, ir.Loop):
-                given = {**item.consts, **item.slices}
-                self._outer |= {inner: v for inner, v in given.items() if isinstance(v, ir.Value)}
-                for known in (self.floating, self.data):
-                    known.update(inner for inner, v in self._outer.items() if v in known)
+                outer = {**item.consts, **item.slices}
+                self._outer |= {inner: v for inner, v in outer.items() if isinstance(v, ir.Value)}
+                for values in (self.floating, self.data):
+                    values.update(inner for inner, v in self._outer.items() if v in values)
             for op in item.ops if isinstance(item, ir.Loop) else (item,):
                 if op.task is None and not op.effects and self.floating.issuperset(op.reads):
                     self.floating.update(op.outs)
@@ -67,8 +67,8 @@ class Owners:
 
     def _add(self, value: ir.Value, mesh: Mesh, nbytes: int, kind: int) -> None:
         for v in {value, self.outside(value)}:
-            mine = self._read[kind][v]
-            mine[mesh] = min(v.nbytes, mine.get(mesh, 0) + nbytes)
+            load = self._read[kind][v]
+            load[mesh] = min(v.nbytes, load.get(mesh, 0) + nbytes)
 
     def outside(self, value: ir.Value) -> ir.Value:
         """Return the value outside of the loop that a body's value stands for, or is a row of."""
@@ -96,8 +96,8 @@ class Owners:
         outer = self.outside(value)
         if outer in self._pinned:
             return self._pinned[outer]
-        if outer in self._given and not self.is_read(value) and not self.is_read(outer):
-            return self._given[outer]
+        if outer in self._input_homes and not self.is_read(value) and not self.is_read(outer):
+            return self._input_homes[outer]
         for v in () if value in self.data else (value, self.outside(value)):
             for read in self._read if v in self._arguments else self._read[:2]:
                 if read[v]:
@@ -105,15 +105,15 @@ class Owners:
         return None
 
     def readers(self, placed: ir.Program) -> dict[ir.Value, dict[Mesh, ir.Op]]:
-        """Map each large input that is no data to the submeshes that read it, with the first operation there."""
-        found: dict[ir.Value, dict[Mesh, ir.Op]] = {
+        """Map each large input other than data to the submeshes that read it, each with its first reader."""
+        readers: dict[ir.Value, dict[Mesh, ir.Op]] = {
             v: {} for v in placed.inputs if not is_small(v) and v not in self.data
         }
         for op in all_ops(placed):
             for v in map(self.outside, op.reads):
-                if op.mesh is not None and v in found:
-                    found[v].setdefault(op.mesh, op)
-        return found
+                if op.mesh is not None and v in readers:
+                    readers[v].setdefault(op.mesh, op)
+        return readers
 
     def sliced_at_home(self, op: ir.Op) -> Mesh | None:
         """Return the owner of a floating operand if another submesh uses only a part of it, and is sent that part."""
@@ -126,13 +126,13 @@ class Owners:
         return None
 
 
-def leading_to_tasks(ops: Iterable[ir.Op]) -> set[ir.Value]:
+def find_task_inputs(ops: Iterable[ir.Op]) -> set[ir.Value]:
     """Return the values that a task uses, directly or through other operations."""
-    found: set[ir.Value] = set()
+    leading: set[ir.Value] = set()
     for op in reversed(tuple(ops)):
-        if op.task is not None or any(o in found for o in op.outs):
-            found.update(op.reads)
-    return found
+        if op.task is not None or any(o in leading for o in op.outs):
+            leading.update(op.reads)
+    return leading
 
 
 def find_extra_copies(program: ir.Program) -> Iterator[tuple[int, tuple[Mesh, ...], ir.Op]]:
@@ -143,18 +143,18 @@ def find_extra_copies(program: ir.Program) -> Iterator[tuple[int, tuple[Mesh, ..
     owners = Owners(program, (), {})
     readers = owners.readers(program)
     for n, v in enumerate(program.inputs):
-        found = readers.get(v, {})
-        foreign = [mesh for mesh in found if mesh not in owners.tasks_on(v)]
-        if len(found) > 1 and foreign:
-            yield n, tuple(sorted(found, key=lambda mesh: mesh in foreign)), found[foreign[0]]
+        copies = readers.get(v, {})
+        foreign = [mesh for mesh in copies if mesh not in owners.tasks_on(v)]
+        if len(copies) > 1 and foreign:
+            yield n, tuple(sorted(copies, key=lambda mesh: mesh in foreign)), copies[foreign[0]]
 
 
 def _cut_by_loops(program: ir.Program) -> set[ir.Value]:
-    """Return values whose rows loops take one by one, and the largest source of each, outside of tasks."""
-    found: set[ir.Value] = set()
+    """Return the values whose rows a loop reads one by one, and the largest source of each, outside of tasks."""
+    sources: set[ir.Value] = set()
     for item in reversed(program.items):
         if isinstance(item, ir.Loop):
-            found.update(ir.values(item.slices.values()))
-        elif item.task is None and any(o in found for o in item.outs):
-            found.update(sorted(item.reads, key=lambda v: v.nbytes)[-1:])
-    return found
+            sources.update(ir.values(item.slices.values()))
+        elif item.task is None and any(o in sources for o in item.outs):
+            sources.update(sorted(item.reads, key=lambda v: v.nbytes)[-1:])
+    return sources

@@ -14,19 +14,19 @@ from multimesh import ir
 from multimesh.core import _compat
 from multimesh.core.grouping import group
 from multimesh.ir import graph
+from multimesh.ir.program import task_meshes
 from multimesh.passes.cutting.parts import Fragment, Parts, Pipeline, Segment
-from multimesh.passes.placing.place import task_meshes
 from multimesh.plan.instructions import Free, Instruction, Kernel, Recv, Run, Send, Slot, Transfer
 from multimesh.plan.plan import Plan
 from multimesh.schedules import Cell
 
-_Lane = tuple[int, int, str, int | None]  # from submesh, to submesh, task, microbatch
+_Ends = tuple[int, int, str, int | None]  # from submesh, to submesh, task, microbatch
 
 
-def build(parts: Parts, donated: frozenset[int] = frozenset(), alike: Mapping[int, int] | None = None) -> Plan:
-    """Plan the parts. ``donated`` are argument leaves whose buffers may be reused; ``alike`` maps results to arguments.
+def build_plan(parts: Parts, donated: frozenset[int] = frozenset(), replaced: Mapping[int, int] | None = None) -> Plan:
+    """Return the plan of the parts of a program. The buffers of ``donated`` argument leaves may be reused.
 
-    A result leaf has the layout of the argument leaf that it replaces.
+    ``replaced`` maps result leaves to the argument leaves that they replace, whose layouts they take.
     """
     builder = _Builder(parts.program, parts.parts)
     for part in parts.parts:
@@ -34,7 +34,7 @@ def build(parts: Parts, donated: frozenset[int] = frozenset(), alike: Mapping[in
             builder.segment(part)
         else:
             builder.loop(part)
-    return builder.finish(donated, alike or {})
+    return builder.finish(donated, replaced or {})
 
 
 @dataclass
@@ -116,9 +116,9 @@ class _Builder:
         """Return the other submeshes that use a value of this one."""
         return [other for other in self._readers[value] if other != submesh]
 
-    def _transfer(self, sent: Iterable[tuple[ir.Value, _Lane]]) -> None:
-        """Add one SEND and one RECV for each lane."""
-        for (submesh, other, task, microbatch), values in group((lane, v) for v, lane in sent).items():
+    def _transfer(self, sent: Iterable[tuple[ir.Value, _Ends]]) -> None:
+        """Add a SEND and a RECV for the values of each source, target, task and microbatch."""
+        for (submesh, other, task, microbatch), values in group((ends, v) for v, ends in sent).items():
             ins = tuple(self._slot(v, submesh, microbatch) for v in values)
             outs = tuple(self._slot(v, other, microbatch) for v in values)
             number = len(self.transfers)
@@ -136,20 +136,20 @@ class _Builder:
     def loop(self, part: Pipeline) -> None:
         """Zero the accumulators, run every cell of the schedule, then stack."""
         sums = group((self._submesh(self.program.homes[s.out]), s) for s in part.loop.sums)
-        for submesh, mine in sorted(sums.items()):
-            outs = self._run(Kernel("zeros", submesh, outs=tuple(s.out for s in mine), make="zeros"))
+        for submesh, mesh_sums in sorted(sums.items()):
+            outs = self._run(Kernel("zeros", submesh, outs=tuple(s.out for s in mesh_sums), make="zeros"))
             self._accumulators += outs
-            self._over.update((slot, s.over) for slot, s in zip(outs, mine, strict=True) if s.over)
+            self._over.update((slot, s.over) for slot, s in zip(outs, mesh_sums, strict=True) if s.over)
         kernels = [self._stage_kernel(part.loop, f) for f in part.fragments]
-        waiting: dict[int, list[tuple[ir.Value, _Lane]]] = collections.defaultdict(list)
+        waiting: dict[int, list[tuple[ir.Value, _Ends]]] = collections.defaultdict(list)
         for n, (index, microbatch) in enumerate(part.cells):
             self._transfer(waiting.pop(n, ()))
             task = self._cell(part, index, microbatch, *kernels[index])
-            _, made, _ = kernels[index]
-            for v in made.outs:
-                for other in self._others(v, made.submesh):
+            _, kernel, _ = kernels[index]
+            for v in kernel.outs:
+                for other in self._others(v, kernel.submesh):
                     due = part.issue(n, v, self.meshes[other])
-                    waiting[due].append((v, (made.submesh, other, task, microbatch)))
+                    waiting[due].append((v, (kernel.submesh, other, task, microbatch)))
         self._transfer(waiting.pop(len(part.cells), ()))
         for out, inner in part.loop.stacks.items():
             submesh = self._submesh(self.program.homes[out])
@@ -162,26 +162,26 @@ class _Builder:
             self._send([out], self._submesh(self.program.homes[out]), "sum")
 
     def _stage_kernel(self, loop: ir.Loop, f: Fragment) -> tuple[int, Kernel, tuple[ir.Sum, ...]]:
-        made = f.made
-        mine = tuple(s for s in loop.sums if s.leaf in made)
+        values = f.values
+        sums = tuple(s for s in loop.sums if s.leaf in values)
         rows = tuple(v for v in f.ins if v in loop.slices)
-        left = loop.leaves[len(loop.sums) :]  # leave the kernel otherwise than through an accumulator
+        other_leaves = loop.leaves[len(loop.sums) :]  # leave the kernel otherwise than through an accumulator
         kernel = Kernel(
             f"{f.phase}{f.stage}.{f.task or 'unmarked'}",
             self._submesh(f.mesh),
             _sort(f.ops),
-            sums=tuple(s.leaf for s in mine),
+            sums=tuple(s.leaf for s in sums),
             rows=rows,
             ins=tuple(v for v in f.ins if v not in loop.slices),
-            outs=tuple(v for v in f.outs if self._readers[v] or v in left),
+            outs=tuple(v for v in f.outs if self._readers[v] or v in other_leaves),
         )
-        return self._kernel(kernel), kernel, mine
+        return self._kernel(kernel), kernel, sums
 
     def _cell(
-        self, part: Pipeline, index: int, microbatch: int, number: int, kernel: Kernel, mine: tuple[ir.Sum, ...]
+        self, part: Pipeline, index: int, microbatch: int, number: int, kernel: Kernel, kernel_sums: tuple[ir.Sum, ...]
     ) -> str:
         loop, f, submesh = part.loop, part.fragments[index], kernel.submesh
-        sums = tuple(self._slot(s.out, submesh) for s in mine)
+        sums = tuple(self._slot(s.out, submesh) for s in kernel_sums)
         ins = list(sums)
         if kernel.rows:
             ins.append(self._number_slot(microbatch, submesh))
@@ -208,11 +208,11 @@ class _Builder:
         self._states.update(dict.fromkeys((first, read, self._slot(carry.leaf, submesh, microbatch)), first))
         return read
 
-    def finish(self, donated: frozenset[int], alike: Mapping[int, int]) -> Plan:
+    def finish(self, donated: frozenset[int], replaced: Mapping[int, int]) -> Plan:
         """Return the plan, with results, layouts, donations and frees."""
         outputs, passed = self._outputs()
-        like = self._layouts(outputs, alike) | passed
-        kept = {value for kind, value in outputs if kind == "slot"}
+        like = self._layouts(outputs, replaced) | passed
+        results = {value for kind, value in outputs if kind == "slot"}
         last = {slot: n for n, i in enumerate(self.instructions) for slot in (*i.ins, *i.outs)}  # its last use
         loops = [part for part in self.parts if isinstance(part, Pipeline)]
         plan = Plan(
@@ -231,16 +231,16 @@ class _Builder:
             schedules=tuple(part.loop.mark.schedule.name for part in loops),
             choices=tuple(part.choice for part in loops if part.choice is not None),
         )
-        donations = _donations(plan, last, kept, donated)
-        held = kept | {slot for _, slot in self.constants}
-        return replace(plan, donations=donations, instructions=tuple(_with_frees(plan, last, held)))
+        donations = _donations(plan, last, results, donated)
+        never_freed = results | {slot for _, slot in self.constants}
+        return replace(plan, donations=donations, instructions=tuple(_with_frees(plan, last, never_freed)))
 
     def _derived(self) -> dict[tuple[int, int], PartitionSpec]:
         """Map (argument leaf, submesh) to the spec that constraints give it there."""
         specs = self.program.specs
         keys = {(arg, self.slots[slot].submesh) for arg, slot in self.inputs}
-        found = (((arg, n), specs.get((self.program.inputs[arg], self.meshes[n]))) for arg, n in keys)
-        return {key: spec for key, spec in found if spec is not None}
+        pairs = (((arg, n), specs.get((self.program.inputs[arg], self.meshes[n]))) for arg, n in keys)
+        return {key: spec for key, spec in pairs if spec is not None}
 
     def _outputs(self) -> tuple[tuple[tuple[str, Any], ...], dict[int, tuple[int, ...]]]:
         """Return the place of each result, and the argument whose layout the copy of a passed-through argument takes.
@@ -250,13 +250,13 @@ class _Builder:
         staged = dict(reversed(self.inputs))  # the first of each
         outputs = [self._output(o, staged) for o in self.program.outputs]
         arg_of = {slot: arg for arg, slot in self.inputs}
-        taken: set[int] = set()
+        used_slots: set[int] = set()
         copied: dict[int, list[int]] = collections.defaultdict(list)
         for position, (kind, slot) in enumerate(outputs):
-            if kind == "slot" and (slot in arg_of or slot in taken):
+            if kind == "slot" and (slot in arg_of or slot in used_slots):
                 copied[self.slots[slot].submesh].append(position)
             elif kind == "slot":
-                taken.add(slot)
+                used_slots.add(slot)
         passed: dict[int, tuple[int, ...]] = {}
         for submesh, positions in copied.items():
             ops = tuple(
@@ -282,36 +282,36 @@ class _Builder:
             return "literal", self.program.consts[atom]
         return "slot", self._slot(atom, self._submesh(self.program.homes[atom]))
 
-    def _layouts(self, outputs: Sequence[tuple[str, Any]], alike: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+    def _layouts(self, outputs: Sequence[tuple[str, Any]], replaced: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
         """Map the slots of results and accumulators to the arguments that they replace, whose layouts they take."""
         producer = graph.makers(i for i in self.program.items if isinstance(i, ir.Op))
         label: dict[ir.Value, int] = {}
 
-        def settled(v: ir.Value) -> bool:
+        def has_layout(v: ir.Value) -> bool:
             op = producer.get(v)  # what is constrained has a layout of its own
             return v in label or v in self._arg or (op is not None and op.prim is _compat.sharding_constraint_p)
 
         terms = {s.out for loop in self.program.loops for s in loop.sums if s.over}
-        for position, arg in alike.items():  # all results first: a new moment is also a part of the new parameter
-            label.update({v: arg for v in ir.values([self.program.outputs[position]]) if not settled(v)})
+        for position, arg in replaced.items():  # all results first: a new moment is also a part of the new parameter
+            label.update({v: arg for v in ir.values([self.program.outputs[position]]) if not has_layout(v)})
         for result, arg in tuple(label.items()):
             stack = [result]
             while stack:
                 v = stack.pop()
                 label[v] = arg
                 reads = producer[v].reads if v in producer else ()
-                stack += [r for r in reads if (r in terms or r.aval.shape == v.aval.shape) and not settled(r)]
+                stack += [r for r in reads if (r in terms or r.aval.shape == v.aval.shape) and not has_layout(r)]
         like: dict[int, tuple[int, ...]] = {}
         for key, slot in self._index.items():
             if len(key) == 3 and key[2] is None and key[0] in label:
                 like[slot] = (label[key[0]],)
-        given = ((self.slots[slot], arg) for arg, slot in self.inputs)
-        same = group(((of.submesh, of.shape, of.dtype), arg) for of, arg in given)
+        argument_slots = ((self.slots[slot], arg) for arg, slot in self.inputs)
+        args_by_type = group(((of.submesh, of.shape, of.dtype), arg) for of, arg in argument_slots)
         for slot in self._accumulators:
-            mine = self.slots[slot]
-            shape = mine.shape[1:] if slot in self._over else mine.shape
-            if slot not in like and (found := same[mine.submesh, shape, mine.dtype]):
-                like[slot] = tuple(found)
+            target = self.slots[slot]
+            shape = target.shape[1:] if slot in self._over else target.shape
+            if slot not in like and (args := args_by_type[target.submesh, shape, target.dtype]):
+                like[slot] = tuple(args)
         arg_of = {slot: arg for arg, slot in self.inputs}
         like.update({slot: (arg_of[first],) if first in arg_of else () for slot, first in self._states.items()})
         return like
@@ -327,11 +327,11 @@ def _read(part: Segment | Pipeline, value: ir.Value) -> tuple[ir.Atom, ...]:
     return (loop.consts.get(value, loop.slices.get(value, loop.linked.get(value, value))),)
 
 
-def _donations(plan: Plan, last: dict[int, int], kept: set[int], donated: frozenset[int]) -> dict[int, tuple[int, ...]]:
+def _donations(plan: Plan, last: dict[int, int], outs: set[int], donated: frozenset[int]) -> dict[int, tuple[int, ...]]:
     """Return the donated operands of each kernel: accumulators, and donated arguments at their last use."""
     donated = donated - _find_aliases(plan)
     arg_of = {slot: arg for arg, slot in plan.inputs}
-    held = kept | {slot for _, slot in plan.constants}
+    never_freed = outs | {slot for _, slot in plan.constants}
     donations: dict[int, tuple[int, ...]] = {}
     for n, run in enumerate(plan.instructions):
         if not isinstance(run, Run):
@@ -343,7 +343,7 @@ def _donations(plan: Plan, last: dict[int, int], kept: set[int], donated: frozen
             free = [
                 i
                 for i, slot in enumerate(run.ins)
-                if last[slot] == n and slot not in held and (slot not in arg_of or arg_of[slot] in donated)
+                if last[slot] == n and slot not in never_freed and (slot not in arg_of or arg_of[slot] in donated)
             ]
             donations[run.kernel] = _match_results(plan, run, free, arg_of)
     return donations
@@ -363,15 +363,15 @@ def _match_results(plan: Plan, run: Run, free: Sequence[int], arg_of: dict[int, 
         arg = arg_of.get(run.ins[i])
         kind = plan.slots[run.ins[i]].memory
         fit = (o for o in open_results if arg is not None and plan.like.get(o) == (arg,))
-        same = next((o for o in fit if plan.slots[o].memory == kind), None)
-        if same is not None:
-            open_results.remove(same)
+        match = next((o for o in fit if plan.slots[o].memory == kind), None)
+        if match is not None:
+            open_results.remove(match)
             chosen.append(i)
     return tuple(sorted(chosen))
 
 
-def _with_frees(plan: Plan, last: dict[int, int], held: set[int]) -> Iterable[Instruction]:
-    ends = group((n, slot) for slot, n in last.items() if slot not in held)
+def _with_frees(plan: Plan, last: dict[int, int], never_freed: set[int]) -> Iterable[Instruction]:
+    ends = group((n, slot) for slot, n in last.items() if slot not in never_freed)
     for n, instruction in enumerate(plan.instructions):
         yield instruction
         if ends[n]:

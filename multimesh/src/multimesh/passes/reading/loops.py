@@ -19,7 +19,7 @@ from multimesh.ir.primitives import lookup
 from multimesh.ir.program import LoopMark
 
 
-def from_scan(
+def make_loop(
     eqn: Any,
     mark: LoopMark,
     uid: str,
@@ -49,9 +49,9 @@ def from_scan(
             consts[carry_in] = init
             sums.append(ir.Sum(out, init, None))
             continue
-        found = _addends(carry_in, carry_out, producer, readers, returned)
-        if found is not None:
-            leaves, chain = found
+        addends = _addends(carry_in, carry_out, producer, readers, returned)
+        if addends is not None:
+            leaves, chain = addends
             spent |= chain
             total = leaves[0] if len(leaves) == 1 else ir.Value(out.aval)
             joins += graph.chain(ir.Op(_compat.PRIMITIVES["add_any"], {}, (), ()), leaves, total)
@@ -61,8 +61,8 @@ def from_scan(
         else:
             raise MultiMeshError(f"{mark.where or _compat.user_line(eqn.source_info)}: {_not_a_sum(mark)}")
     stacks = dict(zip(outs[num_carry:], results[num_carry:], strict=True))
-    kept = tuple(op for op in ops if id(op) not in spent)
-    return ir.Loop(mark, uid, (*kept, *joins), consts, slices, tuple(sums), stacks, carries=carries)
+    other_ops = tuple(op for op in ops if id(op) not in spent)
+    return ir.Loop(mark, uid, (*other_ops, *joins), consts, slices, tuple(sums), stacks, carries=carries)
 
 
 def _not_a_sum(mark: LoopMark) -> str:
@@ -119,7 +119,7 @@ def _addends(
     return (leaves, chain) if reached and not elsewhere else None
 
 
-def topological(items: Iterable[ir.Item]) -> list[ir.Item]:
+def sort_items(items: Iterable[ir.Item]) -> list[ir.Item]:
     """Sort items after those whose values they use, in the given order otherwise."""
     items = list(items)
     producer = {o: i for i, item in enumerate(items) for o in item.outs}

@@ -7,7 +7,6 @@ MultiMesh, never of the user: the error names the pass, the value and the user's
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,29 +17,22 @@ from multimesh.passes.cutting.parts import Parts
 from multimesh.passes.verifying import cut, plans, programs
 from multimesh.passes.verifying.faults import Fault
 
-VARIABLE = "MULTIMESH_VERIFY"
 
-
-def is_enabled() -> bool:
-    """Return whether the environment asks for the rules."""
-    return os.environ.get(VARIABLE, "0") not in ("", "0")
-
-
-def verify(name: str, made: Any) -> None:
+def verify(name: str, result: Any) -> None:
     """Raise an error for the first rule that an `ir.Program`, its `Parts` or a `Plan` breaks after a pass."""
-    for rule, fault in faults(name, made):
+    for rule, fault in faults(name, result):
         line = (
             fault.source if isinstance(fault.source, str) else _compat.user_line(fault.source) if fault.source else ""
         )
         raise internal_error(
-            f"pass {name!r} broke the rule {rule!r}: {fault.what}{f'; it comes from {line}' if line else ''}"
+            f"pass {name!r} broke the rule {rule!r}: {fault.message}{f'; it comes from {line}' if line else ''}"
         )
 
 
-def faults(name: str, made: Any) -> Iterator[tuple[str, Fault]]:
+def faults(name: str, result: Any) -> Iterator[tuple[str, Fault]]:
     """Yield each fault of a pass's result, with the name of the rule."""
-    rules: Sequence[Any] = programs.rules_after(name) if isinstance(made, ir.Program) else plans.RULES
-    if isinstance(made, Parts):
-        rules, made = cut.RULES, made.parts
+    rules: Sequence[Any] = programs.rules_after(name) if isinstance(result, ir.Program) else plans.RULES
+    if isinstance(result, Parts):
+        rules, result = cut.RULES, result.parts
     for rule in rules:
-        yield from ((rule.__name__, fault) for fault in rule(made))
+        yield from ((rule.__name__, fault) for fault in rule(result))

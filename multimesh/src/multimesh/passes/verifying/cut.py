@@ -9,8 +9,8 @@ from typing import TypeGuard
 from multimesh import ir
 from multimesh.core.submesh import describe
 from multimesh.passes.cutting.parts import Fragment, Pipeline, Segment
-from multimesh.passes.placing.owners import leading_to_tasks
-from multimesh.passes.placing.route import position
+from multimesh.passes.placing.note_routes import position
+from multimesh.passes.placing.owners import find_task_inputs
 from multimesh.passes.verifying.faults import Fault, in_order, show, twice
 
 Part = Segment | Pipeline
@@ -33,63 +33,64 @@ def fragments_are_assigned_once(parts: Sequence[Part]) -> Iterator[Fault]:
 def operations_are_in_order(parts: Sequence[Part]) -> Iterator[Fault]:
     """Check that an operation of a fragment comes after its producers in it."""
     for fragment in _all(parts):
-        made = fragment.made
-        given = {v for op in fragment.ops for v in op.needs if v not in made}
-        yield from in_order(fragment.ops, given, "in a fragment")
+        values = fragment.values
+        inputs = {v for op in fragment.ops for v in op.needs if v not in values}
+        yield from in_order(fragment.ops, inputs, "in a fragment")
 
 
 def interfaces_are_complete(parts: Sequence[Part]) -> Iterator[Fault]:
-    """Check that a fragment lists all values that it uses and does not make, and gives only values of its own."""
+    """Check that a fragment lists all values that it uses and does not make, and outputs only values it makes."""
     for fragment in _all(parts):
-        made = fragment.made
-        reads = {v: op for op in fragment.ops for v in op.reads if v not in made}
+        values = fragment.values
+        reads = {v: op for op in fragment.ops for v in op.reads if v not in values}
         for v in reads.keys() - set(fragment.ins):
             yield Fault(f"a fragment of {_who(fragment)} reads {show(v)}, which it is not given", reads[v].source)
-        for v in set(fragment.outs) - made:
+        for v in set(fragment.outs) - values:
             yield Fault(f"a fragment of {_who(fragment)} gives {show(v)}, which it does not make", _source(fragment))
 
 
 def reads_are_given(parts: Sequence[Part]) -> Iterator[Fault]:
     """Check that a fragment reads values that earlier fragments give."""
-    maker = {o: fragment for fragment in _all(parts) for o in fragment.made}
-    given = {v for fragment in _all(parts) for v in fragment.outs}
-    known: set[ir.Value] = set()
+    maker = {o: fragment for fragment in _all(parts) for o in fragment.values}
+    outs = {v for fragment in _all(parts) for v in fragment.outs}
+    values: set[ir.Value] = set()
     for fragment in _all(parts):
         for v in fragment.ins:
-            if v in maker and v not in given:
+            if v in maker and v not in outs:
                 yield Fault(f"{_who(fragment)} reads {show(v)}, which {_who(maker[v])} keeps", _source(fragment))
-            elif v in maker and v not in known:
+            elif v in maker and v not in values:
                 yield Fault(f"{_who(fragment)} reads {show(v)} before {_who(maker[v])} has made it", _source(fragment))
-        known |= fragment.made
+        values |= fragment.values
 
 
 def leaves_are_given(parts: Sequence[Part]) -> Iterator[Fault]:
     """Check that every sum, stack and carry of an iteration is given by one of its fragments."""
     for part in parts:
         if not isinstance(part, Segment):
-            given = {v for fragment in _fragments(part) for v in fragment.outs}
+            outs = {v for fragment in _fragments(part) for v in fragment.outs}
             for leaf in part.loop.leaves:
-                if leaf not in given:
+                if leaf not in outs:
                     yield Fault(f"no fragment gives {leaf}, a result of an iteration", part.loop.mark.where)
 
 
 def stages_read_earlier_ones(parts: Sequence[Part]) -> Iterator[Fault]:
-    """Check that forward stages read from those before them, backward ones from those behind, none late values."""
+    """Check that forward stages read from earlier stages, backward ones from later ones, and none late values."""
     for part in parts:
         if not _numbered(part):
             continue
-        maker = {o: f for f in part.fragments for o in f.made}
+        maker = {o: f for f in part.fragments for o in f.values}
         for f in part.fragments:
             for v in f.needs:
-                other = maker.get(v, f)
-                if other.phase == f.phase == "F" and (other.stage or 0) > (f.stage or 0):
-                    yield Fault(f"forward stage {f.stage} reads {show(v)} of stage {other.stage}", _source(f))
-                elif other.phase == f.phase == "B" and (other.stage or 0) < (f.stage or 0):
-                    yield Fault(f"backward stage {f.stage} reads {show(v)} of stage {other.stage}", _source(f))
-                elif other.phase == "B" and f.phase == "F":
-                    yield Fault(f"forward stage {f.stage} reads {show(v)} of the backward pass", _source(f))
-                elif other.phase == "L" and f.phase != "L":
-                    yield Fault(f"stage {f.phase}{f.stage} reads {show(v)}, which is late", _source(f))
+                if v in maker and _is_later(maker[v], f):
+                    other = maker[v]
+                    yield Fault(f"{f.phase}{f.stage} reads {show(v)} of {other.phase}{other.stage}", _source(f))
+
+
+def _is_later(maker: Fragment, reader: Fragment) -> bool:
+    """Return whether a fragment comes after a reader in the order of a microbatch: F, then B from behind, then L."""
+    if maker.phase == reader.phase and maker.phase in ("F", "B"):
+        return ((maker.stage or 0) - (reader.stage or 0)) * (1 if maker.phase == "F" else -1) > 0
+    return (maker.phase, reader.phase) == ("B", "F") or (maker.phase == "L" and reader.phase != "L")
 
 
 def tasks_decide_the_stages(parts: Sequence[Part]) -> Iterator[Fault]:
@@ -102,16 +103,16 @@ def tasks_decide_the_stages(parts: Sequence[Part]) -> Iterator[Fault]:
             continue
         meshes = part.submeshes
         route = [meshes[rank] for rank in part.loop.mark.schedule.placement(len(meshes))]
-        leading = leading_to_tasks(op for f in part.fragments for op in f.ops)
+        leading = find_task_inputs(op for f in part.fragments for op in f.ops)
         for phase, way in (("F", route), ("B", route[::-1])):
             ops = [op for f in part.fragments if f.phase == phase for op in f.ops]
             tasks = {op for op in ops if op.task is not None}
             needed, _ = _rounds(ops, way, tasks)
-            taken, last = _rounds(ops, way, tasks | {op for op in ops if not leading.isdisjoint(op.outs)})
-            if last is not None and taken > max(needed, 1):
+            rounds, last = _rounds(ops, way, tasks | {op for op in ops if not leading.isdisjoint(op.outs)})
+            if last is not None and rounds > max(needed, 1):
                 yield Fault(
                     f"{last.prim.name} outside tasks makes {show(last.outs[0])} so late that a microbatch goes "
-                    f"through the {len(meshes)} submeshes {taken} times, where its tasks do so {needed} times",
+                    f"through the {len(meshes)} submeshes {rounds} times, where its tasks do so {needed} times",
                     last.source,
                 )
 
@@ -148,14 +149,14 @@ def cells_run_after_their_inputs(parts: Sequence[Part]) -> Iterator[Fault]:
     for part in parts:
         if not isinstance(part, Pipeline):
             continue
-        maker = {o: n for n, f in enumerate(part.fragments) for o in f.made}
+        maker = {o: n for n, f in enumerate(part.fragments) for o in f.values}
         done: set[tuple[int, int]] = set()
         for n, k in part.cells:
             done.add((n, k))
             f = part.fragments[n]
             for v in f.needs:
                 if v in maker and (maker[v], k) not in done:
-                    early, late = (f"{each.phase}{each.stage}" for each in (f, part.fragments[maker[v]]))
+                    early, late = (f"{fragment.phase}{fragment.stage}" for fragment in (f, part.fragments[maker[v]]))
                     yield Fault(f"{early} of microbatch {k} runs before {late}, which makes {show(v)}", _source(f))
 
 

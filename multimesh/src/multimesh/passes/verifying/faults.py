@@ -11,9 +11,9 @@ from multimesh import ir
 
 @dataclass(frozen=True)
 class Fault:
-    """Where a rule is broken: ``what`` names the value, ``source`` is that of the operation, or the line of a loop."""
+    """A broken rule: ``message`` names the value, ``source`` is that of the operation, or the line of a loop."""
 
-    what: str
+    message: str
     source: Any = None
 
 
@@ -29,21 +29,21 @@ def show(of: Any) -> str:
     return f"{of}:{text}"
 
 
-def in_order(ops: Iterable[ir.Op], given: Iterable[ir.Value], where: str) -> Iterator[Fault]:
+def in_order(ops: Iterable[ir.Op], inputs: Iterable[ir.Value], where: str) -> Iterator[Fault]:
     """Yield faults of operations that use, or wait for, a value that is neither given nor made before."""
-    known = set(given)
+    values = set(inputs)
     for op in ops:
         for v in op.needs:
-            if v not in known:
+            if v not in values:
                 yield Fault(f"{op.prim.name} reads {show(v)} {where}, before anything makes it", op.source)
-        known.update(op.outs)
+        values.update(op.outs)
 
 
 def twice(makers: Iterable[tuple[Sequence[ir.Value], Any]]) -> Iterator[Fault]:
     """Yield faults of values that are made a second time. ``makers`` has values with the source of their producer."""
-    known: set[ir.Value] = set()
-    for made, source in makers:
-        for v in made:
-            if v in known:
+    values: set[ir.Value] = set()
+    for outs, source in makers:
+        for v in outs:
+            if v in values:
                 yield Fault(f"{show(v)} is made twice", source)
-            known.add(v)
+            values.add(v)

@@ -18,11 +18,11 @@ Rule = Callable[[Plan], Iterator[Fault]]
 def kernels_are_in_order(plan: Plan) -> Iterator[Fault]:
     """Check that every operation of a kernel comes after its producers, and that every result is made."""
     for kernel in _computing(plan):
-        given = (*kernel.rows, *kernel.ins)
-        yield from in_order(kernel.ops, given, f"in kernel {kernel.name}")
-        made = {*given, *(o for op in kernel.ops for o in op.outs)}
+        inputs = (*kernel.rows, *kernel.ins)
+        yield from in_order(kernel.ops, inputs, f"in kernel {kernel.name}")
+        values = {*inputs, *(o for op in kernel.ops for o in op.outs)}
         for v in (*kernel.sums, *kernel.outs):
-            if v not in made:
+            if v not in values:
                 yield Fault(f"kernel {kernel.name} gives {show(v)}, which it does not make", _source(kernel))
 
 
@@ -43,73 +43,48 @@ def slots_are_where_they_are_used(plan: Plan) -> Iterator[Fault]:
                 yield _fault(plan, instruction, f"uses s{slot} of submesh {plan.slots[slot].submesh}")
 
 
-def slots_are_written_before_they_are_read(plan: Plan) -> Iterator[Fault]:
-    """Check that every slot is an argument, a constant, or written before it is read."""
-    full = set(plan.given)
+def slots_are_used_in_order(plan: Plan) -> Iterator[Fault]:
+    """Check that a slot is written once, but for accumulators, then read, then freed once.
+
+    No result or constant is freed or overwritten, and nothing is read that a kernel got as a donation.
+    """
+    full, freed, gone = set(plan.initial_slots), set[int](), dict[int, Instruction]()
+    never_freed = {slot for place, slot in plan.outputs if place == "slot"} | {slot for _, slot in plan.constants}
     for instruction in plan.instructions:
-        if not isinstance(instruction, Free):
-            for slot in instruction.ins:
-                if slot not in full:
-                    yield _fault(plan, instruction, f"reads s{slot}, which is empty")
-            full.update(instruction.outs)
-    for position, (what, slot) in enumerate(plan.outputs):
-        if what == "slot" and slot not in full:
-            yield Fault(f"result {position} is s{slot}, which is empty")
-
-
-def slots_are_written_once(plan: Plan) -> Iterator[Fault]:
-    """Check that a slot is written once, but for the accumulator that a kernel reads and writes."""
-    full = set(plan.given)
-    for instruction in plan.instructions:
-        sums = plan.kernels[instruction.kernel].sums if isinstance(instruction, Run) else ()
-        for slot in instruction.outs:
-            if slot in full and slot not in instruction.ins[: len(sums)]:
-                yield _fault(plan, instruction, f"writes s{slot}, which holds something else")
-            full.add(slot)
-
-
-def slots_are_freed_once(plan: Plan) -> Iterator[Fault]:
-    """Check that a slot is freed once, after its last use; a result or a constant never."""
-    kept = {slot for what, slot in plan.outputs if what == "slot"} | {slot for _, slot in plan.constants}
-    freed: set[int] = set()
-    for instruction in plan.instructions:
-        for slot in (*instruction.ins, *instruction.outs):
+        is_free, outs = isinstance(instruction, Free), instruction.outs
+        kernel = plan.kernels[instruction.kernel] if isinstance(instruction, Run) else None
+        grown = instruction.ins[: len(kernel.sums)] if kernel else ()
+        for slot in instruction.ins:
             if slot in freed:
                 yield _fault(plan, instruction, f"uses s{slot} after it was freed")
-        if isinstance(instruction, Free):
-            freed.update(instruction.ins)
-            for slot in kept.intersection(instruction.ins):
-                yield _fault(plan, instruction, f"frees s{slot}, which is a result or a constant")
+            elif not is_free and slot not in full:
+                yield _fault(plan, instruction, f"reads s{slot}, which is empty")
+            elif not is_free and slot in gone:
+                yield _fault(plan, instruction, f"reads s{slot}, which '{gone[slot]}' may have overwritten")
+        for slot in outs:
+            if slot in full and slot not in grown:
+                yield _fault(plan, instruction, f"writes s{slot}, which holds, or held, something else")
+        donated = set(plan.donated_by(instruction)) - set(outs) if isinstance(instruction, Run) else set[int]()
+        gone.update(dict.fromkeys(donated, instruction))
+        freed.update(instruction.ins if is_free else ())
+        full.update(outs)
+        for slot in never_freed & (set(instruction.ins) if is_free else donated):
+            yield _fault(plan, instruction, f"frees or overwrites s{slot}, which is a result or a constant")
+    for position, (place, slot) in enumerate(plan.outputs):
+        if place == "slot" and slot not in full:
+            yield Fault(f"result {position} is s{slot}, which is empty")
     used = {slot for instruction in plan.instructions for slot in (*instruction.ins, *instruction.outs)}
-    for slot in sorted(used - freed - kept):
-        yield Fault(f"s{slot} is never freed")
+    yield from (Fault(f"s{slot} is never freed") for slot in sorted(used - freed - never_freed))
 
 
 def results_have_slots_of_their_own(plan: Plan) -> Iterator[Fault]:
     """Check that no two results share a slot, and that none has that of an argument."""
-    taken = {slot for _, slot in plan.inputs}
-    for position, (what, slot) in enumerate(plan.outputs):
-        if what == "slot" and slot in taken:
+    used = {slot for _, slot in plan.inputs}
+    for position, (place, slot) in enumerate(plan.outputs):
+        if place == "slot" and slot in used:
             yield Fault(f"result {position} is s{slot}, which is another result or an argument")
-        elif what == "slot":
-            taken.add(slot)
-
-
-def donated_slots_are_not_read_again(plan: Plan) -> Iterator[Fault]:
-    """Check that a donated slot is not read again, unless the kernel wrote it anew."""
-    kept = {slot for what, slot in plan.outputs if what == "slot"} | {slot for _, slot in plan.constants}
-    gone: dict[int, Instruction] = {}
-    for instruction in plan.instructions:
-        if isinstance(instruction, Free):
-            continue
-        for slot in instruction.ins:
-            if slot in gone:
-                yield _fault(plan, instruction, f"reads s{slot}, which '{gone[slot]}' may have overwritten")
-        donated = plan.donated_by(instruction) if isinstance(instruction, Run) else ()
-        for slot in set(donated) - set(instruction.outs):
-            gone[slot] = instruction
-            if slot in kept:
-                yield _fault(plan, instruction, f"may overwrite s{slot}, which is a result or a constant")
+        elif place == "slot":
+            used.add(slot)
 
 
 def slots_are_of_the_types_of_values(plan: Plan) -> Iterator[Fault]:
@@ -124,8 +99,8 @@ def slots_are_of_the_types_of_values(plan: Plan) -> Iterator[Fault]:
                 continue
             stacked = v in kernel.rows
             shape, dtype = kind(v)
-            held = plan.slots[slot].shape[1:] if stacked else plan.slots[slot].shape
-            if (held, plan.slots[slot].dtype) != (shape, dtype):
+            slot_shape = plan.slots[slot].shape[1:] if stacked else plan.slots[slot].shape
+            if (slot_shape, plan.slots[slot].dtype) != (shape, dtype):
                 yield _fault(plan, run, f"has {kind(plan.slots[slot])} in s{slot}, not {show(v)}")
 
 
@@ -142,8 +117,8 @@ def readers_see_the_type_that_was_made(plan: Plan) -> Iterator[Fault]:
             for v, slot in zip(ins, instruction.ins, strict=False):
                 if v is not None and v not in (*kernel.sums, *kernel.rows) and weak.get(slot, _weak(v)) != _weak(v):
                     yield _fault(plan, instruction, f"reads {show(v)}, made with another weak type")
-            made = zip(outs[len(kernel.sums) :], instruction.outs[len(kernel.sums) :], strict=False)
-            weak.update((slot, _weak(v)) for v, slot in made)
+            results = zip(outs[len(kernel.sums) :], instruction.outs[len(kernel.sums) :], strict=False)
+            weak.update((slot, _weak(v)) for v, slot in results)
 
 
 def transfers_have_equal_ends(plan: Plan) -> Iterator[Fault]:
@@ -162,12 +137,12 @@ def transfers_are_sent_then_received(plan: Plan) -> Iterator[Fault]:
     """Check that each transfer is sent once, and received once after that, as it says itself."""
     ends = group((i.transfer, i) for i in plan.instructions if isinstance(i, (Send, Recv)))
     for n, transfer in enumerate(plan.transfers):
-        found, source, target = ends.pop(n, []), transfer.source, transfer.target
-        about = (found[0].task, found[0].microbatch) if found else ("", None)
+        instructions, source, target = ends.pop(n, []), transfer.source, transfer.target
+        about = (instructions[0].task, instructions[0].microbatch) if instructions else ("", None)
         want = [Send(source, target, n, transfer.ins, *about), Recv(target, source, n, transfer.outs, *about)]
-        if found != want or transfer.id != n:
-            yield Fault(f"transfer {transfer.id} is not sent, then received: {', '.join(map(str, found))}")
-    yield from (Fault(f"there is no transfer {n}, which '{found[0]}' names") for n, found in ends.items())
+        if instructions != want or transfer.id != n:
+            yield Fault(f"transfer {transfer.id} is not sent, then received: {', '.join(map(str, instructions))}")
+    yield from (Fault(f"there is no transfer {n}, which '{instructions[0]}' names") for n, instructions in ends.items())
 
 
 def layouts_fit(plan: Plan) -> Iterator[Fault]:
@@ -186,11 +161,8 @@ RULES: tuple[Rule, ...] = (
     kernels_are_in_order,
     kernels_assign_once,
     slots_are_where_they_are_used,
-    slots_are_written_before_they_are_read,
-    slots_are_written_once,
-    slots_are_freed_once,
+    slots_are_used_in_order,
     results_have_slots_of_their_own,
-    donated_slots_are_not_read_again,
     slots_are_of_the_types_of_values,
     readers_see_the_type_that_was_made,
     transfers_have_equal_ends,
@@ -221,7 +193,7 @@ def _source(kernel: Kernel) -> Any:
     return next((op.source for op in reversed(kernel.ops)), None)
 
 
-def _fault(plan: Plan, instruction: Instruction, what: str) -> Fault:
+def _fault(plan: Plan, instruction: Instruction, problem: str) -> Fault:
     """Return a fault of an instruction. Its source is that of the last operation that it runs."""
     source = _source(plan.kernels[instruction.kernel]) if isinstance(instruction, Run) else None
-    return Fault(f"'{instruction}' {what}", source)
+    return Fault(f"'{instruction}' {problem}", source)

@@ -28,40 +28,40 @@ def assigned_once(program: ir.Program) -> Iterator[Fault]:
 
 
 def made_before_read(program: ir.Program) -> Iterator[Fault]:
-    """Check that an operation, a loop or a result uses values made before, in the same body or outside of all."""
-    known = {*program.inputs, *program.consts}
+    """Check that operations, loops and results read only earlier values, of their body or outside of loops."""
+    values = {*program.inputs, *program.consts}
     for item in program.items:
         if isinstance(item, ir.Op):
-            yield from in_order([item], known, "outside of loops")
+            yield from in_order([item], values, "outside of loops")
         else:
             for v in item.reads:
-                if v not in known:
+                if v not in values:
                     yield Fault(f"a loop reads {show(v)} before anything makes it", item.mark.where)
             inner = {*_arguments(item), *program.consts}
             yield from in_order(item.ops, inner, "in a loop")
-        known.update(item.outs)
+        values.update(item.outs)
     for v in ir.values(program.outputs):
-        if v not in known:
+        if v not in values:
             yield Fault(f"result {show(v)} is made by nothing")
 
 
 def leaves_are_made(program: ir.Program) -> Iterator[Fault]:
     """Check that an operation of the iteration makes each value that leaves it, and so gives the value a submesh."""
     for loop in program.loops:
-        made = {o for op in loop.ops for o in op.outs}
-        for what, leaf in _leaves(loop):
-            if leaf not in made:
-                yield Fault(f"no operation of the iteration makes {leaf}, which it {what}", loop.mark.where)
+        values = {o for op in loop.ops for o in op.outs}
+        for verb, leaf in _leaves(loop):
+            if leaf not in values:
+                yield Fault(f"no operation of the iteration makes {leaf}, which it {verb}", loop.mark.where)
 
 
 def rows_are_made(program: ir.Program) -> Iterator[Fault]:
-    """Check that an earlier loop makes the rows that a loop reads, iteration by iteration, and as often."""
-    made: dict[ir.Value, int] = {}
+    """Check that the rows that a loop reads come from an earlier loop of as many iterations."""
+    rows: dict[ir.Value, int] = {}
     for loop in program.loops:
         for inner, row in loop.linked.items():
-            if made.get(row) != loop.mark.count:
+            if rows.get(row) != loop.mark.count:
                 yield Fault(f"{show(inner)} is row {row} of an earlier loop, which does not make it", loop.mark.where)
-        made |= {o: loop.mark.count for op in loop.ops for o in op.outs}
+        rows |= {o: loop.mark.count for op in loop.ops for o in op.outs}
 
 
 def edges_are_of_one_type(program: ir.Program) -> Iterator[Fault]:
@@ -92,7 +92,7 @@ def placed(program: ir.Program) -> Iterator[Fault]:
 
 
 def tasks_are_at_home(program: ir.Program) -> Iterator[Fault]:
-    """Check that an operation of a task is on the task's submesh. ``send_less`` repeats some elsewhere."""
+    """Check that an operation of a task is on the task's submesh. ``recompute_transfers`` repeats some elsewhere."""
     for op in all_ops(program):
         if op.mesh is not None and op.task is not None and op.task.mesh != op.mesh:
             yield Fault(f"{op} of task {op.task.name!r} is on {describe(op.mesh)}", op.source)
@@ -101,44 +101,44 @@ def tasks_are_at_home(program: ir.Program) -> Iterator[Fault]:
 def one_home(program: ir.Program) -> Iterator[Fault]:
     """Check that a value lives where its operation runs, and a result of a loop where its leaf is made."""
     homes = program.homes
-    made: dict[ir.Value, Mesh] = {}
+    meshes: dict[ir.Value, Mesh] = {}
     for op in all_ops(program):
-        made.update((o, op.mesh) for o in op.outs if op.mesh is not None)
+        meshes.update((o, op.mesh) for o in op.outs if op.mesh is not None)
     for loop in program.loops:
-        made |= {out: made[leaf] for out, leaf in zip(loop.outs, loop.leaves, strict=True) if leaf in made}
-    for v, mesh in made.items():
+        meshes |= {out: meshes[leaf] for out, leaf in zip(loop.outs, loop.leaves, strict=True) if leaf in meshes}
+    for v, mesh in meshes.items():
         if v in homes and homes[v] != mesh:
             yield Fault(f"{show(v)} is made on {describe(mesh)}, and said to be on {describe(homes[v])}")
     for v in ir.values(program.outputs):
-        if v in made and v not in homes:
+        if v in meshes and v not in homes:
             yield Fault(f"result {show(v)} has no home")
 
 
 Rule = Callable[[ir.Program], Iterator[Fault]]
 _SINCE: dict[str, tuple[Rule, ...]] = {
-    "inline": (assigned_once, made_before_read, rows_are_made, edges_are_of_one_type),
-    "fuse": (),
-    "separate": (leaves_are_made,),
-    "slices": (),
-    "accumulate": (),
-    "stacks": (),
-    "place": (placed, one_home, tasks_are_at_home),
+    "inline_calls": (assigned_once, made_before_read, rows_are_made, edges_are_of_one_type),
+    "fuse_loops": (),
+    "separate_sums": (leaves_are_made,),
+    "hoist_slices": (),
+    "widen_sums": (),
+    "cut_stacks": (),
+    "place_operations": (placed, one_home, tasks_are_at_home),
 }
 
 
 def rules_after(name: str) -> tuple[Rule, ...]:
     """Return the rules that hold after a pass: its own and those of all passes before it."""
-    known = list(_SINCE)
-    upto = known.index(name) + 1 if name in known else len(known)
+    passes = list(_SINCE)
+    upto = passes.index(name) + 1 if name in passes else len(passes)
     rules = (rule for rules in list(_SINCE.values())[:upto] for rule in rules)
-    copied = name in ("send_less", "schedules")  # operations of tasks, to where they are read
+    copied = name in ("recompute_transfers", "replace_schedules")  # operations of tasks, to where they are read
     return tuple(rule for rule in rules if not copied or rule is not tasks_are_at_home)
 
 
 def _arguments(loop: ir.Loop) -> tuple[ir.Value, ...]:
     """Return the arguments of the body of a loop."""
-    given = (*loop.consts, *loop.slices, *loop.linked)
-    return (*given, *(v for v in loop.carries if v not in given))
+    arguments = (*loop.consts, *loop.slices, *loop.linked)
+    return (*arguments, *(v for v in loop.carries if v not in arguments))
 
 
 def _leaves(loop: ir.Loop) -> Iterator[tuple[str, ir.Atom]]:

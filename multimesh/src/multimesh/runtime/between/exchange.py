@@ -1,4 +1,4 @@
-"""Moves of a plan's arrays between processes, piece by piece, by one of the transports of `carriers`.
+"""Moves of a plan's arrays between processes, piece by piece, by one of the transports of `transports`.
 
 Every process makes the same calls in the same order, each as far as it takes part. The key of a call is the same in all
 of them: the plan, the number of the run, and the place of the call in the plan.
@@ -20,10 +20,10 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from multimesh.errors import UsageError
 from multimesh.processes import agree
 from multimesh.processes.arrays import here
-from multimesh.runtime.actions import Lane, Parcel, lanes
-from multimesh.runtime.between.carriers import carrier, on_device
-from multimesh.runtime.between.first_transfers import try_ways
-from multimesh.runtime.transport import ends
+from multimesh.runtime.actions import Piece, ProcessTransfer, process_transfers
+from multimesh.runtime.between.first_transfers import try_transfers
+from multimesh.runtime.between.transports import get_transport, on_device
+from multimesh.runtime.resharding import make_resharder
 
 turn = threading.RLock()
 """Held while a plan runs. Threads that ran plans at once would run them in another order in each process."""
@@ -34,20 +34,20 @@ class Exchange:
 
     def __init__(self, plan: int, transport: str | None):
         self.plan, self._run = plan, 0
-        self.carrier = carrier(transport)
-        self._untried: list[Lane] = []  # of the movers made since `start`
+        self.transport = get_transport(transport)
+        self._untried: list[ProcessTransfer] = []  # of the movers made since `start`
         self._starts = 0
 
     def start(self) -> None:
-        """Wait for all processes, then let a first transfer go each way that new movers use.
+        """Wait for all processes, then make a first transfer on each pair of devices that new movers use.
 
         All processes call it when they have made the same movers.
 
         Raises ``LostProcessError`` if a process does not come here, or a first transfer does not arrive, in time.
         """
-        what = f"moves {self._starts} of plan {self.plan} are" if self._starts else f"plan {self.plan} is"
-        agree.barrier(f"{what} compiled")
-        try_ways(self.carrier, self._untried, (self.plan, 0, self._starts))
+        state = f"moves {self._starts} of plan {self.plan} are" if self._starts else f"plan {self.plan} is"
+        agree.barrier(f"{state} compiled")
+        try_transfers(self.transport, self._untried, (self.plan, 0, self._starts))
         self._untried, self._starts = [], self._starts + 1
 
     def begin(self) -> None:
@@ -69,48 +69,46 @@ class Exchange:
         buffers of arrays that are ``lent``. Arrays marked ``shown`` are returned to the caller and keep their mesh in
         the type. Others drop it if they lie on one device, which saves 10 us.
         """
-        both = [
-            ends(_mesh_layout(s), t, tuple(a.shape), a.dtype) for s, t, a in zip(sources, targets, avals, strict=True)
-        ]
-        whole = lanes([end.way for end in both])
+        layouts = zip(map(_mesh_layout, sources), targets, avals, strict=True)
+        both = [make_resharder(source, target, tuple(a.shape), a.dtype) for source, target, a in layouts]
+        every = process_transfers([r.resharding for r in both])
         full = [math.prod(end.piece.shape) > 0 for end in both]  # nothing is sent of an array without elements
         crossing = [
-            replace(lane, parcels=tuple(parcel for parcel in lane.parcels if full[parcel.array]))
-            for lane in whole
-            if lane.source != lane.target
+            replace(t, pieces=tuple(piece for piece in t.pieces if full[piece.array]))
+            for t in every
+            if t.source != t.target
         ]
-        crossing = [lane for lane in crossing if lane.parcels]
+        crossing = [t for t in crossing if t.pieces]
         self._untried += crossing
         types = [_drop_layout(end.piece) if at else end.piece for end, at in zip(both, shown, strict=True)]
-        carry = self.carrier.link(crossing, types)
+        send = self.transport.connect(crossing, types)
         me = jax.process_index()
-        sent = [parcel for lane in crossing if lane.source == me for parcel in lane.parcels]
-        stays = [parcel for lane in whole if lane.source == lane.target == me for parcel in lane.parcels]
-        copied = {
-            parcel for parcel in sent if self.carrier.late and lent[parcel.array] and not both[parcel.array].fresh
-        }
-        places = [SingleDeviceSharding(p.piece.target, memory_kind=targets[p.array].memory_kind) for p in stays]
+        sent = [piece for t in crossing if t.source == me for piece in t.pieces]
+        stays = [piece for t in every if t.source == t.target == me for piece in t.pieces]
+        copied = {piece for piece in sent if self.transport.late and lent[piece.array] and not both[piece.array].fresh}
+        places = [SingleDeviceSharding(p.copy.target, memory_kind=targets[p.array].memory_kind) for p in stays]
         leaves = [here(source.device_set) for source in sources]
-        arriving = {(p.array, p.piece): p for lane in whole if lane.target == me for p in lane.parcels}
+        arriving = {(p.array, p.copy): p for t in every if t.target == me for p in t.pieces}
         empty = {
-            parcel: jax.device_put(np.empty(both[parcel.array].piece.shape, both[parcel.array].piece.dtype), device)
-            for parcel, device in ((p, p.piece.target) for p in arriving.values() if not full[p.array])
+            piece: jax.device_put(np.empty(both[piece.array].piece.shape, both[piece.array].piece.dtype), device)
+            for piece, device in ((p, p.copy.target) for p in arriving.values() if not full[p.array])
         }
-        mine = [[arriving[n, p] for p in e.way.pieces if p.target.process_index == me] for n, e in enumerate(both)]
+        local = [[c for c in end.resharding.copies if c.target.process_index == me] for end in both]
+        expected = [[arriving[n, c] for c in copies] for n, copies in enumerate(local)]
 
         def move(*arrays: Any) -> list[Any]:
-            held = [end.leave(x) if at else () for end, x, at in zip(both, arrays, leaves, strict=True)]
+            shards = [end.split(x) if at else () for end, x, at in zip(both, arrays, leaves, strict=True)]
 
-            def piece(parcel: Parcel) -> Any:
-                return held[parcel.array][parcel.piece.cut][parcel.piece.source]
+            def data(piece: Piece) -> Any:
+                return shards[piece.array][piece.copy.cut][piece.copy.source]
 
-            pieces = {parcel: jnp.copy(piece(parcel)) if parcel in copied else piece(parcel) for parcel in sent}
-            got = empty | carry((self.plan, self._run, number), pieces)
+            pieces = {piece: jnp.copy(data(piece)) if piece in copied else data(piece) for piece in sent}
+            got = empty | send((self.plan, self._run, number), pieces)
             if stays:
-                got.update(zip(stays, jax.device_put([piece(parcel) for parcel in stays], places), strict=True))
+                got.update(zip(stays, jax.device_put([data(piece) for piece in stays], places), strict=True))
             return [
-                end.arrive([got[parcel] for parcel in wanted]) if wanted else None
-                for end, wanted in zip(both, mine, strict=True)
+                end.join_pieces([got[piece] for piece in pieces]) if pieces else None
+                for end, pieces in zip(both, expected, strict=True)
             ]
 
         return move

@@ -1,1 +1,0 @@
-"""Accelerators: their rates, and the seconds of kernels and collectives."""

@@ -1,0 +1,183 @@
+"""The split of a backward fragment in two: B feeds other fragments, W has the rest, which is weight gradients.
+
+A scan over layers makes both. Its body is split likewise, into a scan that carries the cotangents and one, in W, that
+makes the weight gradients from what the first stacks. W computes again what needs no cotangent, as the forward that
+`jax.checkpoint` repeats. Every operation reads the values that it read before.
+
+Where another process waits for a backward, its result leaves before W, which fills the time of the transfer. Such a W
+follows its B at once, also in schedules without W: no submesh holds more microbatches than without it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import jax
+
+from multimesh import ir
+from multimesh.core import _compat
+from multimesh.ir import graph
+from multimesh.ir.flops import count_flops
+from multimesh.passes.cutting.parts import Fragment, Pipeline, with_interfaces
+from multimesh.schedules import Cell
+
+_MOST_WORK = 1.02
+"""Split only if B and W have at most so many times the operations of one kernel for both."""
+
+
+def split_weight_gradients(pipeline: Pipeline, owner: Callable[[jax.Device], int]) -> Pipeline:
+    """Split backward fragments where the table has B and W apart, or where cotangents are sent before W.
+
+    A first stage that always runs them back to back is not split; where others wait for B, its result leaves before W.
+    ``owner`` gives the process of a device.
+    """
+    stages = {c.stage for c in itertools.chain(*pipeline.table) if c.phase == "W"}
+    stages -= find_adjacent(pipeline.table, "B", "W") & {0}
+    ahead = set[int]() if stages else _send_ahead(pipeline, owner)
+    table = tuple(tuple(itertools.chain(*(_with_weights(cell, ahead) for cell in row))) for row in pipeline.table)
+    fragments = split_weights(pipeline.fragments, stages | ahead, set(pipeline.results))
+    return replace(pipeline, table=table, fragments=fragments)
+
+
+def _with_weights(cell: Cell, ahead: set[int]) -> tuple[Cell, ...]:
+    follows = cell.phase == "B" and cell.stage in ahead
+    return (cell, Cell("W", cell.stage, cell.microbatch)) if follows else (cell,)
+
+
+def _send_ahead(pipeline: Pipeline, owner: Callable[[jax.Device], int]) -> set[int]:
+    """Return the stages whose cotangents leave before their weight gradients: other processes wait for them.
+
+    A stage whose W would compute a product again that B has computed, as under `jax.checkpoint`, sends as it did.
+    """
+    mark = pipeline.loop.mark
+    if not mark.schedule.sends_ahead or pipeline.loop.carries:
+        return set()
+    processes = {mesh: set(map(owner, mesh.devices.flat)) for mesh in pipeline.submeshes}
+    backward = [part for part in pipeline.fragments if part.phase == "B"]
+    waited = [
+        part
+        for part in backward
+        if any(processes[part.mesh].isdisjoint(processes[f.mesh]) and part.values & {*f.needs} for f in backward)
+    ]
+    stages = {part.stage for part in waited if part.stage is not None}
+    halves = split_weights(pipeline.fragments, stages, set(pipeline.results)) if stages else ()
+    ahead: set[int] = set()
+    for part in waited:
+        both = [half for half in halves if half.stage == part.stage and half.phase in ("B", "W")]
+        work = sum(count_flops(half.ops) for half in both)
+        if part.stage is not None and len(both) == 2 and work <= _MOST_WORK * count_flops(part.ops):
+            ahead.add(part.stage)
+    return ahead
+
+
+def find_adjacent(table: Sequence[Sequence[Cell]], first: str, second: str) -> set[int]:
+    """Return the stages whose ``second`` phase always follows ``first`` at once."""
+    pairs = {pair for row in table for pair in itertools.pairwise(row)}
+    cells = [c for c in itertools.chain(*table) if c.phase == first]
+    separate = {c.stage for c in cells if (c, Cell(second, c.stage, c.microbatch)) not in pairs}
+    return {c.stage for c in cells} - separate
+
+
+def split_weights(fragments: Sequence[Fragment], stages: Iterable[int], results: set[ir.Value]) -> tuple[Fragment, ...]:
+    """Split the backward fragments of ``stages``. If nothing waits for a fragment, as for the first, it is all W.
+
+    ``fragments`` are in the order of the data, and ``results`` are read outside of the loop.
+    """
+    stage_numbers = set(stages)
+    last = max((part.level for part in fragments if part.phase != "L"), default=0)
+    split: list[Fragment] = []
+    for part in fragments:
+        if part.phase != "B" or part.stage not in stage_numbers:
+            split.append(part)
+            continue
+        others = [f for f in fragments if f is not part and f.phase != "L"]  # what is late can wait for W
+        elsewhere = {v for f in others for v in f.needs}
+        received = {v for f in others if f.phase == "B" for v in f.outs}
+        cotangents = {v for v in part.ins if v in received or v.aval.size == 1}
+        tied = _find_repeats(part.ops, cotangents)
+        here, later = _split(part.ops, elsewhere & part.values, cotangents, tied)
+        if here:
+            split.append(replace(part, ops=here))
+        if later:
+            split.append(replace(part, ops=later, phase="W", level=last + 1 + part.level))
+    return with_interfaces(sorted(split, key=lambda part: part.level), results)
+
+
+def _taint(ops: Sequence[ir.Op], sources: Iterable[ir.Value]) -> set[ir.Value]:
+    """Return the values that depend on any of ``sources``. A barrier only orders, and carries no dependence."""
+    taints = set(sources)
+    for op in ops:
+        if op.prim is _compat.optimization_barrier_p:
+            taints.update(o for i, o in zip(op.ins, op.outs, strict=True) if isinstance(i, ir.Value) and i in taints)
+        elif any(v in taints for v in op.reads):
+            taints.update(op.outs)
+    return taints
+
+
+def _find_repeats(ops: Sequence[ir.Op], cotangents: set[ir.Value]) -> set[ir.Value]:
+    """Return values that `jax.checkpoint` recomputes: a barrier ties their inputs to a cotangent."""
+    tainted = _taint(ops, cotangents)
+    local = {o for op in ops for o in op.outs}
+    repeats: set[ir.Value] = set()
+    for op in ops:
+        if op.prim is _compat.optimization_barrier_p:
+            free = [isinstance(i, ir.Value) and i not in tainted and (i in repeats or i not in local) for i in op.ins]
+            if not all(free):
+                repeats.update(o for o, f in zip(op.outs, free, strict=True) if f)
+        elif any(v in repeats for v in op.reads) and all(v in repeats or v not in local for v in op.reads):
+            repeats.update(o for o in op.outs if o not in tainted)
+    return repeats
+
+
+def _split(
+    ops: Sequence[ir.Op], needed: set[ir.Value], cotangents: set[ir.Value], repeatable: set[ir.Value]
+) -> tuple[tuple[ir.Op, ...], tuple[ir.Op, ...]]:
+    """Split operations: those that make ``needed`` values, and the others with copies of ``repeatable`` ones."""
+    needed = set(needed)
+    tainted = _taint(ops, cotangents)
+    here: list[ir.Op] = []
+    later: list[ir.Op] = []
+    for op in reversed(ops):
+        if not op.effects and not any(o in needed for o in op.outs):
+            later.append(op)
+            continue
+        parts = None
+        if op.prim.name == "scan" and not op.effects:
+            from multimesh.passes.cutting.split_scan import split_scan  # loaded by scans alone
+
+            parts = split_scan(op, needed, tainted, _split_body)
+        if parts is not None:
+            op = parts[0]
+            later.append(parts[1])
+        here.append(op)
+        needed.update(op.needs)
+    here.reverse()
+    later.reverse()
+    return tuple(here), _with_copies(here, later, repeatable)
+
+
+def _split_body(
+    ops: Sequence[ir.Op], needed: set[ir.Value], cotangents: set[ir.Value]
+) -> tuple[tuple[ir.Op, ...], tuple[ir.Op, ...]]:
+    """Split the body of a scan: ``needed`` values, then the rest, which may repeat what depends on no cotangent."""
+    return _split(ops, needed, cotangents, {o for op in ops for o in op.outs} - _taint(ops, cotangents))
+
+
+def _with_copies(here: Sequence[ir.Op], later: Sequence[ir.Op], repeatable: set[ir.Value]) -> tuple[ir.Op, ...]:
+    """Prepend to ``later`` copies of the ``repeatable`` operations of ``here`` whose values it reads."""
+    needed = {v for op in later for v in op.reads if v in repeatable}
+    copied: list[ir.Op] = []
+    for op in reversed(here):
+        if any(o in needed for o in op.outs):
+            copied.append(op)
+            needed.update(v for v in op.reads if v in repeatable)
+    rename: dict[ir.Value, ir.Atom] = {}
+    copies: list[ir.Op] = []
+    for op in reversed(copied):
+        if op.prim is _compat.optimization_barrier_p:  # a kernel of its own needs no tie to its cotangents
+            rename.update((o, i) for o, i in zip(op.outs, op.ins, strict=True) if o in repeatable)
+        else:
+            copies.append(graph.repeat_op(op, rename))
+    return (*copies, *(graph.rename_op(op, rename) for op in later))

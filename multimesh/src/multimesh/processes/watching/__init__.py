@@ -1,1 +1,0 @@
-"""How the processes of a job meet, learn of each other's end, and end together."""

@@ -1,0 +1,1 @@
+"""State on disk: `save`, `restore` and `verify`, in Orbax's format, with checksums of all files."""

@@ -1,0 +1,187 @@
+"""Saving: each process writes its own shards, and when all have, process 0 gives the folder its name.
+
+A save writes to a folder of a name that no other writer has, and renames it: of two jobs that save to one path one is
+told, and nothing is ever a mixture of both. Orbax's own checkpointer has one such name for all jobs, and its processes
+wait for one that can't write until a barrier times out.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import errno
+import importlib
+import itertools
+import os
+import re
+import secrets
+import shutil
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar, cast
+
+import jax
+
+from multimesh.errors import MissingPartError, MultiMeshError, UsageError
+from multimesh.processes import agree
+from multimesh.processes.arrays import is_key
+from multimesh.state import file_sums
+from multimesh.state.leaves import has_sharding, kind_of, name_leaves
+
+OLDEST = (0, 12, 4)
+"""Orbax before this fails where JAX's preemption service is off, as `initialize` leaves it."""
+
+HALF = ".half-written"
+"""Ending of the name of a checkpoint that is being written."""
+
+_OF_TENSORSTORE = re.compile(r'local file "([^"]+)".*: ([^:\[]+) \[', re.DOTALL)
+_numbers = itertools.count(1)
+T = TypeVar("T")
+_thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="multimesh-save")
+_last: concurrent.futures.Future[None] | None = None
+
+
+def load_handlers(user: str) -> ModuleType:
+    """Import our handlers of Orbax, for ``user``, a public name.
+
+    Raises ``MissingPartError`` where Orbax is not installed, or is older than `OLDEST`.
+    """
+    try:
+        version = metadata.version("orbax-checkpoint")
+    except metadata.PackageNotFoundError:
+        version = "none"
+    if tuple(map(int, re.findall(r"\d+", version)[:3])) < OLDEST:
+        raise MissingPartError(
+            f"{user} needs orbax-checkpoint {'.'.join(map(str, OLDEST))} or later, and {version} is installed: "
+            "pip install 'multimesh-jax[checkpoints]'"
+        )
+    return importlib.import_module("multimesh.state.handlers")
+
+
+def save(path: Path, tree: Any, *, background: bool = False) -> None:
+    """See `multimesh.distributed.save`."""
+    global _last
+    handlers = load_handlers("mm.distributed.save")
+    wait_for_save()
+    leaves = name_leaves(tree)
+    if not leaves:
+        raise UsageError(f"mm.distributed.save to {path}: the tree has no leaves; give it an array or a number")
+    kinds = {name: kind_of(x) for name, x in leaves.items()}
+    stored = {name: handlers.store(name, x) for name, x in leaves.items()}
+    step = f"save {next(_numbers)}"
+    places = {name: f" on {x.sharding}" if has_sharding(x) else "" for name, x in leaves.items()}
+    agree.agree_on(step, [str(path), *(f"{name}: {kinds[name]}{place}" for name, place in places.items())])
+    writer = agree.first_says(step, f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
+    half = path.with_name(f"{path.name}@{writer}{HALF}")
+
+    def begin() -> None:
+        if jax.process_index() == 0:
+            with _explain_errors(path, half):
+                _refuse_existing(path)
+                half.mkdir(parents=True)
+
+    together(f"{step}/begin", begin)
+    keys = {name: str(jax.random.key_impl(x)) for name, x in leaves.items() if is_key(x)}
+    contents = {"records": jax.process_count(), "leaves": kinds, "keys": keys}
+    written = handlers.begin_write(half, stored, contents)
+    if background:
+        _last = _thread.submit(_finish, step, path, half, *written)
+    else:
+        _finish(step, path, half, *written)
+
+
+def wait_for_save() -> None:
+    """Wait until the save in the background is complete; raise its error, once. Ctrl-C ends the wait, not the save."""
+    global _last
+    if _last is not None:
+        concurrent.futures.wait([_last])
+        done, _last = _last, None
+        done.result()
+
+
+def _wait_at_end() -> None:
+    """Wait as the process ends. Tell an error that nobody has heard of in one line, and end with its code."""
+    try:
+        wait_for_save()
+    except Exception as error:  # noqa: BLE001 - whatever it is, no one else tells it
+        sys.stderr.write(f"multimesh: {error}\n")
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(getattr(error, "exit_code", 1))
+
+
+# Python calls these in reverse order before it ends: while it still starts threads, which Orbax needs.
+threading._register_atexit(_wait_at_end)  # type: ignore[attr-defined]
+
+
+def together(name: str, part: Callable[[], T], then: Callable[[Sequence[T]], None] | None = None) -> T:
+    """Run a part in every process, then ``then`` on all results in process 0; raise an error of one in all of them."""
+    error, result = None, None
+    try:
+        result = part()
+    except MultiMeshError as wrong:
+        error = wrong
+    if then is None:
+        agree.raise_together(name, error)
+    else:
+        agree.raise_together(name, error, result, then)
+    return cast("T", result)
+
+
+def _finish(step: str, path: Path, half: Path, futures: Sequence[Any], files: Sequence[str]) -> None:
+    """Wait until this process has written its files; when all have, let process 0 name the checkpoint."""
+    sums: dict[str, file_sums.Sums] = {}
+
+    def write() -> list[str]:
+        with _explain_errors(path, half):
+            for future in futures:
+                future.result()
+            sums.update(file_sums.sum_files(half, files))
+            if jax.process_index():
+                file_sums.write_sums(half, sums, jax.process_index(), jax.process_count())
+        return [*files]
+
+    def name(files_of_all: Sequence[Sequence[str]]) -> None:
+        with _explain_errors(path, half):
+            load_handlers("mm.distributed.save").finish_write(half)
+            others = sorted({*file_sums.list_files(half)}.difference(*files_of_all))
+            file_sums.write_sums(half, sums | file_sums.sum_files(half, others), 0, len(files_of_all))
+            _refuse_existing(path)
+            half.rename(path)
+        for remnant in path.parent.glob(f"*{HALF}"):  # of jobs that were killed, or that will be told
+            if remnant.name.rpartition("@")[0] == path.name:
+                shutil.rmtree(remnant, ignore_errors=True)
+
+    try:
+        together(f"{step}/finish", write, name)
+    except MultiMeshError:
+        if jax.process_index() == 0:
+            shutil.rmtree(half, ignore_errors=True)
+        raise
+
+
+def _refuse_existing(path: Path) -> None:
+    if path.exists():
+        raise FileExistsError(errno.EEXIST, "", str(path))
+
+
+@contextlib.contextmanager
+def _explain_errors(path: Path, half: Path) -> Iterator[None]:
+    """Raise any error of a save as one of ours, which says what becomes of the checkpoint."""
+    try:
+        yield
+    except Exception as error:
+        begun = f"mm.distributed.save to {path}"
+        if path.exists():  # also where a job that was faster has removed what this one wrote
+            raise UsageError(f"{begun}: there is something already; give every checkpoint a path of its own") from error
+        of_system = error.strerror if isinstance(error, OSError) else None
+        text = f"{of_system}: {getattr(error, 'filename', None) or half}" if of_system else str(error).strip()
+        if writing := _OF_TENSORSTORE.search(text):
+            text = f"{writing[2]}: {writing[1]}"
+        line = (text or type(error).__name__).splitlines()[0]
+        raise MultiMeshError(f"{begun}: {line[:300]}; there is no checkpoint of that name") from error

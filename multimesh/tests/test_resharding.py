@@ -1,0 +1,179 @@
+"""Arrays between layouts of unlike cut: the right values, each byte once, never through the host, without waiting."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from multimesh.core import _compat
+from multimesh.runtime.resharding import make_resharder, mover, needs_cutting, plan_resharding
+from pipelines import assert_same
+
+import multimesh as mm
+
+SHAPE = (8, 12)
+
+
+def mesh(start, shape, axes, kinds=None):
+    count = int(np.prod(shape))
+    return Mesh(np.array(jax.devices()[start : start + count]).reshape(shape), axes, axis_types=kinds)
+
+
+TWO, FOUR = mesh(0, (2,), ("data",)), mesh(4, (4,), ("data",))
+ROW, SQUARE = mesh(0, (1, 4), ("data", "model")), mesh(4, (2, 2), ("data", "model"))
+ONE = mesh(0, (1,), ("data",))
+WAYS = {
+    "data 2 to data 4": (TWO, P("data"), FOUR, P("data")),
+    "data 4 to data 2": (FOUR, P("data"), TWO, P("data")),
+    "1 x 4 to 2 x 2": (ROW, P("data", "model"), SQUARE, P("data", "model")),
+    "other dimension": (TWO, P("data"), FOUR, P(None, "data")),
+    "other names": (SQUARE, P("data", "model"), mesh(0, (4,), ("x",)), P("x")),
+    "two and three": (mesh(0, (2,), ("a",)), P(None, "a"), mesh(2, (3,), ("b",)), P(None, "b")),
+    "one to many": (ONE, P(), FOUR, P("data")),
+    "many to one": (FOUR, P("data"), ONE, P()),
+    "replicated to divided": (TWO, P(), FOUR, P("data")),
+    "divided to replicated": (FOUR, P("data"), TWO, P()),
+    "overlapping": (mesh(0, (4,), ("data",)), P("data"), mesh(2, (4,), ("data",)), P(None, "data")),
+    "same devices": (mesh(0, (4,), ("data",)), P("data"), mesh(0, (2, 2), ("a", "b")), P("b")),
+    "same devices, other order": (
+        mesh(0, (4,), ("data",)),
+        P("data"),
+        Mesh(np.array(jax.devices()[3::-1]), ("data",)),
+        P("data"),
+    ),
+    "Explicit axes": (mesh(0, (2,), ("data",), (AxisType.Explicit,)), P("data"), FOUR, P("data")),
+}
+DTYPES = ("float32", "bfloat16", "bool", "int4", "uint8", "complex64", "key")
+
+
+def values(dtype):
+    if dtype == "key":
+        return jax.random.split(jax.random.key(1), SHAPE)
+    return (jnp.arange(np.prod(SHAPE)).reshape(SHAPE) % 7).astype(dtype)
+
+
+@pytest.fixture
+def no_host(monkeypatch):
+    """Fail where JAX copies an array of a device to the host."""
+    array = type(jnp.zeros(()))
+
+    def copied(self):
+        raise AssertionError(f"{self.shape} goes through the host")
+
+    def forbid():
+        monkeypatch.setattr(array, "_value", property(copied))
+
+    yield forbid
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"), [*((case, "float32") for case in WAYS), *(("data 2 to data 4", d) for d in DTYPES[1:])]
+)
+def test_a_transfer_keeps_every_value_and_stays_on_devices(case, dtype, no_host, monkeypatch):
+    before, spec, after, wanted = WAYS[case]
+    source, target = NamedSharding(before, spec), NamedSharding(after, wanted)
+    want = values(dtype)
+    x = jax.device_put(want, source)
+    with _compat.explicit_transfers():
+        no_host()
+        move = mover([source], [target], [x])
+        (y,) = move(x)
+        jax.block_until_ready(y)
+    monkeypatch.undo()
+    assert y.sharding.is_equivalent_to(target, 2)
+    bits = jax.random.key_data if dtype == "key" else lambda v: np.asarray(v).astype("complex64")
+    np.testing.assert_array_equal(np.asarray(bits(y)), np.asarray(bits(want)))
+
+
+@pytest.mark.parametrize("case", WAYS)
+def test_each_byte_of_a_shard_crosses_once(case):
+    before, spec, after, wanted = WAYS[case]
+    resharding = plan_resharding(NamedSharding(before, spec), NamedSharding(after, wanted), SHAPE)
+    piece = np.prod(NamedSharding(after, wanted).shard_shape(SHAPE)) / np.prod(resharding.joins)
+    copies = {device: [p for p in resharding.copies if p.target == device] for device in after.devices.flat}
+    for pieces in copies.values():
+        assert piece * len(pieces) == np.prod(NamedSharding(after, wanted).shard_shape(SHAPE))
+        assert [p.join for p in pieces] == list(range(len(pieces)))
+    sources = {d for p in resharding.copies for d in [p.source]}
+    assert sources <= set(before.devices.flat)
+
+
+def piped(first, second):
+    def f(w, x):
+        h = mm.task(lambda w, x: mm.with_sharding_constraint(jnp.sin(x @ w), P("data")), "a", mesh=first)(w, x)
+        return mm.task(lambda w, h: jnp.sum((h @ w) ** 2), "b", mesh=second)(w, h)
+
+    return lambda w, x: mm.microbatch(jax.value_and_grad(f), argnum=1, size=4)(w, x)
+
+
+@pytest.mark.telling("2 to 4", "2d")
+@pytest.mark.parametrize(("first", "second"), [(TWO, FOUR), (FOUR, TWO), (ROW, SQUARE)], ids=["2 to 4", "4 to 2", "2d"])
+def test_no_step_of_a_plan_touches_the_host(first, second, no_host, monkeypatch):
+    w, x = np.eye(4, dtype=np.float32), np.ones((8, 4), np.float32)
+    f = mm.jit(piped(first, second))
+    args = jax.device_put(w, NamedSharding(first, P())), jax.device_put(x, NamedSharding(first, P("data")))
+    compiled = f.lower(*args).compile()
+    layouts = compiled.plan.layouts
+    moves = [case for t in compiled.plan.transfers for case in zip(t.ins, t.outs, strict=True)]
+    assert any(needs_cutting(layouts[a], layouts[b], compiled.plan.slots[a]) for a, b in moves)
+    no_host()
+    got = jax.block_until_ready(compiled(*args))
+    monkeypatch.undo()
+    each = [jax.value_and_grad(lambda w, x: jnp.sum((jnp.sin(x @ w) @ w) ** 2))(w, x[i::2]) for i in range(2)]
+    assert_same(got, jax.tree.map(lambda *parts: sum(parts), *each))
+
+
+def test_a_transfer_is_dispatched_before_its_array_is_there():
+    there = threading.Event()
+
+    def wait(x):
+        assert there.wait(60)
+        return x
+
+    def slow(x):
+        return mm.with_sharding_constraint(
+            jax.pure_callback(wait, x[:1], x[:1], vmap_method="sequential") + x, P("data")
+        )
+
+    f = mm.jit(lambda x: mm.task(lambda h: h + 1, "b", mesh=FOUR)(mm.task(slow, "a", mesh=TWO)(x)))
+    there.set()
+    x = jax.device_put(np.ones((8, 4), np.float32), NamedSharding(TWO, P("data")))
+    jax.block_until_ready(f(x))
+    there.clear()
+    y = f(x)
+    assert not there.is_set()
+    assert not y.is_ready()
+    there.set()
+    assert_same(y, np.full((8, 4), 3.0, np.float32))
+
+
+def test_an_argument_on_other_devices_is_moved_on_devices(no_host, monkeypatch):
+    f = mm.jit(mm.task(lambda x: x * 2, "a", mesh=FOUR), in_shardings=P("data"))
+    x = jax.device_put(np.arange(8.0, dtype=np.float32), NamedSharding(TWO, P("data")))
+    f(x)
+    no_host()
+    y = jax.block_until_ready(f(x))
+    monkeypatch.undo()
+    assert_same(y, 2 * np.arange(8.0, dtype=np.float32))
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_arrays_made_without_checks_are_those_of_jax(name):
+    """From the second one on: values, type, layout, and that they are committed; also as arguments of a program."""
+    source_mesh, source_spec, target_mesh, target_spec = WAYS[name]
+    target = NamedSharding(target_mesh, target_spec)
+    both = make_resharder(NamedSharding(source_mesh, source_spec), target, SHAPE, jnp.dtype("bfloat16"))
+    for number in range(3):
+        x = jax.device_put(values("bfloat16") + number, NamedSharding(source_mesh, source_spec))
+        blocks = both.split(x)
+        pieces = [jax.device_put(blocks[piece.cut][piece.source], piece.target) for piece in both.resharding.copies]
+        got, want = both.join_pieces(pieces), jax.device_put(np.asarray(x), target)
+        assert (got.aval, got.sharding, got.committed) == (want.aval, want.sharding, want.committed)
+        assert got.aval.sharding == want.aval.sharding
+        assert [shard.device for shard in got.addressable_shards] == [s.device for s in want.addressable_shards]
+        np.testing.assert_array_equal(got, want)
+        np.testing.assert_array_equal(jax.jit(lambda x: x + x)(got), want + want)
