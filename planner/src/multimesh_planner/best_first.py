@@ -1,0 +1,253 @@
+"""The search for the fastest configurations that fit: best bound first, until no bound is below what was found.
+
+A cost model gives candidates with lower bounds of their seconds and bytes. Only candidates whose bounds are below what
+was found so far are simulated, each once, so the result is that of simulating all.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, TypeVar
+
+from multimesh.errors import UsageError
+
+from multimesh import schedules
+from multimesh_planner import bands, footprint, pipeline_seconds, stage_layers, step
+from multimesh_planner.configuration import Configuration
+from multimesh_planner.space import Space
+from multimesh_planner.stage_layers import LayerParts
+from multimesh_planner.step import Step
+
+T = TypeVar("T")
+Where = Callable[[Configuration], bool]
+Progress = Callable[[int, str], None]
+
+_CLOSE = 1e-3  # a partition that is faster by less is not worth a flag
+_DATA = (
+    *("how", "seconds", "band", "tokens_per_second", "utilization", "bubble", "bytes", "shares", "checked"),
+    *("memory_band", "memory_parts"),
+)
+"""What an option is as data, in its order."""
+
+
+class Candidate(NamedTuple):
+    """A configuration, with seconds and bytes that it takes at least."""
+
+    how: Configuration
+    seconds: float
+    bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option(Step):
+    """A simulated configuration: its `Step`, and how far it may be off."""
+
+    # band, memory_band: half the width of the band around ``seconds``, and around ``bytes``, relative
+    band: float
+    memory_band: float
+    checked: str = ""  # further remarks, such as that the plan of the whole step needs as many bytes
+
+    @property
+    def memory_parts(self) -> dict[str, float]:
+        """Parts of ``bytes``, by name."""
+        return vars(max(self.memory, key=lambda part: part.total))
+
+    def may_not_fit(self, limit: float) -> bool:
+        """Return whether the memory is within its own error of the limit."""
+        return self.bytes * (1 + self.memory_band) > limit
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the option as data for JSON."""
+        data = {name: getattr(self, name) for name in _DATA}
+        parts = tuple(self.memory_parts.items())
+        return data | {"how": asdict(self.how), "shares": dict(self.shares), "memory_parts": parts}
+
+
+class Search:
+    """All candidates of a space, each simulated at most once.
+
+    Bounds of their seconds and bytes are below what any table of a schedule can reach, and need no simulation.
+    ``progress`` is called with the number of simulations so far, and what is looked for.
+    """
+
+    def __init__(self, space: Space, progress: Progress | None = None) -> None:
+        self.space, self.software, self.limit, self.progress = space, space.software, space.bytes, progress
+        self.simulated = 0
+        self._computed: dict[tuple[object, ...], Any] = {}  # by its name, and the fields that it depends on
+        self._bytes: dict[Configuration, float] = {}
+        self._options: dict[Configuration, Option] = {}
+
+    @functools.cached_property
+    def candidates(self) -> Sequence[Candidate]:
+        """Every configuration, with its bounds, the fastest first."""
+        return sorted(self.bound_all(), key=lambda candidate: candidate.seconds)
+
+    def best(
+        self,
+        count: int,
+        where: Where = lambda how: True,
+        *,
+        accepts: Where = lambda how: True,
+        within: float = float("inf"),
+        memory: float | None = None,
+        goal: str = "the best",
+    ) -> list[Option]:
+        """Find the ``count`` fastest options that fit into memory, the fastest first.
+
+        Options that differ only in schedule, recomputation or layers of their stages are one: the fastest of them.
+        ``where`` says which configurations; ``accepts`` is asked last, of those that are fast and fit. They take
+        ``within`` seconds and ``memory`` bytes at most, by default the limit. ``goal`` is for the progress.
+        """
+        limit = self.limit if memory is None else memory
+        best: dict[tuple[object, ...], Option] = {}
+        for candidate in self.candidates:
+            worst = within if len(best) < count else min(within, _rank(best)[count - 1].seconds)
+            if candidate.seconds > worst:
+                break
+            key = _shape(candidate.how)
+            slow = key in best and best[key].seconds <= candidate.seconds
+            if slow or candidate.bytes > limit or not where(candidate.how):
+                continue
+            option = self.simulate(candidate.how, limit, goal)
+            if option is None or option.seconds > worst or not accepts(option.how):
+                continue
+            if key not in best or option.seconds < best[key].seconds:
+                best[key] = option
+        return _rank(best)[:count]
+
+    def simulate(self, how: Configuration, limit: float, goal: str = "") -> Option | None:
+        """Simulate a configuration; None: it does not fit, or its schedule has no table of this shape."""
+        try:
+            if self.needed(how) > limit:
+                return None
+            if how not in self._options:
+                one = step.step_time(self.space.model, how, self.space.device, self.software)
+                band = max(bands.band(one, self.space.run), self.space.least_band)
+                self._options[how] = Option(**vars(one), band=band, memory_band=bands.memory_band(one))
+                self.simulated += 1
+                if self.progress:
+                    self.progress(self.simulated, goal)
+        except UsageError:
+            self._bytes[how] = float("inf")
+            return None
+        return self._options[how]
+
+    def needed(self, how: Configuration) -> float:
+        """Return the bytes of the fullest device."""
+        if how not in self._bytes:
+            parts = footprint.peak_bytes(self.space.model, how, self.software)
+            self._bytes[how] = max(part.total for part in parts)
+        return self._bytes[how]
+
+    def nearest(self) -> tuple[Configuration, float] | None:
+        """Return the configuration that needs the fewest bytes, with these; None if there is none."""
+        best: tuple[Configuration, float] | None = None
+        for candidate in sorted(self.candidates, key=lambda c: c.bytes):
+            if best is not None and candidate.bytes >= best[1]:
+                break
+            with suppress(UsageError):
+                needed = self.needed(candidate.how)
+                if best is None or needed < best[1]:
+                    best = candidate.how, needed
+        return best
+
+    def bound_all(self) -> Iterator[Candidate]:
+        """Yield every configuration, with its bounds. One stands for all those of a mesh that certainly do not fit."""
+        for grid in self.space.grids():
+            hows = tuple(self.space.within(grid))
+            most = (how for how in hows if how.recompute == hows[-1].recompute)  # recomputed
+            frugal = [Candidate(cut, 0.0, self._least(cut, 1)) for how in most for cut in self._cuts(how)]
+            least = min(frugal, key=lambda bounded: bounded.bytes, default=None)
+            if least is not None and least.bytes > self.limit:
+                yield least
+                continue
+            for how in hows:
+                before: Candidate | None = None  # the other cut into stages: one that is not clearly faster is left out
+                for cut in self._cuts(how):
+                    size = self._least(cut, self._in_flight(cut))
+                    bounded = Candidate(cut, self._bound_seconds(cut) if size <= self.limit else 0.0, size)
+                    if not before or before.bytes > self.limit or bounded.seconds < (1 - _CLOSE) * before.seconds:
+                        yield bounded
+                    before = bounded
+
+    def _bound_seconds(self, how: Configuration) -> float:
+        """Return a lower bound of a step."""
+        model, parts, count = self.space.model, self._find_parts(how), how.microbatches
+        stages = stage_layers.times(model, how, parts)
+        if how.pp == 1:
+            loop = count * sum(stage.total for stage in stages)
+        else:
+            loop = pipeline_seconds.least_seconds(how.schedule, how.pp, count, stages, parts.hop, parts.blocked)
+        return loop * (1 + step.stragglers(how, self.space.device, self.software)) + self._beside(how)
+
+    def _once(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
+        """Return the result of the first call with such a key: a name, and the fields that the result depends on."""
+        if key not in self._computed:
+            self._computed[key] = make()
+        result: T = self._computed[key]
+        return result
+
+    def _find_parts(self, how: Configuration) -> LayerParts:
+        """Return seconds of a layer and of the other parts."""
+        key = (
+            *("parts", how.microbatch, how.tp, how.cp, how.ep, how.etp, how.fsdp, how.pp > 1, how.interleave > 1),
+            *(how.recompute, how.precision, how.offload, how.microbatches if how.gather_once else 0),
+            *(how.sequence_parallel, how.dp if how.sharded == "parameters" else 0),
+        )
+        return self._once(key, lambda: stage_layers.parts(self.space.model, how, self.space.device, self.software))
+
+    def _beside(self, how: Configuration) -> float:
+        parts, axes = self._find_parts(how), (how.dp, how.fsdp, how.cp, how.pp)
+        key = ("beside", *axes, how.sharded, how.offload_optimizer, how.microbatches, id(parts))
+        model, on = self.space.model, self.space.device
+        return self._once(key, lambda: sum(step.after(model, how, on, self.software, parts)))
+
+    def _least(self, how: Configuration, in_flight: int) -> float:
+        """Return the fewest bytes of the fullest device among the first and the last submesh."""
+        if how.pp == 1:
+            return self.needed(how)
+        last = schedules.get(how.schedule).placement(how.pp)[-1]
+        least = {0: in_flight} if last == 0 else {0: in_flight, how.pp - 1: 1}
+        axes = how.microbatch, how.tp, how.cp, how.ep, how.fsdp, how.dp
+        key = ("layer", *axes, how.recompute, how.precision, how.offload, how.gather_once)
+        layer = self._once(key, lambda: footprint.layer_bytes(self.space.model, how, self.software))
+        return max(part.total for part in footprint.of_rows(self.space.model, how, self.software, least, layer))
+
+    @staticmethod
+    def _in_flight(how: Configuration) -> int:
+        """Return a lower bound of the activations of stages that the first submesh holds at once."""
+        p, v, m = how.pp, how.interleave, how.microbatches
+        if v == 1:
+            return {"1f1b": min(m, p), "zb-h1": min(m, p), "eager-1f1b": min(m, 2 * p - 1)}.get(how.schedule, 1)
+        if how.schedule in ("1f1b", "interleaved", "interleaved-zb") and m >= p:
+            return min(m * v, 2 * (p - 1) + (v - 1) * p + 1)
+        return 1
+
+    def _cuts(self, how: Configuration) -> Iterator[Configuration]:
+        """Yield the configuration with layers for its stages: equal ones if these divide, and balanced ones."""
+        if "layers" in self.space.fixed:
+            sizes = self.space.fixed["layers"]
+            if isinstance(sizes, tuple) and len(sizes) == how.stages:
+                yield how.with_policy(layers=sizes)
+            return
+        number, over = divmod(self.space.model.layers, how.stages)
+        if not over:
+            yield how
+        if how.pp == 1:
+            return
+        route, parts = schedules.get(how.schedule).placement(how.pp), self._find_parts(how)
+        key = "balanced", id(parts), how.pp, how.interleave, route
+        sizes = self._once(key, lambda: stage_layers.balance(self.space.model, how, parts, route))
+        if over or set(sizes) != {number}:
+            yield how.with_policy(layers=sizes)
+
+
+def _shape(how: Configuration) -> tuple[object, ...]:
+    return how.dp, how.fsdp, how.tp, how.pp, how.cp, how.ep, how.interleave, how.microbatch, how.sequence_parallel
+
+
+def _rank(options: dict[tuple[object, ...], Option]) -> list[Option]:
+    return sorted(options.values(), key=lambda option: option.seconds)

@@ -1,0 +1,132 @@
+"""Constants that fit one run of the user's own: of kernels, of traffic, and of the time that no kernel needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from multimesh.errors import UsageError
+
+from multimesh_planner import models
+from multimesh_planner.configuration import Configuration
+from multimesh_planner.hardware.devices import Device, check_positive
+from multimesh_planner.hardware.software import Software
+from multimesh_planner.space import Training
+from multimesh_planner.step import Step, step_time
+from multimesh_planner.transformer import Transformer
+
+_SPREAD = {"products": 0.10, "traffic": 0.25, "rest": 0.40}  # standard deviations of the logarithms before the run
+_NOISE = 0.01  # of the measured run
+_TURNS = 6
+_MEASURED = {"matmul_bf16": "bf16", "memory": "bandwidth", "link": "link", "network": "network"}
+_PRODUCTS = ("matmul_bf16", "matmul_fp8", "matmul_fp4", "attention", "flash2")
+_REST = ("passes", "kernel", "expert_layer", "step")
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Factors of three constants, and the run that they were fitted to."""
+
+    # products, traffic, rest: times that kernels of products, collectives, and all else take of what they took before
+    products: float = 1.0
+    traffic: float = 1.0
+    rest: float = 1.0
+    # before, after: forecast over measured seconds of the run, with the constants before and after
+    before: float = 1.0
+    after: float = 1.0
+    run: Step | None = None  # the forecast of the run before; None: only rates were measured
+    rates: tuple[tuple[str, float], ...] = ()  # shares of a device's rates that were measured in place
+
+    def device(self, on: Device) -> Device:
+        """Return a device with the constants of the run."""
+        rates = dataclasses.replace(on.rates, **dict(self.rates))
+        faster = {name: min(1.5, getattr(rates, name) / self.products) for name in _PRODUCTS}
+        slower = {name: min(1.0, getattr(rates, name) / self.traffic) for name in ("link", "network")}
+        return dataclasses.replace(on, rates=dataclasses.replace(rates, **faster, **slower))
+
+    def software(self, software: Software) -> Software:
+        """Return software with the constants of the run."""
+        return dataclasses.replace(software, **{name: getattr(software, name) * self.rest for name in _REST})
+
+    def apply(self, job: Training) -> Training:
+        """Return a training with the constants of the run."""
+        device, software = self.device(job.device), self.software(job.software)
+        return dataclasses.replace(job, device=device, software=software, run=self.run)
+
+    def __str__(self) -> str:
+        if self.run is None:
+            return f"rates measured in place: {', '.join(f'{name} {share:.2f}' for name, share in self.rates)}"
+        return (
+            f"calibrated: products take {self.products:.2f} times, traffic {self.traffic:.2f}, all else "
+            f"{self.rest:.2f}; your run was forecast {100 * (self.before - 1):+.0f} % off, and is now "
+            f"{100 * (self.after - 1):+.0f} %"
+        )
+
+
+def read(file: Path, on: Device, software: Software) -> Calibration:
+    """Return the calibration of a JSON file.
+
+    The file has a run: ``model`` (a name, or fields of `Transformer`), ``configuration`` (fields of `Configuration`)
+    and ``seconds`` of a step; or ``rates`` that were measured in place: operations a second of ``matmul_bf16``, and
+    bytes a second of ``memory``, ``link`` and ``network``; or both.
+
+    Raises ``UsageError`` if it cannot be read, or says something else.
+    """
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"calibrate: {file} cannot be read: {error}") from None
+    if not isinstance(data, dict) or not ({"rates", "seconds"} & data.keys()):
+        raise UsageError(f"calibrate: {file} has neither rates nor a run with its seconds; see planner/README.md")
+    start = Calibration(rates=_read_rates(data.get("rates") or {}, on, file))
+    if "seconds" not in data:
+        return start
+    check_positive(f"calibrate: {file}: seconds", data["seconds"])
+    try:
+        name = data.get("model")
+        model = models.model(name) if isinstance(name, str) else Transformer(**{"name": "yours", **dict(name or {})})
+        how = Configuration(**data["configuration"])
+    except (TypeError, KeyError) as error:
+        raise UsageError(f"calibrate: {file}: model and configuration: {error}") from None
+    return fit(model, how, on, software, float(data["seconds"]), start)
+
+
+def _read_rates(rates: Mapping[str, Any], on: Device, file: Path) -> tuple[tuple[str, float], ...]:
+    for name, value in rates.items():
+        if name not in _MEASURED:
+            raise UsageError(f"calibrate: {file}: rates has {name!r} = {value!r}; known are {', '.join(_MEASURED)}")
+        check_positive(f"calibrate: {file}: rates: {name}", value)
+    return tuple((name, float(value) / getattr(on, _MEASURED[name])) for name, value in rates.items())
+
+
+def fit(
+    model: Transformer, how: Configuration, on: Device, software: Software, seconds: float, start: Calibration
+) -> Calibration:
+    """Return the most probable factors for a run that took ``seconds``: each moves as far as it is unsure.
+
+    Gauss-Newton steps, for one measurement and a prior of each factor.
+    """
+
+    def move(at: Mapping[str, float]) -> Calibration:
+        products, traffic, rest = (math.exp(at[name]) for name in _SPREAD)
+        return dataclasses.replace(start, products=products, traffic=traffic, rest=rest)
+
+    def error(at: Mapping[str, float]) -> float:
+        now = move(at)
+        return math.log(step_time(model, how, now.device(on), now.software(software)).seconds / seconds)
+
+    at = dict.fromkeys(_SPREAD, 0.0)
+    before = now = error(at)
+    for _ in range(_TURNS):
+        slope = {name: (error({**at, name: at[name] + 0.02}) - now) / 0.02 for name in _SPREAD}
+        spread = sum((slope[name] * _SPREAD[name]) ** 2 for name in _SPREAD) + _NOISE**2
+        lacks = -now + sum(slope[name] * at[name] for name in _SPREAD)
+        at = {name: _SPREAD[name] ** 2 * slope[name] * lacks / spread for name in _SPREAD}
+        now = error(at)
+    run = step_time(model, how, on, software)
+    return dataclasses.replace(move(at), before=math.exp(before), after=math.exp(now), run=run)

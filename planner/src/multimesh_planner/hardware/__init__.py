@@ -1,0 +1,1 @@
+"""Accelerators: their rates, and the seconds of kernels and collectives."""

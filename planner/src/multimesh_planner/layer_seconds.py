@@ -1,0 +1,201 @@
+"""Seconds of a layer: matrix products, attention, what passes the memory between, and what devices send each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from multimesh_planner.configuration import Configuration
+from multimesh_planner.hardware import kernels
+from multimesh_planner.hardware.devices import Device
+from multimesh_planner.hardware.software import Software
+from multimesh_planner.transformer import Transformer
+
+Product = tuple[float, float, float, float]  # how many of [m, k] times [k, n] run together, and m, k, n
+
+_GATED_PASSES, _PLAIN_PASSES = 6.0, 4.0  # arrays of the width of the MLP that its activation reads or writes
+_BACKWARD_PASSES = 1.5  # of those forward
+_FUSED_BACKWARD = 2.5 / 0.85  # attention computes its scores again, and has more products of less reuse
+_PAD = 64  # elements of a head that a product of unfused attention takes at a time
+_ROUTED = 8.0  # bytes of a token and expert that the router reads and writes
+_BAND = 256  # keys of tiles that local attention masks in part: it takes tiles of 128 keys and 256 queries
+_REPLICATED = 0.22  # of the passes, 12 arrays of two norms and two sums, without sequence parallelism on all devices
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a microbatch: F, what B computes for the input, and W for the parameters."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    weights: float = 0.0
+
+    def __add__(self, other: Times) -> Times:
+        return Times(self.forward + other.forward, self.backward + other.backward, self.weights + other.weights)
+
+    def __mul__(self, number: float) -> Times:
+        return Times(self.forward * number, self.backward * number, self.weights * number)
+
+    @property
+    def total(self) -> float:
+        """Seconds of all three."""
+        return self.forward + self.backward + self.weights
+
+
+def products(model: Transformer, how: Configuration, device: Device, software: Software) -> Times:
+    """Return the seconds of the matrix products of a layer."""
+    shapes = [shape for _, shape in list_shapes(model, how)]
+    inputs = [(count, m, n, k) for count, m, k, n in shapes]
+    weights = [(count, k, m, n) for count, m, k, n in shapes]
+    return Times(*(_seconds(of, how, device, software, cast=of is not weights) for of in (shapes, inputs, weights)))
+
+
+def sum_again(
+    model: Transformer, how: Configuration, device: Device, software: Software, again: Mapping[str, float]
+) -> float:
+    """Return the seconds of the products of a layer that the backward pass computes again: a share of each kind."""
+    return sum(
+        share * _seconds([shape], how, device, software, cast=True)
+        for kind, shape in list_shapes(model, how)
+        if (share := again.get(kind, 0.0))
+    )
+
+
+def _seconds(of: Sequence[Product], how: Configuration, device: Device, software: Software, *, cast: bool) -> float:
+    return sum(
+        kernels.matmul(device, m, k, n, how.precision, count, cast=cast) * (software.grouped if count > 1 else 1)
+        + software.kernel
+        for count, m, k, n in of
+    )
+
+
+def list_shapes(model: Transformer, how: Configuration) -> Iterator[tuple[str, Product]]:
+    """Yield the matrix products of a layer forward, each after its kind in `footprint.PRODUCTS`."""
+    tokens, tp = how.tokens, how.tp
+    *entering, (rows, columns) = model.projections
+    for height, width in entering:
+        yield "into attention", (1, tokens, height, width / tp)
+    yield "out of attention", (1, tokens, rows / tp, columns)
+    if width := model.shared_ffn if model.experts else model.ffn:
+        yield "up", (1, tokens, model.hidden, width * model.gates / tp)
+        yield "down", (1, tokens, width / tp, model.hidden)
+    if model.experts:
+        yield "up", (1, tokens / tp, model.hidden, model.experts)
+        count = max(1.0, model.experts / how.ep)  # experts on this device, with tokens of all that share them
+        copies = tokens * how.expert_tp / tp * model.active * how.load / count
+        yield "up", (count, copies, model.hidden, model.expert * model.gates / how.expert_tp)
+        yield "down", (count, copies, model.expert / how.expert_tp, model.hidden)
+
+
+def expansion(model: Transformer, how: Configuration, device: Device, software: Software) -> float:
+    """Return the seconds in which the backward pass computes the heads of latent attention again."""
+    ranks = (model.query_rank, model.kv_rank) if model.kv_rank else ()
+    shapes = [(1, how.tokens, rows, columns / how.tp) for rows, columns in model.projections if rows in ranks]
+    return _seconds(shapes, how, device, software, cast=True)
+
+
+def attention(model: Transformer, how: Configuration, device: Device, software: Software) -> Times:
+    """Return the seconds of attention between its projections."""
+    tokens, sequence = how.tokens, float(how.sequence)
+    width = (model.queries + model.values) / how.tp
+    if software.fused_attention:
+
+        def seconds(share: float, keys: float) -> float:
+            work = share * tokens * keys * width
+            return share and kernels.attention(device, work, model.head_size, keys / how.cp, flash2=software.flash2)
+
+        local = min(sequence, 2.0 * (model.window + _BAND)) if model.window else sequence
+        forward = seconds(1 - model.windowed, sequence) + seconds(model.windowed, local) + software.kernel
+        return Times(forward, _FUSED_BACKWARD * forward)
+    padded = math.ceil(model.head_size / _PAD) * _PAD / model.head_size
+    scored = 2.0 * tokens * how.sequence * width * padded / device.matmul_rate("bf16")
+    scores = kernels.move(device, software.score_passes * model.heads / how.tp * tokens * how.sequence)
+    return Times(scored + scores, 2 * scored + scores)
+
+
+def elementwise(model: Transformer, how: Configuration, device: Device, software: Software) -> Times:
+    """Return the seconds of the element-wise kernels."""
+    replicated = 0.0 if how.sequence_parallel else _REPLICATED
+    width = software.passes * model.hidden * (replicated + (1 - replicated) / how.tp)
+    inner = (_GATED_PASSES if model.gated else _PLAIN_PASSES) * model.mlp_width(how.load) / how.tp
+    routed = 0.0
+    if model.experts:
+        gathered = 2.0 * model.hidden * (1 + model.active * how.load)
+        routed = (software.expert_passes * gathered + _ROUTED * model.experts) / how.tp
+    forward = kernels.move(device, how.tokens * (width + inner + routed))
+    return Times(forward, _BACKWARD_PASSES * forward)
+
+
+def tensor(model: Transformer, how: Configuration, device: Device, software: Software) -> Times:
+    """Return the seconds of the collectives of tensor parallelism, but for those of routed experts.
+
+    A sum over all devices is a scatter and a gather. With sequence parallelism inputs are gathered again for W.
+    """
+    number = 2 if model.experts and not model.shared_ffn else 4
+    one = kernels.gather(device, 2.0 * how.tokens * model.hidden, how.tp) * software.exposed_tensor
+    return Times(number * one, (number + how.sequence_parallel) * one)
+
+
+def context(model: Transformer, how: Configuration, device: Device, software: Software) -> Times:
+    """Return the seconds of context parallelism: keys and values of the other devices, and their gradients."""
+    part = min(1.0, model.mean_keys(how.sequence) / how.sequence)
+    size = 2.0 * how.tokens * model.keys_and_values / how.tp * how.cp * part
+    one = kernels.gather(device, size, how.cp, how.tp) * software.exposed_context
+    return Times(one, 2 * one)
+
+
+def experts(model: Transformer, how: Configuration, device: Device, software: Software) -> Times:
+    """Return the seconds of expert parallelism: tokens to their experts and back.
+
+    The devices of an expert gather all copies of tokens from each other, and scatter them.
+    """
+    if not model.experts:
+        return Times()
+    size = 2.0 * how.tokens * model.hidden / how.tp * model.active * how.load
+    copies = model.active if software.sent_once else 1.0
+    one = kernels.gather(device, how.expert_tp * size, how.expert_tp)
+    one += kernels.exchange(device, size, how.ep, how.expert_tp, copies)
+    return Times(2 * one, 2 * one) * software.exposed_experts
+
+
+def sharding(model: Transformer, how: Configuration, device: Device, software: Software, layer: Times) -> Times:
+    """Return the seconds that gathers of sharded parameters and scatters of their gradients add to a layer.
+
+    ``layer``: seconds of the layer that may hide them.
+    """
+    if how.shards == 1:
+        return Times()
+    one = _gather(model, how, device, how.shards)
+    if how.gather_once:
+        one /= how.microbatches
+
+    def added(compute: float, transfer: float) -> float:
+        return max(compute, transfer) + software.exposed_parameters * min(compute, transfer) - compute
+
+    return Times(added(layer.forward, one), added(layer.backward + layer.weights, 2 * one))
+
+
+def _gather(model: Transformer, how: Configuration, device: Device, ranks: int) -> float:
+    """Return the seconds of a gather of a layer's parameters; experts are gathered among those that hold the same."""
+    always, routed = model.split_parameters(how.tp, how.ep * how.expert_tp, sparse=1.0)
+    inner = how.tp * (1 if how.sharded == "parameters" else how.cp)
+    one = kernels.gather(device, 2.0 * always, ranks, inner)
+    if routed:
+        one += kernels.gather(device, 2.0 * routed, max(1.0, ranks / how.ep), inner * min(how.ep, ranks))
+    return one
+
+
+def offloading(device: Device, layer: Times, size: float) -> Times:
+    """Return the seconds that ``size`` bytes of a layer, sent to the host and back, add beside the computation."""
+    one = size / device.host
+    return Times(max(0.0, one - layer.forward), max(0.0, one - layer.backward - layer.weights))
+
+
+def hop(model: Transformer, how: Configuration, device: Device, software: Software) -> tuple[float, float]:
+    """Return the seconds of a transfer between stages, and the part of a cell's two that keeps it from computing."""
+    if how.pp == 1:
+        return 0.0, 0.0
+    size = 2.0 * how.tokens * model.hidden / how.tp  # its devices share the bytes, and gather them where they arrive
+    one = kernels.send(device, size, far=how.devices > device.domain)
+    return one, 2 * one * (software.blocking_interleaved if how.interleave > 1 else software.blocking)

@@ -1,0 +1,253 @@
+"""``python -m multimesh suggest``: the configurations that suit a model and a cluster. Nothing here imports JAX."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from multimesh.commands import values
+from multimesh.errors import UsageError
+
+from multimesh import schedules
+from multimesh_planner import bands, calibration, models
+from multimesh_planner.configuration import AXES, MOMENTS, OPTIMIZERS, RECOMPUTE, SHARDED
+from multimesh_planner.hardware import devices
+from multimesh_planner.hardware.software import software, software_names
+from multimesh_planner.pasting import paste
+from multimesh_planner.space import Training
+from multimesh_planner.suggesting import fewest, suggest
+from multimesh_planner.suggestions import Suggestions
+from multimesh_planner.transformer import Transformer
+
+SUMMARY = "find the configurations that suit a model and a cluster"
+ABOUT = (
+    """\
+  python -m multimesh suggest --model llama3-70b --nodes 8
+  python -m multimesh suggest --model deepseek-v3 --nodes 128 --sequence-length 4096 --batch-size 8192
+  python -m multimesh suggest --model config.json --nodes 8 --tp 8 --optimizer muon --moments bfloat16 --offload
+
+Find the fastest ways to spread the training of a transformer over a cluster: axes of the mesh, schedule, microbatch,
+recomputation, layers of the stages. What a flag fixes stays. Seconds are forecasts, with the band in which measured
+runs of sources lay that the forecast had not seen. A run of your own narrows it most: --calibrate. Needs neither
+devices nor JAX. maxtext/run.py --suggest does the same for MaxText's models.
+
+A device of your own, as a TOML file:
+
+"""
+    + devices.EXAMPLE
+)
+
+EXIT_CODES = """\
+    0  there are configurations that fit
+    2  flags that do not fit together, or a budget that no number of these devices reaches
+   16  no configuration fits into memory"""
+
+_AXES = (*AXES, "etp", "interleave", "microbatch")
+_FIXES = (*_AXES, "load", "schedule", "recompute", "sharded", "precision", "optimizer", "moments", "sequence_parallel")
+_SIZES = ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab")
+
+_EVERY = 2.0  # seconds between lines of progress
+_SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
+_NUMBER = re.compile(r"([0-9.]+(?:e[+-]?\d+)?)\s*([kmgbt]?)(b?)(?:/s)?", re.IGNORECASE)
+
+
+def size_of(least: float, examples: str, unit: str = "") -> Callable[[str], float]:
+    """Return a type of numbers such as ``70e9``, ``7B`` and ``80GB``. After a number, ``Gb`` are bits of a network."""
+
+    def parse(text: str) -> float:
+        match = _NUMBER.fullmatch(text.strip())
+        try:
+            number = float(match[1]) * _SCALES[match[2].lower()] if match else -1.0
+        except ValueError:
+            number = -1.0
+        if match and unit == "network" and match[3] == "b":
+            number /= 8
+        if not least <= number < float("inf"):
+            raise argparse.ArgumentTypeError(f"must be at least {least:g}, such as {examples}, got {text!r}")
+        return number
+
+    return parse
+
+
+class Flag(NamedTuple):
+    """A flag; with the type ``bool`` it takes no value, and its default is an action of argparse."""
+
+    name: str
+    help: str | None = None
+    type: Any = values.positive
+    metavar: str | None = "N"
+    default: Any = None
+    choices: Collection[str] | None = None
+
+
+def _list_flags() -> Mapping[str, Sequence[Flag]]:
+    """Return the flags, by the heading of their group."""
+    public, accelerators = ", ".join(models.names()), ", ".join(devices.device_names())
+    classes = "; ".join(f"{name}: {software(name).about}" for name in software_names())
+    memory, network = size_of(1e6, "72e9 or 72GB"), size_of(1e6, "50e9 bytes, 50GB or 400Gb a second", "network")
+    tokens, load = size_of(1, "1e6 or 1M"), values.at_least(1, float, "a number")
+    measured = "JSON file of a run of yours, to which three constants are fitted: what makes a forecast most certain"
+    return {
+        "model": (
+            Flag("model", f"a file config.json of Hugging Face or its folder, or one of {public}", str, "NAME"),
+            Flag("layers", "decoder layers"),
+            Flag("hidden", "width of the model"),
+            Flag("ffn", "width of the MLP, of each expert (default: 4 x hidden)"),
+            Flag("heads", "heads of attention"),
+            Flag("kv-heads", "heads of keys and values (default: as --heads)"),
+            Flag("vocab", "tokens of the vocabulary"),
+            Flag("experts", "experts of a layer", default=0),
+            Flag("active", "experts that a token passes", default=0),
+            Flag("plain-mlp", "the MLP has no gate: two matrices in place of three", bool),
+            Flag("tied", "the head is the embedding transposed", bool),
+        ),
+        "cluster and batch": (
+            Flag("calibrate", measured, Path, "FILE"),
+            Flag("device", f"{accelerators}; default h100", str, "NAME", "h100"),
+            Flag("devices-file", "TOML file of further devices, as above", Path, "FILE"),
+            Flag("network", "that a device sends to other nodes in a second: 50e9, 400Gb", network, "BYTES"),
+            Flag("software", f"what runs it: {classes} (default: nvidia, and maxtext on TPUs)", str, "NAME"),
+            Flag("gpus", "GPUs of a node (default: 8)", default=8),
+            Flag("nodes", "default: 1", default=1),
+            Flag("sequence-length", "default: 8192", default=8192),
+            Flag("batch-size", "sequences of a step (default: 2 x devices)"),
+            Flag("memory", "of a device that may be used (default: 3/4, as JAX takes)", memory, "BYTES"),
+            Flag("budget", "find the fewest nodes up to --nodes that reach so many a second", tokens, "TOKENS"),
+        ),
+        "what stays as you say; all else is searched": (
+            *map(Flag, _AXES),
+            Flag("schedule", ", ".join(schedules.names()), values.schedule, "NAME"),
+            Flag("recompute", "what the backward pass computes again", str, None, None, RECOMPUTE),
+            Flag("sharded", "beside the batch (default: optimizer, ZeRO-1)", str, None, None, SHARDED),
+            Flag("precision", "default bf16; any: all it has", str, None, None, (*devices.PRECISIONS, "any")),
+            Flag("optimizer", "default: adamw", str, None, None, OPTIMIZERS),
+            Flag("moments", "type of the optimizer's moments (default: float32)", str, None, None, MOMENTS),
+            Flag("offload", "try also activations and the optimizer's state in the host's memory", bool),
+            Flag("load", "of the busiest experts, over the mean", load, "X"),
+            Flag("sequence-parallel", "default: where tp > 1", bool, default=argparse.BooleanOptionalAction),
+            Flag("partition", "layers of each stage", values.sizes, "N,N,..."),
+        ),
+        "output": (Flag("json", "one JSON object instead of the table", bool),),
+    }
+
+
+def add_flags(command: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    for heading, flags in _list_flags().items():
+        add = command.add_argument_group(heading).add_argument
+        for name, text, kind, metavar, default, choices in flags:
+            if kind is bool:
+                add(f"--{name}", action="store_true" if default is None else default, help=text)
+            else:
+                add(f"--{name}", type=kind, metavar=metavar, default=default, choices=choices, help=text)
+
+
+def transformer(options: argparse.Namespace) -> Transformer:
+    """Return the model that the flags name, or whose sizes they give.
+
+    Raises ``UsageError`` if there is neither, or both.
+    """
+    sizes = [name for name in (*_SIZES, "experts", "active") if getattr(options, name)]
+    if options.model is not None:
+        if sizes:
+            raise UsageError(f"--model has all sizes; leave out --{sizes[0].replace('_', '-')}, or --model")
+        return models.model(options.model)
+    missing = [name for name in ("layers", "hidden", "heads", "vocab") if name not in sizes]
+    if missing:
+        raise UsageError(f"--{missing[0]} is missing; give the sizes of the model, or --model alone")
+    return Transformer(
+        *(f"{options.layers} layers of {options.hidden}", options.layers, options.hidden),
+        *(options.ffn or 4 * options.hidden, options.heads, options.kv_heads or options.heads, options.vocab),
+        gated=not options.plain_mlp,
+        experts=options.experts,
+        active=options.active,
+        tied=options.tied,
+    )
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Search, print unless ``--json`` is given, and return the table as data."""
+    job, calibrated = training(options), None
+    if options.calibrate is not None:
+        calibrated = calibration.read(options.calibrate, job.device, job.software)
+        job = calibrated.apply(job)
+    count, progress = options.gpus * options.nodes, Progress()
+    if options.budget is not None:
+        count, _ = fewest(job, count, options.gpus, options.budget, progress)
+    suggestions = suggest(job, count, progress=progress)
+    suggestions = suggestions.changed(suggestions.options, list(_notes(options, job, suggestions, calibrated)))
+    end = paste(job, suggestions, -(-count // options.gpus))
+    if not options.json:
+        if options.budget is not None:
+            reached = suggestions.best.tokens_per_second * count
+            print(f"{count} devices reach {reached:,.0f} tokens/s, of {options.budget:,.0f} wanted\n")
+        text, encoding = f"{suggestions}\n\n{end}", sys.stdout.encoding or "utf-8"
+        print(text if encoding.lower().startswith("utf") else text.replace("±", "+-"))
+    return {"devices": count, **suggestions.to_json(), "paste": end}
+
+
+def training(options: argparse.Namespace) -> Training:
+    """Return the training to search for."""
+    on = devices.device(options.device, options.devices_file)
+    if options.network is not None:
+        on = dataclasses.replace(on, network=options.network)
+    fixed = {name: getattr(options, name) for name in _FIXES if getattr(options, name) is not None}
+    precisions: tuple[str, ...] = ("bf16",)
+    if fixed.get("precision") == "any":
+        del fixed["precision"]
+        precisions = tuple(name for name in devices.PRECISIONS if getattr(on, name))
+    if options.partition:
+        fixed["layers"] = options.partition
+    return Training(
+        transformer(options),
+        options.batch_size or 2 * options.gpus * options.nodes,
+        options.sequence_length,
+        on,
+        options.gpus,
+        fixed,
+        software(options.software or ("maxtext" if on.generation.startswith("tpu") else "nvidia")),
+        limit=options.memory or 0.0,
+        precisions=precisions,
+        offloads=options.offload,
+    )
+
+
+def _notes(
+    options: argparse.Namespace, job: Training, suggestions: Suggestions, calibrated: calibration.Calibration | None
+) -> Iterator[str]:
+    best = suggestions.best
+    if calibrated is None:
+        yield "one run of yours makes the forecast most certain: --calibrate FILE (python -m multimesh suggest --help)"
+    else:
+        yield str(calibrated)
+    if job.run is not None:
+        after, before = best.band, bands.band(best)
+        unlike = "" if after < before else "; your run is not like the suggestion: measure one that is"
+        yield f"the band of the suggestion is {100 * after:.0f} % after your run, {100 * before:.0f} % before{unlike}"
+    if options.software is None:
+        yield f"forecast with the software {job.software.name} ({job.software.about}); --software names another"
+    if best.how.tokens > job.software.loss_tokens:
+        yield f"memory counts logits of {job.software.loss_tokens:.0f} tokens at a time: compute the loss in blocks"
+    if job.model.experts:
+        yield "the column dp counts the devices of ep too, an axis of its own in run.py: its --dp is dp / ep"
+        yield "XLA's product of experts in run.py copies rows for each expert: run.py --suggest counts these bytes"
+    yield from bands.warnings(best)
+
+
+class Progress:
+    """A line on standard error every 2 s, that says which configurations are searched."""
+
+    def __init__(self) -> None:
+        self.last = time.monotonic()
+
+    def __call__(self, simulated: int, stage: str) -> None:
+        """Write it, if it is time."""
+        if time.monotonic() - self.last > _EVERY:
+            self.last = time.monotonic()
+            print(f"searching: {stage}, {simulated} simulated", file=sys.stderr, flush=True)
