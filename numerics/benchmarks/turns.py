@@ -1,0 +1,1 @@
+../../multimesh/benchmarks/turns.py
