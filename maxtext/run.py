@@ -5,7 +5,7 @@ import os
 import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-VENV, OWN = f"{ROOT}/.venv", [f"{ROOT}/maxtext/src", f"{ROOT}/multimesh/src"]
+VENV, OWN = f"{ROOT}/.venv", [f"{ROOT}/{folder}/src" for folder in ("maxtext", "multimesh", "planner")]
 # Not this folder, whose name is MaxText's; and what is installed before PYTHONPATH, where a stray numpy.py may lie.
 GIVEN = {os.path.abspath(place) for place in os.environ.get("PYTHONPATH", "").split(":")}
 sys.path[:] = OWN + sorted(sys.path[1:], key=lambda place: os.path.abspath(place) in GIVEN)

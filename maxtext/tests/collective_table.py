@@ -1,12 +1,12 @@
-"""The bytes of collectives in the kernels of small MaxText pipelines, and docs/collectives.md, which shows them.
+"""The bytes of collectives in the kernels of small MaxText pipelines, and collectives.json, which has them.
 
-``python maxtext/tests/collective_table.py`` compiles all cases for virtual CPU devices and renews the page.
+``python maxtext/tests/collective_table.py`` compiles all cases for virtual CPU devices and renews the file.
 """
 
 from __future__ import annotations
 
+import json
 import math
-import re
 import tempfile
 from collections.abc import Iterable, Iterator
 from importlib.metadata import version
@@ -15,10 +15,11 @@ from typing import Any
 
 from parity import ROOT, run_script, small_job
 
-from multimesh.observe.collectives import KINDS
-from multimesh_maxtext.command.model import find_maxtext
+from multimesh.observe.hlo import KINDS
+from multimesh_maxtext.command.job import find_maxtext
 
-PAGE = ROOT / "docs" / "collectives.md"
+FILE = Path(__file__).with_name("collectives.json")
+TABLE = "kB of results on a device in one run of a kernel"
 SIZES = "--model-dims 64 --mlp-dims 192 --sequence-length 48 --microbatch-size 2"  # no two arrays are of one shape
 _ALONE = "--num-layers 2"
 _EXPERTS = "decoder_block=mixtral num_experts=4 base_moe_mlp_dim=192 sparse_matmul=false"
@@ -79,32 +80,28 @@ def rows(record: Record) -> dict[str, dict[str, int]]:
     return found
 
 
-def text(records: Iterable[Record]) -> str:
-    """Return the tables of the page."""
-    lines = [f"jax {version('jax')}; kB of results on a device in one run of a kernel."]
-    for record in records:
-        lines += ["", f"`{record['name']}`", "", f"| kernel | {' | '.join(KINDS)} |", f"|---|{'---:|' * len(KINDS)}"]
-        for name, total in rows(record).items():
-            cells = (f"{total[kind] / 1000:.1f}" if total[kind] else "" for kind in KINDS)
-            lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+def table(records: Iterable[Record]) -> dict[str, Any]:
+    """Return kB of results on a device in one run of each kernel, by case, kernel and kind."""
+    return {
+        record["name"]: {
+            name: {kind: round(size / 1000, 1) for kind, size in total.items() if size}
+            for name, total in rows(record).items()
+        }
+        for record in records
+    }
 
 
-_BLOCK = re.compile("(?<=<!-- collectives -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
-
-
-def shown() -> str:
-    """Return the tables that the page has."""
-    found = _BLOCK.search(PAGE.read_text(encoding="utf-8"))
-    assert found, PAGE
-    return found[0]
+def stored() -> dict[str, Any]:
+    """Return the tables on file."""
+    return dict(json.loads(FILE.read_text(encoding="utf-8")))
 
 
 def main() -> None:
-    """Renew the page."""
+    """Renew the file."""
     with tempfile.TemporaryDirectory(prefix="collectives-") as folder:
         records = compile_cases(Path(folder))
-    PAGE.write_text(_BLOCK.sub(lambda _: text(records), PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    tables = {"jax": version("jax"), TABLE: table(records)}
+    FILE.write_text(json.dumps(tables, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -18,17 +18,15 @@ from tests.quick_gc import pytest_collection_finish  # noqa: F401
 from tests.telling import pytest_collection_modifyitems  # noqa: F401
 from tests.xla_flags import QUICK, add_flags
 
-from multimesh_maxtext.command.checks import Job
-from multimesh_maxtext.command.compile_cache import SWITCH
-from multimesh_maxtext.command.model import find_maxtext
-from multimesh_maxtext.command.options import read
-from multimesh_maxtext.command.settle import settle
-from multimesh_maxtext.command.translate import Paths
+from multimesh_maxtext.command.check_flags import check_job
+from multimesh_maxtext.command.command_line import read
+from multimesh_maxtext.command.environment import CACHE_SWITCH
+from multimesh_maxtext.command.job import Job, Paths, find_maxtext
 from multimesh_maxtext.errors import MissingPartError
 
 # As in multimesh/tests/conftest.py: eight virtual devices, programs that compile fast; before jax is imported.
 os.environ |= {"NPROC": "64", "OPENBLAS_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu", **os.environ}
-os.environ |= {SWITCH: "0", **os.environ}  # no test finds what another run left
+os.environ |= {CACHE_SWITCH: "0", **os.environ}  # no test finds what another run left
 add_flags("--xla_force_host_platform_device_count=8", *QUICK)
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest's importlib mode adds no folder
@@ -83,7 +81,7 @@ def job(maxtext: Path) -> Callable[[Sequence[str]], Job]:
     """Check a command line and return the job it describes."""
 
     def checked(argv: Sequence[str]) -> Job:
-        return settle(read(argv), maxtext / "maxtext").job
+        return check_job(read(argv), maxtext / "maxtext")
 
     return checked
 

@@ -154,9 +154,6 @@ def flags(words: Sequence[str]) -> list[str]:
         "base_mlp_dim": "--mlp-dims",
         "base_num_decoder_layers": "--num-layers",
         "base_num_query_heads": "--num-heads",
-        "base_num_kv_heads": "--num-kv-heads",
-        "head_dim": "--head-dim",
-        "vocab_size": "--vocab-size",
     }
     pairs = [word.partition("=") for word in words if not word.startswith("base_moe_mlp_dim=")]  # as --mlp-dims
     return [

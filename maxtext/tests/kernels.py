@@ -28,14 +28,14 @@ def kernels(case: dict[str, Any]) -> dict[str, Any]:
     from multimesh.observe.kernel_text import read_kernel
     from multimesh_maxtext.trainer import hooks, step
 
-    os.environ["MULTIMESH_MAXTEXT"] = case["handoff"]
-    hooks._handoff.cache_clear()
+    os.environ["MULTIMESH_RUN"] = case["handoff"]
+    hooks._config.cache_clear()
     found: dict[str, Any] = {}
 
     def lower(self: step.StepFunction, state: Any, batch: Any) -> Any:
         if not self._trains:
             return step.Ahead()
-        with multimesh.context(**self._handoff.context):
+        with multimesh.context(autoshard=True):
             compiled = self._jitted.lower(state, batch).compile()
         runs = collections.Counter(run.kernel for run in compiled.plan.runs)
         found["kernels"] = [

@@ -1,6 +1,6 @@
 """MaxText's whole list of models, each at a tiny size: a pipeline runs it, or refuses it in one line.
 
-``python maxtext/tests/model_table.py --write`` writes the table in ``docs/maxtext-models.md`` anew.
+``python maxtext/tests/model_table.py --write`` writes the table in ``docs/maxtext-flags.md`` anew.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from pathlib import Path
 
 import yaml
 
-from multimesh_maxtext.command.model import find_maxtext
-from multimesh_maxtext.command.options import read
-from multimesh_maxtext.command.settle import settle
+from multimesh_maxtext.command.check_flags import check_job
+from multimesh_maxtext.command.command_line import read
+from multimesh_maxtext.command.job import find_maxtext
 from multimesh_maxtext.errors import LauncherError
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENT = ROOT / "docs/maxtext-models.md"
+DOCUMENT = ROOT / "docs/maxtext-flags.md"
 BEGIN, END = "<!-- models: maxtext/tests/model_table.py --write -->", "<!-- end of models -->"
 
-TINY = "--pp 2 --cpus 2 --num-layers 4 --model-dims 64 --mlp-dims 64 --num-heads 4 --head-dim 16 --vocab-size 384"
+TINY = "--pp 2 --cpus 2 --num-layers 4 --model-dims 64 --mlp-dims 64 --num-heads 4 head_dim=16 vocab_size=384"
 
 _SMALL = {
     **dict.fromkeys(("num_experts", "gdn_num_value_heads"), 4),
@@ -61,10 +61,10 @@ def verdict(name: str, package: Path) -> tuple[str, str]:
     """Return the decoder block of a model, and why a pipeline refuses it; empty if it runs."""
     parsed = read(tiny(name, package))
     try:
-        return str(settle(parsed, package).job.model.resolved.get("decoder_block")), ""
+        return str(check_job(parsed, package).model.resolved.get("decoder_block")), ""
     except LauncherError as error:
-        plain = settle(read(["--backend", "spmd", "--cpus", "1", "--model-name", name]), package)
-        return str(plain.job.model.resolved.get("decoder_block")), str(error)
+        plain = check_job(read(["--backend", "spmd", "--cpus", "1", "--model-name", name]), package)
+        return str(plain.model.resolved.get("decoder_block")), str(error)
 
 
 def alike(package: Path) -> dict[tuple[str, str], list[str]]:

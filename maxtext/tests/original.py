@@ -126,7 +126,7 @@ BESIDE = {
     "TensorBoard": ("on", "off; with `enable_tensorboard=true` on"),
     "gradient clipping": ("none (`gradient_clipping_threshold=0.0`)", "MaxText's: to a norm of 1.0"),
     "`--dump-only`": ("one CPU device, without parallelism", "all devices of the job, compiled but not run"),
-    "`--dump`": ("XLA's programs", "the plan of a pipeline, with `--dump-hlo` XLA's programs too; else these"),
+    "`--dump`": ("XLA's programs", "the plan of a pipeline, and its program after every pass; else XLA's programs"),
     "`XLA_FLAGS` in the environment": ("win over all flags", "win over defaults; flags that are given win over them"),
 }
 """What no flag's default says: in the original, and here."""
@@ -156,11 +156,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def table() -> str:
     """Return the defaults that differ, as Markdown."""
-    from multimesh_maxtext.command.options import parser
+    from multimesh_maxtext.command.flags import FLAGS
 
-    helps = {flag: action.help or "" for action in parser()._actions for flag in action.option_strings}
+    helps = {flag.option: flag.help for flag in FLAGS.values()}
     lines = ["| | original | here |", "|---|---|---|"]
     for flag, there in DEFAULTS.items():
+        if flag not in helps:  # a setting of MaxText, or without effect
+            continue
         here = re.search(r"\(default:? ((?:[^();]|\([^)]*\))*)", helps[flag])
         assert here, f"the help of {flag} names no default"
         if here[1].strip() != there:
@@ -171,14 +173,14 @@ def table() -> str:
 
 def numerics() -> str:
     """Return scan, clipping and precision where nobody says, in each way to train, as Markdown."""
-    from multimesh_maxtext.command.model import find_maxtext
-    from multimesh_maxtext.command.options import read
-    from multimesh_maxtext.command.settle import settle
-    from multimesh_maxtext.command.translate import Paths, configuration
+    from multimesh_maxtext.command.check_flags import check_job
+    from multimesh_maxtext.command.command_line import read
+    from multimesh_maxtext.command.job import Paths, find_maxtext
+    from multimesh_maxtext.command.translate import configuration
 
     maxtext = find_maxtext(ROOT)
     paths = Paths(python="", maxtext=maxtext, output=Path(), metrics=Path())
-    jobs = [settle(read(argv), maxtext / "maxtext").job for argv in FORMS.values()]
+    jobs = [check_job(read(argv), maxtext / "maxtext") for argv in FORMS.values()]
     found = [{**job.model.resolved, **configuration(job, paths)} for job in jobs]
     lines = [f"| setting | original | {' | '.join(FORMS)} |", "|---" * (2 + len(FORMS)) + "|"]
     for name, there in NUMERICS.items():

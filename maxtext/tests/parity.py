@@ -19,15 +19,13 @@ from typing import Any
 from tests.xla_flags import QUICK
 
 from multimesh import schedules
-from multimesh_maxtext.command.checks import Job
-from multimesh_maxtext.command.launch import launch
-from multimesh_maxtext.command.model import find_maxtext
-from multimesh_maxtext.command.options import read
-from multimesh_maxtext.command.report import reference_job
-from multimesh_maxtext.command.settle import settle
-from multimesh_maxtext.command.text import read_texts, write_corpus
-from multimesh_maxtext.command.translate import Paths
-from multimesh_maxtext.handoff import TRAINER, VARIABLE
+from multimesh_maxtext.command.check_flags import check_job
+from multimesh_maxtext.command.command_line import read
+from multimesh_maxtext.command.dataset import read_texts, write_corpus
+from multimesh_maxtext.command.job import Job, Paths, find_maxtext
+from multimesh_maxtext.command.steps import reference_job
+from multimesh_maxtext.command.translate import launch
+from multimesh_maxtext.handoff import PIPELINE, VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 METRICS = ("learning/loss", "learning/raw_grad_norm", "learning/grad_norm", "learning/param_norm")
@@ -110,12 +108,12 @@ def small_job(flags: Sequence[str], steps: int, folder: Path) -> Job:
 
 
 def _checked(argv: Sequence[str]) -> Job:
-    return settle(read(argv), find_maxtext(ROOT) / "maxtext").job
+    return check_job(read(argv), find_maxtext(ROOT) / "maxtext")
 
 
 def _write_table(job: Job, folder: Path) -> Path:
     """Write the table of a schedule that is there already as a user would write one of their own."""
-    o = job.options
+    o = job.flags
     rows = schedules.get("wavefront").table(o.pp, o.interleave, job.microbatches, backward=True)
     file = folder / f"table-{o.pp}-{o.interleave}-{job.microbatches}.json"
     file.write_text(json.dumps([[[c.microbatch, f"{c.phase}{c.stage}"] for c in row] for row in rows]))
@@ -140,10 +138,10 @@ def run_script(script: Path, jobs: Mapping[str, Job], folder: Path, maxtext: Pat
         output = folder / str(number)
         output.mkdir()
         paths = Paths(python=sys.executable, maxtext=maxtext, output=output, metrics=output / "metrics.jsonl")
-        write_corpus([text], paths.text, sequence_length=job.options.sequence_length)
+        write_corpus([text], paths.text, sequence_length=job.flags.sequence_length)
         start = launch(job, paths, inherited={}, gpu_memory=None)
-        argv = start.command[start.command.index(TRAINER) + 1 :]
-        handoff = start.environment.get(VARIABLE)
+        argv = start.command[start.command.index("train") + 1 :]
+        handoff = start.environment[VARIABLE] if PIPELINE in start.environment else None
         cases.append({"name": name, "argv": argv, "handoff": handoff})
         environment |= start.environment
     (devices,) = {job.devices for job in jobs.values()}

@@ -24,10 +24,11 @@ PUBLIC = {
     "multimesh.schedules": schedules.__all__,
     "multimesh.launch": launch.__all__,
     "multimesh.planner": planner.__all__,
+    "multimesh_planner": planner.__all__,
     "multimesh.jax": multimesh.jax.__all__,
 }
 WAYS = (  # --pp in both processes
-    ("run", "command.cli", "command.launch", "command.checks", "command.options"),
+    ("run", "command.cli", "command.translate", "command.flags"),
     ("trainer.hooks", "trainer.placement"),
 )
 

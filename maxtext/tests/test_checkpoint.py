@@ -13,18 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from multimesh_maxtext.checkpoint_folder import aside, going_back, look
-from multimesh_maxtext.command import cli
-from multimesh_maxtext.command.cause import Causes
-from multimesh_maxtext.command.checkpoint import Beginning, beginning, explain
-from multimesh_maxtext.command.checks import Job
-from multimesh_maxtext.command.launch import launch
-from multimesh_maxtext.command.reserve import writing
-from multimesh_maxtext.command.training import Outcome, keep_before
-from multimesh_maxtext.command.translate import Paths
-from multimesh_maxtext.errors import CheckpointError, DamagedCheckpointError, UsageError
+from multimesh_maxtext.command.checkpoint import Beginning, beginning, writing
+from multimesh_maxtext.command.job import Job
+from multimesh_maxtext.command.steps import keep_before
+from multimesh_maxtext.errors import CheckpointError, DamagedCheckpointError, FlagError
 from multimesh_maxtext.trainer.relayout import Relayout, check_same, is_stack, layers_in
 
 Check = Callable[[Sequence[str]], Job]
@@ -60,16 +54,14 @@ def test_only_complete_checkpoints_count(tmp_path: Path):
     assert look(tmp_path / "nowhere").steps == ()
     for step in (9, 0, 10):
         write(tmp_path, step)
-    half = tmp_path / "11.orbax-checkpoint-tmp"
-    half.mkdir()
-    found = look(tmp_path)
-    assert (found.steps, found.half_written, found.next_step) == ((0, 9, 10), (half,), 11)
-    assert found.layers() == frozenset(UNROLLED)
+    (tmp_path / "11.orbax-checkpoint-tmp").mkdir()
+    assert (look(tmp_path).steps, look(tmp_path).next_step) == ((0, 9, 10), 11)
+    assert look(tmp_path).layers() == frozenset(UNROLLED)
 
 
 def test_a_checkpoint_that_was_copied_in_part_is_refused(tmp_path: Path):
     (write(tmp_path, 3) / "commit_success.txt").unlink()
-    with pytest.raises(CheckpointError, match=r"3 is no complete checkpoint \(it has no commit_success.txt\); copy it"):
+    with pytest.raises(CheckpointError, match="3 is no complete checkpoint"):
         look(tmp_path)
     shutil.rmtree(tmp_path / "3")
     write(tmp_path, 4).joinpath("items/_METADATA").write_text("{")
@@ -83,43 +75,23 @@ def test_a_run_goes_on_after_the_newest_checkpoint(
     assert begin("--pp 2 --resume").step == 0
     assert "resuming from step 0: there is no checkpoint yet" in capsys.readouterr().err
     write(tmp_path / "ck", 6)
-    (tmp_path / "ck/9.orbax-checkpoint-tmp").mkdir()
     assert begin("--pp 2 --resume").step == 7
-    said = ["checkpoint 9 was half-written when its run ended; ignored and removed", "resuming from checkpoint 6"]
-    *told, unrecorded = capsys.readouterr().err.splitlines()
-    assert told == said
-    assert unrecorded.startswith("checkpoint 6 has no checksums (an older version wrote it, ")
-    assert not (tmp_path / "ck/9.orbax-checkpoint-tmp").exists()
+    assert capsys.readouterr().err == "resuming from checkpoint 6\n"
     assert (tmp_path / "out/train/checkpoints").resolve() == tmp_path / "ck"
 
 
 @pytest.mark.parametrize(
     ("argv", "layers", "error", "message"),
     [
-        ("--pp 2", UNROLLED, UsageError, r"has checkpoints up to 6; add --resume to go on from it, or choose another"),
-        (
-            "--backend spmd --scan-layers --resume",
-            STACKS,
-            CheckpointError,
-            r"in stacks, .* scanned; go on with --backend multimesh",
-        ),
-        (
-            "--backend spmd --resume",
-            ["layers"],
-            CheckpointError,
-            r"has its layers scanned, but this run has them unrolled; use --scan-layers",
-        ),
-        (
-            "--backend spmd --scan-layers --resume",
-            UNROLLED,
-            CheckpointError,
-            r"layers unrolled, .* scanned; use --no-scan-layers",
-        ),
+        ("--pp 2", UNROLLED, FlagError, "has checkpoints up to 6; add --resume"),
+        ("--backend spmd --scan-layers --resume", STACKS, CheckpointError, "in stacks, .* scanned; go on with"),
+        ("--backend spmd --resume", ["layers"], CheckpointError, "scanned, .* unrolled; use --scan-layers"),
+        ("--backend spmd --scan-layers --resume", UNROLLED, CheckpointError, "unrolled, .*; use --no-scan-layers"),
         (
             "--pp 2 --resume --model-name olmo3-7b",
             ["layers"],
             CheckpointError,
-            r"scanned in groups, .*; use --backend spmd --scan-layers",
+            "scanned, .*; use --backend spmd --scan",
         ),
     ],
 )
@@ -148,25 +120,12 @@ def test_a_pipeline_goes_on_from_any_layout(
 @pytest.mark.parametrize(
     ("argv", "layers", "message"),
     [
-        (
-            "--pp 2",
-            ["layers"],
-            r"scanned, but .* unrolled; write them anew with --checkpoint \S+given --export DIR --no-",
-        ),
-        ("--pp 2 --scan-layers", ["layers"], r"scanned, but this run has them in stacks; write them anew with --check"),
-        ("--pp 2 --scan-layers", UNROLLED, r"layers unrolled, but this run has them in stacks; use --no-scan-layers$"),
-        ("--pp 2", STACKS, r"has its layers in stacks, but this run has them unrolled; use --scan-layers$"),
-        ("--backend spmd", ["layers"], r"layers scanned, but this run has them unrolled; use --scan-layers$"),
-        (
-            "--backend spmd",
-            STACKS,
-            r"layers in stacks, but this run has them unrolled; write them anew with --checkpoi",
-        ),
-        (
-            "--backend spmd",
-            None,
-            r"cannot be read as a checkpoint of MaxText \(.*No such file.*\); give the folder that",
-        ),
+        ("--pp 2", ["layers"], "scanned, but .* unrolled; write them anew"),
+        ("--pp 2 --scan-layers", ["layers"], "scanned, but this run has them in stacks; write them anew"),
+        ("--pp 2 --scan-layers", UNROLLED, "unrolled, but this run has them in stacks; use --no-scan-layers$"),
+        ("--pp 2", STACKS, "in stacks, but this run has them unrolled; use --scan-layers$"),
+        ("--backend spmd", STACKS, "in stacks, but this run has them unrolled; write them anew"),
+        ("--backend spmd", None, "cannot be read as a checkpoint of MaxText"),
     ],
 )
 def test_parameters_to_begin_with_in_another_layout_are_refused_by_their_own_name(
@@ -231,36 +190,27 @@ def test_a_model_of_another_width_is_named():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("--resume", r"--resume needs --checkpoint; add it"),
-        ("--checkpoint-every 3", r"--checkpoint-every needs --checkpoint; add it"),
-        ("--eval-steps 3", r"--eval-steps needs --eval-every; add it"),
-        (
-            "--pp 2 --verify --checkpoint ck",
-            r"--verify trains twice from step 0 .*; leave out --checkpoint or --verify",
-        ),
+        ("--resume", "--resume needs --checkpoint"),
+        ("checkpoint_period=3", "checkpoint_period= needs --checkpoint"),
+        ("--pp 2 --verify --checkpoint ck", "--verify and --checkpoint"),
     ],
 )
 def test_flags_that_need_others(job: Check, argv: str, message: str):
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(FlagError, match=message):
         job(argv.split())
 
 
 def test_a_folder_that_cannot_be_used_is_named(job: Check, tmp_path: Path):
     (tmp_path / "file").write_text("")
-    with (
-        pytest.raises(CheckpointError, match=r"--checkpoint .*file: .*; choose another folder"),
-        writing(tmp_path / "file/lock", "--checkpoint", CheckpointError),
-    ):
+    lock = tmp_path / "file/lock"
+    with pytest.raises(CheckpointError, match=r"file: .*; choose another"), writing(lock, "", CheckpointError):
         pass
-    with pytest.raises(CheckpointError, match=r"--checkpoint .*file: Not a directory; choose another folder"):
+    with pytest.raises(CheckpointError, match=r"--checkpoint .*file: Not a directory"):
         look(tmp_path / "file")
     blocked = tmp_path / "out/train/checkpoints"
     blocked.mkdir(parents=True)
-    given = job(["--checkpoint", str(tmp_path / "ck")])
-    with (
-        pytest.raises(UsageError, match=r"checkpoints is in the way .*; choose another --output"),
-        beginning(given, blocked),
-    ):
+    checked = job(["--checkpoint", str(tmp_path / "ck")])
+    with pytest.raises(FlagError, match="choose another --output"), beginning(checked, blocked):
         pass
 
 
@@ -268,89 +218,27 @@ def test_a_folder_belongs_to_one_run_until_its_trainer_has_ended(tmp_path: Path)
     lock = tmp_path / "lock"
     with writing(lock, "--output") as descriptor:
         trainer = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[descriptor])
-        with (
-            pytest.raises(CheckpointError, match=rf"another run writes here, process .*{trainer.pid}.*; wait for it"),
-            writing(lock, "--checkpoint", CheckpointError),
-        ):
+        with pytest.raises(CheckpointError, match="writes here"), writing(lock, "--checkpoint", CheckpointError):
             pass
-    with (
-        pytest.raises(UsageError, match=rf"writes here, process {trainer.pid};"),
-        writing(lock, "--output"),
-    ):
+    with pytest.raises(FlagError, match="another run writes here"), writing(lock, "--output"):
         pass
     trainer.communicate(b"\n")
     with writing(lock, "--output"):
         pass
 
 
-def test_the_trainer_says_what_is_wrong_with_a_checkpoint(tmp_path: Path):
-    assert explain("completed step: 3\nValueError: a checkpoint\n", tmp_path) is None
-    log = "more\nmultimesh_maxtext.errors.CheckpointError: a.\n\nRuntimeError: b: a.\nmore\n"
-    assert str(explain(log, tmp_path)) == f"--checkpoint {tmp_path}: a."
-
-
-@pytest.mark.parametrize(
-    "line", ["multimesh_maxtext.errors.Damaged", "multimesh: process 0 ends because it failed: Damaged"]
-)
-def test_a_run_goes_back_from_a_damaged_checkpoint(tmp_path: Path, line: str):
-    """Whether its own trainer or that of another one says so."""
-    wrong = explain(f"more\n{line}CheckpointError: {tmp_path}/9/items/_METADATA: gone\nmore\n", tmp_path)
-    assert isinstance(wrong, DamagedCheckpointError)
+def test_a_run_goes_back_from_a_damaged_checkpoint(tmp_path: Path):
+    wrong = DamagedCheckpointError(f"{tmp_path}/9/items/_METADATA: gone")
     for step in (6, 9, 9):
         write(tmp_path, step)
         if step == 9:
             aside(tmp_path / "9")
     assert look(tmp_path).steps == (6,)
     assert {path.name for path in tmp_path.iterdir()} == {"6", "9.damaged", "9.damaged2"}
-    assert going_back(wrong, tmp_path) == (
-        f"{tmp_path}/9/items/_METADATA: gone; it is set aside as *.damaged, going on from checkpoint 6"
-    )
+    assert "_METADATA: gone; it is set aside as *.damaged, going on from checkpoint 6" in going_back(wrong, tmp_path)
     aside(tmp_path / "6")
     with pytest.raises(CheckpointError, match=rf"^--checkpoint {tmp_path}: .*gone; no other checkpoint is there"):
         going_back(wrong, tmp_path)
-
-
-@pytest.mark.stand_in("a trainer that only says how it ended")
-def test_the_command_trains_again_until_a_checkpoint_is_whole(
-    job: Check, paths: Paths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    """Of three checkpoints two are damaged; nothing else makes it train again."""
-    ck = paths.output / "ck"
-    for step in (2, 4, 6):
-        write(ck, step)
-    begun = []
-
-    def train(*given: Any) -> Outcome:
-        begun.append(given[4].step)
-        newest = look(ck).steps[-1]
-        if newest == 2:
-            return Outcome([], [], CheckpointError("the disk is full"), paths.log)
-        aside(ck / str(newest))
-        return Outcome([], [], DamagedCheckpointError(f"{newest}: gone"), paths.log)
-
-    monkeypatch.setattr(cli, "train", train)
-    given = job(["--cpus", "2", "--pp", "2", "--checkpoint", str(ck), "--resume", "--num-steps", "12"])
-    start = launch(given, paths, inherited={}, gpu_memory=None)
-    code, *_ = cli._train(given, paths, start, (), Console(quiet=True), None, Causes(ck, 0, 0, 1), 0, patience=0.0)
-    assert (code, begun) == (15, [7, 5, 3])
-    told = [line for line in capsys.readouterr().err.splitlines() if "no checksums" not in line]
-    assert told == [
-        "resuming from checkpoint 6",
-        "6: gone; it is set aside as *.damaged, going on from checkpoint 4",
-        "resuming from checkpoint 4",
-        "4: gone; it is set aside as *.damaged, going on from checkpoint 2",
-        "resuming from checkpoint 2",
-        "error: the disk is full",
-    ]
-
-
-def test_maxtext_says_what_is_wrong_with_the_parameters_to_begin_with(tmp_path: Path):
-    log = (
-        "I checkpointing.py:947] restoring params from /tmp/7\n"
-        "ValueError: Checkpoint does not match the model:\n  - 'a/b': shape (1,)\n  - 'c': missing\nVerify it"
-    )
-    told = "load_parameters_path=/tmp/7 is of another model: 'a/b': shape (1,) and 1 more; use the flags that it was"
-    assert [str(explain(log, folder))[: len(told)] for folder in (tmp_path, None)] == [told, told]
 
 
 @pytest.mark.parametrize(

@@ -8,29 +8,34 @@ from typing import Any
 
 import pytest
 
-from multimesh_maxtext.command.compile_cache import FOLDER, SIZE, SWITCH, variables
+from multimesh_maxtext.command.environment import CACHE, CACHE_SIZE, CACHE_SWITCH, cache_variables
 
 
 def test_programs_are_kept_in_the_users_cache(tmp_path: Path) -> None:
     home = {"HOME": str(tmp_path)}
-    found = variables(home, cpu=True)
-    folder = Path(found.pop(FOLDER))
+    found = cache_variables(home, cpu=True)
+    folder = Path(found.pop(CACHE))
     assert folder.parent == tmp_path / ".cache/multimesh/compiled"
-    assert found == {"JAX_COMPILATION_CACHE_MAX_SIZE": str(SIZE), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    assert variables(home | {"XDG_CACHE_HOME": str(tmp_path / "other")}, cpu=False)[FOLDER] == str(
+    assert found == {
+        "JAX_COMPILATION_CACHE_MAX_SIZE": str(CACHE_SIZE),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    assert cache_variables(home | {"XDG_CACHE_HOME": str(tmp_path / "other")}, cpu=False)[CACHE] == str(
         tmp_path / "other/multimesh/compiled/accelerators"
     )
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("theirs", [{SWITCH: "false"}, {SWITCH: "0"}, {FOLDER: "/there"}, {FOLDER: ""}, {"HOME": ""}])
+@pytest.mark.parametrize(
+    "theirs", [{CACHE_SWITCH: "false"}, {CACHE_SWITCH: "0"}, {CACHE: "/there"}, {CACHE: ""}, {"HOME": ""}]
+)
 def test_the_users_variables_stand(tmp_path: Path, theirs: dict[str, str]) -> None:
-    assert variables({"HOME": str(tmp_path)} | theirs, cpu=True) == {}
+    assert cache_variables({"HOME": str(tmp_path)} | theirs, cpu=True) == {}
 
 
 def test_a_file_in_the_way_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / ".cache").touch()
-    assert variables({"HOME": str(tmp_path)}, cpu=True) == {}
+    assert cache_variables({"HOME": str(tmp_path)}, cpu=True) == {}
 
 
 @pytest.mark.full
@@ -38,7 +43,7 @@ def test_a_file_in_the_way_is_no_folder(tmp_path: Path) -> None:
 def test_a_second_start_compiles_nothing(run: Any, tmp_path: Path, processes: int, monkeypatch: Any) -> None:
     """Also after an entry was cut short, as by a kill: that program is compiled again, with the same losses."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv(SWITCH, "1")
+    monkeypatch.setenv(CACHE_SWITCH, "1")
     flags = ["--cpus", str(2 // processes), "--pp", "2", "--num-steps", "2", "--json"]
     flags += ["--nodes", str(processes), "--spawn"] if processes > 1 else []
 

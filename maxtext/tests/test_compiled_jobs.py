@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from test_jobs import settings, size
 
 from multimesh import schedules
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import jobs
 
 pytestmark = [pytest.mark.full, pytest.mark.compile_gpu]
 
@@ -41,8 +38,7 @@ def test_a_job_is_compiled_in_every_schedule(run: Run, tmp_path: Path, flags: tu
 @pytest.mark.parametrize("device", ["h100", "b200"])
 @pytest.mark.parametrize("folder", ["llama3-70b-64gpus", "gpt3-175b-64gpus"])
 def test_a_folders_job_is_compiled_and_fits(run: Run, tmp_path: Path, folder: str, device: str):
-    job = jobs.find(folder)
-    flags = (*job.flags.split(), "--nodes", job.processes, "--gpus", 1)
+    flags = (*settings(folder).split(), "--nodes", math.prod(size(folder)), "--gpus", 1)
     done = run(*flags, *COMPILED, "--device", device, "--output", tmp_path)
     assert done.code == 0, done.stderr
     found = done.json["compilation"]

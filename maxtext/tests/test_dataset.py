@@ -12,12 +12,11 @@ import pytest
 from killing import after_step, killed, records, while_saving
 
 from multimesh_maxtext.command import dataset
+from multimesh_maxtext.command.check_flags import check_job, find_job_notes
 from multimesh_maxtext.command.checkpoint import beginning
-from multimesh_maxtext.command.checks import Job
 from multimesh_maxtext.command.cli import main
-from multimesh_maxtext.command.launch import forecasting
-from multimesh_maxtext.command.settle import settle
-from multimesh_maxtext.command.translate import Paths, configuration
+from multimesh_maxtext.command.job import Job, Paths
+from multimesh_maxtext.command.translate import forecasting, launch
 from multimesh_maxtext.errors import CheckpointError, LauncherError, MissingPartError
 
 MakeJob = Callable[[Sequence[str]], Job]
@@ -40,9 +39,11 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_settings_of_a_dataset_go_to_maxtext_as_they_are(job: MakeJob, paths: Paths):
-    found = configuration(checked := job(["--pp", "2", *GRAIN]), paths)
-    assert found["tokenizer_path"] == "/pieces.model"
-    assert "dataset_type=grain" in checked.options.settings
+    checked = job(["--pp", "2", *GRAIN])
+    assert {"tokenizer_path=/pieces.model", "dataset_type=grain"} <= {*checked.flags.settings}
+    assert not {"tokenizer_path=/pieces.model", "dataset_type=synthetic"} & {
+        *launch(checked, paths, inherited={}, gpu_memory=None).command[: -len(checked.flags.settings)]
+    }
     command = forecasting(checked, paths, inherited={}, gpu_memory=None).command
     assert "dataset_type=synthetic" in command  # which needs no files
     assert "dataset_type=grain" not in command
@@ -51,9 +52,7 @@ def test_settings_of_a_dataset_go_to_maxtext_as_they_are(job: MakeJob, paths: Pa
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("dataset_type=grain --tokenizer-path p", r"dataset_type=grain needs to know which; add grain_train_files="),
-        ("dataset_type=hf --tokenizer-path p", r"dataset_type=hf needs to know which; add hf_path="),
-        ("--tokenizer-path p", r"--tokenizer-path is for datasets of text; add dataset_type=, or remove it"),
+        ("--tokenizer-path p", r"tokenizer_path= is for data of dataset_type=, not for synthetic; add that"),
         ("grain_train_files=*.x dataset_type=grain", r"grain_train_files=\*.x: the value is no YAML; put strings"),
         ("--text LICENSE dataset_type=grain", r"dataset_type= is decided by the flags"),
         (
@@ -67,25 +66,11 @@ def test_what_a_dataset_lacks_is_said_before_a_run(
     job: MakeJob, root: Path, monkeypatch: pytest.MonkeyPatch, argv: str, message: str
 ):
     monkeypatch.chdir(root)
-    words = argv.split()
-    # Settings go before --text, which takes all that follows.
     with pytest.raises(LauncherError, match=message):
-        job([*(word for word in words if "=" in word), *(word for word in words if "=" not in word)])
+        job(argv.split())
 
 
-def test_a_dry_run_looks_at_files_and_tokenizers(
-    root: Path, here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    read = ["--dry-run", "dataset_type=grain", "--tokenizer-path", str(here / "pieces.model")]
-    assert main([*read, f"grain_train_files={tmp_path}/none-*"], root=root) == 2
-    assert "none-*: no such file; write a path" in capsys.readouterr().err
-    files = f"grain_train_files={corpora.array_records(tmp_path, corpora.documents())}"
-    assert main([*read[:-1], str(tmp_path / "none"), files], root=root) == 2
-    assert "none: no such file; write the path of a sentencepiece tokenizer" in capsys.readouterr().err
-    assert main([*read, files, "vocab_size=512"], root=root) == 0
-
-
-def test_a_package_that_is_missing_names_its_group(job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_package_that_is_missing_names_its_group(job: MakeJob, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(dataset, "has_package", lambda name: False)
     for words, message in (
         (GRAIN[1:], "grain_file_type=parquet needs pyarrow; run ./bootstrap.sh --group data"),
@@ -95,57 +80,37 @@ def test_a_package_that_is_missing_names_its_group(job: MakeJob, tmp_path: Path,
         kind = message.split()[0]
         given = ["dataset_type=grain", kind] if kind.startswith("grain") else [kind]
         with pytest.raises(MissingPartError) as raised:
-            dataset.check_dataset(job([*given, *words]), tmp_path)
+            dataset.check_dataset(job([*given, *words]))
         assert str(raised.value).startswith(message)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "code", "part"),
     [
-        (
-            "",
-            r"dataset_type=grain needs a tokenizer; add --tokenizer-path, with tokenizer_type=huggingface or tiktoken",
-        ),
-        ("--tokenizer-path no.model", r"--tokenizer-path no.model: no such file; write the path of a sentencepiece"),
-        (
-            "--tokenizer-path hf/tokenizer.json",
-            r"cannot be read as a sentencepiece tokenizer .*; is tokenizer_type= right",
-        ),
-        ("--tokenizer-path pieces.model", r"pieces.model has 3\d\d tokens, the model has 256; use --vocab-size 384"),
-        (
-            "--tokenizer-path hf tokenizer_type=huggingface",
-            r"hf has 320 tokens, the model has 256; use --vocab-size 384",
-        ),
-        ("--tokenizer-path tokenizer.tiktoken tokenizer_type=tiktoken", r"has 544 tokens, .*; use --vocab-size 640"),
-        ("--tokenizer-path pieces.model tokenizer_type=tiktoken", r"a path with the word tiktoken only; rename it"),
-        ("--tokenizer-path ./meta/llama tokenizer_type=huggingface", r"--tokenizer-path ./meta/llama: no such file"),
-        ("--tokenizer-path hf grain_train_files=no/*", r"grain_train_files=no/\*: no such file; write a path"),
+        ("--tokenizer-path pieces.model vocab_size=256", 2, "the model has 256 tokens; use vocab_size="),
+        ("--tokenizer-path no.model", 10, "no.model"),
+        ("--tokenizer-path pieces.model grain_train_files=no/*", 10, "no/*"),
     ],
 )
-def test_files_that_are_not_there_are_named(
-    job: MakeJob, here: Path, monkeypatch: pytest.MonkeyPatch, words: str, message: str
+def test_what_only_maxtext_can_read_is_named_once_it_has_tried(
+    root: Path, tmp_path: Path, here: Path, capfd: pytest.CaptureFixture[str], words: str, code: int, part: str
 ):
-    monkeypatch.chdir(here)
-    given = words.split()
-    files = [] if "grain_train_files" in words else ["grain_train_files=./*.model"]
-    checked = job(["dataset_type=grain", "vocab_size=256", *files, *given])
-    with pytest.raises(LauncherError, match=message):
-        dataset.check_dataset(checked, here)
-
-
-def test_names_at_hugging_face_and_of_maxtext_are_left_to_it(job: MakeJob, maxtext: Path, here: Path):
-    names = ["--tokenizer-path", "meta-llama/Llama-3-8B", "tokenizer_type=huggingface"]
-    given = ["dataset_type=grain", f"grain_train_files={here}/*.model", "vocab_size=32000"]
-    dataset.check_dataset(job([*given, "--tokenizer-path", "tokenizer.llama2"]), maxtext / "maxtext")
-    dataset.check_dataset(job([*given, *names]), here)
+    files = corpora.array_records(tmp_path, corpora.documents())
+    given = [word.replace("pieces", str(here / "pieces")) for word in words.split()]
+    if "files" not in words:
+        given.append(f"grain_train_files={files}")
+    assert train(root, tmp_path / "out", "dataset_type=grain", *given) == code
+    assert part in capfd.readouterr().err.splitlines()[-1]
 
 
 def test_data_that_cannot_resume_says_so_before_it_starts(maxtext: Path):
-    from multimesh_maxtext.command.options import read
+    from multimesh_maxtext.command.command_line import read
 
     def notes(kind: str, *words: str) -> list[str]:
         argv = [f"dataset_type={kind}", "grain_train_files=x", "hf_path=json", "dataset_name=c4", *GRAIN[2:], *words]
-        return [note for note in settle(read(argv), maxtext / "maxtext").notes if "position" in note]
+        parsed = read(argv)
+        return [note for note in find_job_notes(parsed, check_job(parsed, maxtext / "maxtext")) if "position" in note]
 
     assert [len(notes(kind, "--checkpoint", "ck")) for kind in ("grain", "hf", "tfds")] == [0, 1, 1]
     assert not notes("hf")
@@ -198,7 +163,9 @@ def grain(folder: Path, here: Path, files: str) -> tuple[str, ...]:
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("form", ["arrayrecord", "parquet", "hf", "tiktoken", "tfds", "c4_mlperf", "mixture"])
+@pytest.mark.parametrize(
+    "form", ["arrayrecord", "parquet", "hf", "tiktoken", "tfds", "c4_mlperf", "mixture", "unpacked"]
+)
 def test_a_pipeline_trains_on_a_dataset_as_one_program_does(root: Path, tmp_path: Path, here: Path, form: str):
     """Every kind of files and of tokenizers; `--verify` compares each step."""
     texts = corpora.documents()
@@ -227,6 +194,7 @@ def test_a_pipeline_trains_on_a_dataset_as_one_program_does(root: Path, tmp_path
             f"dataset_name={corpora.tensorflow_dataset(tmp_path, texts)}",
             *("--tokenizer-path", here / "pieces.model"),
         ),
+        "unpacked": lambda: (*grain(tmp_path, here, corpora.array_records(tmp_path, texts)), "packing=false"),
         "mixture": lambda: (
             *("dataset_type=grain", f"grain_train_mixture_config_path={corpora.mixture(tmp_path, texts)}"),
             *("--tokenizer-path", here / "pieces.model"),
@@ -258,7 +226,7 @@ def test_processes_evaluate_as_one_does(root: Path, tmp_path: Path, here: Path):
     pattern = corpora.array_records(tmp_path, corpora.documents())
     data = (
         *(*grain(tmp_path, here, pattern), f"grain_eval_files={pattern}", "generate_padding_batch_eval=false"),
-        *("--pp", 2, "--eval-every", 2, "--eval-steps", 3),
+        *("--pp", 2, "eval_interval=2", "eval_steps=3"),
     )
     assert train(root, tmp_path / "one", "--cpus", 2, *data) in (0, 13)
     assert train(root, tmp_path / "two", "--spawn", "--nodes", 2, "--cpus", 1, *data) in (0, 13)
@@ -277,25 +245,11 @@ def test_no_row_is_dropped_where_a_microbatch_has_fewer_rows_than_devices(
     """MaxText would load a row for each of two devices that share a sequence, and train on every other."""
     read = grain(tmp_path, here, corpora.array_records(tmp_path, corpora.documents()))
     data = (*read, f"{read[1].replace('train', 'eval')}") if source == "grain" else ("--text", root / "LICENSE")
-    same = ("--pp", 2, "--microbatch-size", 1, "--num-steps", 3, "--eval-every", 2, *data)
+    same = ("--pp", 2, "--microbatch-size", 1, "--num-steps", 3, "eval_interval=2", *data)
     assert train(root, tmp_path / "two", "--cpus", 2, *same) in (0, 13)
     assert train(root, tmp_path / "four", "--cpus", 4, "--tp", 2, *same) in (0, 13)
     assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "two"), rel=1e-5)
     assert evaluations(tmp_path / "four") == pytest.approx(evaluations(tmp_path / "two"), rel=1e-5)
-
-
-@pytest.mark.full
-@pytest.mark.multiprocess
-@pytest.mark.timeout(1800)
-def test_processes_read_a_tensorflow_dataset_as_one_does(root: Path, tmp_path: Path, here: Path):
-    data = (
-        *("--use-tfds-dataset", "--dataset-path", tmp_path),
-        *("--dataset-name", corpora.tensorflow_dataset(tmp_path, corpora.documents())),
-        *("--tokenizer-path", here / "pieces.model", "--pp", 2),
-    )
-    assert train(root, tmp_path / "one", "--cpus", 2, *data) in (0, 13)
-    assert train(root, tmp_path / "two", "--spawn", "--nodes", 2, "--cpus", 1, *data) in (0, 13)
-    assert losses(tmp_path / "two") == losses(tmp_path / "one")
 
 
 @pytest.mark.full
@@ -309,7 +263,7 @@ def test_a_run_on_a_dataset_that_is_killed_goes_on_bit_for_bit(
     data = (
         *(*SMALL, "dtype=float32", "--num-steps", 6, "--cpus", 2, "--pp", 2, f"grain_worker_count={workers}"),
         *grain(tmp_path, here, corpora.array_records(tmp_path, corpora.documents())),
-        *("--checkpoint-every", 1, "--resume"),
+        *("checkpoint_period=1", "--resume"),
     )
 
     def flags(name: str) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from orbax.checkpoint import v1 as ocp
 from test_checkpoint import KERNEL, UNROLLED, write
 
 from multimesh_maxtext.errors import CheckpointError, FileError
-from multimesh_maxtext.trainer.export import export
+from multimesh_maxtext.trainer.relayout import export
 
 
 def stored(names: list[str], axis: int = 1) -> dict[str, Any]:

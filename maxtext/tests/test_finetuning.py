@@ -18,7 +18,7 @@ TEMPLATE = (
 )
 FLAGS = (
     "--cpus 2 --pp 2 --num-layers 2 --model-dims 32 --mlp-dims 32 --sequence-length 64 --attention dot_product "
-    "--batch-size 4 --num-steps 4 --vocab-size 320 dtype=float32 learning_rate=1e-2 tokenizer_type=huggingface "
+    "--batch-size 4 --num-steps 4 vocab_size=320 dtype=float32 learning_rate=1e-2 tokenizer_type=huggingface "
     "dataset_type=hf hf_path=json use_sft=true packing=false train_data_columns=['messages']"
 )
 

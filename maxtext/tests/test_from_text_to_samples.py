@@ -21,7 +21,7 @@ pytest.importorskip("pyarrow", reason="./bootstrap.sh --group data installs it")
 
 TRAINING = (
     "--spawn --nodes 2 --cpus 1 --pp 2 --model-name llama3.1-8b --sequence-length 64 --batch-size 8 "
-    "--microbatch-size 2 --attention dot_product --num-steps 60 --checkpoint-every 5 --resume dtype=float32 "
+    "--microbatch-size 2 --attention dot_product --num-steps 60 checkpoint_period=5 --resume dtype=float32 "
     "learning_rate=1e-2 dataset_type=grain grain_file_type=parquet grain_worker_count=0 num_epoch=50 "
     "tokenizer_type=huggingface"
 )

@@ -1,4 +1,4 @@
-"""The folders of jobs for Slurm and Kubernetes: what they share, and the flags that processes start with.
+"""The folders of jobs for Slurm and Kubernetes: their settings, what they share, and what processes start with.
 
 Nothing here is a cluster: a process is started as srun or a kubelet would start it, with ``--dry-run``. A real Slurm
 runs the batch scripts in tests/integration/processes/test_jobs.py.
@@ -9,187 +9,239 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import original
 import pytest
 import yaml
 
-from multimesh_maxtext.command.options import read
-from multimesh_maxtext.command.settle import settle
-from multimesh_maxtext.command.sizes import forecast_step
+from multimesh_maxtext.command.check_flags import check_job
+from multimesh_maxtext.command.command_line import read
+from multimesh_maxtext.command.forecasting import forecast_step
+from multimesh_maxtext.errors import InterruptedRunError, PreemptedError, ProcessLostError
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "maxtext"))
+JOBS = ROOT / "maxtext"
+DGX = ("llama3-8b-16gpus", "llama3-70b-64gpus", "gpt3-175b-64gpus")
+FOLDERS = (*DGX, "perlmutter", "slurm")
 
-import jobs  # noqa: E402
+
+def settings(folder: str, word: str = "FLAGS") -> str:
+    """The words of a kind in the settings of a folder."""
+    text = (JOBS / folder / "job.sbatch").read_text(encoding="utf-8")
+    return " ".join(re.findall(rf"^#{word} (.*)$", text, re.MULTILINE))
 
 
-@pytest.mark.parametrize("job", jobs.JOBS, ids=lambda job: job.folder)
-def test_a_folder_has_what_it_shares(job: jobs.Job):
-    made = jobs.files(job)
-    found = {path.name: path.read_text() for path in (jobs.HERE / job.folder).iterdir()}
-    assert found == made, "run maxtext/jobs.py --write"
-    assert job.flags in re.sub(r" +\\\n +", " ", "".join(made.values()))
-    checked = [text for name, text in made.items() if name.endswith(".sh") or name == "jobset.yaml"]
-    assert all(re.search(r" --check[ ,]", text) for text in checked)
-    for name in made:
-        assert os.access(jobs.HERE / job.folder / name, os.X_OK) == name.endswith(".sh")
+def size(folder: str) -> tuple[int, int]:
+    """Nodes, and processes on each."""
+    counts = dict(re.findall(r"--(nodes|ntasks-per-node)=(\d+)", settings(folder, "SBATCH")))
+    return int(counts.get("nodes", 1)), int(counts.get("ntasks-per-node", 8))
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_is_its_settings_and_can_be_copied(folder: str, tmp_path: Path):
+    """All else are links to what the folders share, which a copy holds."""
+    shared = {path.name: path.read_bytes() for path in (JOBS / "slurm").iterdir()}
+    shutil.copytree(JOBS / folder, tmp_path / folder)  # follows links
+    for path in (tmp_path / folder).iterdir():
+        if path.name != "job.sbatch":
+            name = "run.sh" if path.name.startswith("run-") else path.name
+            assert path.read_bytes() == shared[name]
+            assert (JOBS / folder / path.name).is_symlink() or folder == "slurm"
+        assert os.access(path, os.X_OK) == path.name.startswith("run")
+    assert (tmp_path / folder / "job.sh").exists()
 
 
 @pytest.mark.telling("gpt3-175b-64gpus-run-original.sh", "slurm-run.sh")
 @pytest.mark.parametrize(
-    ("job", "script"),
-    [(job, name) for job in jobs.JOBS for name in jobs.files(job) if name.endswith(".sh")],
-    ids=lambda value: value if isinstance(value, str) else value.folder,
+    ("folder", "script"), [(folder, path.name) for folder in FOLDERS for path in (JOBS / folder).glob("run*.sh")]
 )
-def test_a_process_of_a_job_starts_with_flags_that_fit(job: jobs.Job, script: str, maxtext: Path):
-    size = job.processes or 8
-    slurm = {"STEP_NODELIST": "n[1-8]", "NTASKS": str(size), "LOCALID": "3", "PROCID": str(size - 1)}
+def test_a_process_of_a_job_starts_with_flags_that_fit(folder: str, script: str, maxtext: Path):
+    nodes, each = size(folder)
+    slurm = {"STEP_NODELIST": "n[1-8]", "NTASKS": str(nodes * each), "LOCALID": "3", "PROCID": str(nodes * each - 1)}
     environment = {**os.environ, **{f"SLURM_{name}": value for name, value in slurm.items()}}
-    own = [] if job.processes else ["--pp", "2", "--dp", "4", "--batch-size", "32"]
-    line = [str(jobs.HERE / job.folder / script), "--dry-run", "--json", "--num-steps", "7", *own]
+    own = ["--pp", "2", "--dp", "4", "--batch-size", "32"] if folder == "slurm" else []
+    line = [str(JOBS / folder / script), "--dry-run", "--json", "--num-steps", "7", *own]
     done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     start = json.loads(done.stdout)
     assert start["configuration"]["steps"] == 7  # what is given comes last
     assert start["environment"]["JAX_LOCAL_DEVICE_IDS"] == "3"
-    handed = json.loads(start["environment"]["MULTIMESH_MAXTEXT"])
-    if job.folder in original.SCRIPTS and (script == "run-original.sh" or not job.theirs):
-        theirs = settle(read(original.SCRIPTS[job.folder].split()), maxtext / "maxtext").job
-        assert size == theirs.devices
-        for key, value in (("stages", theirs.options.pp), ("interleave", theirs.options.interleave)):
+    handed = json.loads(start["environment"]["MULTIMESH_RUN"])
+    if folder in original.SCRIPTS and (script == "run-original.sh" or not settings(folder, "ORIGINAL")):
+        theirs = check_job(read(original.SCRIPTS[folder].split()), maxtext / "maxtext")
+        assert nodes * each == theirs.devices
+        for key, value in (("stages", theirs.flags.pp), ("interleave", theirs.flags.interleave)):
             assert handed[key] == value
-        assert handed["schedule"] == theirs.options.schedule
+        assert handed["schedule"] == theirs.flags.schedule
         assert start["configuration"]["gradient_accumulation_steps"] == theirs.microbatches
-        assert start["configuration"]["max_target_length"] == theirs.options.sequence_length
+        assert start["configuration"]["max_target_length"] == theirs.flags.sequence_length
 
 
-def test_perlmutter_is_started_as_its_users_are_told_to():
-    made = jobs.files(jobs.find("perlmutter"))["job.sbatch"]
-    assert "--gpus-per-task=1 --gpu-bind=none" in made
-    assert all(engine in made for engine in ("shifter --image=", "podman-hpc run", "CHECKOUT"))
-
-
-def fields(required: str = "", **others: dict[str, Any]) -> dict[str, Any]:
-    """Schema of an object with these fields, all of which but those in ``required`` may be left out, and no others."""
-    return {"type": "object", "properties": others, "required": required.split(), "additionalProperties": False}
-
-
-def items(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "array", "items": schema, "minItems": 1}
-
-
-WORD, COUNT, YES = {"type": "string", "minLength": 1}, {"type": "integer", "minimum": 0}, {"type": "boolean"}
-SECRET = fields("name key", name=WORD, key=WORD, optional=YES)
-SOURCE = {
-    "oneOf": [
-        fields("fieldRef", fieldRef=fields("fieldPath", fieldPath=WORD)),
-        fields("secretKeyRef", secretKeyRef=SECRET),
-    ]
+SCONTROL = """#!/bin/sh
+case "$*" in
+  "show job 7") echo "   Command=$FOLDER/job.sbatch --text x" ;;
+  "show hostnames"*) echo n1 ;;
+  "show node"*) echo "NodeName=n1 NodeAddr=10.0.0.1" ;;
+  *) echo "scontrol $*" ;;
+esac
+"""
+CALLED = """#!/bin/sh
+[ "$*" = --help ] && echo "$HELP" || echo "$(basename "$0") $*"
+exit ${CODE:-0}
+"""
+ENGINES = {
+    "pyxis": ("--container-image", [], "--container-image=I --container-mounts="),
+    "shifter": ("", ["shifter"], "shifter --image=I"),
+    "podman-hpc": ("", ["podman-hpc"], "podman-hpc run"),
+    "docker": ("", [], "docker run"),
+    "checkout": ("", [], f"{ROOT}/maxtext/slurm/run.sh"),
 }
-CONTAINER = fields(
-    "name",
-    **dict.fromkeys(("name", "image"), WORD),
-    **dict.fromkeys(("command", "args"), items(WORD)),
-    env=items(fields("name", name=WORD, value=WORD, valueFrom=SOURCE)),
-    resources=fields(limits={"type": "object", "additionalProperties": COUNT}),
-    volumeMounts=items(fields("name mountPath", name=WORD, mountPath=WORD)),
+
+
+def submitted(folder: Path, tmp_path: Path, *flags: str, programs: Any = (), **variables: str) -> str:
+    """What a batch script starts, where the programs of a cluster only say their words."""
+    (tmp_path / "bin").mkdir()
+    for name, text in {"scontrol": SCONTROL, **dict.fromkeys(("srun", *programs), CALLED)}.items():
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    slurm = {"JOB_ID": "7", "NNODES": "2", "JOB_NODELIST": "n[1-2]"}
+    environment = {f"SLURM_{name}": value for name, value in slurm.items()} | {"FOLDER": str(folder), **variables}
+    environment |= {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "HOME": str(tmp_path)}
+    line = ["bash", str(folder / "job.sbatch"), *flags]
+    return subprocess.run(line, env=environment, capture_output=True, text=True, check=False).stdout
+
+
+@pytest.mark.stand_in("programs of a cluster that print their words")
+@pytest.mark.telling("docker", "checkout")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_copied_folder_starts_containers_that_see_what_flags_name(engine: str, tmp_path: Path):
+    shutil.copytree(JOBS / "llama3-70b-64gpus", tmp_path / "mine")
+    help_, programs, words = ENGINES[engine]
+    where = {"CHECKOUT": str(ROOT)} if engine == "checkout" else {"IMAGE": "I"}
+    names = {"--text": "a/t", "--prometheus": "b/p.prom", "--metrics-file": "c/m", "--export": "d", "--checkpoint": "e"}
+    flags = [word for flag, name in names.items() for word in (flag, f"{tmp_path}/{name}")]
+    text = submitted(
+        tmp_path / "mine", tmp_path, *flags, f"--output={tmp_path}/f", programs=programs, HELP=help_, **where
+    )
+    last = text.splitlines()[-1]
+    assert words in last
+    assert f"{settings('llama3-70b-64gpus')} {' '.join(flags)} --output={tmp_path}/f" in last
+    mounted = set(re.findall(rf"{tmp_path}/(\w):{tmp_path}/\1\b", last))
+    assert mounted == (set() if engine == "checkout" else set("abcdef"))
+
+
+@pytest.mark.stand_in("programs of a cluster that print their words")
+@pytest.mark.parametrize(
+    ("code", "flags", "end"),
+    [
+        ("17", ("--checkpoint", "/ck"), "scontrol requeue 7"),
+        ("17", (), ""),
+        ("10", ("--checkpoint", "/ck"), ""),
+        ("0", ("--checkpoint", "/ck", "--overwrite"), "--checkpoint /ck --resume"),
+        ("0", ("--overwrite",), "--overwrite --overwrite"),
+    ],
 )
-VOLUME = fields(
-    "name",
-    name=WORD,
-    persistentVolumeClaim=fields("claimName", claimName=WORD),
-    emptyDir=fields(medium={"enum": ["", "Memory"]}),
-)
-POD = fields(
-    "containers", restartPolicy={"enum": ["Never", "OnFailure"]}, containers=items(CONTAINER), volumes=items(VOLUME)
-)
-EXIT = fields("operator values", operator={"enum": ["In", "NotIn"]}, values=items(COUNT))
-KUBERNETES_JOB = fields(
-    "template",
-    completionMode={"enum": ["Indexed", "NonIndexed"]},
-    **dict.fromkeys(("parallelism", "completions", "backoffLimit"), COUNT),
-    successPolicy=fields("rules", rules=items(fields(succeededCount=COUNT, succeededIndexes=WORD))),
-    podFailurePolicy=fields("rules", rules=items(fields("action", action={"enum": ["FailJob"]}, onExitCodes=EXIT))),
-    template=fields(spec=POD),
-)
-RULE = fields(
-    "action name", name=WORD, action={"enum": ["FailJobSet", "RestartJobSet"]}, onJobFailureReasons=items(WORD)
-)
-JOBSET = fields(
-    "apiVersion kind metadata spec",
-    apiVersion={"const": "jobset.x-k8s.io/v1alpha2"},
-    kind={"const": "JobSet"},
-    metadata=fields("name", name={"type": "string", "pattern": "^[a-z]([-a-z0-9]{0,53}[a-z0-9])?$"}),
-    spec=fields(
-        network=fields(enableDNSHostnames=YES, publishNotReadyAddresses=YES),
-        failurePolicy=fields(maxRestarts=COUNT, rules=items(RULE)),
-        replicatedJobs=items(
-            fields("name template", name=WORD, replicas=COUNT, template=fields(spec=KUBERNETES_JOB)),
-        ),
-    ),
-)
-"""The fields of a JobSet that ours use, as its CustomResourceDefinition has them (v1alpha2, August 2026)."""
+def test_a_job_comes_again_where_it_can_go_on(tmp_path: Path, code: str, flags: tuple[str, ...], end: str):
+    """By the exit code of srun; and what comes again goes on from its checkpoint, or begins anew."""
+    again = {"SLURM_RESTART_COUNT": "1", "SCRIPT": "run-original.sh"}
+    said = submitted(JOBS / "gpt3-175b-64gpus", tmp_path, *flags, CODE=code, CHECKOUT=str(ROOT), **again)
+    assert said.splitlines()[-1].endswith(end or ("--resume" if flags else "--overwrite"))
+    assert settings("gpt3-175b-64gpus", "ORIGINAL") in said
+
+
+FIELDS = """
+apiVersion kind metadata.name spec.network.enableDNSHostnames spec.network.publishNotReadyAddresses
+spec.failurePolicy.maxRestarts spec.failurePolicy.rules.name spec.failurePolicy.rules.action
+spec.failurePolicy.rules.onJobFailureReasons spec.replicatedJobs.name spec.replicatedJobs.replicas
+"""
+JOB = """
+completionMode parallelism completions backoffLimit podFailurePolicy.rules.action template.spec.restartPolicy
+podFailurePolicy.rules.onExitCodes.operator podFailurePolicy.rules.onExitCodes.values
+"""
+POD = """
+containers.name containers.image containers.command containers.args containers.env.name containers.env.value
+containers.env.valueFrom.fieldRef.fieldPath containers.resources.limits.nvidia.com/gpu containers.volumeMounts.name
+containers.volumeMounts.mountPath volumes.name volumes.persistentVolumeClaim.claimName volumes.emptyDir.medium
+"""
+"""Fields of a JobSet, as its CustomResourceDefinition has them (v1alpha2, August 2026), of a Job, and of a pod."""
+
+
+def paths_in(value: Any, path: str = "") -> Iterator[str]:
+    """The fields of a manifest, without the numbers of items."""
+    for key, item in value.items() if isinstance(value, dict) else [("", each) for each in value]:
+        name = ".".join(filter(None, (path, key)))
+        if isinstance(item, dict | list):
+            yield from paths_in(item, name)
+        else:
+            yield name
 
 
 @pytest.mark.telling("llama3-70b-64gpus")
-@pytest.mark.parametrize(
-    "job", [job for job in jobs.JOBS if "jobset.yaml" in jobs.files(job)], ids=lambda job: job.folder
-)
-def test_a_jobset_starts_the_processes_of_its_folder(job: jobs.Job, maxtext: Path, tmp_path: Path):
+@pytest.mark.parametrize("folder", DGX)
+def test_a_jobset_starts_the_processes_of_a_folder(folder: str, maxtext: Path, tmp_path: Path):
     """Its fields are those of a JobSet; a pod that has what a kubelet gives it knows who it is."""
-    text = jobs.files(job)["jobset.yaml"]
-    manifest = yaml.safe_load(text)
-    jsonschema.validate(manifest, JOBSET)
-    falls_back = yaml.safe_load(text.replace("# successPolicy", "successPolicy"))
-    assert falls_back["spec"]["replicatedJobs"][0]["template"]["spec"]["successPolicy"]
-    jsonschema.validate(falls_back, JOBSET)
+    nodes, each = size(folder)
+    text = (JOBS / "slurm/jobset.yaml").read_text(encoding="utf-8")
+    manifest = yaml.safe_load(text.replace("FOLDER", folder).replace("NODES", str(nodes)))
+    job = "spec.replicatedJobs.template.spec"
+    allowed = {*FIELDS.split(), *(f"{job}.{each}" for each in JOB.split())}
+    assert {*paths_in(manifest)} <= {*allowed, *(f"{job}.template.spec.{each}" for each in POD.split())}
     (part,) = manifest["spec"]["replicatedJobs"]
     (container,) = part["template"]["spec"]["template"]["spec"]["containers"]
-    assert part["template"]["spec"]["completions"] * container["resources"]["limits"]["nvidia.com/gpu"] == job.processes
-    given = {entry["name"]: entry.get("value", "1") for entry in container["env"]}  # index and restart are 1
+    (rule,) = part["template"]["spec"]["podFailurePolicy"]["rules"]
+    kinds = ProcessLostError, PreemptedError, InterruptedRunError
+    ended = {128 + signal.SIGKILL, 128 + signal.SIGTERM}
+    assert set(rule["onExitCodes"]["values"]) == {kind.exit_code for kind in kinds} | ended  # those that start again
+    assert part["template"]["spec"]["completions"] == nodes
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == each
+    given = {entry["name"]: entry.get("value", "1") for entry in container["env"]}  # its index is 1
     name = manifest["metadata"]["name"]
     assert given["JAX_COORDINATOR_ADDRESS"] == f"{name}-{part['name']}-0-0.{name}:61440"
-    line = [sys.executable, str(jobs.HERE / "run.py"), *container["args"], "--dry-run", "--json"]
-    line = [word.replace("/srv/", f"{tmp_path}/") for word in line]
+    (line,) = container["args"]
+    line = line.replace("/opt/maxtext/run.py", f"{sys.executable} {JOBS}/run.py").replace("/opt/maxtext", str(JOBS))
+    line = line.replace("/srv/", f"{tmp_path}/") + " --dry-run --json"
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("CUDA", "SLURM"))}
-    done = subprocess.run(line, env={**clean, **given}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*container["command"][1:], line], env={**clean, **given}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     start = json.loads(done.stdout)
     assert start["environment"]["JAX_LOCAL_DEVICE_IDS"] == "0,1,2,3,4,5,6,7"
-    assert str(tmp_path / job.folder / "output/process-1/metrics.jsonl") == start["configuration"]["metrics_file"]
+    assert str(tmp_path / folder / "output/process-1/metrics.jsonl") == start["configuration"]["metrics_file"]
 
 
 @pytest.mark.parametrize("folder", original.LIMITS)
 def test_a_page_has_the_forecasts_of_its_flags_beside_the_limits_of_the_original(folder: str, maxtext: Path):
-    job = jobs.find(folder)
-    size, seconds = original.LIMITS[folder]
-    rows = re.findall(r"\| ([\d.]+) \| ([\d.]+)e9 \|", jobs.files(job)["README.md"])
+    limit, seconds = original.LIMITS[folder]
+    page = (JOBS / "slurm" / "README.md").read_text(encoding="utf-8")
+    table = page.partition(f"| {folder.rpartition('-')[0]} | seconds")[2].partition("\n\n")[0]
+    rows = re.findall(r"\| ([\d.]+) \| ([\d.]+)e9 \|", table)
     forecasts = [tuple(map(float, row)) for row in rows]
-    assert forecasts[2] == (seconds, size / 1e9)
-    for flags, (step_seconds, step_size) in zip((job.flags, job.theirs), forecasts[:2], strict=True):
-        words = ["--nodes", str(job.processes), "--gpus", "1", "--device", "h100", "--forecast", *flags.split()]
-        step = forecast_step(settle(read(words), maxtext / "maxtext").job)
+    assert forecasts[2] == (seconds, limit / 1e9)
+    for word, (step_seconds, step_size) in zip(("FLAGS", "ORIGINAL"), forecasts[:2], strict=True):
+        words = ["--nodes", "64", "--gpus", "1", "--device", "h100", "--forecast", *settings(folder, word).split()]
+        step = forecast_step(check_job(read(words), maxtext / "maxtext"))
         assert step is not None
         assert (step.seconds, step.bytes / 1e9) == pytest.approx((step_seconds, step_size), rel=2e-3)
         assert step.seconds < seconds
-        assert step.bytes < size
+        assert step.bytes < limit
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("line", ["flags", "theirs"])
+@pytest.mark.parametrize("word", ["FLAGS", "ORIGINAL"])
 @pytest.mark.parametrize("folder", original.LIMITS)
-def test_the_plan_of_a_large_job_is_within_the_limits_of_the_original(folder: str, line: str, run: Any, tmp_path: Path):
-    job = jobs.find(folder)
-    devices = ("--nodes", job.processes, "--gpus", 1, "--device", "h100")
-    done = run(*devices, *getattr(job, line).split(), "--forecast", "--json", "--output", tmp_path)
+def test_the_plan_of_a_large_job_is_within_the_limits_of_the_original(folder: str, word: str, run: Any, tmp_path: Path):
+    devices = ("--nodes", 64, "--gpus", 1, "--device", "h100")
+    done = run(*devices, *settings(folder, word).split(), "--forecast", "--json", "--output", tmp_path)
     assert done.code == 0, done.stderr
-    size, seconds = original.LIMITS[folder]
-    assert max(need["total"] for need in done.json["forecast"]) < size
+    limit, seconds = original.LIMITS[folder]
+    assert max(need["total"] for need in done.json["forecast"]) < limit
     assert done.json["seconds"] < seconds

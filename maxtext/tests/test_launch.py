@@ -5,26 +5,24 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
-from rich.console import Console
 
-from multimesh_maxtext.command import memory
-from multimesh_maxtext.command.checkpoint import Beginning
-from multimesh_maxtext.command.checks import Job
-from multimesh_maxtext.command.launch import FORESEE, Launch, forecasting, launch
-from multimesh_maxtext.command.member import Member, find_alone, find_repeats, member
-from multimesh_maxtext.command.options import parse
-from multimesh_maxtext.command.reasons import read_refusal
-from multimesh_maxtext.command.training import Follower, follow, terminate_as_interrupt, trainer
-from multimesh_maxtext.command.translate import Paths
-from multimesh_maxtext.errors import UsageError
-from multimesh_maxtext.handoff import VARIABLE, Handoff, receive
+from multimesh_maxtext.command.check_flags import find_wrong_flags
+from multimesh_maxtext.command.command_line import parse
+from multimesh_maxtext.command.environment import memory_limit
+from multimesh_maxtext.command.job import Job, Paths
+from multimesh_maxtext.command.member import Member, find_repeats, member
+from multimesh_maxtext.command.steps import Follower, Step
+from multimesh_maxtext.command.training import StopRequest, follow
+from multimesh_maxtext.command.translate import Launch, forecasting, launch
+from multimesh_maxtext.errors import FlagError
+from multimesh_maxtext.handoff import PIPELINE, TrainerConfig, receive
 
 ROOT = Path(__file__).resolve().parents[2]
 SLURM = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_PROCID": "9", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1"}
@@ -41,7 +39,6 @@ def test_a_forecast_needs_neither_dataset_nor_checkpoint(job: Callable[..., Job]
     )
     given = job([*flags.split(), "--checkpoint", "/c", "--profile", "--dump", "/p", "--forecast"])
     found = forecasting(given, paths, inherited={}, gpu_memory=None)
-    assert found.command[3:5] == FORESEE
     assert found.command[5].endswith("base.yml")
     assert found.configuration["dataset_type"] == "synthetic"
     assert found.configuration["enable_checkpointing"] is False
@@ -62,8 +59,8 @@ def test_a_launcher_says_which_process_this_is(launcher: dict[str, str]):
 
 
 def test_the_first_process_writes_where_the_user_says(paths: Paths):
-    assert Member().own(paths) == paths
-    assert Member(2, 4, 0).own(paths).metrics == paths.output / "process-2" / "metrics.jsonl"
+    assert paths.of_process(0) == paths
+    assert paths.of_process(2).metrics == paths.output / "process-2" / "metrics.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -77,10 +74,10 @@ def test_the_first_process_writes_where_the_user_says(paths: Paths):
         ("--nodes 2", {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "no launcher"),  # a batch script, outside of srun
         ("--nodes 2", SHELL, "no launcher"),  # srun --pty bash
         ("--nodes 2", SLURM, "but Slurm started 16 processes; make them agree"),
-        ("--nodes 2", {"SLURM_STEP_NODELIST": "n1"}, "SLURM_PROCID is not set, but SLURM_STEP_NODELIST is set"),
-        ("--nodes 2", SLURM | {"SLURM_PROCID": "x"}, "SLURM_PROCID=x is no number, but SLURM_STEP_NODELIST is set"),
-        ("--nodes 16", SLURM | {"SLURM_PROCID": "16"}, "rank 16 (1 on this machine) of 16 processes, by the variables"),
-        ("--nodes 16", MPI | {"OMPI_COMM_WORLD_RANK": "-1"}, "OMPI_COMM_WORLD_RANK=-1 is no number"),
+        ("--nodes 2", {"SLURM_STEP_NODELIST": "n1"}, "SLURM_PROCID=, SLURM_NTASKS="),
+        ("--nodes 2", SLURM | {"SLURM_PROCID": "x"}, "SLURM_PROCID=x, SLURM_NTASKS=16"),
+        ("--nodes 16", SLURM | {"SLURM_PROCID": "16"}, "SLURM_PROCID=16, SLURM_NTASKS=16"),
+        ("--nodes 16", MPI | {"OMPI_COMM_WORLD_RANK": "-1"}, "OMPI_COMM_WORLD_RANK=-1, OMPI_COMM"),
         (
             "--nodes 16",
             {name: value for name, value in MPI.items() if "URI" not in name.upper()},
@@ -89,7 +86,7 @@ def test_the_first_process_writes_where_the_user_says(paths: Paths):
     ],
 )
 def test_processes_that_cannot_meet_are_refused(argv: str, launcher: dict[str, str], message: str):
-    with pytest.raises(UsageError) as raised:
+    with pytest.raises(FlagError) as raised:
         member(parse(argv.split()), launcher)
     assert message in str(raised.value)
 
@@ -97,10 +94,10 @@ def test_processes_that_cannot_meet_are_refused(argv: str, launcher: dict[str, s
 def test_what_several_processes_cannot_do_is_refused():
     """At once with all else that is wrong with the command line; a forecast is made by one process."""
     flags = ["--pp", "2", "--verify", "--gpus", "1"]
-    (found,) = find_alone(parse(["--nodes", "16", *flags]))
-    assert str(found).startswith("--verify is for one process so far")
-    assert not [*find_alone(parse(["--nodes", "16", *flags, "--forecast"]))]
-    assert not [*find_alone(parse(flags))]
+    (error,) = find_wrong_flags(parse(["--nodes", "16", *flags]))
+    assert str(error).startswith("--verify is for one process so far")
+    assert not [*find_wrong_flags(parse(["--nodes", "16", *flags, "--forecast"]))]
+    assert not [*find_wrong_flags(parse(flags))]
 
 
 @pytest.mark.parametrize("nodes", ["1", "2"])
@@ -112,21 +109,18 @@ def test_every_process_knows_what_its_gpus_hold_and_all_choose_by_what_all_know(
         found = launch(checked, paths, inherited={}, gpu_memory=80_000, this=Member(0, int(nodes))).environment
         handed = receive(found)
         assert handed
-        return memory.limit(checked, 80_000), handed.limit
+        return memory_limit(checked.flags, 80_000), handed.limit
 
     assert told() == (60_000 * 2**20, 60_000 * 2**20 if nodes == "1" else 0)
     assert told("--device-memory", "1GiB") == (2**30, 2**30)
     assert told("--fbmem", "70") == (70_000 * 2**20, 70_000 * 2**20)
 
 
-@pytest.mark.parametrize(("flags", "below"), [("--dp 2", ""), ("--pp 2 --dump-hlo", "/xla")])
-def test_every_process_dumps_its_own_programs(
-    job: Callable[[Sequence[str]], Job], paths: Paths, flags: str, below: str
-):
-    checked = job(["--nodes", "2", "--cpus", "1", "--dump", str(paths.output / "d"), *flags.split()])
+def test_every_process_dumps_its_own_programs(job: Callable[[Sequence[str]], Job], paths: Paths):
+    checked = job(["--nodes", "2", "--cpus", "1", "--dump", str(paths.output / "d"), "--dp", "2"])
     for this, folder in ((Member(0, 2), "d"), (Member(1, 2), "d/process-1")):
-        found = launch(checked, this.own(paths), inherited={}, gpu_memory=None, this=this).environment
-        assert f'--xla_dump_to="{paths.output}/{folder}{below}" ' in found["XLA_FLAGS"]
+        variables = launch(checked, paths.of_process(this.rank), inherited={}, gpu_memory=None, this=this).environment
+        assert f'--xla_dump_to="{paths.output}/{folder}" ' in variables["XLA_FLAGS"]
 
 
 def test_stages_are_handed_over_in_the_environment(job: Callable[[Sequence[str]], Job], paths: Paths):
@@ -134,20 +128,17 @@ def test_stages_are_handed_over_in_the_environment(job: Callable[[Sequence[str]]
         return launch(job(argv.split()), paths, inherited=inherited, gpu_memory=None).environment
 
     found = variables("--cpus 8 --pp 4 --dp 2 --schedule gpipe", PYTHONPATH="/mine")
-    context = {"autoshard": True, "enable_task_fusion": True, "only_fuse_loop_tasks": False}
-    assert receive(found) == Handoff(
-        4,
+    assert receive(found) == TrainerConfig(
+        outcome=str(paths.outcome),
+        stages=4,
         interleave=1,
         schedule="gpipe",
         table=None,
         placement=str(paths.output / "placement.json"),
-        context=context,
         sizes=(2, 2, 2, 2),
     )
-    given = receive(variables("--pp 2 --no-autoshard --only-fuse-loop-tasks --replicate-small-params"))
-    assert given.context == {"autoshard": False, "enable_task_fusion": True, "only_fuse_loop_tasks": True}
-    assert receive(variables("--pp 2 --no-fuse-tasks")).context == {**context, "enable_task_fusion": False}
-    assert given.replicate_below == 4 * 128  # the tokens of a batch
+    assert receive(variables("--pp 2 --replicate-small-params")).replicate_below == 4 * 128  # the tokens of a batch
+    assert receive(variables("--pp 2 --fsdp 2 --gather-once --dump d --dump-only")).gather_once
     assert found["PYTHONPATH"].startswith(f"{paths.maxtext}:{ROOT / 'maxtext/src'}:{ROOT / 'multimesh/src'}:")
     assert found["PYTHONPATH"].endswith("/site-packages:/mine")  # what is installed comes before what is inherited
     assert receive(variables("--pp 2")).schedule == "1f1b"
@@ -156,13 +147,7 @@ def test_stages_are_handed_over_in_the_environment(job: Callable[[Sequence[str]]
     assert receive(variables(f"{down} --interleave 2".replace("auto", "interleaved"))).route == ()
     assert receive(variables(down)).route == ()
     for one_program in ("--dp 2", "--pp 2 --backend spmd"):
-        assert VARIABLE not in variables(one_program)
-
-
-@pytest.mark.parametrize("wrong", [{}, {VARIABLE: "1"}, {VARIABLE: "{"}, {VARIABLE: '{"stages": 2}'}])
-def test_a_handoff_of_another_kind_is_refused(wrong: dict[str, str]):
-    with pytest.raises(UsageError, match=r"MULTIMESH_MAXTEXT is not what maxtext/run.py writes"):
-        receive(wrong)
+        assert PIPELINE not in variables(one_program)
 
 
 def test_every_process_gets_its_own_devices(job: Callable[[Sequence[str]], Job], paths: Paths):
@@ -175,39 +160,19 @@ def test_every_process_gets_its_own_devices(job: Callable[[Sequence[str]], Job],
     assert start.configuration["num_slices"] == 1
 
 
-def test_what_maxtext_refuses_of_its_settings_is_told_in_a_line():
-    log = (
-        "ValidationError: 2 validation errors for MaxTextConfig\nsteps\n  Input should be a valid integer [type=int, "
-        "input_value='x']\n    For further information visit https://errors.example.com\n  Value error, Only top-1\n"
-        "routing! [type=value_error, input_value={}]\n    For further information visit https://errors.example.com\n"
-    )
-    told = "MaxText refuses these settings: steps: Input should be a valid integer; Only top-1 routing!"
-    assert str(read_refusal(f"Traceback\n{log}ended\n")) == told
-    assert read_refusal("ValueError: \n  Value error, x [type=y, ") is None
-
-
 @pytest.mark.full
 def test_two_processes_train_what_one_does(maxtext: Path, tmp_path: Path):
-    flags = [
-        "--backend",
-        "spmd",
-        "--dp",
-        "2",
-        "--pp",
-        "2",
-        "--num-layers",
-        "2",
-        "--batch-size",
-        "8",
-        "--sequence-length",
-        "32",
-        "--num-steps",
-        "3",
-    ]
-    flags += ["--attention", "dot_product", "dtype=float32"]
+    flags = "--backend spmd --dp 2 --pp 2 --num-layers 2 --batch-size 8 --sequence-length 32 --num-steps 3"
 
     def start(name: str, *more: str, **env: str) -> subprocess.Popen[bytes]:
-        argv = [sys.executable, str(ROOT / "maxtext" / "run.py"), "--output", str(tmp_path / name), *more, *flags]
+        argv = [
+            sys.executable,
+            str(ROOT / "maxtext" / "run.py"),
+            "--output",
+            str(tmp_path / name),
+            *more,
+            *flags.split(),
+        ]
         with (tmp_path / f"{name}.{env.get('SLURM_PROCID', 'alone')}").open("wb") as said:
             return subprocess.Popen(argv, stdout=said, stderr=said, env=os.environ | env)
 
@@ -229,47 +194,35 @@ def test_two_processes_train_what_one_does(maxtext: Path, tmp_path: Path):
     assert (tmp_path / "two.1").read_text() == ""
 
 
-def test_an_interrupt_while_the_trainer_is_waited_for_ends_it(paths: Paths):
-    """CPython's `Popen.wait` may be left with its lock taken."""
+def followed(paths: Paths, program: str, *, steps: int = 0) -> tuple[int, StopRequest]:
+    """The exit code of a trainer that is a line of a shell, and the signals that came to us meanwhile."""
     paths.output.mkdir(parents=True, exist_ok=True)
-    with trainer(Launch(("sleep", "1000"), {}, {}), paths) as process:
-        process._waitpid_lock.acquire()
-    assert process.returncode == -signal.SIGTERM
-    assert not Path(f"/proc/{process.pid}").exists()
+    stop, done = StopRequest(), [Step(n, 1.0, 1.0, 1.0, 1.0) for n in range(steps)]
+    start, follower = Launch(("sh", "-c", program), {}, {}), Follower(paths.metrics)
+    return follow(follower, done, print, start, paths, (), stop, saves=steps > 0), stop
 
 
-@pytest.mark.parametrize("hold", [5.0, 0.0], ids=["of several", "alone"])
-def test_a_process_told_to_end_has_the_code_of_its_trainer_where_that_fails_too(paths: Paths, hold: float):
-    """A launcher ends the others when one of several processes fails, perhaps before they have learnt of it."""
-    paths.output.mkdir(parents=True, exist_ok=True)
-    follower = Follower(paths.metrics)
-    start = Launch(("sh", "-c", f"sleep 0.3; kill -TERM {os.getpid()}; sleep 0.5; exit 17"), {}, {})
-
-    def followed() -> int:
-        with terminate_as_interrupt():
-            found = follow(follower, start, paths, Console(), Beginning(), total=1, quiet=True, hold=hold)
-            os.kill(os.getpid(), signal.SIGTERM)  # too late
-        return found[1]
-
-    if hold:
-        assert followed() == 17
-    else:
-        with pytest.raises(KeyboardInterrupt):
-            followed()
+ME = os.getpid()
 
 
-@pytest.mark.longer
-def test_a_trainer_that_has_saved_may_be_ended_in_any_way(paths: Paths):
-    """Where process 1 of a job is the first to end after a signal, Slurm ends process 0 by another one."""
-    paths.output.mkdir(parents=True, exist_ok=True)
-    save = f"echo Training stopped: termination signal; sleep 2.2; kill -TERM {os.getpid()}; sleep 600"
-    start = Launch(("sh", "-c", f"trap '{save}' TERM; sleep 0.5; kill -USR1 {os.getpid()}; sleep 600 & wait"), {}, {})
-    with terminate_as_interrupt():
-        found = follow(
-            Follower(paths.metrics), start, paths, Console(), Beginning(), total=1, quiet=True, hold=0.2, saves=True
-        )
-        os.kill(os.getpid(), signal.SIGTERM)  # while it notes the end
-    assert found == ([], 0)
+@pytest.mark.stand_in("a shell in the place of the trainer")
+@pytest.mark.parametrize(
+    ("program", "keywords", "code", "count"),
+    [
+        (f"sleep 0.3; kill -TERM {ME}; sleep 0.5; exit 17", {}, -9, 1),
+        (f"kill -INT {ME}; sleep 600", {}, -9, 1),
+        (f"trap 'exit 0' TERM; kill -USR1 {ME}; sleep 600 & wait", {"steps": 1}, 0, 1),  # it saves, and ends
+        (f"trap 'sleep 2.1; kill -TERM {ME}; sleep 600' TERM; kill -HUP {ME}; sleep 600 & wait", {"steps": 1}, -9, 2),
+        (f"trap 'exit 0' TERM; kill -USR1 {ME}; sleep 600 & wait", {}, -9, 1),  # nothing is done that could be saved
+    ],
+    ids=["alone", "ctrl-c", "saves", "twice", "before its first step"],
+)
+def test_a_trainer_is_ended_as_its_steps_ask_for(
+    paths: Paths, program: str, keywords: dict[str, Any], code: int, count: int
+):
+    """It never trains on."""
+    found, stop = followed(paths, program, **keywords)
+    assert (found, stop.count) == (code, count)
 
 
 OURS = r"JAX_COORDINATOR_ADDRESS[= ]\S+:6\d{4}"

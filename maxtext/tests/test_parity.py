@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import grid
 import pytest
@@ -111,22 +112,28 @@ def test_the_grid_agrees(section: str, tmp_path_factory: pytest.TempPathFactory)
     found = grid.train(section, tmp_path_factory.mktemp("grid"))
     assert grid.SECTIONS[section]
     differ = {case: result for case, result in found.items() if not grid.agrees(case, result)}
-    assert not differ, grid.table(differ, made="")
+    assert not differ, grid.table(section, differ, origin="")
 
 
-def test_the_page_shows_a_table_of_a_section():
-    page = "a <!-- grid: x -->old<!-- end: x --> <!-- grid: y -->other<!-- end: y -->"
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_combinations_agree_closely(tmp_path: Path):
+    cases = {name: f"{flags} dtype=float32" for name, flags in grid.COMBINED.items()}
+    results = compare(cases, tmp_path, steps=4)
+    assert {name: result.error for name, result in results.items() if result.error} == {}
+    gaps = {name: max(map(result.gap, METRICS[:3])) for name, result in results.items()}
+    assert {name: gap for name, gap in gaps.items() if gap > grid.CLOSE} == {}, gaps
+
+
+def test_a_section_of_the_file_is_renewed():
     steps = [(dict.fromkeys(METRICS, 1.0), dict.fromkeys(METRICS, 1.0))] * 2
     results = {
         "--pp 2 dtype=float32": Result(None, steps, [({"w": 1.00002}, {"w": 1.0})], {}, 60.0),
-        "--pp 4 dtype=float32": Result(None, steps, [({"w": 1.0}, {"w": 1.0})], {}, 60.0),
         "--pp 8 dtype=float32": Result("ValueError: no", [], [], {}, 0.0),
     }
-    text = grid.table(results, made="maxtext 1 and jax 2, 2026-01-01, commit abc")
-    assert "1 of 3 agree (maxtext 1 and jax 2, 2026-01-01, commit abc, 2 minutes)." in text
-    assert "| `--pp 2` | 0e+00 | 0e+00 | 0e+00 | 2e-05 |" in text
-    assert "| `--pp 8` | ValueError: no | | | |" in text
-    assert grid.renewed(page, "x", text).split(text) == [
-        "a <!-- grid: x -->\n",
-        "\n<!-- end: x --> <!-- grid: y -->other<!-- end: y -->",
+    rows = grid.table("x", results, origin="maxtext 1")
+    assert rows == [
+        ["x", "--pp 2", "0e+00", "0e+00", "0e+00", "2e-05", "maxtext 1"],
+        ["x", "--pp 8", "ValueError: no", "", "", "", "maxtext 1"],
     ]
+    assert grid.renewed([["section"], ["x", "old"], ["y", "other"]], "x", rows) == [["section"], *rows, ["y", "other"]]

@@ -13,11 +13,10 @@ import parity
 import pytest
 from tests.xla_flags import QUICK
 
-from multimesh_maxtext.command.checks import Job
-from multimesh_maxtext.command.launch import launch
-from multimesh_maxtext.command.text import write_corpus
-from multimesh_maxtext.command.translate import Paths
-from multimesh_maxtext.handoff import RUN, VARIABLE
+from multimesh_maxtext.command.dataset import write_corpus
+from multimesh_maxtext.command.job import Job, Paths
+from multimesh_maxtext.command.translate import launch
+from multimesh_maxtext.handoff import PIPELINE, VARIABLE
 
 pytestmark = [
     pytest.mark.full,
@@ -26,7 +25,7 @@ pytestmark = [
 
 FLAGS = (
     "--backend spmd --cpus 2 --dp 2 --num-layers 2 --model-dims 32 --mlp-dims 32 --sequence-length 32 --batch-size 4 "
-    "--microbatch-size 2 --num-steps 4 --attention dot_product --eval-every 2 --eval-steps 2 --checkpoint-every 1"
+    "--microbatch-size 2 --num-steps 4 --attention dot_product eval_interval=2 eval_steps=2 checkpoint_period=1"
 )
 TIMES = re.compile(r'"(?:perf/\w+|eval/step_time\w*)": [^,}]+')
 """What two runs of one program do not have alike."""
@@ -43,7 +42,7 @@ def test_the_patches_change_nothing_unless_asked(
         write_corpus([parity.CORPUS.read_text()], paths.text, sequence_length=32)
         flags = [*FLAGS.split(), "--checkpoint", str(output / "ck"), "--text", str(parity.CORPUS)]
         start = launch(job(flags), paths, inherited={"XLA_FLAGS": " ".join(QUICK)}, gpu_memory=None)
-        unasked = {key: value for key, value in start.environment.items() if key not in (RUN, VARIABLE)}
+        unasked = {key: value for key, value in start.environment.items() if key not in (PIPELINE, VARIABLE)}
         for steps in (4, 6):
             command = [re.sub(r"^steps=\d+$", f"steps={steps}", word) for word in start.command]
             variables = {**os.environ, **unasked, "PYTHONPATH": str(source)}

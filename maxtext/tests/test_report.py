@@ -5,30 +5,28 @@ from __future__ import annotations
 import io
 import json
 import math
-import re
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from multimesh_maxtext.command.report import (
-    Evaluation,
-    Step,
-    check_agreement,
-    compare,
-    judge,
-    largest,
-    step_table,
-    summary,
-)
-from multimesh_maxtext.command.training import Follower
+from multimesh_maxtext import outcome
+from multimesh_maxtext.command.report import step_table, summary
+from multimesh_maxtext.command.steps import Evaluation, Follower, Step, check_agreement, compare, judge, largest
 from multimesh_maxtext.errors import (
     DisagreementError,
+    FlagError,
+    InterruptedRunError,
+    LauncherError,
     LossNotFallingError,
     LossNotFiniteError,
+    NoSpaceError,
+    PreemptedError,
+    ProcessKilledError,
     ProcessLostError,
     StoppedEarlyError,
     TrainerFailedError,
+    error_classes,
 )
 
 LOG = Path("maxtext.log")
@@ -44,7 +42,7 @@ def normed(*values: tuple[float, float]) -> list[Step]:
 
 @pytest.mark.parametrize("losses", [(3.0, 2.0), (3.0, 3.1, 2.9), (5.0, 4.0, 4.5, 4.2, 3.0, 3.9), (7.0,)])
 def test_a_run_whose_loss_falls_is_a_success(losses: tuple[float, ...]):
-    judge(steps(*losses), expected=len(losses), returncode=0, log=LOG)
+    judge(steps(*losses), 0, None, expected=len(losses), log=LOG)
 
 
 @pytest.mark.parametrize(
@@ -62,57 +60,98 @@ def test_a_run_whose_loss_falls_is_a_success(losses: tuple[float, ...]):
 )
 def test_anything_else_is_not(losses: tuple[float, ...], returncode: int, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
-        judge(steps(*losses), expected=3, returncode=returncode, log=LOG)
+        judge(steps(*losses), returncode, None, expected=3, log=LOG)
 
 
 @pytest.mark.parametrize(
     ("returncode", "code", "message"),
     [
         (-9, 17, r"was killed by SIGKILL \(out of memory\?\) after 1 of 3 steps"),
-        (-6, 17, "was killed by SIGABRT after 1 of 3 steps"),  # JAX does it, if process 0 is lost elsewhere
-        (17, 17, "ended because another process was lost after 1 of 3 steps"),
+        (-6, 17, "was killed by SIGABRT after 1 of 3 steps"),
+        (17, 17, "failed with exit code 17 after 1 of 3 steps"),
         (1, 10, "failed with exit code 1"),
     ],
 )
-def test_a_process_that_is_lost_has_a_code_of_its_own(returncode: int, code: int, message: str):
+def test_a_process_that_is_lost_has_a_code_of_its_own(tmp_path: Path, returncode: int, code: int, message: str):
+    log = tmp_path / "log"
+    log.touch()
     with pytest.raises(TrainerFailedError, match=message) as raised:
-        judge(steps(3.0), expected=3, returncode=returncode, log=LOG, several=True)
-    assert raised.value.exit_code == code
+        judge(steps(3.0), returncode, None, expected=3, log=log, several=True)
+    assert (raised.value.exit_code, isinstance(raised.value, ProcessKilledError)) == (code, returncode < 0)
 
 
 @pytest.mark.parametrize(
-    ("said", "because"),
+    ("error", "message"),
     [
-        ("has been stopped (SIGSTOP) for 30 s after 3 steps", "it had been stopped (SIGSTOP)"),
-        ("has been after step 3 for 60 s, all others are in step 4", "it held up the others"),
-        ("has been in step 4 for 60 s, as all others are", "it held up the others"),
+        (PreemptedError("it ends, in any words; go on"), r"^it ends, in any words after 1 of 3 steps; go on$"),
+        (FlagError("MaxText refuses this"), r"^MaxText refuses this$"),
+        (NoSpaceError("/f: full; make room"), r"^/f: full after 1 of 3 steps; make room$"),
+        (TrainerFailedError("the trainer failed with ValueError: x"), r"ValueError: x after 1 of 3 steps; see "),
     ],
 )
-def test_a_process_that_was_ended_did_not_run_out_of_memory(tmp_path: Path, said: str, because: str):
-    """Its log has a line of the one that killed it."""
-    log = tmp_path / "log"
-    log.write_text(f"multimesh: process 1 of 2 (n1, pid 7) {said}\n")
-    with pytest.raises(ProcessLostError, match=re.escape(f"was killed by SIGKILL, because {because} after 1 of 3 st")):
-        judge(steps(3.0), expected=3, returncode=-9, log=log, several=True)
-    log.write_text(f"multimesh: process 0 of 2 (n0, pid 5) ends because process 1 of 2 (n1, pid 7) {said}\n")
-    with pytest.raises(ProcessLostError, match=r"was killed by SIGKILL \(out of memory\?\) after"):
-        judge(steps(3.0), expected=3, returncode=-9, log=log, several=True)
+def test_the_outcome_that_the_trainer_wrote_is_the_error(tmp_path: Path, error: LauncherError, message: str):
+    """Its class and exit code, whatever the words are, also through the file."""
+    outcome.reserve(tmp_path / "outcome.json")
+    assert outcome.read(tmp_path / "outcome.json") is None
+    outcome.write(outcome.outcome_of(error), tmp_path / "outcome.json")
+    for returncode in (0, 1, -9):
+        with pytest.raises(type(error), match=message) as raised:
+            judge(steps(3.0), returncode, outcome.read(tmp_path / "outcome.json"), expected=3, log=LOG)
+        assert raised.value.exit_code == error.exit_code
+
+
+def test_an_outcome_that_follows_from_another_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(outcome, "_PATIENCE", 0.1)
+    lost, failed, full = ProcessLostError("lost"), TrainerFailedError("failed"), NoSpaceError("full; make room")
+    (tmp_path / "process-1").mkdir()
+    killed = ProcessKilledError("killed")
+    cases = (full, lost, full), (full, failed, full), (lost, failed, failed), (failed, lost, failed)
+    cases += (killed, failed, killed), (failed, killed, killed), (lost, killed, killed)
+    interrupted = InterruptedRunError("SIGTERM ended it")  # by a launcher that ends all where one fails
+    cases += (full, interrupted, full), (lost, interrupted, interrupted)
+    for other, own, expected in cases:
+        outcome.write(outcome.outcome_of(other), tmp_path / "process-1/outcome.json")
+        outcome.write(outcome.outcome_of(own), tmp_path / "outcome.json")
+        found = outcome.find_cause(tmp_path, 2, own)
+        assert (type(found), str(found)) == (type(expected), str(expected))
+        assert found.shared == (found is not own or own.shared)
+
+
+def test_causes_that_follow_from_others_are_those_of_errors():
+    classes = error_classes()
+    assert [outcome.doubt(cause) for cause in classes].count(0) == len(classes) - 4
+
+
+def test_who_started_all_believes_a_cause_and_else_the_code_that_came_first(tmp_path: Path):
+    """Where one fails the others may have to be told to end."""
+    failed, interrupted, full = TrainerFailedError("failed"), InterruptedRunError("SIGTERM"), NoSpaceError("full; room")
+    (tmp_path / "process-1").mkdir()
+    for errors, code, expected in (
+        ((interrupted, failed), 10, 10),
+        ((interrupted, failed), 130, 130),
+        ((full, failed), 10, 20),
+    ):
+        for name, error in zip((".", "process-1"), errors, strict=True):
+            outcome.write(outcome.outcome_of(error), tmp_path / name / "outcome.json")
+        first = outcome.find_first(tmp_path, 2, code=code)
+        assert first is not None
+        assert first.exit_code == expected
 
 
 def test_a_repeated_or_missing_step_is_not_a_full_run():
     twice = [*steps(3.0, 2.0), *steps(1.0)]
     with pytest.raises(StoppedEarlyError):
-        judge(twice, expected=3, returncode=0, log=LOG)
+        judge(twice, 0, None, expected=3, log=LOG)
 
 
 def test_a_resumed_run_is_judged_by_its_own_steps_and_the_losses_before():
     before, after = steps(3.0, 2.5), [Step(2, 2.6, 1.0, 0.5, 1024.0), Step(3, 2.7, 1.0, 0.5, 1024.0)]
-    judge(after, expected=4, returncode=0, log=LOG, before=before, first=2)
-    judge(after, expected=4, returncode=0, log=LOG, first=2)  # nothing is known of steps 0 and 1
+    judge(after, 0, None, expected=4, log=LOG, before=before, first=2)
+    judge(after, 0, None, expected=4, log=LOG, first=2)  # nothing is known of steps 0 and 1
     with pytest.raises(LossNotFallingError, match=r"from 2.0000 to 2.7000"):
-        judge(after, expected=4, returncode=0, log=LOG, before=steps(2.0, 2.0), first=2)
+        judge(after, 0, None, expected=4, log=LOG, before=steps(2.0, 2.0), first=2)
     with pytest.raises(StoppedEarlyError, match="after 1 of 2 steps"):
-        judge(after[:1], expected=4, returncode=0, log=LOG, before=before, first=2)
+        judge(after[:1], 0, None, expected=4, log=LOG, before=before, first=2)
 
 
 def record(step: int, loss: float, seconds: float) -> str:

@@ -14,16 +14,15 @@ from typing import Any
 
 import pytest
 
-from multimesh_maxtext.command import cli, logs
+from multimesh_maxtext.command import cli
 from multimesh_maxtext.command.cli import main
-from multimesh_maxtext.command.machine import check_environment, stale_parts
-from multimesh_maxtext.errors import MissingPartError
+from multimesh_maxtext.command.environment import stale_parts
 
 TRAINER = """
 import json, os, sys, time, numpy
 print("numpy from", numpy.__file__, flush=True)
 settings = dict(word.split("=", 1) for word in sys.argv[2:])
-asked = json.loads(os.environ.get("MULTIMESH_MAXTEXT", "{}"))
+asked = json.loads(os.environ.get("MULTIMESH_RUN", "{}"))
 if asked.get("forecast"):
     host = [{"kernels": 9, "arrays": 90, "transfers": 2}]
     json.dump({"needs": [], "bubble": 0.5, "host": host, "stages": None}, open(asked["forecast"], "w"))
@@ -55,11 +54,6 @@ if os.environ.get("STAND_IN") == "needs memory in C++":
     os.abort()
 if os.environ.get("STAND_IN") == "hangs":
     time.sleep(600)
-if os.environ.get("STAND_IN") == "says much":
-    for number in range(60):
-        print("a line\\n" * 100 + f"part {number}", flush=True)
-        time.sleep(0.05)
-    sys.exit("the reason")
 """
 
 
@@ -236,24 +230,23 @@ def test_what_is_wrong_for_all_processes_is_told_by_the_first(
 
 def test_overwrite_removes_all_that_a_run_made(command: Command, tmp_path: Path):
     assert command("--output", tmp_path)[0] == 0
-    for name in ("forecast.svg", "maxtext-before-restart-1.log", "process-3/maxtext.log"):
+    for name in ("forecast.svg", "process-3/maxtext.log"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     assert command("--output", tmp_path, "--overwrite")[0] == 0
-    assert {path.name for path in tmp_path.iterdir()} == {".running", "maxtext.log", "metrics.jsonl"}
+    assert {path.name for path in tmp_path.iterdir()} == {".running", "maxtext.log", "metrics.jsonl", "outcome.json"}
 
 
-def test_two_runs_in_one_folder_are_refused_by_the_process_that_is_there(start: Start, tmp_path: Path):
+def test_two_runs_in_one_folder_are_refused(start: Start, tmp_path: Path):
     one = start("--output", tmp_path, STAND_IN="hangs")
-    (trainer,) = wait_for(lambda: children(one.pid) if (tmp_path / "metrics.jsonl").exists() else [])
+    wait_for(lambda: children(one.pid) if (tmp_path / "metrics.jsonl").exists() else [])
     code, _, errors = finished(start("--output", tmp_path, "--overwrite"))
     assert (code, errors.count("\n")) == (2, 1)
-    assert f"--output {tmp_path}: another run writes here, process " in errors
-    assert {str(one.pid), str(trainer)} <= set(errors.replace(";", " ").split())
+    assert f"--output {tmp_path}: another run writes here (`fuser " in errors
     assert (tmp_path / "metrics.jsonl").exists()
 
 
-def test_a_killed_launcher_takes_its_trainer_along_and_what_stays_is_named(start: Start, tmp_path: Path):
+def test_a_killed_launcher_takes_its_trainer_along_and_what_stays_keeps_the_folder(start: Start, tmp_path: Path):
     one = start("--output", tmp_path, STAND_IN="leaves a child")
     (trainer,) = wait_for(lambda: children(one.pid) if (tmp_path / "metrics.jsonl").exists() else [])
     (left,) = wait_for(lambda: children(trainer))
@@ -261,7 +254,7 @@ def test_a_killed_launcher_takes_its_trainer_along_and_what_stays_is_named(start
     wait_for(lambda: gone(trainer))
     try:
         code, _, errors = finished(start("--output", tmp_path, "--overwrite"))
-        assert (code, f"another run writes here, process {left}; wait for it, stop it" in errors) == (2, True)
+        assert (code, "another run writes here" in errors) == (2, True)
     finally:
         os.kill(left, signal.SIGKILL)
     wait_for(lambda: gone(left))
@@ -316,31 +309,15 @@ def test_a_pipe_that_is_closed_while_it_trains_stops_the_trainer_with_a_line(sta
     assert gone(trainer)
 
 
-@pytest.mark.longer
-def test_a_log_is_bounded_and_its_end_is_kept(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """All is said on two files, none of which is larger than the limit and what is written between two looks."""
-    monkeypatch.setattr(logs, "LIMIT", 10_000)
-    monkeypatch.setenv("STAND_IN", "says much")  # 42,000 bytes
-    code, _, errors = command("--output", tmp_path)
-    assert code == 10
-    assert "  | part 59\n  | the reason\nerror: " in errors
-    sizes = {path.name: path.stat().st_size for path in tmp_path.glob("*.log")}
-    assert sizes.keys() == {"maxtext.log", "maxtext-older.log"}
-    assert sum(sizes.values()) < 35_000
-    assert b"\0" not in (tmp_path / "maxtext.log").read_bytes()
-    assert command("--output", tmp_path, "--overwrite")[0] == 10
-    monkeypatch.delenv("STAND_IN")
-    assert command("--output", tmp_path, "--overwrite")[0] == 0
-    assert not (tmp_path / "maxtext-older.log").exists()
-
-
 @pytest.mark.parametrize(("kind", "words"), [("", "Unable to allocate 8.00 TiB"), (" in C++", "std::bad_alloc")])
 def test_memory_of_the_machine_that_does_not_suffice_is_told_in_a_line(
     start: Start, tmp_path: Path, kind: str, words: str
 ):
     code, _, errors = finished(start("--output", tmp_path, STAND_IN=f"needs memory{kind}"))
     assert (code, errors.count("\n")) == (16, 1)
-    assert errors.startswith(f"error: the memory of this machine did not suffice after 2 of 2 steps ({words}")
+    assert errors.startswith("error: the memory of this machine did not suffice ")
+    assert words in errors
+    assert " after 2 of 2 steps" in errors
     assert "--mem of Slurm" in errors
 
 
@@ -379,17 +356,6 @@ def test_stray_modules_do_not_reach_the_door(root: Path, tmp_path: Path):
     done = subprocess.run(line, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["environment"]["PYTHONPATH"].endswith(f":{tmp_path}")
-
-
-def test_a_copied_environment_is_noticed(tmp_path: Path):
-    check_environment(tmp_path)  # there is none
-    note = tmp_path / ".venv/pyvenv.cfg"
-    note.parent.mkdir()
-    note.write_text(f"version = 3.11\ncommand = /usr/bin/python3 -m venv --clear {tmp_path / '.venv'}\n")
-    check_environment(tmp_path)
-    note.write_text(f"command = /usr/bin/python3 -m venv {tmp_path / 'other/.venv'}\n")
-    with pytest.raises(MissingPartError, match=r"copied from .*other/.venv, .* remove it and run ./bootstrap.sh"):
-        check_environment(tmp_path)
 
 
 def test_a_maxtext_older_than_its_patches_is_noticed(tmp_path: Path, root: Path):

@@ -123,9 +123,9 @@ def test_the_seed_decides_parameters_and_data(run: Run, root: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("mlp_activations=[nonsense]",), 10, "the trainer failed with exit code 1 after 0 of 4 steps"),
+        (("mlp_activations=[nonsense]",), 10, " after 0 of 4 steps; see "),
         (("learning_rate=1e38", "gradient_clipping_threshold=0"), 12, "is nan; lower learning_rate="),
-        (("eval_interval=1", "eval_steps=1", "target_eval_loss=100"), 11, "of 4 steps without an error"),
+        (("eval_interval=1", "eval_steps=1", "target_eval_loss=100"), 11, "after 1 of 4 steps"),
         (("learning_rate=0",), 13, "train longer with --num-steps or change learning_rate="),
     ],
     ids=["raises", "nan", "stops-early", "learns-nothing"],
@@ -151,7 +151,8 @@ def test_an_interrupted_run_leaves_no_process(root: Path, tmp_path: Path, maxtex
     process.send_signal(number)
     _, errors = process.communicate()
     assert process.returncode == 130
-    assert errors.splitlines()[-1] == "interrupted; the trainer was stopped"
+    ended = f"error: {number.name} ended the run; no checkpoint was written: --checkpoint DIR keeps the state"
+    assert errors.splitlines()[-1] == ended
     assert not Path(f"/proc/{trainer}").exists()
 
 

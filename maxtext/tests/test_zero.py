@@ -11,11 +11,13 @@ import pytest
 from killing import records
 from parity import ROOT, run_script, small_job
 
+from multimesh_maxtext.command.check_flags import check_job, find_job_notes
 from multimesh_maxtext.command.cli import main
-from multimesh_maxtext.command.model import find_maxtext
-from multimesh_maxtext.command.options import read
-from multimesh_maxtext.command.settle import settle
-from multimesh_maxtext.command.sizes import planner_configuration
+from multimesh_maxtext.command.command_line import read
+from multimesh_maxtext.command.forecasting import planner_configuration
+from multimesh_maxtext.command.job import find_maxtext
+from multimesh_maxtext.command.steps import reference_job
+from multimesh_maxtext.command.translate import configuration
 
 SMALL = (
     *("--num-layers", 2, "--model-dims", 64, "--num-heads", 4, "--sequence-length", 32, "dtype=float32"),
@@ -42,6 +44,25 @@ def test_moments_are_shared_out_and_steps_stay_the_same(root: Path, tmp_path: Pa
     assert held(tmp_path / "zero") < 0.75 * held(tmp_path / "plain")
     assert train(root, tmp_path / "zero", "--num-steps", 4, "--resume", *kept, *text) in (0, 13)
     agree(tmp_path / "zero", tmp_path / "plain")
+
+
+def test_verify_compares_in_float32_with_a_program_whose_moments_are_not_sharded(job: Any, paths: Any):
+    """Also where nobody names a type. What ``dtype=`` says stays."""
+    flags = ["--cpus", "4", "--dp", "2", "--pp", "2", "--zero", "1", "--verify"]
+    checked = job(flags)
+    ours, theirs = (configuration(program, paths) for program in (checked, reference_job(checked)))
+    assert ours["dtype"] == theirs["dtype"] == "float32"
+    assert "shard_optimizer_over_data" not in ours | theirs
+    assert any("--verify trains in dtype=float32" in note for note in find_job_notes(read(flags), checked))
+    rounded = job([*flags, "dtype=bfloat16"])
+    assert rounded.model.resolved["dtype"] == reference_job(rounded).model.resolved["dtype"] == "bfloat16"
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_verify_passes_with_every_kind_of_zero(root: Path, tmp_path: Path, zero: int):
+    flags = "--cpus 4 --dp 2 --pp 2 --num-steps 5 --verify --batch-size 16 --microbatch-size 2"
+    assert main([*flags.split(), "--zero", str(zero), "--output", str(tmp_path)], root=root) == 0
 
 
 @pytest.mark.full
@@ -97,5 +118,5 @@ def counts(record: dict[str, Any], matrices: set[tuple[int, ...]]) -> collection
 def test_the_planner_is_told(maxtext: Path):
     flags = "--gpus 1 --nodes 4 --dp 2 --pp 2 --batch-size 8"
     for given, sharded in (("--zero 1", "optimizer"), ("--zero 2", "optimizer"), ("", "none")):
-        job = settle(read([*flags.split(), *given.split()]), maxtext / "maxtext").job
+        job = check_job(read([*flags.split(), *given.split()]), maxtext / "maxtext")
         assert planner_configuration(job).sharded == sharded

@@ -51,8 +51,8 @@ def train(case: dict[str, Any]) -> list[dict[str, float]]:
     if case["handoff"]:
         from multimesh_maxtext.trainer import hooks
 
-        os.environ["MULTIMESH_MAXTEXT"] = case["handoff"]
-        hooks._handoff.cache_clear()
+        os.environ["MULTIMESH_RUN"] = case["handoff"]
+        hooks._config.cache_clear()
     history = []
     make_steps = train_utils.jit_train_and_eval_step
 

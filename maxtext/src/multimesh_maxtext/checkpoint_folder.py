@@ -1,46 +1,35 @@
-"""A folder of checkpoints as Orbax leaves it: its complete steps, its half-written and its damaged ones.
+"""A folder of checkpoints as Orbax leaves it: its complete steps, and the layers in them.
 
 Orbax writes checkpoint N, the state after step N counted from 0, to ``N.orbax-checkpoint-tmp`` and renames it to ``N``
-when it is complete. So nothing that happens during the writing harms the earlier checkpoints.
+when it is complete. So nothing that happens during the writing harms the earlier checkpoints, and a run that comes to
+step N again writes over what is half-written.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from multimesh_maxtext import layer_names
 from multimesh_maxtext.errors import CheckpointError, DamagedCheckpointError
 
-_LEAVES = "_METADATA"
-
-
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
-
-
-_HALF = ".orbax-checkpoint-tmp"
-
 
 COMPLETE = "commit_success.txt"
 """File that Orbax writes last."""
 
+KINDS = ("layers", "dense_layers", "moe_layers", "scanned_blocks")
 
 _ASIDE = ".damaged"
 
 
-RECORDS = "multimesh-sums.*-of-*.json"
-
-
 @dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints in a folder."""
+    """The complete checkpoints in a folder, by their steps in order. The folder need not exist."""
 
-    folder: Path  # it need not exist
-    steps: tuple[int, ...]  # numbers of the complete ones, in order
-    half_written: tuple[Path, ...]  # folders that a run was writing when it was ended
+    folder: Path
+    steps: tuple[int, ...]
 
     @property
     def next_step(self) -> int:
@@ -61,20 +50,20 @@ class Checkpoints:
             return leaf_paths(items)
         except UNREADABLE as error:
             raise CheckpointError(
-                f"{items / _LEAVES}: cannot be read as a checkpoint of MaxText ({error}); remove {items.parent}"
+                f"{items}/_METADATA: cannot be read as a checkpoint of MaxText ({error}); remove {items.parent}"
             ) from error
 
 
 def leaf_paths(items: Path) -> frozenset[tuple[str, ...]]:
     """Return the path of every leaf of a checkpoint, from Orbax's metadata."""
-    leaves = json.loads((items / _LEAVES).read_text(encoding="utf-8"))["tree_metadata"].values()
+    leaves = json.loads((items / "_METADATA").read_text(encoding="utf-8"))["tree_metadata"].values()
     return frozenset(tuple(str(part["key"]) for part in leaf["key_metadata"]) for leaf in leaves)
 
 
 def layers_of(paths: Iterable[tuple[str, ...]]) -> frozenset[str]:
     """Return the names of the decoder's layers among paths of leaves."""
     params = [path[3] for path in paths if path[:3] == ("params", "params", "decoder")]
-    return frozenset(name for name in params if layer_names.split(name))
+    return frozenset(name for name in params if split_layer_name(name))
 
 
 def look(folder: Path) -> Checkpoints:
@@ -83,16 +72,15 @@ def look(folder: Path) -> Checkpoints:
     Raises ``CheckpointError`` for a folder that cannot be read, or one with a checkpoint that was copied in part.
     """
     try:
-        names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+        steps = sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit()) if folder.exists() else []
     except OSError as error:
         raise CheckpointError(f"--checkpoint {folder}: {error.strerror}; choose another folder") from error
-    steps = sorted(int(name) for name in names if name.isdigit())
     for step in steps:
         if not (folder / str(step) / COMPLETE).exists():
             raise CheckpointError(
                 f"{folder / str(step)} is no complete checkpoint (it has no {COMPLETE}); copy it again or remove it"
             )
-    return Checkpoints(folder, tuple(steps), tuple(folder / name for name in names if _HALF in name))
+    return Checkpoints(folder, tuple(steps))
 
 
 def aside(path: Path) -> None:
@@ -115,17 +103,18 @@ def going_back(error: DamagedCheckpointError, folder: Path) -> str:
     return f"{error}; it is set aside as *{_ASIDE}, going on from checkpoint {steps[-1]}"
 
 
-def clear_incomplete(found: Checkpoints) -> list[str]:
-    """Remove checkpoints that were half-written; return a line for each. Call it while `writing`."""
-    lines = []
-    for path in found.half_written:
-        shutil.rmtree(path, ignore_errors=True)
-        step = path.name.split(_HALF)[0]
-        lines.append(f"checkpoint {step} was half-written when its run ended; ignored and removed")
-    return lines
-
-
 def layout(layers: frozenset[str]) -> str:
     """Return how a checkpoint holds its layers: ``scanned``, ``unrolled``, or ``in stacks``."""
-    numbers = {len(found[1]) for found in map(layer_names.split, layers) if found}
+    numbers = {len(name[1]) for name in map(split_layer_name, layers) if name}
     return "scanned" if numbers == {0} else "unrolled" if numbers <= {1} else "in stacks"
+
+
+def split_layer_name(name: str) -> tuple[str, tuple[int, ...]] | None:
+    """Return the kind of the layers and their numbers; ``None`` for a name of anything else.
+
+    One layer has one number, a stack those of its first and its last layer, and a stack of all layers none.
+    """
+    kind, numbers = name, tuple[int, ...]()
+    while (parts := kind.rpartition("_"))[2].isdecimal():
+        kind, numbers = parts[0], (int(parts[2]), *numbers)
+    return (kind, numbers) if kind in KINDS and len(numbers) <= 2 else None

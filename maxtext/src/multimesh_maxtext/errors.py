@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+
+MORE_MEMORY = "use fewer devices or smaller sizes here, or ask for more: --mem of Slurm, --memory of Docker"
+"""The remedy where a machine has too little memory."""
 
 
 class LauncherError(Exception):
@@ -10,17 +14,19 @@ class LauncherError(Exception):
 
     exit_code = 1
     shared = False  # whether all processes of a job find it, in the command line that they share
+    cause = "error"  # in `Outcome`: the name of the class
 
-    def __init_subclass__(cls, **own: int) -> None:
-        for name, value in own.items():
+    def __init_subclass__(cls, **attributes: object) -> None:
+        cls.cause = re.sub("(?<!^)(?=[A-Z])", "-", cls.__name__.removesuffix("Error")).lower()
+        for name, value in attributes.items():
             setattr(cls, name, value)
 
 
-class UsageError(LauncherError, exit_code=2, shared=True):
+class FlagError(LauncherError, exit_code=2, shared=True, cause="usage"):
     """Flags that do not fit together; found before anything is started."""
 
 
-class FileError(UsageError, shared=False):
+class FileError(FlagError, shared=False):
     """A file or folder of a flag that cannot be used on this machine."""
 
 
@@ -64,6 +70,10 @@ class ProcessLostError(TrainerFailedError, exit_code=17):
     """One of several processes was killed, stopped or out of reach; MultiMesh's own code for that."""
 
 
+class ProcessKilledError(ProcessLostError):
+    """A signal killed the trainer of this process, which is the reason why others lose it."""
+
+
 class DoesNotFitError(LauncherError, exit_code=16):
     """A run needs more memory than a device or a machine has."""
 
@@ -76,8 +86,25 @@ class UnfitError(LauncherError, exit_code=19, shared=True):
     """The check before training found a device, a node or a link that pipelines cannot run on."""
 
 
+class NoSpaceError(LauncherError, exit_code=20):
+    """A file of the run could not be written: the disk is full, or a limit of the user's or of the file is reached."""
+
+
+class InterruptedRunError(LauncherError, exit_code=130, shared=True):
+    """A signal ended the run before a checkpoint could be written for it."""
+
+
 class UnreadError(LauncherError, exit_code=141):
     """Nobody reads the output any more: the code of programs that SIGPIPE ends."""
+
+
+def error_classes() -> dict[str, type[LauncherError]]:
+    """Return every class of errors by its cause."""
+    classes, index = [LauncherError], 0
+    while index < len(classes):
+        classes += classes[index].__subclasses__()
+        index += 1
+    return {kind.cause: kind for kind in classes}
 
 
 class Several(LauncherError):
@@ -93,8 +120,8 @@ class Several(LauncherError):
 
 def raise_all(errors: Iterable[LauncherError]) -> None:
     """Raise all errors at once; return if there are none."""
-    found = list(dict.fromkeys(errors))
-    if len(found) > 1:
-        raise Several(found)
-    if found:
-        raise found[0]
+    distinct = list(dict.fromkeys(errors))
+    if len(distinct) > 1:
+        raise Several(distinct)
+    if distinct:
+        raise distinct[0]

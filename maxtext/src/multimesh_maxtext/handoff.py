@@ -1,29 +1,27 @@
 """Messages between the command and the trainer: variables of the environment, and files.
 
-The command writes a `Handoff` into the environment of the trainer. A trainer that only forecasts answers with a file
-of `Need`.
+The command writes a `TrainerConfig` into the environment of the trainer. A trainer that only forecasts answers with a
+file of `Need`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 import multimesh.schedules
-from multimesh_maxtext.errors import UsageError
 
 TRAINER = "maxtext.trainers.pre_train.train"
 
+VARIABLE = "MULTIMESH_RUN"
+"""Environment variable of every trainer: its `TrainerConfig`. The patched MaxText takes its batches from us then."""
 
-RUN = "MULTIMESH_RUN"
-"""Environment variable of every trainer. Where it is set, the patched MaxText takes its batches from us."""
-
-
-VARIABLE = "MULTIMESH_MAXTEXT"
-"""Environment variable of a pipeline, with the hand-over. Without both variables the hooks do nothing."""
-
+PIPELINE = "MULTIMESH_MAXTEXT"
+"""Environment variable that is set for a pipeline beside it. Without both variables the hooks do nothing."""
 
 SECONDS = "perf/step_seconds"
 """Name in the records of the time from the end of the step before to the end of a step."""
@@ -34,36 +32,40 @@ UTILIZATION = "perf/mfu"
 """Names in the records of the time of day when a step had ended, of the most memory that a device of process 0 has had
 in use by then (on CPU devices: the process), and of the operations of the step as a share of the devices' peak."""
 
-MEDIAN = "processes/median_seconds"
-WORST = "processes/worst_seconds"
-SLOWEST = "processes/slowest"
-"""Names in the records of every hundredth step: how long a product takes in the median process and in the slowest, and
-the number of that."""
+
+@dataclass(frozen=True)
+class Target:
+    """GPUs that need not be here: their kind, so many nodes with so many, and what has a process, "gpu" or "node"."""
+
+    device: str
+    nodes: int
+    gpus: int
+    process_per: str = "gpu"
 
 
 @dataclass(frozen=True)
-class Handoff:
-    """How to run the pipeline."""
+class TrainerConfig:
+    """The message to the trainer beside MaxText's configuration: which process it is, how it runs a pipeline."""
 
-    stages: int  # number of pipeline stages; the devices are dealt to them in equal shares
-    interleave: int  # pieces of the model per stage
-    schedule: str  # a name that `multimesh.schedules` knows, or ``custom``
-    table: str | None  # file of the custom schedule
-    placement: str  # file to be written with the devices of every parameter and optimizer moment
+    outcome: str = ""  # file to be written with the reason why the trainer ended
+    # rank, count: which process this is of so many that train together
+    rank: int = 0
+    count: int = 1
+    stages: int = 1  # number of pipeline stages; the devices are dealt to them in equal shares
+    interleave: int = 1  # pieces of the model per stage
+    schedule: str = "1f1b"  # a name that `multimesh.schedules` knows, or ``custom``
+    table: str | None = None  # file of the custom schedule
+    placement: str = ""  # file to be written with the devices of every parameter and optimizer moment
     # file to be written with the memory that each stage will need; nothing is allocated, compiled or trained then
     forecast: str = ""
     sizes: tuple[int, ...] = ()  # decoder layers of each piece, in the order of the model; empty: all have as many
     route: tuple[int, ...] = ()  # of the schedule ``auto``: stage of each piece; empty: in turn
     chosen: str = ""  # file for the choice of the schedule ``auto``
     limit: int = 0  # bytes that a device has, for the schedule ``auto``; 0 where that is not known
-    # dump, dump_passes, dump_only: folder for the plan of the step; whether every pass of MultiMesh goes there too,
-    # and whether that is all to do
+    # dump, dump_only: folder for the plan of the step, and whether that is all to do
     dump: str = ""
-    dump_passes: bool = False
     dump_only: bool = False
     profile: str = ""  # folder for measured timelines of the step
-    # options of `multimesh.context` that the step is compiled under
-    context: Mapping[str, bool] = field(default_factory=dict)
     # arrays of the train state with fewer elements than this lie whole on each device of their stage
     replicate_below: int = 0
     # platform, processes: of the devices that a forecast is for, and how many processes share them
@@ -72,31 +74,16 @@ class Handoff:
     gather_once: bool = False  # whether parameters are gathered before the loop over microbatches, and not in it
     # 1: the state of the optimizer is laid out over the axis of data parallelism too; 2: sums of gradients as well
     zero: int = 0
-    # target, target_nodes, target_gpus, target_process: with a forecast: GPUs to compile the kernels for, where
-    # ``target`` names some; so many nodes with so many; and whether each "gpu" or each "node" has a process
-    target: str = ""
-    target_nodes: int = 0
-    target_gpus: int = 0
-    target_process: str = "gpu"
-    precompile: str = ""  # with a forecast: folder to write the compiled kernels of the step to
-    precompiled: str = ""  # folder to load the compiled kernels of the step from
+    target: Target | None = None  # with a forecast: GPUs to compile the kernels for
 
     def variables(self) -> dict[str, str]:
         """Return the variables to add to the trainer's environment."""
-        return {VARIABLE: json.dumps(asdict(self))}
+        return {VARIABLE: json.dumps(asdict(self)), **({PIPELINE: "1"} if self.stages > 1 else {})}
 
 
-def receive(environment: Mapping[str, str]) -> Handoff:
-    """Return the `Handoff` in an environment.
-
-    Raises ``UsageError`` where the variable does not hold a `Handoff`.
-    """
-    try:
-        given = json.loads(environment[VARIABLE])
-        handoff = Handoff(**{**given, **{key: tuple(given.get(key, ())) for key in ("sizes", "route")}})
-    except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"{VARIABLE} is not what maxtext/run.py writes ({error}); start MaxText with it") from error
-    return handoff
+def receive(environment: Mapping[str, str]) -> TrainerConfig:
+    """Return the `TrainerConfig` in an environment."""
+    return TypeAdapter(TrainerConfig).validate_json(environment[VARIABLE])
 
 
 def find_schedule(name: str, table: Path | str | None) -> multimesh.schedules.Schedule:
@@ -135,8 +122,7 @@ class CompiledStages:
     seconds: float  # time that the compilation took
     # of each stage, in how many places its kernels call cuBLASLt, cuDNN, Triton and the like
     calls: tuple[Mapping[str, int], ...]
-    # of each stage, on a device in a step: operations of matrix products ("flops"), and bytes of the results of
-    # collectives by kind and axes ("all-gather tensor")
+    # of each stage, on a device in a step, by the names of `multimesh.count_costs`
     costs: tuple[Mapping[str, float], ...]
 
 
@@ -174,12 +160,4 @@ def write_forecast(forecast: Forecast, file: Path) -> None:
 
 def read_forecast(file: Path) -> Forecast:
     """Return a forecast."""
-    found = json.loads(file.read_text())
-    if stages := found["stages"]:
-        lists = {name: tuple(stages[name]) for name in ("calls", "costs")}
-        stages = CompiledStages(**{**stages, "needs": _needs(stages["needs"]), **lists})
-    return Forecast(_needs(found["needs"]), found["bubble"], tuple(HostCalls(**each) for each in found["host"]), stages)
-
-
-def _needs(found: Sequence[Mapping[str, int]]) -> tuple[Need, ...]:
-    return tuple(Need(**need) for need in found)
+    return TypeAdapter(Forecast).validate_json(file.read_bytes())

@@ -1,25 +1,24 @@
-"""The dataset of a run: which it is, and what MaxText's input pipelines would miss, before anything is started."""
+"""The data of a run: what MaxText's input pipelines would miss, and ``--text`` as tokens, before anything is started.
+
+MaxText's ``olmo_grain`` dataset takes a raw file of unsigned integers and an index that cuts it into sequences; it
+shuffles them by seed and starts over when they are used up. So ``--text`` has a token a byte: no tokenizer is needed.
+"""
 
 from __future__ import annotations
 
-import glob
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from multimesh_maxtext.command.checks import UNTOKENIZED, Job
-from multimesh_maxtext.command.model import has_package
-from multimesh_maxtext.command.options import Options
-from multimesh_maxtext.command.settings import read_dataset
-from multimesh_maxtext.errors import (
-    FileError,
-    LauncherError,
-    MissingPartError,
-    UnsupportedError,
-    UsageError,
-    raise_all,
-)
+import numpy as np
+
+from multimesh_maxtext.command.job import END_OF_DOCUMENT, Job
+from multimesh_maxtext.command.settings import has_package
+from multimesh_maxtext.errors import FileError, FlagError, LauncherError, MissingPartError, UnsupportedError
+
+UNTOKENIZED = ("synthetic", "olmo_grain")
+"""Datasets of tokens: the synthetic one, and that of --text."""
 
 _PACKAGES = {
     "hf": ("datasets",),
@@ -40,19 +39,13 @@ _OURS = {
 }
 """Settings that change which processes read, and how they end, with the value that leaves that to us."""
 
-_WHICH = {"hf": ("hf_path",), "grain": ("grain_train_files", "grain_train_mixture_config_path", "hf_path")}
-"""Settings of which one must say which data to read. The name of a TensorFlow dataset has a default."""
-
-_TIKTOKEN_SPECIAL = 256
-"""Tokens that MaxText adds to those of a tiktoken file."""
-
-_MULTIPLE = 128
+_DTYPE = np.dtype("<u2")
+_INDEX_FORMAT = "1"  # MaxText 0.2.5 reads this one
 
 
-def find_notes(job: Job) -> Iterator[str]:
+def find_data_notes(job: Job) -> Iterator[str]:
     """Yield a line on data that does not go on where a checkpoint stopped."""
-    o = job.options
-    if o.checkpoint and (kind := read_dataset(o)) in _FROM_THE_BEGINNING:
+    if job.flags.checkpoint and (kind := job.flags.dataset) in _FROM_THE_BEGINNING:
         yield (
             f"dataset_type={kind} has no position in checkpoints: a run that resumes reads from the beginning; "
             "dataset_type=grain and --text go on where they stopped"
@@ -60,97 +53,83 @@ def find_notes(job: Job) -> Iterator[str]:
 
 
 def find_missing_settings(job: Job) -> Iterator[LauncherError]:
-    """Yield settings that a dataset lacks, and those that several processes cannot honour."""
-    o, settings = job.options, job.model.resolved
-    kind = read_dataset(o)
-    if o.forecast or o.suggest or kind in UNTOKENIZED:
-        return
-    for key, value in _OURS.items():
+    """Yield settings that a dataset cannot use, and those that several processes cannot honour."""
+    o, settings = job.flags, job.model.resolved
+    untokenized = o.dataset in UNTOKENIZED
+    for key in ("dataset_path", "dataset_name", "tokenizer_path") if untokenized else ():
+        if key in o.values:
+            yield FlagError(f"{key}= is for data of dataset_type=, not for {o.dataset}; add that, or leave it out")
+    for key, value in {} if untokenized or o.forecast else _OURS.items():
         if settings.get(key, value) != value:
             yield UnsupportedError(
                 f"{key}={settings[key]}: run.py decides which processes read, and ends all where one has no more; "
                 "leave it out"
             )
-    needed = _WHICH.get(kind, ()) if settings.get("grain_file_type") != "tfrecord" else ()
-    if needed and not any(settings.get(key) for key in needed):
-        yield UsageError(f"dataset_type={kind} needs to know which; add {needed[0]}=")
 
 
-def check_dataset(job: Job, package: Path) -> None:
-    """Raise where this machine lacks what it takes to read the dataset: packages, files, the tokenizer.
-
-    ``package``: MaxText's package folder, which has some tokenizers.
-
-    Raises ``LauncherError`` with all that is wrong.
-    """
-    o, settings = job.options, job.model.resolved
-    kind = read_dataset(o)
-    form = str(settings.get("grain_file_type")) if kind == "grain" else kind
+def check_dataset(job: Job) -> None:
+    """Raise ``MissingPartError`` where packages are missing here that read the dataset. MaxText names missing files."""
+    kind = job.flags.dataset
+    form = str(job.model.resolved.get("grain_file_type")) if kind == "grain" else kind
     if missing := [name for name in _PACKAGES.get(form, ()) if not has_package(name)]:
         flag = f"dataset_type={kind}" if form == kind else f"grain_file_type={form}"
         raise MissingPartError(f"{flag} needs {' and '.join(missing)}; run ./bootstrap.sh --group data")
-    wrong = _wrong_files(o, settings) if kind == "grain" else ()
-    tokenized = kind not in UNTOKENIZED and settings.get("tokenize_train_data", True)
-    raise_all([*wrong, *(_wrong_tokenizer(job, kind, package) if tokenized else ())])
 
 
-def _wrong_files(o: Options, settings: Any) -> Iterator[LauncherError]:
-    """Yield patterns of Grain that name no file here."""
-    for key in ("grain_train_files", *(["grain_eval_files"] if o.eval_every else [])):
-        for pattern in filter(None, str(settings.get(key) or "").split(";")):
-            path = pattern.split(",")[0]
-            if "://" not in path and not glob.glob(str(Path(path).expanduser())):
-                yield FileError(f"{key}={path}: no such file; write a path, or a pattern in quotes")
+def tokenize(texts: Sequence[str]) -> np.ndarray:
+    """Return the tokens of some documents, each followed by END_OF_DOCUMENT; dtype uint16, shape (tokens,)."""
+    end = np.array([END_OF_DOCUMENT], _DTYPE)
+    pieces = [np.append(np.frombuffer(text.encode(), np.uint8).astype(_DTYPE), end) for text in texts]
+    return np.concatenate(pieces) if pieces else np.empty(0, _DTYPE)
 
 
-def _wrong_tokenizer(job: Job, dataset: str, package: Path) -> Iterator[LauncherError]:
-    o, settings = job.options, job.model.resolved
-    kind = "huggingface" if dataset == "hf" else str(settings.get("tokenizer_type", "sentencepiece"))
-    given = o.tokenizer_path or settings.get("tokenizer_path")
-    if not given:
-        flags = (
-            "" if dataset == "hf" else ", with tokenizer_type=huggingface or tiktoken where it is not SentencePiece's"
+def read_texts(files: Sequence[Path]) -> list[str]:
+    """Read UTF-8 files.
+
+    Raises ``FlagError`` for a file that cannot be read or is not UTF-8, with the offset of the first wrong byte.
+    """
+    texts = []
+    for file in files:
+        try:
+            texts.append(file.read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise FlagError(f"--text {file}: not UTF-8 at byte {error.start}; convert it, e.g. with iconv") from error
+        except OSError as error:
+            raise FileError(f"--text {file}: {error.strerror}; name readable files") from error
+    return texts
+
+
+def write_corpus(texts: Sequence[str], folder: Path, *, sequence_length: int) -> Path:
+    """Write ``tokens.bin`` and ``index.json`` into a folder; return the index.
+
+    Raises ``FlagError`` where the text does not fill one sequence.
+    """
+    tokens = tokenize(texts)
+    sequences = len(tokens) // sequence_length
+    if not sequences:
+        raise FlagError(
+            f"--text holds {len(tokens)} tokens, less than one sequence of {sequence_length}; "
+            f"use --sequence-length {max(1, len(tokens) // 2)} or more text"
         )
-        yield UsageError(f"dataset_type={dataset} needs a tokenizer; add --tokenizer-path{flags}")
-        return
-    own = package / "assets/tokenizers" / Path(str(given)).name
-    path = Path(str(given)).expanduser()
-    path = path if path.exists() else own
-    if not path.exists():
-        if "://" not in str(given) and (kind != "huggingface" or str(given).startswith(("/", ".", "~"))):
-            yield FileError(f"--tokenizer-path {given}: no such file; write the path of a {kind} tokenizer")
-        return  # a name at Hugging Face, or in a bucket
-    if kind == "tiktoken" and "tiktoken" not in str(given):
-        yield UsageError(f"--tokenizer-path {given}: MaxText takes a path with the word tiktoken only; rename it")
-    try:
-        tokens = count_tokens(path, kind)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        said = str(error).partition("\n")[0]
-        yield FileError(
-            f"--tokenizer-path {given}: cannot be read as a {kind} tokenizer ({said}); is tokenizer_type= right?"
-        )
-        return
-    if tokens > job.model.vocabulary:
-        room = -(-tokens // _MULTIPLE) * _MULTIPLE
-        yield UsageError(
-            f"--tokenizer-path {given} has {tokens} tokens, the model has {job.model.vocabulary}; use --vocab-size "
-            f"{room}"
-        )
+    folder.mkdir(parents=True, exist_ok=True)
+    data = folder.resolve() / "tokens.bin"
+    tokens.tofile(data)
+    file = {"path": str(data), "label": "text", "n_tokens": len(tokens), "n_instances": sequences, "instance_offset": 0}
+    index = {
+        "format_version": _INDEX_FORMAT,
+        "sequence_length": sequence_length,
+        "dtype": _DTYPE.name,
+        "tokenizer": "bytes",
+        "total_instances": sequences,
+        "total_tokens": len(tokens),
+        "fingerprint": f"sha256:{hashlib.sha256(tokens.tobytes()).hexdigest()}",
+        "files": [file],
+    }
+    path = index_path(folder)
+    path.write_text(json.dumps(index, indent=1), encoding="utf-8")
+    return path
 
 
-def count_tokens(path: Path, kind: str) -> int:
-    """Return the number of tokens of a local tokenizer, one more than the largest; 0 where that cannot be known."""
-    if kind == "sentencepiece":
-        from sentencepiece import SentencePieceProcessor
-
-        return SentencePieceProcessor(model_file=str(path)).vocab_size()
-    if kind == "tiktoken":
-        with path.open("rb") as file:
-            return sum(bool(line.strip()) for line in file) + _TIKTOKEN_SPECIAL
-    table = path / "tokenizer.json"
-    if not table.exists():
-        return 0  # an older form, which transformers reads
-    found = json.loads(table.read_text(encoding="utf-8"))
-    vocabulary = found["model"]["vocab"]
-    numbers: Sequence[int] = list(vocabulary.values()) if isinstance(vocabulary, dict) else range(len(vocabulary))
-    return 1 + max([*numbers, *(token["id"] for token in found.get("added_tokens", ()))])
+def index_path(folder: Path) -> Path:
+    """Return where the index of a corpus in this folder lies."""
+    return folder.resolve() / "index.json"

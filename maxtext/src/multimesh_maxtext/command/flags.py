@@ -1,12 +1,17 @@
-"""The flags of ``maxtext/run.py``, group by group; the help is the reference."""
+"""The flags of ``maxtext/run.py``: each is declared once, as a field of `Flags` with a `Flag` that describes it.
+
+The parser, ``--help``, the reference, the checks of pairs of flags and the translation are made of these.
+"""
+# ruff: noqa: RUF009 - the functions that declare a flag return a field
 
 from __future__ import annotations
 
-import argparse
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
-from multimesh_maxtext.command import compiler_flags
-from multimesh_maxtext.command.compiler_flags import switch
 from multimesh_maxtext.command.values import (
     ATTENTION,
     BACKENDS,
@@ -14,313 +19,401 @@ from multimesh_maxtext.command.values import (
     REMAT,
     SCHEDULES,
     count,
-    fallback,
     parse_size,
     partition,
-    rate,
+    read_values,
 )
 
-TIMEOUTS = {
-    "start": "time in which all processes must have started (default 60; for --fallback in Kubernetes 300)",
-    "silence": "silence after which a process is given up; a death on the same machine is seen at once (default 8)",
-    "compile": "time that processes wait for each other to compile or to write a checkpoint (default 3600)",
-    "transfer": "time in which the first transfer between two processes must arrive (default 300)",
-    "stall": "end the job when a process holds up the others for so long (default: name it, and wait)",
+GROUPS = {
+    "backend": ("processes and devices", ""),
+    "dp": ("parallelism", "dp x fsdp x tp x cp x pp x ep must equal the devices of all processes"),
+    "num_steps": ("training loop", "microbatches = batch size / (dp x fsdp x ep x microbatch size)"),
+    "model_name": ("model and data", "without --model-name: a small llama that trains on a laptop"),
+    "output": ("outputs", ""),
+    "checkpoint": ("checkpoints", "steps are counted from 0, as in the metrics file: checkpoint N is after step N"),
+    "forecast": ("memory and forecasts", ""),
+    "replicate_small_params": ("compilers", "for GPUs, but for the first; thresholds are bytes"),
 }
-"""Times that processes wait for each other, with the help of their flags."""
+"""Groups of the help: the first flag of each, its name, and a line about it."""
 
-
-def _processes(root: argparse.ArgumentParser) -> None:
-    add = root.add_argument_group("processes and devices").add_argument
-    text = (
-        "the way a pipeline runs: 'multimesh' gives every stage kernels of its own (default); 'spmd' is "
-        "MaxText alone, its own pipeline in one program; 'cuda' and 'cpu' are spmd on that platform; 'legate' is "
-        "an old name of 'multimesh'. Without --pp all are MaxText as it is"
-    )
-    add("--backend", choices=BACKENDS, default="multimesh", help=text)
-    text = "number of processes in all; one per GPU is usual on a cluster (default 1)"
-    add("--nodes", type=count(1), default=1, metavar="N", help=text)
-    text = "GPUs per process (default 0: train on CPU devices)"
-    add("--gpus", type=count(0), default=0, metavar="N", help=text)
-    text = (
-        "CPU devices per process, virtual ones on any number of cores; beside --gpus only the GPUs train"
-        " (default: as many as the parallelism asks for)"
-    )
-    add("--cpus", type=count(1), metavar="N", help=text)
-    text = "start all --nodes processes here rather than one of them under srun or mpirun"
-    add("--spawn", action="store_true", help=text)
-    text = (
-        "start all processes again from the last checkpoint when one is lost, at most K times: with --spawn, in "
-        "the batch scripts for Slurm beside run.py, or by Kubernetes (default 0)"
-    )
-    add("--max-restarts", type=count(0), metavar="K", help=text)
-    text = (
-        "with --max-restarts, grids to go on with when a restart cannot have as many processes: the first that "
-        "fits what is left, with the same global batch; axes that it does not name stay ('pp=4,dp=2; pp=4,dp=1'); "
-        "auto: the planner chooses the best of the most processes"
-    )
-    add("--fallback", type=fallback, metavar="GRID;GRID;...|auto", help=text)
-    text = "print the grid and those of --fallback, each after its number of processes, and end; for batch scripts"
-    add("--show-grids", action="store_true", help=text)
-    for name, text in TIMEOUTS.items():
-        add(f"--{name}-timeout", type=rate, metavar="SECONDS", help=text)
-
-
-def _parallelism(root: argparse.ArgumentParser) -> None:
-    group = root.add_argument_group(
-        "parallelism", "dp x fsdp x tp x cp x pp x ep must equal the devices of all processes"
-    )
-    add = group.add_argument
-    for flag, text in (
-        ("--dp", "data parallelism: copies of the model, each with its own rows of the batch"),
-        ("--fsdp", "data parallelism whose parameters and optimizer state are sharded, gathered when used"),
-        ("--tp", "tensor parallelism: heads and feed-forward width split over devices"),
-        (
-            "--cp",
-            "context parallelism: each sequence split over devices, attention gathers its keys and values, or passes "
-            "them on in a ring with context_parallel_strategy=ring",
-        ),
-        ("--pp", "pipeline parallelism: layers split into this many stages"),
-        ("--ep", "expert parallelism: experts of a mixture-of-experts model split over devices"),
-        ("--interleave", "pieces of the model per stage: more pieces, a smaller bubble, more transfers"),
-    ):
-        add(flag, type=count(1), default=1, metavar="N", help=f"{text} (default 1)")
-    text = (
-        "decoder layers of each piece, in the order of the model: auto cuts such that no piece holds up the "
-        "others, with the embedding and the logits at the ends (default: equal pieces, or auto where pp x "
-        "interleave does not divide the layers)"
-    )
-    add("--partition", type=partition, metavar="auto|N,N,...", help=text)
-    text = "shard activations between tensor-parallel blocks along the sequence (default off)"
-    switch(group, "--sequence-parallel", text)
-    text = (
-        "1: moments of the optimizer are laid out over dp too, and each device updates its part of parameters; "
-        "2: gradients as well, so that each device gets its part of their sum alone, in half the bytes (default 0)"
-    )
-    add("--zero", type=int, choices=(0, 1, 2), default=0, help=text)
-    text = (
-        "gather the parameters that --fsdp shards once a step, and reduce their gradients once, not for each "
-        "microbatch of a pipeline; both then lie whole on each device, the optimizer state stays sharded (default off)"
-    )
-    switch(group, "--gather-once", text)
-
-
-def _loop(root: argparse.ArgumentParser) -> None:
-    add = root.add_argument_group(
-        "training loop", "microbatches = batch size / (dp x fsdp x ep x microbatch size)"
-    ).add_argument
-    add("--num-steps", type=count(1), default=10, metavar="N", help="optimizer steps (default 10)")
-    text = "sequences in one step over all devices (default: 2 x devices)"
-    add("--batch-size", type=count(1), metavar="N", help=text)
-    text = (
-        "sequences that a tensor-parallel domain works on at once (default 1): batch 1024 with dp 8 and "
-        "microbatch size 4 makes 32 microbatches. Without --pp they are gradient accumulation"
-    )
-    add("--microbatch-size", type=count(1), default=1, metavar="N", help=text)
-    text = (
-        "order of the microbatches in a pipeline of backend multimesh (default 1f1b, with --interleave "
-        "interleaved; spmd has only MaxText's own); auto measures the kernels of a step before the first, "
-        "searches for the shortest order in the memory of 1f1b, or up to --device-memory, and writes "
-        f"schedule.json. Names: {', '.join(SCHEDULES)}"
-    )
-    add("--schedule", choices=SCHEDULES, metavar="NAME", help=text)
-    text = (
-        "JSON table for --schedule custom: per stage a list of cells, F0 the forward of piece 0 for the next "
-        "microbatch, B0 its backward; or the schedule.json of --schedule auto"
-    )
-    add("--custom-schedule-path", type=Path, metavar="FILE", help=text)
-    text = "seed of the initial parameters and of the order of the data (default 0)"
-    add("--seed", type=count(0), default=0, metavar="N", help=text)
-
-
-def _model(root: argparse.ArgumentParser) -> None:
-    group = root.add_argument_group("model", "without --model-name: a small llama that trains on a laptop")
-    add = group.add_argument
-    text = "a model that MaxText knows (llama3-8b, gpt3-175b, mixtral-8x7b, ...); the size flags below override it"
-    add("--model-name", metavar="NAME", help=text)
-    text = "MaxText configuration to start from in place of its base.yml"
-    add("--maxtext-config", type=Path, metavar="FILE", help=text)
-    for flag, text in (
-        ("--num-layers", "decoder layers (default: the model's, or 2 x pp x interleave)"),
-        ("--model-dims", "width of the residual stream (default: the model's, or 256)"),
-        ("--mlp-dims", "width of the feed-forward blocks (default: 4 x --model-dims, else the model's, or 256)"),
-        ("--num-heads", "attention heads, for queries as for keys and values (default: the model's, or 4)"),
-        (
-            "--num-kv-heads",
-            "heads for keys and values, each for a group of heads (default: --num-heads, else the model's)",
-        ),
-        ("--head-dim", "width of a head (default: --model-dims / --num-heads where both are given, else the model's)"),
-        ("--vocab-size", "tokens that the model knows (default: the model's, or 1024, with --text 384)"),
-    ):
-        add(flag, type=count(1), metavar="N", help=text)
-    text = "tokens in a sequence (default 128)"
-    add("--sequence-length", type=count(1), default=128, metavar="N", help=text)
-    text = (
-        "attention kernel; dot_product runs everywhere, cudnn_flash_te is cudnn_flash_jax where TransformerEngine "
-        "is missing (default autoselected)"
-    )
-    add("--attention", choices=ATTENTION, default="autoselected", help=text)
-    text = "global, local_sliding, chunk, ...: MaxText's attention_type (default: the model's)"
-    add("--attention-type", metavar="TYPE", help=text)
-    text = (
-        f"what the backward pass recomputes rather than keeps: {', '.join(REMAT)} (default minimal; minimal_flash "
-        "is an old name of minimal_with_context)"
-    )
-    add("--remat", choices=REMAT, default="minimal", metavar="POLICY", help=text)
-    text = (
-        "compile one layer and scan over it, in a pipeline over the layers of a piece, or unroll the layers; either "
-        "draws other parameters from a seed (default: unroll, but in MaxText's own pipeline, which can only scan)"
-    )
-    switch(group, "--scan-layers", text)
-    switch(group, "--use-iota-embed", "look embeddings up by a product with one-hot rows (default: the model's)")
-    switch(group, "--logits-dot-in-fp32", "compute the logits in float32 (default: the model's)")
-
-
-def _data(root: argparse.ArgumentParser) -> None:
-    group = root.add_argument_group(
-        "data", "without these or dataset_type=grain, hf, ...: one synthetic batch, the same at every step"
-    )
-    add = group.add_argument
-    text = "train on these UTF-8 files, one token a byte; nothing is downloaded"
-    add("--text", type=Path, nargs="+", metavar="FILE", help=text)
-    text = "read a TensorFlow dataset (needs tensorflow-datasets, --dataset-path and --dataset-name)"
-    switch(group, "--use-tfds-dataset", text)
-    add("--dataset-path", metavar="DIR", help="where the TensorFlow datasets lie")
-    add("--dataset-name", metavar="NAME", help="which of them, e.g. c4/en:3.0.1")
-    text = (
-        "tokenizer of --use-tfds-dataset or of dataset_type=grain, hf, ...: a file of SentencePiece; with "
-        "tokenizer_type=tiktoken or huggingface a file or a folder of theirs"
-    )
-    add("--tokenizer-path", metavar="PATH", help=text)
-
-
-def _outputs(root: argparse.ArgumentParser) -> None:
-    group = root.add_argument_group("outputs")
-    add = group.add_argument
-    text = (
-        "folder for metrics, log and everything MaxText writes (default: a fresh temporary one, whose path is printed)"
-    )
-    add("--output", type=Path, metavar="DIR", help=text)
-    add("--overwrite", action="store_true", help="remove the run that --output holds, and begin anew")
-    text = "one JSON object a step: loss, gradient norms, times (default: metrics.jsonl in the output folder)"
-    add("--metrics-file", type=Path, metavar="FILE", help=text)
-    text = (
-        "call this function with the record of each step and evaluation, a dictionary, in the process that you "
-        "start (of several the first): for wandb, MLflow, .... Its errors are told, and training goes on"
-    )
-    add("--metrics-hook", metavar="MODULE:FUNCTION", help=text)
-    text = "write loss, times, MFU, memory and goodput of the newest step there, for node_exporter (its textfiles)"
-    add("--prometheus", type=Path, metavar="FILE.prom", help=text)
-    text = "print the exact command, environment and configuration, start nothing"
-    add("--dry-run", action="store_true", help=text)
-    text = "print one JSON object for machines instead of progress and table"
-    add("--json", action="store_true", help=text)
-    text = (
-        "train once more without the pipeline (backend spmd, the devices of one stage, the same microbatches "
-        "accumulated) and compare loss and gradient norm of every step; they must agree to 1e-5"
-    )
-    add("--verify", action="store_true", help=text)
-    text = (
-        "before training let all processes run `python -m multimesh check --quick`, and train only if it passes; its "
-        "table goes to stderr, and nodes at fault to unfit-nodes in --output (default off)"
-    )
-    switch(group, "--check", text)
-    text = (
-        "record a profile of some steps after the first (xplane, in the output folder); backend multimesh also "
-        "measures every kernel and draws timelines of the step (default off)"
-    )
-    switch(group, "--profile", text)
-
-
-def _checkpoints(root: argparse.ArgumentParser) -> None:
-    add = root.add_argument_group(
-        "checkpoints and evaluation", "steps are counted from 0, as in the metrics file: checkpoint N is after step N"
-    ).add_argument
-    text = "write checkpoints here while training goes on (Orbax), the last one after the last step"
-    add("--checkpoint", type=Path, metavar="DIR", help=text)
-    text = "... after steps 0, N, 2N, ... (default 100)"
-    add("--checkpoint-every", type=count(1), metavar="N", help=text)
-    text = "keep the newest N checkpoints in --checkpoint, and remove older ones there (default 5)"
-    add("--keep-checkpoints", type=count(1), default=5, metavar="N", help=text)
-    text = (
-        "go on from the newest checkpoint in --checkpoint, with any --pp, --dp, --fsdp, --tp or --backend; from "
-        "step 0 if there is none. --num-steps counts from step 0 also then"
-    )
-    add("--resume", action="store_true", help=text)
-    text = (
-        "do not train: write the parameters of the newest checkpoint in --checkpoint to a new folder, as MaxText's "
-        "to_huggingface and load_parameters_path= read them; with --no-scan-layers layer by layer"
-    )
-    add("--export", type=Path, metavar="DIR", help=text)
-    text = "evaluate after steps 0, N, 2N, ... (default: never)"
-    add("--eval-every", type=count(1), metavar="N", help=text)
-    text = "batches in an evaluation, each as large as a microbatch over all domains (default 4)"
-    add("--eval-steps", type=count(1), metavar="N", help=text)
-
-
-def _runtime(root: argparse.ArgumentParser) -> None:
-    group = root.add_argument_group("memory and runtime")
-    add = group.add_argument
-    text = (
-        "print the memory that the devices of each stage will need, from shapes alone, and how long they wait for "
-        "each other; train nothing. It needs none of the devices that the other flags ask for (multimesh)"
-    )
-    add("--forecast", action="store_true", help=text)
-    text = (
-        "with --forecast: compile the kernels of every stage for the GPUs of --device, none of which need be here, "
-        "and take the memory that XLA gives them; refuse what does not fit. Equal stages are compiled once"
-    )
-    add("--compile", action="store_true", help=text)
-    text = (
-        "compile the kernels of the step and write them to this new folder, for --precompiled; train nothing. With "
-        "--gpus and --device for GPUs, none of which need be here; prints what --forecast --compile does (multimesh)"
-    )
-    add("--precompile", type=Path, metavar="FOLDER", help=text)
-    text = "load the kernels of the step from this folder of --precompile, and compile none of them (multimesh)"
-    add("--precompiled", type=Path, metavar="FOLDER", help=text)
-    text = (
-        "find the fastest dp, fsdp, tp, pp, ep, interleave, schedule, microbatch size, remat and partition for "
-        "--nodes x --gpus of --device, and print the command line of the best; what other flags say stays; train "
-        "nothing"
-    )
-    add("--suggest", action="store_true", help=text)
-    text = "with --suggest: for the fewest nodes, up to --nodes, that reach so many tokens a second"
-    add("--budget", type=rate, metavar="TOKENS", help=text)
-    text = "with --suggest: of products; fp8 adds quantization=fp8_full by Qwix to the command line (default: bf16)"
-    add("--precision", choices=("bf16", "fp8"), help=text)
-    text = "with --suggest: draw memory against the time of a step, as SVG"
-    add("--picture", type=Path, metavar="FILE", help=text)
-    text = "with --suggest: make the plans of the three best, and look whether their memory suffices (default on)"
-    add("--confirm", action=argparse.BooleanOptionalAction, default=True, help=text)
-    text = (
-        "forecast, and refuse a run that needs more on a device than this, e.g. 80GiB (multimesh; default: the "
-        "part of a GPU's memory that JAX takes, where the GPU can be seen or is named by --device)"
-    )
-    add("--device-memory", type=parse_size, metavar="SIZE", help=text)
-    text = (
-        "with --forecast or --suggest: estimate tokens a second on these GPUs, and take the part of their memory "
-        f"that JAX takes (3/4, or --fbmem) as the limit: {', '.join(DEVICES)}"
-    )
-    add("--device", choices=DEVICES, metavar="NAME", help=text)
-    text = (
-        "GPU memory to reserve per device, in GB below 1000, in MB from there on: becomes JAX's memory fraction, "
-        "which is printed (default: JAX's own)"
-    )
-    add("--fbmem", type=count(0), metavar="N", help=text)
-    text = "how much JAX and XLA log (default none)"
-    add("--debug", choices=("none", "info", "debug", "spew"), default="none", help=text)
-    switch(group, "--debug-nccl", "let NCCL log what it does")
-
-
-GROUPS = (
-    _processes,
-    _parallelism,
-    _loop,
-    _model,
-    _data,
-    _outputs,
-    _checkpoints,
-    _runtime,
-    *compiler_flags.GROUPS,
+COMMON = (
+    *("model_name", "text", "num_steps", "batch_size", "nodes", "gpus", "dp", "tp", "pp"),
+    "output",
 )
-"""Each adds its group to a parser, in the order of the help."""
+"""The flags on the first screen of the help."""
+
+GRID_AXES = ("dp", "fsdp", "tp", "cp", "pp", "ep", "interleave")
+
+
+@dataclass(frozen=True)
+class Flag:
+    """All that is known of a flag but its name, its type and its default, which are those of its field."""
+
+    help: str
+    value: str  # its value in the help; empty: a switch
+    read: Callable[[str], Any] | None  # makes the value of its text; None: as it is
+    choices: tuple[Any, ...] = ()
+    option: str = ""  # its name as users write it: ``--batch-size``
+    several: bool = False  # whether it takes all words that follow
+    # needs: flags without one of which it says nothing; excludes: flags that it does not go with, and why
+    needs: tuple[str, ...] = ()
+    excludes: Mapping[str, str] = field(default_factory=dict)
+    pipeline: str = ""  # why only pipelines of MultiMesh can honour it
+    only: str = ""  # "gpu", "pipeline" or "run": elsewhere it has no effect, which a warning says
+    setting: str = ""  # MaxText's setting that gets its value
+    decides: tuple[str, ...] = ()  # others of MaxText's settings that follow from it, which `translate` computes
+    xla: tuple[str, ...] = ()  # XLA's flags that it sets on GPUs
+    xla_default: object = None  # their value where the flag is not given; None: they are left out
+    xla_staged: bool = False  # that value is for a pipeline of MultiMesh alone
+    trainer: str = ""  # field of `TrainerConfig` that has its value
+
+
+def _flag(text: str, value: str, read: Any = None, default: Any = None, **more: Any) -> Any:
+    return field(default=default, metadata={"flag": Flag(text, value, read, **more)})
+
+
+def _number(text: str, default: int | None = None, least: int = 1, value: str = "N", **more: Any) -> Any:
+    return _flag(text, value, count(least), default, **more)
+
+
+def _switch(text: str, default: bool | None = None, **more: Any) -> Any:
+    return _flag(text, "", None, default, **more)
+
+
+def _path(text: str, value: str = "FILE", **more: Any) -> Any:
+    return _flag(text, value, Path, **more)
+
+
+def _name(text: str, choices: tuple[Any, ...] = (), value: str = "NAME", **more: Any) -> Any:
+    return _flag(text, value, choices=choices, **more)
+
+
+def _xla_switch(text: str, *xla: str, usual: str = "on", **more: Any) -> Any:
+    names = tuple(f"--xla_gpu_enable_{name}" for name in xla)
+    return _switch(f"{text} (default {usual})", only="gpu", xla=names, xla_default=True, **more)
+
+
+def _threshold(operations: str, xla: str, size: int) -> Any:
+    text, flag = f"combine {operations} up to this size (default {size})", f"--xla_gpu_{xla}_combine_threshold_bytes"
+    return _number(text, least=0, value="BYTES", only="gpu", xla=(flag,), xla_default=size)
+
+
+_CIRCULAR = "it runs MaxText's own circular pipeline"
+_PLANLESS = "it has no plan to forecast from"
+_BATCH = ("gradient_accumulation_steps", "per_device_batch_size")
+_TENSOR = ("ici_tensor_parallelism", "ici_tensor_sequence_parallelism")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """A command line as given; ``None`` means "not given" wherever the default depends on other flags or the model."""
+
+    backend: str = _name(
+        "who runs a pipeline: 'multimesh', kernels of its own for every stage; 'spmd', MaxText's own in one "
+        "program; 'cuda' and 'cpu' are spmd on that platform, 'legate' is multimesh. Without --pp all are MaxText",
+        BACKENDS,
+        default="multimesh",
+    )
+    nodes: int = _number("processes in all; one per GPU is usual on a cluster", 1)
+    gpus: int = _number("GPUs per process; 0: train on CPU devices", 0, 0, decides=("hardware",))
+    cpus: int | None = _number(
+        "CPU devices per process, where --gpus is 0 (default: as many as the parallelism asks for)",
+        decides=("hardware",),
+    )
+    spawn: bool = _switch("start all --nodes processes here, not one of them under srun or mpirun", False)
+    check: bool | None = _switch(
+        "train only if `python -m multimesh check --quick` passes in all processes; nodes at fault go to the file "
+        "unfit-nodes in --output (default off)",
+        excludes={"export": "that trains nothing"},
+    )
+
+    dp: int = _number("data parallelism: copies of the model for rows of the batch", 1, setting="ici_data_parallelism")
+    fsdp: int = _number("data parallelism that shards parameters and moments", 1, setting="ici_fsdp_parallelism")
+    tp: int = _number("tensor parallelism: heads and feed-forward width split over devices", 1, decides=_TENSOR)
+    cp: int = _number("context parallelism: sequences split over devices", 1, setting="ici_context_parallelism")
+    pp: int = _number(
+        "pipeline parallelism: stages of the layers", 1, decides=("ici_pipeline_parallelism",), trainer="stages"
+    )
+    ep: int = _number("expert parallelism: experts split over devices", 1, setting="ici_expert_parallelism")
+    interleave: int = _number("pieces per stage: less waiting, more transfers", 1, needs=("pp",), trainer="interleave")
+    partition: tuple[int, ...] | str | None = _flag(
+        "layers of each piece; auto: about equal costs, with embedding and logits (default: equal numbers, or auto "
+        "where pp x interleave does not divide the layers)",
+        "auto|N,N,...",
+        partition,
+        pipeline="its pieces have as many layers each",
+    )
+    sequence_parallel: bool | None = _switch(
+        "shard activations between tensor-parallel blocks along the sequence (default off)", needs=("tp",)
+    )
+    zero: int = _name(
+        "1: moments of the optimizer are laid out over dp too, each device updates its part; 2: gradients as well",
+        (0, 1, 2),
+        "0|1|2",
+        read=count(0),
+        default=0,
+        needs=("dp",),
+        decides=("shard_optimizer_over_data",),
+        trainer="zero",
+    )
+    gather_once: bool | None = _switch(
+        "gather parameters of --fsdp, and reduce gradients, once a step; both then lie whole on a device (default off)",
+        needs=("fsdp",),
+        pipeline="it gathers parameters where XLA does",
+        trainer="gather_once",
+    )
+
+    num_steps: int = _number("optimizer steps", 10, setting="steps")
+    batch_size: int | None = _number("sequences of a step over all devices (default: 2 x devices)", decides=_BATCH)
+    microbatch_size: int = _number(
+        "sequences that a tensor-parallel domain works on at once: batch 1024, dp 8 and size 4 make 32 microbatches",
+        1,
+        decides=_BATCH,
+    )
+    schedule: str | None = _name(
+        "order of the microbatches in a pipeline (default 1f1b, with --interleave interleaved); auto measures kernels "
+        "and takes the shortest order that fits, also into --device-memory. Names: " + ", ".join(SCHEDULES),
+        SCHEDULES,
+        pipeline=_CIRCULAR,
+    )
+    custom_schedule_path: Path | None = _path(
+        "JSON table of --schedule custom: cells per stage, F0 the next forward of piece 0, B0 its backward",
+        pipeline=_CIRCULAR,
+    )
+    seed: int = _number(
+        "seed of parameters and of the order of the data",
+        0,
+        0,
+        setting="init_weights_seed",
+        decides=("data_shuffle_seed",),
+    )
+
+    model_name: str | None = _name("a model of MaxText (llama3-8b, gpt3-175b, ...); the size flags override it")
+    maxtext_config: Path | None = _path("MaxText configuration to start from in place of its base.yml")
+    num_layers: int | None = _number(
+        "decoder layers (default: the model's, or 2 x pp x interleave)", setting="base_num_decoder_layers"
+    )
+    model_dims: int | None = _number("width of the model (default: the model's, or 256)", setting="base_emb_dim")
+    mlp_dims: int | None = _number(
+        "width of the feed-forward blocks (default: 4 x --model-dims, else the model's, or 256)",
+        setting="base_mlp_dim",
+    )
+    num_heads: int | None = _number(
+        "attention heads, also of keys and values but with base_num_kv_heads= (default: the model's, or 4)",
+        setting="base_num_query_heads",
+    )
+    sequence_length: int = _number("tokens in a sequence", 128, setting="max_target_length")
+    attention: str = _name(
+        "attention kernel; dot_product runs everywhere, cudnn_flash_te is cudnn_flash_jax where TransformerEngine is "
+        f"missing: {', '.join(ATTENTION)}",
+        ATTENTION,
+        default="autoselected",
+        setting="attention",
+    )
+    remat: str = _name(
+        f"what the backward pass recomputes, not keeps: {', '.join(REMAT)} (minimal_flash is minimal_with_context)",
+        REMAT,
+        "POLICY",
+        default="minimal",
+        decides=("remat_policy",),
+    )
+    scan_layers: bool | None = _switch(
+        "compile one layer and scan over it, in a pipeline for each piece; draws other parameters from a seed "
+        "(default: unroll, but in MaxText's own pipeline, which can only scan)",
+        decides=("scan_layers",),
+    )
+    text: tuple[Path, ...] = _path(
+        "train on these UTF-8 files, a token a byte, offline (default: data of dataset_type=, or a synthetic batch)",
+        default=(),
+        several=True,
+        decides=("dataset_type", "olmo_index_path"),
+    )
+
+    output: Path | None = _path(
+        "folder for metrics, log and all that MaxText writes (default: a fresh temporary one, which is printed)",
+        "DIR",
+        decides=("base_output_directory",),
+    )
+    overwrite: bool = _switch(
+        "remove the run that --output holds, and begin anew",
+        False,
+        needs=("output",),
+        excludes={"resume": "that goes on with the run which this removes"},
+    )
+    metrics_file: Path | None = _path(
+        "a JSON object a step: loss, gradient norms, times (default: metrics.jsonl in the output folder)",
+        decides=("metrics_file",),
+    )
+    metrics_hook: str | None = _name(
+        "call this function with the record, a dictionary, of each step and evaluation",
+        value="MODULE:FUNCTION",
+        only="run",
+    )
+    prometheus: Path | None = _path("write the newest step there, for node_exporter's textfile collector", "FILE.prom")
+    dry_run: bool = _switch("print the exact command, environment and configuration, start nothing", False)
+    json: bool = _switch("print one JSON object for machines instead of progress and table", False)
+    verify: bool = _switch(
+        "train once more without the pipeline; loss and gradient norm of every step must agree to 1e-5, for which both "
+        "trainings have dtype=float32 unless dtype= says another",
+        False,
+        only="run",
+        excludes={"checkpoint": "this trains twice from step 0 to compare"},
+        pipeline="it is what a pipeline is compared with",
+    )
+    profile: bool | None = _switch(
+        "profile some steps (xplane, in the output folder); a pipeline draws timelines too (default off)",
+        only="run",
+        decides=("profiler",),
+    )
+    dump: Path | None = _path(
+        "write the plan of the step (text, JSON, SVG, Perfetto) and the program after every pass; else XLA's programs",
+        "DIR",
+        only="run",
+    )
+    dump_only: bool | None = _switch(
+        "with --dump: compile, dump, do not train (default off)",
+        needs=("dump",),
+        pipeline="MaxText compiles when it trains; use --num-steps 1",
+        trainer="dump_only",
+    )
+    debug: str = _name(
+        "how much JAX and XLA log: none, info, debug, spew", ("none", "info", "debug", "spew"), "LEVEL", default="none"
+    )
+    debug_nccl: bool | None = _switch("let NCCL log what it does", only="gpu")
+
+    checkpoint: Path | None = _path(
+        "write checkpoints here (Orbax), every checkpoint_period= steps, 100 by default, and after the last; the "
+        "newest max_num_checkpoints_to_keep=, 5 by default, stay",
+        "DIR",
+        only="run",
+        decides=("enable_autocheckpoint",),
+    )
+    resume: bool = _switch(
+        "go on from the newest checkpoint, with any grid or --backend; from step 0 if there is none",
+        False,
+        needs=("checkpoint",),
+    )
+    export: Path | None = _path(
+        "write the parameters of the newest checkpoint to a new folder, for MaxText's to_huggingface and "
+        "load_parameters_path=, and train nothing; with --no-scan-layers layer by layer",
+        "DIR",
+        needs=("checkpoint",),
+    )
+
+    forecast: bool = _switch(
+        "print the memory that each stage will need, and how long devices wait, with none of them; train nothing",
+        False,
+    )
+    compile: bool = _switch(
+        "with --forecast: compile the kernels of every stage for the GPUs of --device, which need not be here, and "
+        "refuse what does not fit in their memory; with --backend spmd MaxText's own programs beside them",
+        False,
+        needs=("forecast",),
+    )
+    suggest: bool = _switch(
+        "find the fastest parallelism, schedule, microbatch size, remat and partition for --nodes x --gpus of "
+        "--device, print the best that fits by --forecast (--dry-run: by estimates) to be pasted; what is set stays",
+        False,
+    )
+    device: str | None = _name(
+        f"with --forecast or --suggest: estimate the step on these GPUs: {', '.join(DEVICES)}",
+        tuple(DEVICES),
+        read=str.lower,
+        needs=("forecast", "suggest"),
+    )
+    device_memory: int | None = _flag(
+        "refuse a run whose forecast needs more on a device, e.g. 80GiB (default: the part that JAX takes of a GPU "
+        "that is here, or of --device)",
+        "SIZE",
+        parse_size,
+        pipeline=_PLANLESS,
+    )
+    fbmem: int | None = _number(
+        "GPU memory to reserve, in GB below 1000, in MB from there on: becomes JAX's fraction (default: JAX's own)",
+        least=0,
+        only="gpu",
+    )
+
+    replicate_small_params: bool | None = _switch(
+        "keep parameters with fewer elements than a batch has tokens whole on each device of a stage (default off)",
+        only="pipeline",
+    )
+    collective_matmul: int | None = _number(
+        "overlap matrix products from this size with the gather or scatter of operands (default: do not)",
+        least=0,
+        value="MIB",
+        only="gpu",
+        xla=("--xla_gpu_threshold_for_windowed_einsum_mib",),
+    )
+    latency_hiding_scheduler: bool | None = _xla_switch("hide collectives by computation", "latency_hiding_scheduler")
+    xla_pipelining: bool | None = _xla_switch(
+        "pipeline collectives of a loop over its iterations",
+        *("pipelined_all_reduce", "pipelined_all_gather", "pipelined_reduce_scatter"),
+        usual="on in a pipeline; in one program it repeats the work of microbatches",
+        xla_staged=True,
+    )
+    xla_loop_buffering: bool | None = _xla_switch("double-buffer loops", "while_loop_double_buffering")
+    use_nccl_comm_split: bool | None = _xla_switch("make communicators of subsets by splitting", "nccl_comm_splitting")
+    xla_ar_threshold: int | None = _threshold("all-reduces", "all_reduce", 2**32)
+    xla_ag_threshold: int | None = _threshold("all-gathers", "all_gather", 2**32)
+    xla_rs_threshold: int | None = _threshold("reduce-scatters", "reduce_scatter", 2**25)
+
+    settings: tuple[str, ...] = ()  # KEY=VALUE arguments
+    replaced: tuple[str, ...] = ()  # flags that became one of them
+    ignored: tuple[str, ...] = ()  # names without effect
+
+    @functools.cached_property
+    def used(self) -> tuple[str, ...]:
+        """The flags that say something: other than their default, and other than ``--no-X``; 0 may be a value."""
+        values = vars(self)
+        return tuple([name for name in FLAGS if values[name] != DEFAULTS[name] and values[name] is not False])
+
+    @functools.cached_property
+    def values(self) -> dict[str, Any]:
+        """The KEY=VALUE arguments as YAML reads them."""
+        return read_values(self.settings)
+
+    @property
+    def dataset(self) -> str:
+        """MaxText's ``dataset_type``: by default ``synthetic``."""
+        return "olmo_grain" if self.text else str(self.values.get("dataset_type", "synthetic"))
+
+    @property
+    def domains(self) -> int:
+        """Number of tensor-parallel domains that hold different rows of the batch: dp x fsdp x ep."""
+        return self.dp * self.fsdp * self.ep
+
+    @property
+    def parallelism(self) -> int:
+        """Number of devices that the parallelism flags ask for: dp x fsdp x tp x cp x pp x ep."""
+        return self.domains * self.tp * self.cp * self.pp
+
+    @property
+    def grid(self) -> str:
+        """The axes that are longer than 1: ``dp 2 pp 4``."""
+        return " ".join(f"{name} {getattr(self, name)}" for name in GRID_AXES if getattr(self, name) > 1) or "1 device"
+
+    @functools.cached_property
+    def staged(self) -> bool:
+        """Whether each stage has kernels of its own. With one stage, any backend is MaxText as it is."""
+        return self.backend == "multimesh" and self.pp > 1
+
+    @property
+    def platform(self) -> str:
+        """``"gpu"`` where the devices are GPUs, else ``"cpu"``."""
+        return "gpu" if self.gpus else "cpu"
+
+
+DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(Flags)}
+"""The value of each field where a flag is not given."""
+
+
+def _complete(name: str, flag: Flag) -> Flag:
+    """Return the description of a flag with its name as users write it, and its default in the help."""
+    usual = DEFAULTS[name]
+    shown = f" (default {usual})" if flag.value and usual not in (None, ()) else ""
+    return replace(flag, option=f"--{name.replace('_', '-')}", help=f"{flag.help}{shown}")
+
+
+FLAGS = {item.name: _complete(item.name, item.metadata["flag"]) for item in fields(Flags) if item.metadata}
+"""Each flag, by the name of its field."""

@@ -1,29 +1,22 @@
-"""``KEY=VALUE`` arguments as MaxText will read them, before it starts: its names, and the types of its values.
-
-The types are those of MaxText's configuration classes. They come from the source, because importing it imports JAX.
-"""
+"""``KEY=VALUE`` arguments before MaxText reads and checks them: names, paths in buckets, what would do nothing."""
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import difflib
 import functools
+import importlib.util
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import pydantic
 import yaml
 
-from multimesh_maxtext.command.options import Options
-from multimesh_maxtext.errors import UsageError
+from multimesh_maxtext.command.flags import FLAGS, Flags
+from multimesh_maxtext.errors import FlagError, LauncherError, MissingPartError, UnsupportedError
 
-_SOURCES = ("common/common_types.py", "configs/types.py")
-_ROOT = "MaxTextConfig"
 _CLOUD = "it is for Google Cloud, which a run does without; see --metrics-file and --metrics-hook"
-_PATHWAYS = "it is for Pathways; see --max-restarts and --fallback"
+_PATHWAYS = "it is for Pathways; a run with --resume goes on on another grid"
 _IDLE = {
     **dict.fromkeys(
         ("enable_goodput_recording", "monitor_goodput", "enable_pathways_goodput", "goodput_job_name"), _CLOUD
@@ -31,132 +24,60 @@ _IDLE = {
     **dict.fromkeys((f"report_{kind}_metric_for_gcp_monitoring" for kind in ("heartbeat", "performance")), _CLOUD),
     **dict.fromkeys(("use_vertex_tensorboard", "enable_checkpoint_cloud_logger", "managed_mldiagnostics"), _CLOUD),
     **dict.fromkeys(("elastic_enabled", "enable_single_controller", "subslice_shape"), _PATHWAYS),
-    "jax_distributed_initialization_timeout": "run.py starts the processes; use --start-timeout",
+    "jax_distributed_initialization_timeout": "run.py starts the processes; use MULTIMESH_START_TIMEOUT",
 }
 """Settings of MaxText that would be accepted and do nothing in a run, and why. Switched off they are no error."""
 
-_MANY = 12  # more values than this are not listed where some are near
+_BUCKETS = {"gs": ("gcsfs", "google-cloud-storage"), "s3": ("s3fs", "s3fs")}
+"""Of each kind of bucket: the module by which paths in it are read, and what to install beside it."""
+
+_FIELD = re.compile(r"^  (\w+): \S", re.MULTILINE)
+"""A field of MaxText's configuration classes in their source, because to import it imports JAX."""
 
 
-class _Loader(yaml.SafeLoader):
-    """Reads values as OmegaConf does for MaxText: 1e3 is a number, and a date is a string."""
-
-    yaml_implicit_resolvers = {  # noqa: RUF012
-        first: [(tag, pattern) for tag, pattern in known if tag != "tag:yaml.org,2002:timestamp"]
-        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
+def has_package(name: str) -> bool:
+    """Say whether a top-level package can be imported, without importing it."""
+    return importlib.util.find_spec(name) is not None
 
 
-_NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.[\d_]+)[eE][-+]?\d+$")
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
-
-
-def _read(value: str) -> Any:
-    return yaml.load(value, _Loader)  # noqa: S506
-
-
-def read_values(settings: Sequence[str]) -> dict[str, Any]:
-    """Return the settings with their values as YAML reads them; what is no YAML stays as it is written."""
-    found: dict[str, Any] = {}
-    for key, value in (setting.split("=", 1) for setting in settings):
-        found[key] = value
-        with contextlib.suppress(yaml.YAMLError):  # `find_wrong_settings` says so
-            found[key] = _read(value)
-    return found
-
-
-def read_dataset(options: Options) -> str:
-    """Return MaxText's ``dataset_type`` of a run: what flags or a setting say, by default ``synthetic``."""
-    if options.text:
-        return "olmo_grain"
-    return "tfds" if options.use_tfds_dataset else str(read_values(options.settings).get("dataset_type", "synthetic"))
-
-
-def find_wrong_settings(settings: Sequence[str], package: Path) -> Iterator[tuple[str, UsageError]]:
-    """Yield the settings that MaxText would refuse by their name or by their value, and why, with the nearest ones.
-
-    ``package``: MaxText's package folder.
-    """
-    for setting in settings:
-        key, value = setting.split("=", 1)
-        types = find_types(package)
-        if key in types:
-            why = _refusal(types[key], key, value)
-        else:
-            near = " or ".join(difflib.get_close_matches(key, types, n=3, cutoff=0.75))
-            hint = f"did you mean {near}?" if near else f"its settings are in {package / 'configs/base.yml'}"
-            why = f"MaxText has no setting {key}; {hint}"
-        if why:
-            yield setting, UsageError(f"{setting}: {why}")
-
-
-def find_idle_settings(settings: Sequence[str]) -> Iterator[UsageError]:
-    """Yield an error for each setting that would be accepted and do nothing."""
-    for key, value in read_values(settings).items():
-        if key in _IDLE and value:
-            yield UsageError(f"{key}={value} would do nothing here: {_IDLE[key]}; leave it out")
-
-
-def _refusal(make: Callable[[], Any], key: str, value: str) -> str:
-    """Return why MaxText does not take a value; empty where it may."""
-    try:
-        read = _read(value)
-    except yaml.YAMLError:
-        return "the value is no YAML; put strings with special characters in quotes"
-    read = None if isinstance(read, str) and read.lower() == "none" else read  # as MaxText reads it
-    try:
-        pydantic.TypeAdapter(make()).validate_python(read)
-    except NameError:  # a group, or a default that is computed
-        return ""
-    except pydantic.ValidationError as refused:
-        error = refused.errors()[0]
-    else:
-        return ""
-    kind, message = error["type"], error["msg"]
-    if kind in ("list_type", "dict_type") or (kind == "string_type" and read is None):
-        return ""  # MaxText makes lists and strings of some of these
-    if "expected" not in error.get("ctx", {}):
-        return f"MaxText refuses it: {message[0].lower()}{message[1:]}"
-    choices = [choice.strip("'") for choice in error["ctx"]["expected"].replace(" or ", ", ").split(", ")]
-    near = difflib.get_close_matches(value, choices, n=3, cutoff=0.6) if len(choices) > _MANY else []
-    hint = f"near it are {', '.join(near)}" if near else f"it is one of {', '.join(filter(None, choices))}"
-    return f"MaxText has no such {key}; {hint}"
+def find_buckets(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the settings that name a bucket, and its kind."""
+    kinds = {key: str(value).partition("://")[0] for key, value in settings.items() if "://" in str(value)}
+    return {key: kind for key, kind in kinds.items() if kind in _BUCKETS}
 
 
 @functools.cache
-def find_types(package: Path) -> Mapping[str, Callable[[], Any]]:
-    """Return a function for each setting that makes its type, with its limits; some raise a `NameError`."""
-    names: dict[str, Any] = {"Annotated": Annotated}
-    classes: dict[str, ast.ClassDef] = {}
-    for source in _SOURCES:
-        body = ast.parse((package / source).read_text(encoding="utf-8")).body
-        classes |= {node.name: node for node in body if isinstance(node, ast.ClassDef)}
-        for node in filter(_is_type, body):
-            with contextlib.suppress(NameError):  # it is made of more than types
-                exec(compile(ast.Module([node], []), source, "exec"), names)  # noqa: S102
-    types: dict[str, Callable[[], Any]] = {}
-    waiting = [_ROOT]
-    while waiting:
-        group = classes[waiting.pop(0)]
-        waiting += [base.id for base in group.bases if isinstance(base, ast.Name) and base.id in classes]
-        for item in group.body:
-            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-                types.setdefault(item.target.id, functools.partial(_type, item, names))
-    return types
+def setting_names(package: Path) -> frozenset[str]:
+    """Return the names of MaxText's settings. ``package`` is its package folder."""
+    return frozenset(_FIELD.findall((package / "configs/types.py").read_text(encoding="utf-8")))
 
 
-def _is_type(node: ast.stmt) -> bool:
-    """Whether a statement makes a type of settings, or imports its parts."""
-    match node:
-        case ast.Import(names=[ast.alias(name=module)]) | ast.ImportFrom(module=str(module)):
-            return module.split(".")[0] in ("enum", "typing", "pydantic")
-        case ast.ClassDef(bases=bases):
-            return any("Enum" in ast.unparse(base) for base in bases)
-        case ast.Assign(value=ast.Name() | ast.Subscript()):
-            return True
-    return False
+def find_wrong_settings(flags: Flags, package: Path) -> Iterator[LauncherError]:
+    """Yield errors of settings: unknown names, what would do nothing, and buckets that cannot be used.
 
-
-def _type(item: ast.AnnAssign, names: dict[str, Any]) -> Any:
-    field = ast.unparse(item.value) if item.value else None
-    return eval(f"Annotated[{ast.unparse(item.annotation)}, {field}]", names)  # noqa: S307
+    ``package``: MaxText's package folder. MaxText itself refuses wrong values, once it starts.
+    """
+    for setting in flags.settings:
+        try:
+            yaml.compose(setting.partition("=")[2])
+        except yaml.YAMLError:
+            yield FlagError(f"{setting}: the value is no YAML; put strings with special characters in quotes")
+    for key, value in flags.values.items():
+        if key not in (names := setting_names(package)):
+            near = " or ".join(difflib.get_close_matches(key, names, n=3, cutoff=0.75))
+            hint = f"did you mean {near}?" if near else f"its settings are in {package / 'configs/base.yml'}"
+            yield FlagError(f"{key}={value}: MaxText has no setting {key}; {hint}")
+        elif key in _IDLE and value:
+            yield FlagError(f"{key}={value} would do nothing here: {_IDLE[key]}; leave it out")
+    for name in flags.used:
+        paths = getattr(flags, name)
+        for path in paths if isinstance(paths, tuple) else (paths,):
+            if isinstance(path, Path) and path.parts and path.parts[0].removesuffix(":") in _BUCKETS:
+                yield UnsupportedError(
+                    f"{FLAGS[name].option} {path.parts[0]}//{'/'.join(path.parts[1:])}: this must be on a file "
+                    "system; mount the bucket, for example with gcsfuse or mountpoint-s3, and give the path there"
+                )
+    for key, kind in find_buckets(flags.values).items():
+        if not has_package(_BUCKETS[kind][0]):
+            packages = " ".join(dict.fromkeys(_BUCKETS[kind]))
+            yield MissingPartError(f"{key}={kind}://...: a package is missing; pip install {packages}")

@@ -1,70 +1,90 @@
-"""``--spawn``: all processes of a job on this machine, each the same command as one of several.
-
-With ``--max-restarts`` all start again from the last checkpoint when one of them is lost. With ``--fallback`` they
-start in smaller numbers when as many cannot be had.
-"""
+"""``--spawn`` starts all processes of a job here; ``--check`` lets them check devices and links before they train."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from multimesh.launch import job_variables, run_together
-from multimesh_maxtext.command import restarts
-from multimesh_maxtext.command.fallback import Grid, choose
-from multimesh_maxtext.command.launch import visible_gpu_memory
-from multimesh_maxtext.command.options import Options
-from multimesh_maxtext.command.training import SIGNALS
-from multimesh_maxtext.command.translate import Paths
-from multimesh_maxtext.errors import ProcessLostError
-
-SPAWNED = "MULTIMESH_MAXTEXT_SPAWNED"
-"""Environment variable of the processes of ``--spawn``."""
+from multimesh.launch import job_variables, process_variables, run_together
+from multimesh_maxtext import outcome
+from multimesh_maxtext.command.flags import Flags
+from multimesh_maxtext.command.member import Member, is_numbered_by_us
+from multimesh_maxtext.command.training import SIGNALS, SPAWNED, state_line
+from multimesh_maxtext.command.translate import Launch
+from multimesh_maxtext.errors import FileError, InterruptedRunError, ProcessLostError, UnfitError
 
 
-def spawn(argv: Sequence[str], options: Options, root: Path | None, grids: Sequence[Grid]) -> int:
-    """Start the command of every process and wait for them; the first that fails ends all, with its exit code.
+def spawn(argv: Sequence[str], options: Flags, root: Path | None) -> int:
+    """Start the command of every process and wait for them; the first that fails ends all.
 
-    ``grids``: those that the job may have, the first of them at first.
+    Returns the exit code of the process whose outcome is no echo of another's, and says in the last line why it ended.
     """
-    words = [word for word in argv if word != "--spawn"]
-    output = options.output or Path(tempfile.mkdtemp(prefix="multimesh-maxtext-"))
-    words += [] if options.output else ["--output", str(output)]
-    paths = Paths("", Path(), output, options.metrics_file or output / "metrics.jsonl")
-    left = options.nodes
-    for number in range(1 + (options.max_restarts or 0)):
-        grid = choose(grids, min(left, _room(options)))
-        if grid is None:
-            print(f"error: no grid of --fallback can do with the processes that are left, {left}", file=sys.stderr)
-            break
-        again = ["--resume"] if number else []
-        count, saves = number if options.max_restarts else None, bool(options.checkpoint)
-        code = _run([*words, *grid.words, *again], grid.processes, root, count, saves=saves)
-        if code != ProcessLostError.exit_code:
-            return code
-        last = restarts.close_attempt(options, paths, number)
-        if options.fallback and not (last and last.done > last.first):  # it did not come to train
-            left = grid.processes - 1
-    return ProcessLostError.exit_code
-
-
-def _room(options: Options) -> int:
-    """Return how many processes the GPUs of this machine suffice for; CPU devices are virtual."""
-    return len(visible_gpu_memory() or ()) // options.gpus if options.gpus else options.nodes
-
-
-def _run(words: Sequence[str], processes: int, root: Path | None, number: int | None, *, saves: bool) -> int:
-    """Run the job once; its exit code.
-
-    ``number``: how often it was started again; none for a job that is not.
-    ``saves``: whether a signal that ends the job is handed on to the processes, which write a checkpoint first.
-    """
+    words, folder = [word for word in argv if word != "--spawn"], options.output
+    if folder is None:
+        folder = Path(tempfile.mkdtemp(prefix="multimesh-maxtext-"))
+        words += ["--output", str(folder)]
     door = [str(root / "maxtext/run.py")] if root else ["-P", "-m", "multimesh_maxtext"]
-    shared = job_variables() | {"MULTIMESH_MAXTEXT_SIZE": str(processes), SPAWNED: "1"}
-    shared |= {} if number is None else {restarts.VARIABLE: str(number)}
-    each = [{f"MULTIMESH_MAXTEXT_{name}": str(rank) for name in ("RANK", "LOCAL_RANK")} for rank in range(processes)]
-    commands, signals = [[sys.executable, *door, *words]] * processes, SIGNALS if saves else ()
-    code = run_together(commands, [shared | own for own in each], passed_on=signals)
-    return code if code >= 0 else ProcessLostError.exit_code  # killed, and its trainer with it
+    shared = job_variables() | {"MULTIMESH_MAXTEXT_SIZE": str(options.nodes), SPAWNED: "1"}
+    names = "MULTIMESH_MAXTEXT_RANK", "MULTIMESH_MAXTEXT_LOCAL_RANK"
+    variables = [shared | dict.fromkeys(names, str(rank)) for rank in range(options.nodes)]
+    begun = time.time()
+    code = run_together([[sys.executable, *door, *words]] * options.nodes, variables, passed_on=SIGNALS)
+    if code == 0:
+        return 0
+    state, killed = state_line(options.checkpoint), code < 0
+    if killed:  # and its trainer with it: by us before it could listen, or by somebody else
+        code = (InterruptedRunError if -code in SIGNALS else ProcessLostError).exit_code
+    first = outcome.find_first(folder, options.nodes, begun, code)
+    if first and (first.exit_code == code or not outcome.doubt(first.cause)):
+        print(f"error: {first.text}; {state} ({first.who})", file=sys.stderr)
+        return first.exit_code
+    if code == InterruptedRunError.exit_code:
+        print(f"interrupted before it trained; {state}", file=sys.stderr)
+    elif killed:
+        print(f"error: a process was killed; {state}", file=sys.stderr)
+    return code
+
+
+HOLD = 5.0
+"""Seconds that the others wait for the first process, which tells: Slurm ends all as soon as one ends with an error."""
+
+UNFIT = "unfit-nodes"
+"""File in the output folder: the nodes that the check found at fault, one a line, for ``sbatch --exclude``."""
+
+
+def check_processes(start: Launch, o: Flags, output: Path, this: Member) -> None:
+    """Let all processes of the job check their devices and the way between them; the table goes to stderr.
+
+    ``output``: the output folder of the first process.
+
+    Raises ``ProcessLostError`` if a process does not answer, and ``UnfitError`` if another step fails.
+    """
+    shared = (o.checkpoint or o.output or Path()).absolute()
+    unfit = output / UNFIT
+    try:
+        for folder in (shared, output):
+            folder.mkdir(parents=True, exist_ok=True)
+        if not this.rank:
+            unfit.unlink(missing_ok=True)
+    except OSError as error:
+        raise FileError(f"{error.filename}: {error.strerror}; choose another --output or --checkpoint") from error
+    stages = o.pp if o.staged else 1
+    words = ("check", "--quick", f"--stages={stages}", f"--folder={shared}", f"--unfit={unfit}")
+    numbers = process_variables(this.rank, this.count) if is_numbered_by_us(os.environ) else {}
+    variables = {**os.environ, **start.environment, **numbers}
+    code = subprocess.call([*start.command[:3], "multimesh", *words], env=variables, stdout=2)
+    if code == ProcessLostError.exit_code or code < 0:
+        raise ProcessLostError("--check: a process or a transfer did not answer; the table above says which")
+    if code:
+        if this.rank:
+            with contextlib.suppress(KeyboardInterrupt):
+                time.sleep(HOLD)
+        nodes = unfit.read_text().split() if unfit.exists() else []
+        which = f"; at fault: {', '.join(nodes)}" if nodes else ""
+        raise UnfitError(f"--check: these processes cannot run pipelines{which}; the table above says why")

@@ -1,4 +1,4 @@
-"""``maxtext/run.py --suggest``: the configurations that suit a model of MaxText and a cluster, as command lines."""
+"""``maxtext/run.py --suggest``: the planner's search for a model of MaxText, printed as a command line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,134 +16,124 @@ from rich.console import Console
 
 import multimesh
 from multimesh import planner
-from multimesh.planner import Configuration, Option, Suggestions
-from multimesh_maxtext.command import memory
-from multimesh_maxtext.command.checks import UNLIKE, Job
-from multimesh_maxtext.command.inspecting import forecast
-from multimesh_maxtext.command.launch import forecasting
-from multimesh_maxtext.command.model import Model, describe_model
-from multimesh_maxtext.command.options import Options, Parsed, read
-from multimesh_maxtext.command.settle import settle
-from multimesh_maxtext.command.sizes import precision, recompute, transformer
-from multimesh_maxtext.command.translate import Paths
+from multimesh_maxtext.command.check_flags import check_job
+from multimesh_maxtext.command.command_line import CommandLine, write_words
+from multimesh_maxtext.command.environment import usable_memory
+from multimesh_maxtext.command.flags import DEFAULTS, FLAGS, GRID_AXES, Flags
+from multimesh_maxtext.command.forecasting import (
+    DROPPING,
+    masks_groups,
+    precision,
+    recompute,
+    run_forecast,
+    transformer,
+)
+from multimesh_maxtext.command.job import UNLIKE, Model, Paths, describe_model
+from multimesh_maxtext.command.settings import find_wrong_settings
+from multimesh_maxtext.command.translate import forecasting
+from multimesh_maxtext.command.values import DEVICES
 from multimesh_maxtext.errors import (
     DoesNotFitError,
-    FileError,
+    FlagError,
     LauncherError,
     MissingPartError,
     UnsupportedError,
-    UsageError,
     raise_all,
 )
-from multimesh_maxtext.handoff import Forecast
+from multimesh_planner import Configuration, Option, Suggestions
+from multimesh_planner.suggestions import describe_how
 
 POLICIES = ("minimal", "save_dot_except_mlp", "save_qkv_proj", "full")
 """Policies of MaxText that are searched; all are also names of `Configuration.recompute`."""
 
-FP8 = ("quantization=fp8_full", "use_qwix_quantization=true")
-"""Settings of MaxText for products in fp8, as pipelines were compared with it."""
-
-_AXES = ("dp", "fsdp", "tp", "cp", "pp", "ep", "interleave")
-_OURS = {
-    "--suggest": 0,
-    "--confirm": 0,
-    "--no-confirm": 0,
-    "--json": 0,
-    "--budget": 1,
-    "--picture": 1,
-    "--device": 1,
-    "--precision": 1,
+FIELDS = {
+    **{name: name for name in (*GRID_AXES, "schedule", "sequence_parallel", "gather_once")},
+    **{"microbatch_size": "microbatch", "remat": "recompute", "partition": "layers", "zero": "sharded"},
 }
-"""Flags that the suggested command lines have not, and how many values follow."""
+"""The field of `Configuration` that a flag fixes, or that decides the flag where it is not given."""
 
-_CONTEXT_ATTENTION = "cudnn_flash_te"  # a kernel that attends over the parts of other devices
-
-_CONFIRMED, _TRIED = 3, 6  # plans that must suffice, and that are made at most
+_SEARCH = ("suggest", "dry_run", "json", "device")  # flags that the suggested command lines have not
 _WORKSPACE = 3e9  # bytes of the kernels of a stage, about
+_TRIES = 3  # exact forecasts, of 10 to 60 s each
 
 
 @dataclass
-class Asked:
+class Request:
     """A command line that asks for suggestions."""
 
-    # options, argv: the flags, parsed and as words
-    options: Options
-    argv: tuple[str, ...]
+    flags: Flags
+    names: frozenset[str]  # of its flags, also of those with their default: --zero 0 stays
     maxtext: Path  # the folder that holds MaxText's package
     model: Model  # its sizes
     refused: list[str] = field(default_factory=list)  # errors of configurations that would be refused
 
     @property
-    def given(self) -> frozenset[str]:
-        """Flags of the command line."""
-        return frozenset(word.split("=")[0] for word in self.argv if word.startswith("--"))
-
-    @property
     def batch(self) -> int:
         """Sequences of a step."""
-        return self.options.batch_size or 2 * self.options.nodes * self.options.gpus
+        return self.flags.batch_size or 2 * self.flags.nodes * self.flags.gpus
 
-    def fixed(self) -> dict[str, Any]:
-        """Return the fields of `Configuration` that flags fix."""
-        o = self.options
-        found = {name: getattr(o, name) for name in _AXES if f"--{name}" in self.given}
-        if "dp" in found and self.model.experts > 1:
-            del found["dp"]  # there it is that of dp and ep together; see `accepts`
-        if "--microbatch-size" in self.given:
-            found["microbatch"] = o.microbatch_size
-        if "--remat" in self.given:
-            found["recompute"] = recompute(o.remat)
-        if o.schedule:
-            found["schedule"] = o.schedule
-        if isinstance(o.partition, tuple):
-            found["layers"] = o.partition
-        if o.sequence_parallel is not None:
-            found["sequence_parallel"] = o.sequence_parallel
-        if "--zero" in self.given:
-            found["sharded"] = "optimizer" if o.zero else "none"
-        if o.gather_once is not None:
-            found["gather_once"] = o.gather_once
-        found["precision"] = o.precision or precision(self.model)
-        return found
+    def training(self, limit: float) -> planner.Training:
+        """Return the planner's task. A device may use ``limit`` bytes; 0: JAX's usual part of its memory."""
+        flags, names = self.flags, self.names & FIELDS.keys()
+        if self.model.experts > 1:
+            names -= {"dp"}  # in the planner it is that of dp and ep together; see `accepts`
+        values = {FIELDS[name]: getattr(flags, name) for name in names}
+        if "recompute" in values:
+            values["recompute"] = recompute(flags.remat)
+        if "sharded" in values:
+            values["sharded"] = "optimizer" if flags.zero else "none"
+        return planner.Training(
+            transformer(self.model),
+            self.batch,
+            flags.sequence_length,
+            planner.device(flags.device or "h100"),
+            flags.gpus if flags.gpus > 1 else 0,  # one process per GPU says nothing of nodes
+            values | {"precision": precision(self.model)},
+            replace(planner.software("maxtext"), masks_groups=masks_groups(self.model)),
+            limit,
+            planner.UNKNOWN if self.model.resolved.get("decoder_block") in UNLIKE else 0.0,
+            POLICIES,
+            sharded_alone="none",  # MaxText's own ZeRO-1 rounds to bfloat16
+            gathers=True,
+            flags=("", "--fbmem"),
+            workspace=_WORKSPACE,
+        )
 
-    def words(self, how: Configuration, nodes: int | None = None) -> list[str]:
-        """Return the flags of a configuration, after what was given."""
-        o = self.options
-        flags: list[tuple[str, object, object]] = [
-            ("--dp", how.dp // how.ep, 1),
-            *((f"--{name}", getattr(how, name), 1) for name in ("fsdp", "tp", "cp", "pp", "ep", "interleave")),
-            ("--microbatch-size", how.microbatch, 1),
-            ("--schedule", how.schedule, "interleaved" if how.interleave > 1 else "1f1b") if how.pp > 1 else ("", 0, 0),
-            ("--attention", _CONTEXT_ATTENTION if how.cp > 1 else "", ""),
-            ("--zero", 2 if how.sharded == "optimizer" and how.dp > how.ep else 0, 0),
-            ("--remat", how.recompute, "minimal"),
-            ("--partition", ",".join(map(str, how.layers)), ""),
-            ("--batch-size", self.batch, None),
-        ]
-        words = list(_without(self.argv, {**_OURS, "--nodes": 1} if nodes else _OURS))
-        more = ["--nodes", str(nodes)] if nodes else []
-        for flag, value, usual in flags:
-            if value != usual and flag not in self.given:
-                more += [flag, str(value)]
-        if how.sequence_parallel and how.tp > 1 and o.sequence_parallel is None:
-            more.append("--sequence-parallel")
-        if how.gather_once and o.gather_once is None:
-            more.append("--gather-once")
-        if o.precision == "fp8" and precision(self.model) != "fp8":
-            more += FP8
-        at = words.index("--text") if "--text" in words else len(words)
-        return [*words[:at], *more, *words[at:]]
+    def change(self, how: Configuration) -> Flags:
+        """Return the flags of a configuration: those of the command line, and what they leave open."""
+        usual = "interleaved" if how.interleave > 1 else "1f1b"
+        values: dict[str, Any] = {name: getattr(how, attribute) for name, attribute in FIELDS.items()} | {
+            "dp": how.dp // how.ep,
+            "schedule": how.schedule if how.pp > 1 and how.schedule != usual else None,
+            # which attends over the parts of other devices
+            "attention": "cudnn_flash_te" if how.cp > 1 else self.flags.attention,
+            "zero": 2 if how.sharded == "optimizer" and how.dp > how.ep else 0,
+            "partition": how.layers or None,
+            "batch_size": self.batch,
+            "sequence_parallel": (how.sequence_parallel and how.tp > 1) or None,
+            "gather_once": how.gather_once or None,
+        }
+        values = {name: value for name, value in values.items() if name not in self.names}
+        return replace(self.flags, **values, **{name: DEFAULTS[name] for name in _SEARCH})
 
-    def settled(self, how: Configuration, nodes: int | None = None) -> Job:
-        """Return the job of a configuration, after all checks of a command line."""
-        return settle(read(self.words(how, nodes)), self.maxtext / "maxtext").job
+    def plan(self, how: Configuration) -> int | None:
+        """Return the bytes of the fullest device by the exact forecast, as ``--forecast``; None: of one stage."""
+        flags = replace(self.change(how), forecast=True, device=self.flags.device)
+        if not flags.staged:
+            return None
+        job = check_job(CommandLine(flags), self.maxtext / "maxtext")
+        with tempfile.TemporaryDirectory(prefix="multimesh-suggest-") as folder:
+            output = Path(folder)
+            paths = Paths(sys.executable, self.maxtext.resolve(), output, output / "metrics.jsonl")
+            needs = run_forecast(forecasting(job, paths, inherited=os.environ, gpu_memory=None), paths).needs
+        return max(need.total for need in needs)
 
-    def accepts(self, how: Configuration, nodes: int | None = None) -> bool:
-        """Return whether the launcher accepts a configuration."""
-        if "--dp" in self.given and how.dp // how.ep != self.options.dp:
+    def accepts(self, how: Configuration) -> bool:
+        """Return whether the launcher accepts a configuration, by all checks of a command line."""
+        if how.dp % how.ep or ("dp" in self.names and how.dp // how.ep != self.flags.dp):
             return False
         try:
-            self.settled(how, nodes)
+            check_job(CommandLine(self.change(how)), self.maxtext / "maxtext")
         except MissingPartError:
             return True  # the cluster may have what this machine has not
         except LauncherError as error:
@@ -152,165 +142,107 @@ class Asked:
         return True
 
 
-def run(parsed: Parsed, argv: Sequence[str], maxtext: Path) -> int:
-    """Search, confirm, print; return the exit code."""
-    raise_all(parsed.wrong)
-    o = parsed.options
-    for wrong, error in _wrong(o):
-        if wrong:
-            raise error
-    asked = Asked(o, tuple(argv), maxtext, describe_model(o, maxtext / "maxtext"))
-    limit = memory.usable(o)
-    console = Console(stderr=True, quiet=o.json)
+def run(parsed: CommandLine, argv: Sequence[str], maxtext: Path) -> int:
+    """Search, forecast the best exactly but with ``--dry-run``, and print; return the exit code."""
+    flags, words = parsed.flags, {word.split("=")[0] for word in argv}
+    raise_all(parsed.wrong or [*_find_wrong(flags), *find_wrong_settings(flags, maxtext / "maxtext")])
+    names = frozenset(name for name, flag in FLAGS.items() if words & {flag.option, f"--no-{flag.option[2:]}"})
+    request = Request(flags, names, maxtext, describe_model(flags, maxtext / "maxtext"))
+    training = request.training(float(usable_memory(flags) or 0))
+    console = Console(stderr=True, quiet=flags.json)
     try:
-        with console.status("searching") as status:
-
-            def told(simulated: int, what: str) -> None:
-                status.update(f"searching: {what}, {simulated} simulated")
-
-            training, nodes = make_training(asked, float(limit or 0)), o.nodes
-            if o.budget:
-                devices, _ = planner.fewest(training, o.nodes * o.gpus, o.gpus, o.budget, told)
-                nodes = devices // o.gpus
-            other = nodes if nodes != o.nodes else None
-            found = planner.suggest(
-                training,
-                nodes * o.gpus,
-                accepts=lambda how: asked.accepts(how, other),
-                told=told,
-                front=o.picture is not None,
-            )
-            if o.confirm:
-                found = _confirm(asked, found, other, status.update)
+        with console.status("searching"):
+            suggestions = planner.suggest(training, flags.nodes * flags.gpus, accepts=request.accepts)
     except multimesh.UsageError as error:
-        reason = f"; {asked.refused[0]}" if asked.refused else ""
-        kind = DoesNotFitError if error.exit_code == DoesNotFitError.exit_code else UsageError
-        raise kind(f"--suggest: {str(error).removeprefix('suggest: ')}{reason}") from None
-    found = found.changed(found.options, list(_notes(asked, found.best.how)))
-    _show(asked, found, asked.words(found.best.how, other), nodes)
+        reason = f"; {request.refused[0]}" if request.refused else ""
+        kind = DoesNotFitError if error.exit_code == DoesNotFitError.exit_code else FlagError
+        text = str(error).removeprefix("suggest: ")
+        if kind is DoesNotFitError:
+            text = " or ".join([text, *_list_remedies(request)])
+        raise kind(f"--suggest: {text}{reason}") from None
+    if not flags.dry_run:
+        with console.status("") as status:
+            suggestions = check_plans(request, training, suggestions, status.update)
+    notes = [f"left out, as it would be refused: {reason}" for reason in dict.fromkeys(request.refused)]
+    if request.model.experts > 1:
+        notes.append("the column dp counts the devices of ep too, an axis of its own in run.py: --dp is dp / ep")
+    suggestions = suggestions.changed(suggestions.options, notes)
+    best = suggestions.best
+    command = f"maxtext/run.py {shlex.join(write_words(request.change(best.how)))}"
+    if flags.json:
+        print(json.dumps({**suggestions.to_json(), "command": command, "exit_code": 0}))
+    else:
+        compiles = "" if best.how.pp > 1 else " --compile"
+        exact = f"memory is estimated; with --forecast{compiles} --device {flags.device} the line below checks it"
+        print(f"{suggestions}\n\n{'memory of the suggested was forecast exactly' if best.checked else exact}")
+        print(f"\nthe best, to be pasted:\n\n{command}")
     return 0
 
 
-def _wrong(o: Options) -> Iterator[tuple[object, LauncherError]]:
-    yield not o.device, UsageError("--suggest needs to know the GPUs; add --device, such as --device h100")
-    yield not o.gpus, UsageError("--suggest needs the GPUs of a process; add --gpus N, and --nodes N")
-    yield (
-        o.backend != "multimesh",
-        UnsupportedError(f"--backend {o.backend} has no use for --suggest: its pipeline is MaxText's; leave it out"),
-    )
-    yield (
-        o.schedule in ("auto", "custom") or o.partition == "auto",
-        UsageError("--suggest finds schedule and partition itself; leave out --schedule and --partition, or name one"),
-    )
-    yield o.forecast, UsageError("--suggest and --forecast are two things to do; choose one")
+def check_plans(
+    request: Request, training: planner.Training, suggestions: Suggestions, tell: Callable[[str], object]
+) -> Suggestions:
+    """Forecast the suggested exactly, and suggest the first that fits; at most three.
 
+    The next is the best of a search in as much less memory as the estimate was too low; where that finds none, the one
+    of the table that needs least.
 
-def make_training(asked: Asked, limit: float) -> planner.Training:
-    """Return the planner's task. A device may use ``limit`` bytes; 0: JAX's usual part of its memory."""
-    o, sizes = asked.options, transformer(asked.model)
-    return planner.Training(
-        sizes,
-        asked.batch,
-        o.sequence_length,
-        planner.device(o.device or "h100"),
-        o.gpus if o.gpus > 1 else 0,  # one process per GPU says nothing of nodes
-        asked.fixed(),
-        planner.stack("maxtext"),
-        max(0.0, limit - _WORKSPACE),
-        planner.UNKNOWN if asked.model.resolved.get("decoder_block") in UNLIKE else 0.0,
-        POLICIES,
-        sharded_alone="none",  # MaxText's own ZeRO-1 rounds to bfloat16
-        gathers=True,
-    )
+    Raises ``DoesNotFitError`` where none fits.
+    """
+    limit, option, notes = float(usable_memory(request.flags) or 0), suggestions.best, list[str]()
+    checked: dict[Configuration, Option] = {}
 
+    def accepts(how: Configuration) -> bool:
+        return how not in checked and request.accepts(how)
 
-def _confirm(asked: Asked, found: Suggestions, nodes: int | None, told: Any) -> Suggestions:
-    """Make the plans of the best, until three suffice; leave out those that need more memory than there is."""
-    limit, options, notes = memory.usable(asked.options) or 0, list[Option](), list[str]()
-    sufficing, failed = 0, False
-    for number, option in enumerate(found.options):
-        if sufficing == _CONFIRMED or number == _TRIED or failed:
-            options += found.options[number:]
-            break
-        told(f"making the plan of {option.how.shown()}")
+    for number in range(1, _TRIES + 1):
+        tell(f"forecasting the memory of {option.how.shown()} exactly, {number} of at most {_TRIES}")
         try:
-            job = asked.settled(option.how, nodes)
-            if not job.options.staged:
-                options.append(replace(option, checked="one stage"))
-                continue
-            needs = _plan(job, asked).needs
+            needed = request.plan(option.how)
         except LauncherError as error:
-            notes.append(f"plans cannot be made here: {error}")
-            options.append(option)
-            failed = True
-            continue
-        needed = max(need.total for need in needs)
-        if needed > limit:
-            sizes = f"{needed / 1e9:.1f} GB, and a device has {limit / 1e9:.1f}"
-            notes.append(f"left out, as its plan needs {sizes}: {option.how.shown()}")
-            continue
-        options.append(replace(option, checked=f"{needed / 1e9:.1f} GB"))
-        sufficing += 1
-    if not options:
-        remedy = "use --remat full, more devices, or a smaller --batch-size"
-        raise DoesNotFitError(f"--suggest: {'; '.join(notes)}; {remedy}")
-    return found.changed(options, notes)
-
-
-def _plan(job: Job, asked: Asked) -> Forecast:
-    """The forecast of a plan. The kernel of attention that MaxText would select needs a GPU; that of cuDNN does not."""
-    if job.options.attention == "autoselected":
-        job = replace(job, options=Options(**{**vars(job.options), "attention": "cudnn_flash_jax"}))
-    with tempfile.TemporaryDirectory(prefix="multimesh-suggest-") as folder:
-        output = Path(folder)
-        paths = Paths(sys.executable, asked.maxtext.resolve(), output, output / "metrics.jsonl")
-        return forecast(forecasting(job, paths, inherited=os.environ, gpu_memory=None), paths)
-
-
-def _notes(asked: Asked, how: Configuration) -> Iterator[str]:
-    block = asked.model.resolved.get("decoder_block")
-    if asked.model.experts > 1:
-        yield "the column dp counts the devices of ep too, which run.py has as an axis of its own: --dp is dp / ep"
-    if how.cp > 1:
-        yield "--cp on GPUs needs TransformerEngine there, which orders the parts of sequences"
-    if block in UNLIKE:
-        yield f"layers of decoder_block={block} are not alike; the forecast takes them as equal, and its band is wider"
-    if "--remat" in asked.given and asked.options.remat != recompute(asked.options.remat):
-        yield f"--remat {asked.options.remat} is forecast as {recompute(asked.options.remat)}"
-    for reason in dict.fromkeys(asked.refused):
-        yield f"left out, as it would be refused: {reason}"
-
-
-def _show(asked: Asked, found: Suggestions, words: Sequence[str], nodes: int) -> None:
-    o, command = asked.options, f"maxtext/run.py {shlex.join(words)}"
-    if o.picture:
+            notes.append(f"its memory could not be forecast exactly: {error}")
+            needed = None
+        fits = needed is None or needed <= limit
+        verdict = f"{'fits' if fits else 'no'}, {needed / 1e9:.1f} GB" if needed else ""
+        checked[option.how] = replace(option, checked=verdict)
+        if needed is None or fits:
+            options = {other.how: other for other in suggestions.options} | checked
+            ranked = sorted(options.values(), key=lambda other: other.seconds)
+            return replace(suggestions, simplest=option.how).changed(ranked, notes)
+        less = limit * option.bytes / needed + training.workspace
         try:
-            found.to_svg(o.picture)
-        except OSError as error:
-            raise FileError(f"--picture {o.picture}: {error.strerror}; choose another file") from error
-    if o.json:
-        print(json.dumps({**found.to_json(), "nodes": nodes, "command": command, "exit_code": 0}))
-        return
-    if o.budget:
-        reached = found.best.tokens_per_second * found.best.how.devices
-        print(f"{nodes} nodes reach {reached:,.0f} tokens/s, of {o.budget:,.0f} wanted\n")
-    print(found)
-    if not any(option.checked for option in found.options):
-        print("\nmemory is estimated; without --no-confirm the plans of the three best are made, which is exact")
-    print(f"\nthe best, to be pasted:\n\n{command}")
-    if o.picture:
-        print(f"\nwrote {o.picture}")
+            devices = request.flags.nodes * request.flags.gpus
+            option = planner.suggest(replace(training, limit=less), devices, accepts=accepts).best
+        except multimesh.UsageError:  # estimates of unlike grids may be off by less
+            grids = {how.shown() for how in checked}
+            others = [other for other in suggestions.options if other.how.shown() not in grids]
+            if not others:
+                break
+            option = min(others, key=lambda other: other.bytes)
+    tried = "; ".join(f"{describe_how(how)}: {other.checked}" for how, other in checked.items())
+    remedies = list(_list_remedies(request))
+    if request.flags.fbmem is None and request.flags.device_memory is None:
+        remedies.append(f"--fbmem {int(0.92 * DEVICES[request.flags.device or 'h100'])} (MiB)")
+    raise DoesNotFitError(
+        f"--suggest: by exact forecasts none fits into the {limit / 1e9:.1f} GB that JAX may use of a device "
+        f"({tried}); use {' or '.join([*remedies, 'more --nodes'])}"
+    )
 
 
-def _without(argv: Sequence[str], flags: Mapping[str, int]) -> Iterator[str]:
-    """Words of a command line without some flags, and without their values."""
-    skip = 0
-    for word in argv:
-        if skip:
-            skip -= 1
-            continue
-        name, equals, _ = word.partition("=")
-        if name in flags:
-            skip = 0 if equals else flags[name]
-            continue
-        yield word
+def _list_remedies(request: Request) -> Iterator[str]:
+    """Yield flags and settings that save memory, and that the command line has not."""
+    if masks_groups(request.model):
+        yield DROPPING
+    if "remat" in request.names and request.flags.remat != "full":
+        yield "--remat full"
+
+
+def _find_wrong(flags: Flags) -> list[LauncherError]:
+    if not flags.device or not flags.gpus:
+        return [FlagError("--suggest is for GPUs; add --gpus N, --nodes N and --device, such as --device h100")]
+    for wrong, option in ((flags.backend != "multimesh", "--backend"), (flags.forecast, "--forecast")):
+        if wrong:
+            return [UnsupportedError(f"--suggest is for pipelines of MultiMesh, and nothing else; leave out {option}")]
+    if flags.schedule in ("auto", "custom") or flags.partition == "auto":
+        return [FlagError("--suggest finds --schedule and --partition itself; leave them out, or name one of each")]
+    return []

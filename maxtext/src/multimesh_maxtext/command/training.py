@@ -2,58 +2,47 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from rich.console import Console
 
 from multimesh.launch import end_with_parent
-from multimesh_maxtext.command import logs, reasons
-from multimesh_maxtext.command.checkpoint import Beginning, explain
-from multimesh_maxtext.command.checks import Job
-from multimesh_maxtext.command.launch import Launch
-from multimesh_maxtext.command.report import Evaluation, Step, judge, progress
-from multimesh_maxtext.command.reserve import mark_run
-from multimesh_maxtext.command.told import HoldUps
-from multimesh_maxtext.command.translate import Paths
-from multimesh_maxtext.errors import (
-    LauncherError,
-    MissingPartError,
-    ProcessLostError,
-    StoppedEarlyError,
-    TrainerFailedError,
-    UnreadError,
-)
-from multimesh_maxtext.handoff import SECONDS
+from multimesh_maxtext import outcome
+from multimesh_maxtext.checkpoint_folder import look
+from multimesh_maxtext.command.checkpoint import PARAMETERS, Beginning, mark_run
+from multimesh_maxtext.command.job import Job, Paths
+from multimesh_maxtext.command.report import headline, progress
+from multimesh_maxtext.command.steps import Evaluation, Follower, Step, Tail, Tell, judge, keep_before
+from multimesh_maxtext.command.translate import CHECKPOINTS, KEEP, Launch
+from multimesh_maxtext.errors import CheckpointError, InterruptedRunError, LauncherError, MissingPartError, UnreadError
 
-_PATIENCE = 5.0  # seconds that a trainer gets to end by itself before it is killed
-_POLL = 0.1  # seconds between looks at the metrics file
-_HOLD = 4.0  # seconds that a trainer gets to end because another process of its job has
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that end a run: Ctrl-C, of batch systems, of a closed terminal, and of ``sbatch --signal=USR1@300``."""
 
+SPAWNED = "MULTIMESH_MAXTEXT_SPAWNED"
+"""Environment variable of the processes of ``--spawn``: who started them says why all ended."""
+
+_NEWS = "multimesh: "
+"""Begins the lines of the trainer's log that an operator should see at once: who is lost, or holds up the others."""
+
+_POLL = 0.1  # seconds between looks at the trainer and its metrics
 _SAME = 2.0  # seconds within which signals are one: a batch system may tell a process by two ways
-
-SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that end a run: of batch systems, of a closed terminal, and of ``sbatch --signal=USR1@300``."""
-
-_ASKED = "the step in flight ends, and a checkpoint is written; a second signal ends all at once"
-
-Tell = Callable[[Mapping[str, float]], object]
-"""Called with the record of each step and evaluation."""
+_TAIL = 20  # lines of a failed trainer's log
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainingResult:
     """The steps and evaluations that completed, the error (``None`` for a success), and the log."""
 
     steps: list[Step]
@@ -62,131 +51,122 @@ class Outcome:
     log: Path
 
 
+class Termination(KeyboardInterrupt):
+    """One of `SIGNALS` came while no trainer ran."""
+
+
+def interrupt(_number: int, _frame: FrameType | None) -> None:
+    """Raise `Termination` at the first signal, so that clean-up runs; later ones do not disturb that."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    raise Termination
+
+
+class StopRequest:
+    """Counts the signals that tell this process to end."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self.count, self.name, self._newest = 0, "", -math.inf
+
+    def __call__(self, number: int, _frame: FrameType | None) -> None:
+        """Take note of a signal."""
+        now = time.monotonic()
+        if now - self._newest > _SAME:
+            self.count, self.name = self.count + 1, signal.Signals(number).name
+        self._newest = now
+
+
+@contextmanager
+def receiving(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Let a function have the `SIGNALS`."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
 def train(
     job: Job, start: Launch, paths: Paths, console: Console, begin: Beginning, tell: Sequence[Tell] = ()
-) -> Outcome:
+) -> TrainingResult:
     """Start the trainer, show its progress, tell it to others, and judge the run."""
-    o = job.options
+    o = job.flags
     if not o.json:
-        console.print(_headline(job), highlight=False)
+        console.print(headline(job), highlight=False)
         console.print(f"output {paths.output}\nlog    {paths.log}", highlight=False)
         if o.checkpoint:
-            console.print(f"the newest {o.keep_checkpoints} checkpoints are kept (--keep-checkpoints)", highlight=False)
+            number = o.values.get(KEEP, CHECKPOINTS[KEEP])
+            console.print(f"the newest {number} checkpoints stay ({KEEP}=)", highlight=False)
         if o.nodes > 1 and not o.output:
             console.print("other processes log to temporary folders of their own; --output DIR keeps all in one")
     before = keep_before(paths.metrics, begin.step)
-    skip = paths.metrics.stat().st_size if paths.metrics.exists() else 0
-    follower = Follower(paths.metrics, skip=skip, tell=tell)
-    hold = _HOLD if o.nodes > 1 else 0.0
+    follower = Follower(paths.metrics, skip=paths.metrics.stat().st_size if paths.metrics.exists() else 0, tell=tell)
+    stop, steps = StopRequest(), list[Step]()
     try:
-        steps, returncode = follow(
-            follower, start, paths, console, begin, total=o.num_steps, quiet=o.json, hold=hold, saves=bool(o.checkpoint)
-        )
+        with progress(console, o.num_steps, quiet=o.json) as show:
+            code = follow(follower, steps, show, start, paths, begin.inherited, stop, saves=bool(o.checkpoint))
     except BrokenPipeError:
         raise UnreadError(
             "nobody reads the output any more (a closed pipe), so the trainer was stopped; write it to a file"
         ) from None
+    ended, expected, first = outcome.read(paths.outcome), o.num_steps, begin.step
     error: LauncherError | None = None
     try:
-        judge(
-            steps,
-            expected=o.num_steps,
-            returncode=returncode,
-            log=paths.log,
-            before=before,
-            first=begin.step,
-            several=o.nodes > 1,
-        )
-    except (TrainerFailedError, StoppedEarlyError) as ended:
-        log = logs.read_log(paths.log)
-        lost = [said for said in reasons.LOST.findall(log) if " ended with exit code " not in said]
-        if o.nodes > 1 and lost and returncode != -signal.SIGKILL:  # any other failure comes from that
-            error = ProcessLostError(
-                f"{lost[0]}, {reasons.count_steps(ended)}; {reasons.resume_advice(o.checkpoint)}; see {paths.log}"
-            )
-        else:
-            known: LauncherError | None = reasons.read_refusal(log) or reasons.read_meeting(log, returncode)
-            known = known or reasons.out_of_memory(log, o.platform, ended) or explain(log, o.checkpoint)
-            error = known or reasons.explain_stop(log, ended)
+        if stop.count and not ended and (code < 0 or len(steps) < expected - first):
+            raise InterruptedRunError(f"{stop.name} ended the run")
+        judge(steps, code, ended, expected=expected, log=paths.log, before=before, first=first, several=o.nodes > 1)
     except LauncherError as wrong:
         error = wrong
-    return Outcome(steps, follower.evaluations, error, paths.log)
-
-
-def _headline(job: Job) -> str:
-    o = job.options
-    use = "in the pipeline" if o.pp > 1 else "accumulated"
-    sizes = job.pieces if o.staged else ()
-    dealt = f" dealt {' '.join(map(str, sizes))}" if len(set(sizes)) > 1 else ""
-    return (
-        f"MaxText, backend {o.backend}, {job.devices} {o.platform} devices: {o.grid}; "
-        f"{job.model.layers} layers{dealt}; batch {job.batch} = {job.microbatches} microbatches {use}"
-    )
+        if type(wrong) is CheckpointError and o.checkpoint and PARAMETERS not in str(wrong):
+            error = CheckpointError(f"--checkpoint {o.checkpoint}: {wrong}")
+    return TrainingResult(steps, follower.evaluations, error, paths.log)
 
 
 def follow(
     follower: Follower,
+    steps: list[Step],
+    show: Callable[[Step], object],
     start: Launch,
     paths: Paths,
-    console: Console,
-    begin: Beginning,
+    inherited: Sequence[int],
+    stop: StopRequest,
     *,
-    total: int,
-    quiet: bool,
-    hold: float = 0.0,
     saves: bool = False,
-) -> tuple[list[Step], int]:
-    """Run the trainer to its end; its steps and its exit code.
+) -> int:
+    """Run the trainer to its end, and return its exit code; ``steps`` gets those that it does.
 
-    Where one of several processes fails, a launcher ends the others, perhaps before they have learnt of it. So a
-    process that is told to end waits ``hold`` seconds for its trainer, and returns its code, not that of an interrupt.
-    A trainer that ``saves`` writes a checkpoint first, and ends by itself; a second signal ends it at once. Once it has
-    saved, it does not matter how it ends.
+    The first signal lets a trainer that ``saves``, and has done a step, write a checkpoint and end; before its first
+    step there is nothing to save. It, or the second signal, ends any other at once.
     """
-    steps: list[Step] = []
-    log, told, terminated = _Tail(paths.log), HoldUps(), False
+    has_asked, news = False, Tail(paths.log)
 
     def look_on() -> None:
-        if not console.quiet:
-            told.show(log.lines())
-        logs.bound_log(paths.log)
+        for line in news.lines():
+            if line.startswith(_NEWS) and not paths.process:
+                print(line, file=sys.stderr)
         for step in follower.poll():
             if not steps:
                 mark_run(paths.output)
             steps.append(step)
             show(step)
 
-    with (
-        progress(console, total, quiet=quiet) as show,
-        trainer(start, paths, inherited=begin.inherited) as process,
-        asking(process, quiet=console.quiet) if saves else nullcontext(),
-    ):
-        try:
-            running = True
-            while running:
-                try:
-                    process.wait(_POLL)
-                    running = False
-                except subprocess.TimeoutExpired:
-                    pass
-                look_on()
-        except Terminated:
-            terminated = True
-            if hold:
-                keep_code()
-            _reap(process, hold)
+    with receiving(stop), trainer(start, paths, inherited=inherited) as process:
+        while process.poll() is None and not (stop.count > 1 or (stop.count and not (saves and steps))):
+            if stop.count and not has_asked:
+                has_asked = True
+                process.send_signal(signal.SIGTERM)
+                if not paths.process:
+                    print(f"{stop.name}: the step in flight ends, then the state is saved", file=sys.stderr)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_POLL)
             look_on()
-        saved = saves and reasons.has_saved(logs.read_log(paths.log))
-        if saved or (hold and process.returncode):
-            keep_code()
-        cut = process.returncode is None
-    killed = cut or process.returncode in (-signal.SIGTERM, -signal.SIGKILL)
-    if killed and saved:
-        return steps, 0
-    # Only this command sends SIGTERM to a trainer: that of one that saves came before it trained.
-    if killed and (terminated or (saves and process.returncode == -signal.SIGTERM)):
-        raise Terminated
-    return steps, process.returncode
+        look_on()
+    return process.returncode
 
 
 @contextmanager
@@ -195,9 +175,17 @@ def trainer(launch: Launch, paths: Paths, *, inherited: Sequence[int] = ()) -> I
 
     It inherits the given file descriptors.
     """
-    environment = {**os.environ, **launch.environment}
-    logs.name_older(paths.log).unlink(missing_ok=True)
+    outcome.reserve(paths.outcome)
     paths.log.write_bytes(b"")
+    bind = end_with_parent()
+
+    def prepare() -> None:
+        for number in (signal.SIGUSR1, signal.SIGINT):  # Slurm and a terminal send them to all, and we say what ends
+            signal.signal(number, signal.SIG_IGN)
+        if bind:
+            bind()
+
+    environment = {**os.environ, **launch.environment}
     with paths.log.open("ab") as log:
         try:
             process = subprocess.Popen(
@@ -208,7 +196,7 @@ def trainer(launch: Launch, paths: Paths, *, inherited: Sequence[int] = ()) -> I
                 stderr=log,
                 start_new_session=True,
                 pass_fds=inherited,
-                preexec_fn=_following(),
+                preexec_fn=prepare,
             )
         except OSError as error:
             raise MissingPartError(
@@ -218,14 +206,8 @@ def trainer(launch: Launch, paths: Paths, *, inherited: Sequence[int] = ()) -> I
         try:
             yield process
         finally:
-            _end(process)
-
-
-def _following() -> Callable[[], object]:
-    """Return what the child does first: leave SIGUSR1, which Slurm sends to all processes, to us; end when we die."""
-    bind = end_with_parent()
-
-    return lambda: (signal.signal(signal.SIGUSR1, signal.SIG_IGN), bind and bind())
+            with receiving(StopRequest()):  # what ends now cannot be interrupted
+                _end(process)
 
 
 @contextmanager
@@ -245,161 +227,22 @@ def _guard(group: int) -> Iterator[None]:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
+        process.kill()  # to the trainer SIGTERM may be a question
         os.killpg(process.pid, signal.SIGTERM)
-        os.kill(process.pid, signal.SIGKILL)  # to the trainer SIGTERM may be a question
-        _reap(process, _PATIENCE)
+        process.wait()
         os.killpg(process.pid, signal.SIGKILL)
-    _reap(process, math.inf)
 
 
-def _reap(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Wait for the end of a process: ``Popen.wait`` never returns where an interrupt left its lock taken."""
-    end = time.monotonic() + seconds
-    while process.returncode is None and time.monotonic() < end:
-        try:
-            pid, status = os.waitpid(process.pid, os.WNOHANG)
-        except ChildProcessError:  # it was reaped, and the interrupt came before that was noted
-            process.returncode = -signal.SIGKILL
-            break
-        if pid:
-            process.returncode = os.waitstatus_to_exitcode(status)
-        else:
-            time.sleep(_POLL)
+def log_tail(log: Path) -> str:
+    """Return the end of a failed trainer's log, indented."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    return "\n".join(f"  | {line}" for line in lines[-_TAIL:])
 
 
-class Terminated(KeyboardInterrupt):
-    """One of `SIGNALS` came: from a batch system, or with a closed terminal."""
-
-
-@contextmanager
-def asking(process: subprocess.Popen[bytes], *, quiet: bool) -> Iterator[None]:
-    """Let a signal ask a trainer to save and end. One that comes later is treated as before."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before: dict[int, Any] = {}
-    asked = math.inf
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if time.monotonic() - asked > _SAME:
-            before[number](number, frame)
-        if asked == math.inf:
-            asked = time.monotonic()
-            process.send_signal(signal.SIGTERM)
-            if not quiet:
-                os.write(2, f"{signal.Signals(number).name}: {_ASKED}\n".encode())
-
-    before |= {number: signal.signal(number, ask) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if signal.getsignal(number) is ask:
-                signal.signal(number, handler)
-
-
-def keep_code() -> None:
-    """Ignore SIGTERM from now on: this process ends by itself, with a code that says more."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-@contextmanager
-def terminate_as_interrupt() -> Iterator[None]:
-    """Treat signals of a batch system and of a closed terminal like Ctrl-C, so that clean-up runs."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        raise Terminated
-
-    before = {number: signal.signal(number, interrupt) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-class Follower:
-    """Reads the steps of a run as they are written.
-
-    Attributes
-    ----------
-    evaluations
-        Those read so far.
-    """
-
-    def __init__(self, metrics: Path, *, skip: int = 0, tell: Sequence[Tell] = ()) -> None:
-        """Follow the metrics, of which ``skip`` bytes are an earlier run's; each of ``tell`` gets the other records."""
-        self._metrics = _Tail(metrics, skip)
-        self._tell = tell
-        self.evaluations: list[Evaluation] = []
-
-    def poll(self) -> list[Step]:
-        """Return the steps completed since the last poll."""
-        records = [record for record in map(_parse, self._metrics.lines()) if record]
-        # MaxText also writes the running means of an evaluation, which have no total.
-        done = [record for record in records if "eval/total_loss" in record]
-        for record in records:
-            for tell in self._tell if record in done or "learning/loss" in record else ():
-                tell(record)
-        self.evaluations += [Evaluation(int(record["step"]), record["eval/avg_loss"]) for record in done]
-        return [_step(record) for record in records if "learning/loss" in record]
-
-
-def _step(record: dict[str, float]) -> Step:
-    return Step(
-        number=int(record["step"]),
-        loss=record["learning/loss"],
-        gradient_norm=record.get("learning/raw_grad_norm", record.get("learning/grad_norm", float("nan"))),
-        seconds=record.get(SECONDS, math.nan),
-        tokens=record["learning/total_weights"],
-    )
-
-
-def keep_before(metrics: Path, step: int) -> list[Step]:
-    """Cut the records of a step and all later ones off a metrics file; return the steps that remain.
-
-    The evaluation after the step before it stays.
-    """
-    end = position = 0
-    if metrics.exists():
-        for line in metrics.read_bytes().splitlines(keepends=True):
-            position += len(line)
-            record = _parse(line.decode("utf-8", "replace")) or {}
-            if record.keys() & {"learning/loss", "eval/total_loss"} and record["step"] < step:
-                end = position
-        os.truncate(metrics, end)
-    return Follower(metrics).poll()
-
-
-def _parse(line: str) -> dict[str, float] | None:
-    """Return a record; ``None`` for a torn line, which MaxText leaves where it empties the file."""
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError:
-        return None
-
-
-class _Tail:
-    """Complete lines that were appended to a file since the last look; the file may not exist yet, or be emptied."""
-
-    def __init__(self, path: Path, skip: int = 0) -> None:
-        self._path = path
-        self._offset = skip
-
-    def lines(self) -> Iterator[str]:
-        try:
-            with self._path.open("rb") as file:
-                if os.fstat(file.fileno()).st_size < self._offset:
-                    self._offset = 0
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return
-        end = data.rfind(b"\n") + 1
-        self._offset += end
-        yield from data[:end].decode("utf-8", "replace").splitlines()
+def state_line(checkpoints: Path | None) -> str:
+    """Return what a run that ended early has left, and how to go on."""
+    if checkpoints is None:
+        return "no checkpoint was written: --checkpoint DIR keeps the state"
+    if steps := look(checkpoints).steps:
+        return f"checkpoint {steps[-1]} is complete: start the same line with --resume"
+    return "no checkpoint is complete: start the same line again"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,21 +21,11 @@ from multimesh import MultiMeshError, UsageError, distributed
 from multimesh_maxtext.checkpoint_folder import COMPLETE, aside, look
 from multimesh_maxtext.errors import CheckpointError, DamagedCheckpointError, LauncherError
 
-_READS = ("load_checkpointables", "checkpointables_metadata")
-_WRITES = ("save_checkpointables", "save_checkpointables_async", "wait")
-
 _OTHERS = (LauncherError, MultiMeshError, jax.errors.JaxRuntimeError, FileExistsError)
 """Errors that no checkpoint causes: another process is lost, a device has no memory, the step was written before."""
 
-_STATUS = re.compile(r"[A-Z_]+: ")
-"""Begins an error of TensorStore: the operations that it was about to do, outermost first, then what happened."""
-
-_DETAILS = re.compile(r" \[\w+='")
-"""Begins the details that TensorStore adds for its authors."""
-
-_LONGEST = 200
-
-_SEEN = 60.0  # seconds after which another process sees that a checkpoint is complete, at the latest
+_OF_TENSORSTORE = re.compile(r"[A-Z_]+: (?:.*: )?(.*?)(?: \[\w+='.*)?")
+"""An error of TensorStore: the operations that it was about to do, what happened, details for its authors."""
 
 
 def telling(checkpoints: Any) -> Any:
@@ -43,8 +34,8 @@ def telling(checkpoints: Any) -> Any:
     Returns the checkpointer.
     """
     folder = Path(checkpoints.directory).resolve()
-    load, save = checkpoints.load_checkpointables, checkpoints.save_checkpointables_async
-    wait, recording = checkpoints.wait, list[threading.Thread]()
+    load, save, wait = checkpoints.load_checkpointables, checkpoints.save_checkpointables_async, checkpoints.wait
+    recording = list[threading.Thread]()
 
     def compare_and_load(step: int, *args: Any, **kwargs: Any) -> Any:
         _compare(folder, step)
@@ -61,11 +52,11 @@ def telling(checkpoints: Any) -> Any:
         while recording:
             recording.pop().join()
 
-    checkpoints.load_checkpointables, checkpoints.save_checkpointables_async = compare_and_load, save_and_record
-    checkpoints.wait = wait_for_records
-    for names, explain in ((_READS, _unread), (_WRITES, _unwritten)):
-        for name in names:
-            setattr(checkpoints, name, _telling(getattr(checkpoints, name), explain, folder))
+    checkpoints.load_checkpointables = _explain_errors(compare_and_load, _unread, folder)
+    checkpoints.checkpointables_metadata = _explain_errors(checkpoints.checkpointables_metadata, _unread, folder)
+    checkpoints.save_checkpointables_async = _explain_errors(save_and_record, _unwritten, folder)
+    checkpoints.save_checkpointables = _explain_errors(checkpoints.save_checkpointables, _unwritten, folder)
+    checkpoints.wait = _explain_errors(wait_for_records, _unwritten, folder)
     return checkpoints
 
 
@@ -73,7 +64,7 @@ def _record(response: Any, path: Path) -> None:
     """Record the checksums of a checkpoint when it is complete. One that fails, or is removed, has none."""
     with suppress(Exception):  # what went wrong is raised where Orbax is asked next
         response.result()
-        until = time.monotonic() + _SEEN
+        until = time.monotonic() + 60  # NFS may show it so late to a process that looked for it before
         while not (path / COMPLETE).exists() and time.monotonic() < until:
             time.sleep(0.1)
         distributed.record(path)
@@ -85,18 +76,21 @@ def _compare(folder: Path, step: int) -> None:
     try:
         distributed.verify(path)
     except distributed.DamagedError as wrong:
-        why = str(wrong).partition(";")[0]
         if jax.process_index() == 0:
             aside(path)
         distributed.barrier(f"checkpoint {step} is set aside")
-        raise DamagedCheckpointError(why) from None
+        raise DamagedCheckpointError(str(wrong).partition(";")[0]) from None
+    except distributed.NoRecordError:
+        if jax.process_index() == 0:
+            line = f"multimesh: checkpoint {step} has no checksums; its bytes are not compared"
+            print(line, file=sys.stderr, flush=True)
     except UsageError:
-        return  # without a record, which `beginning` has told, or without what Orbax needs, which that tells
+        return  # without what Orbax needs, which that tells
 
 
-def _telling(method: Callable[..., Any], explain: Callable[..., str], folder: Path) -> Callable[..., Any]:
+def _explain_errors(method: Callable[..., Any], explain: Callable[..., str], folder: Path) -> Callable[..., Any]:
     @functools.wraps(method)
-    def told(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return method(*args, **kwargs)
         except _OTHERS:
@@ -104,7 +98,7 @@ def _telling(method: Callable[..., Any], explain: Callable[..., str], folder: Pa
         except Exception as error:
             raise CheckpointError(explain(folder, reason(error), *args)) from error
 
-    return told
+    return call
 
 
 def _unread(folder: Path, why: str, step: int, *_: Any) -> str:
@@ -126,6 +120,5 @@ def reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     text = str(error).partition("\n")[0]
-    if _STATUS.match(text):
-        text = _DETAILS.split(text)[0].rpartition(": ")[2]
-    return text[:_LONGEST] or type(error).__name__
+    of_tensorstore = _OF_TENSORSTORE.fullmatch(text)
+    return (of_tensorstore[1] if of_tensorstore else text)[:200] or type(error).__name__

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import importlib
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
 
 from multimesh_maxtext.checkpoint_folder import look
-from multimesh_maxtext.errors import UnsupportedError
-from multimesh_maxtext.trainer import checkpointer, preemption
-from multimesh_maxtext.trainer.processes import absent, place
-from multimesh_maxtext.trainer.reading import Together
-from multimesh_maxtext.trainer.relayout import check_first
+from multimesh_maxtext.errors import CheckpointError, FlagError, UnsupportedError
+from multimesh_maxtext.trainer import checkpointer, processes
+from multimesh_maxtext.trainer.processes import absent, everywhere, has_device, place
+from multimesh_maxtext.trainer.relayout import relaid
 
 keeps_metrics = True
 """Only ``run.py`` empties the metrics file. MaxText does at every step 0, and each evaluation has one."""
@@ -33,46 +36,32 @@ def batches(config: Any, mesh: Mesh) -> tuple[Any, Any] | None:
     from maxtext.utils.sharding import get_input_data_sharding
 
     if config.enable_checkpointing:
-        preemption.listen()
+        processes.listen()
     layout = get_input_data_sharding(config, mesh)
     evaluates = config.eval_interval > 0
     if config.dataset_type == "olmo_grain":
+        first = look(Path(config.checkpoint_dir)).next_step if config.enable_checkpointing else 0
+        training = Text(config, layout, config.data_shuffle_seed, config.global_batch_size_to_load, first=first)
         seed, rows = config.data_shuffle_seed ^ _EVALUATION, config.global_batch_size_to_load_eval
-        evaluation = Text(config, layout, seed, rows) if evaluates else None
-        seed, rows = config.data_shuffle_seed, config.global_batch_size_to_load
-        return Text(config, layout, seed, rows, first=_next_step(config)), evaluation
+        return training, Text(config, layout, seed, rows) if evaluates else None
     if config.dataset_type == "synthetic":
-        return None if mesh.local_devices else (Elsewhere(config, mesh, layout), Elsewhere(config, mesh, layout))
+        return None if mesh.local_devices else (Elsewhere(config, layout), Elsewhere(config, layout))
     return Together(config, mesh, layout), Together(config, mesh, layout, evaluates=True) if evaluates else None
 
 
 def place_state(abstract_state: Any, shardings: Any, checkpoints: Any) -> tuple[Any, Any, Any]:
     """Leave the train state as it is; check the checkpoints that it is read from."""
     if hasattr(checkpoints, "load_checkpointables"):  # Orbax's emergency checkpointers have an older API
-        checkpoints = checkpointer.telling(check_first(checkpoints))
+        checkpoints = checkpointer.telling(relaid(checkpoints))
     return abstract_state, shardings, checkpoints
-
-
-def _next_step(config: Any) -> int:
-    """Return the step that training goes on with."""
-    return look(Path(config.checkpoint_dir)).next_step if config.enable_checkpointing else 0
 
 
 class Text:
     """Batches of tokens in the order of one process of MaxText, without an end; a process reads the rows it holds.
 
-    Parameters
-    ----------
-    config
-        MaxText's.
-    layout
-        Of each array of a batch.
-    seed
-        Of the order. Each pass over the text has another order.
-    rows
-        Of a batch.
-    first
-        Number of the first batch.
+    ``layout``: of each array of a batch, which has so many ``rows``.
+    ``seed``: of the order. Each pass over the text has another order.
+    ``first``: number of the first batch.
     """
 
     def __init__(self, config: Any, layout: Sharding, seed: int, rows: int, *, first: int = 0) -> None:
@@ -99,9 +88,9 @@ class Text:
 
     def __next__(self) -> dict[str, jax.Array]:
         like = self._row(0)
-        mine = self._layout.addressable_devices_indices_map((self._rows, *like["inputs"].shape))
+        indices = self._layout.addressable_devices_indices_map((self._rows, *like["inputs"].shape))
         batch = {name: np.zeros((self._rows, *x.shape), x.dtype) for name, x in like.items()}
-        for row in sorted({row for index in mine.values() for row in range(self._rows)[index[0]]}):
+        for row in sorted({row for index in indices.values() for row in range(self._rows)[index[0]]}):
             for name, x in self._row(row).items():
                 batch[name][row] = x
         self._next += 1
@@ -110,7 +99,7 @@ class Text:
     def _row(self, number: int) -> dict[str, np.ndarray]:
         """Read a row of the next batch."""
         instance = self._source[self._order[self._next * self._rows + number].record_key]
-        return functools.reduce(lambda found, transform: transform.map(found), self._transforms, instance)
+        return functools.reduce(lambda row, transform: transform.map(row), self._transforms, instance)
 
     def reset(self) -> None:
         """Begin anew."""
@@ -120,12 +109,10 @@ class Text:
 class Elsewhere:
     """MaxText's synthetic batches in a process that has no shard of them: arrays without shards, without an end."""
 
-    def __init__(self, config: Any, mesh: Mesh, layout: Sharding) -> None:
-        from maxtext.input_pipeline.synthetic_data_processing import SyntheticDataIterator
+    def __init__(self, config: Any, layout: Sharding) -> None:
+        from maxtext.utils.maxtext_utils import get_shaped_batch
 
-        make = functools.partial(SyntheticDataIterator.raw_generate_synthetic_data, config)
-        types = jax.eval_shape(make, SyntheticDataIterator(config, mesh).data)
-        self._batch = jax.tree.map(lambda x: absent(x, layout), types)
+        self._batch = {name: absent(like, layout) for name, like in get_shaped_batch(config).items()}
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -134,4 +121,152 @@ class Elsewhere:
         return self._batch
 
     def reset(self) -> None:
+        """Do nothing: all batches are alike."""
+
+
+_ROWS = (
+    *("global_batch_size_to_load", "global_batch_size_to_load_eval"),
+    *("global_batch_size_to_train_on", "global_batch_size_to_eval_on"),
+)
+"""Settings with the rows of a batch. All rows that are loaded are used."""
+
+
+class _Share:
+    """MaxText's settings, with as many rows to load that each reader gets its share of a batch.
+
+    MaxText divides a batch by the number of processes, also where some of them read nothing. And Grain loads batches to
+    evaluate on that are as large as those to train on.
+    """
+
+    def __init__(self, config: Any, readers: int, *, evaluates: bool) -> None:
+        rows = config.global_batch_size_to_load_eval if evaluates else config.global_batch_size_to_load
+        self._config, self._rows = config, rows * jax.process_count() // readers
+
+    def __getattr__(self, name: str) -> Any:
+        return self._rows if name in _ROWS else getattr(self._config, name)
+
+
+class Together:
+    """Batches of a dataset of MaxText, in all processes of a job, until one of its readers has no more.
+
+    A reader looks one batch ahead. So at each step all processes know whether there is one, without waiting.
+
+    ``mesh``: MaxText's. Processes with devices of it read; others get arrays without shards.
+    ``layout``: of each array of a batch.
+    ``evaluates``: whether the batches are those to evaluate on.
+    """
+
+    def __init__(self, config: Any, mesh: Mesh, layout: Sharding, *, evaluates: bool = False) -> None:
+        from maxtext.utils.maxtext_utils import get_shaped_batch
+
+        self._mesh, self._layout, self._vocabulary = mesh, layout, config.vocab_size
+        self._types = get_shaped_batch(config, is_eval=evaluates)
+        self._readers = sorted({device.process_index for device in mesh.devices.flat})
+        self._flags = NamedSharding(mesh, P(mesh.axis_names))
+        by_reader = sorted(mesh.devices.flat, key=lambda device: device.process_index)
+        devices = np.reshape(np.array(by_reader, object), (len(self._readers), -1))
+        self._shares = NamedSharding(Mesh(devices, ("reader", "copy")), P("reader"))
+        self._loader: Any = None
+        if jax.process_index() in self._readers:
+            make = _make(config.dataset_type.value, evaluates=evaluates)
+            # MaxText wants a row for each device of the mesh that it gets.
+            mesh = Mesh(devices[:, 0], ("reader",))
+            self._loader = make(_Share(config, len(self._readers), evaluates=evaluates), mesh, self._readers)
+        self._start()
+
+    def _start(self) -> None:
+        self._ahead: tuple[Any, bytes, Any] | None = None
+        self._failure: Exception | None = None
+        self._position = self._own_position()
+
+    def __iter__(self) -> Iterator[dict[str, jax.Array]]:
+        return self
+
+    def __next__(self) -> dict[str, jax.Array]:
+        batch, position, there = self._ahead or self._look()
+        if not int(there):
+            self._ahead = batch, position, there
+            if self._failure:
+                raise self._failure
+            raise StopIteration("a process that reads has come to the end of its data")
+        self._ahead, self._position = self._look(), position
+        return batch
+
+    def _look(self) -> tuple[Any, bytes, Any]:
+        """Read a batch; return it, the position after it, and whether all readers have one, known by all processes."""
+        rows = None
+        if self._loader is not None:
+            try:
+                rows = next(self._loader.local_iterator, None)
+                _check_tokens(rows, self._vocabulary)
+            except Exception as error:  # noqa: BLE001 - raised once all processes know that this one has no batch
+                rows, self._failure = None, error
+        batch = {name: self._lay_out(rows and rows[name], like) for name, like in self._types.items()}
+        flag = place(np.full(self._mesh.size, rows is not None, np.int32), self._flags)
+        there = self._least(flag)
+        return batch, self._own_position(), everywhere(there)
+
+    def _least(self, flag: jax.Array) -> jax.Array:
+        """The least of numbers on each device of the mesh."""
+        layout = NamedSharding(self._mesh, P())
+        if not has_device(layout):
+            return absent(jax.ShapeDtypeStruct((), flag.dtype), layout)
+        return jax.jit(jnp.min, out_shardings=layout)(flag)
+
+    def _lay_out(self, rows: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
+        """Lay out an array of a batch, of which this process has some rows."""
+        if not has_device(self._layout):
+            return absent(like, self._layout)
+        shape = (like.shape[0] // len(self._readers), *like.shape[1:])
+        share = np.zeros(shape, like.dtype) if rows is None else np.asarray(rows, like.dtype)
+        if len(self._readers) == 1:
+            return place(share, self._layout)
+        pieces = jax.device_put([share] * len(self._mesh.local_devices), list(self._mesh.local_devices))
+        shares = jax.make_array_from_single_device_arrays(like.shape, self._shares, pieces)
+        return jax.device_put(shares, self._layout)
+
+    def _own_position(self) -> bytes:
+        """Where the next batch begins; of data that has no position, and where nothing is read, that is nothing."""
+        iterator: Any = getattr(self._loader, "local_iterator", None)
+        position = iterator.get_state() if hasattr(iterator, "get_state") else None
+        position = position.decode() if isinstance(position, bytes) else position
+        return json.dumps({"readers": len(self._readers), "position": position}).encode()
+
+    def get_state(self) -> bytes:
+        """Return the position after the newest batch, as MaxText writes it to a checkpoint."""
+        return self._position
+
+    def set_state(self, state: bytes) -> None:
+        """Go on from a position.
+
+        Raises ``CheckpointError`` where other processes read.
+        """
+        stored = json.loads(state)
+        if stored["readers"] != len(self._readers):
+            raise CheckpointError("the position in the data is of another number of processes that read")
+        if self._loader is not None:
+            self._loader.local_iterator.set_state(stored["position"])
+        self._start()
+
+    def reset(self) -> None:
         """Begin anew."""
+        if self._loader is not None:
+            self._loader.reset()
+        self._start()
+
+
+def _check_tokens(rows: dict[str, np.ndarray] | None, vocabulary: int) -> None:
+    """Raise ``FlagError`` for tokens that the model lacks: its embedding would clip them, and say nothing."""
+    largest = int(np.max(rows["inputs"])) if rows else 0
+    if largest >= vocabulary:
+        raise FlagError(
+            f"the data has token {largest}, and the model has {vocabulary} tokens; use vocab_size= with the number of "
+            "tokens of your tokenizer, rounded up to a multiple of 128"
+        )
+
+
+def _make(kind: str, *, evaluates: bool) -> Callable[..., Any]:
+    """Return MaxText's function that makes the reader of a kind of dataset."""
+    modules = {"tfds": "tfds_data_processing", "c4_mlperf": "tfds_data_processing_c4_mlperf"}
+    module = importlib.import_module(f"maxtext.input_pipeline.{modules.get(kind, f'{kind}_data_processing')}")
+    return getattr(module, f"make_{kind}_{'eval' if evaluates else 'train'}_iterator")

@@ -22,51 +22,35 @@ from jax.sharding import PartitionSpec as P
 
 import multimesh
 from multimesh_maxtext.errors import LauncherError
-from multimesh_maxtext.handoff import Handoff, find_schedule, receive
-from multimesh_maxtext.trainer import processes, relayout
+from multimesh_maxtext.handoff import TrainerConfig, find_schedule, receive
+from multimesh_maxtext.trainer import placement, processes, relayout, step
 from multimesh_maxtext.trainer.checkpointer import telling
-from multimesh_maxtext.trainer.placement import (
-    Stages,
-    apply_stack,
-    deal,
-    gather,
-    list_stacks,
-    parameter_specs,
-    spread_optimizer,
-    spread_over_data,
-    write_placement,
-)
-from multimesh_maxtext.trainer.step import (
-    PARAMETERS,
-    StepFunction,
-    accumulate_microbatches,
-    eval_types,
-    like_flash_attention,
-)
 
-_stages: Stages | None = None
+everywhere = processes.everywhere  # MaxText calls it for each scalar that it reads in all processes
+
+_stages: placement.Stages | None = None
 _auto: multimesh.schedules.Auto | None = None
 """The schedule of ``--schedule auto``, with the memory and the costs that are known by now."""
 _specs: dict[str, P] = {}
 """Layout of each parameter, by its path in the model."""
-_made: list[tuple[Any, Any, Any]] = []
+_layers: list[tuple[Any, Any, Any]] = []
 """In a forecast: the model, the arguments and the layer of each kind of layer that was made."""
 
 
 @functools.cache
-def _handoff() -> Handoff:
+def _config() -> TrainerConfig:
     return receive(os.environ)
 
 
 def _schedule() -> multimesh.schedules.Schedule:
-    given = _handoff()
-    schedule = find_schedule(given.schedule, given.table)
+    config = _config()
+    schedule = find_schedule(config.schedule, config.table)
     if isinstance(schedule, multimesh.schedules.Auto):
-        return replace(schedule, route=given.route, device=given.limit or None)
+        return replace(schedule, route=config.route, device=config.limit or None)
     return schedule
 
 
-def _current() -> Stages:
+def _current() -> placement.Stages:
     if _stages is None:
         raise LauncherError("MaxText built a model before its mesh; is third_party/maxtext patched? run ./bootstrap.sh")
     return _stages
@@ -75,21 +59,19 @@ def _current() -> Stages:
 def stage_devices(devices: Sequence[jax.Device] | None = None) -> list[jax.Device]:
     """Return the devices of the first stage: MaxText sizes its mesh and its batches by them."""
     every = list(jax.devices() if devices is None else devices)
-    return every[: len(every) // _handoff().stages]
+    return every[: len(every) // _config().stages]
 
 
 def model_mesh(config: Any, mesh: Mesh) -> AbstractMesh:
     """Return the mesh that the model is built with: its sharding constraints fit any stage."""
     global _stages
-    given = _handoff()
-    _stages = deal(
-        mesh,
-        stages=given.stages,
+    ours = _config()
+    _stages = placement.Stages(
+        placement.stage_meshes(mesh, ours.stages, jax.devices()),
         layers=config.num_decoder_layers,
-        devices=jax.devices(),
-        interleave=given.interleave,
-        placement=_schedule().placement(given.stages),
-        sizes=given.sizes,
+        interleave=ours.interleave,
+        placement=_schedule().placement(ours.stages),
+        sizes=ours.sizes,
         dense=config.first_num_dense_layers,
     )
     return mesh.abstract_mesh
@@ -97,28 +79,22 @@ def model_mesh(config: Any, mesh: Mesh) -> AbstractMesh:
 
 def first_device(_mesh: AbstractMesh) -> Any:
     """Return a stand-in for the first device of a mesh without devices. MaxText only asks for its ``platform``."""
-    return SimpleNamespace(platform=_handoff().platform or jax.devices()[0].platform)
+    return SimpleNamespace(platform=_config().platform or jax.devices()[0].platform)
 
 
 def place_state(abstract_state: Any, shardings: Any, checkpoints: Any) -> tuple[Any, Any, Any]:
     """Place the types and shardings of the train state by stage. A checkpoint may hold it in another layout."""
-    stages, below = _current(), _handoff().replicate_below
-    _specs.update(parameter_specs(shardings))
-    if _handoff().zero:
-        shardings = spread_optimizer(abstract_state, shardings)
-        abstract_state = _laid_out(abstract_state, shardings)
+    stages, below = _current(), _config().replicate_below
+    _specs.update(placement.parameter_specs(shardings))
+    if _config().zero:
+        shardings = placement.spread_optimizer(abstract_state, shardings)
     if below:
         shardings = jax.tree.map(
             lambda x, s: NamedSharding(s.mesh, P()) if x.size < below else s, abstract_state, shardings
         )
-        abstract_state = _laid_out(abstract_state, shardings)
-    checkpoints = checkpoints and telling(relayout.relaid(checkpoints, stages.layers))
-    return stages.structs(abstract_state), stages.shardings(shardings), checkpoints
-
-
-def _laid_out(types: Any, shardings: Any) -> Any:
-    """Return types with other shardings."""
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), types, shardings)
+    shardings = stages.shardings(shardings)
+    types = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract_state, shardings)
+    return types, shardings, checkpoints and telling(relayout.relaid(checkpoints, stages.layers))
 
 
 def init_state(fn: Callable[[], Any], *, in_shardings: None, out_shardings: Any) -> Callable[[], Any]:
@@ -126,30 +102,25 @@ def init_state(fn: Callable[[], Any], *, in_shardings: None, out_shardings: Any)
     del in_shardings
 
     def create() -> Any:
-        if _handoff().forecast:
-            return eval_types(fn, out_shardings)
+        if _config().forecast:
+            return step.eval_types(fn, out_shardings)
         state = _current().create(fn, out_shardings)
-        write_placement(Path(_handoff().placement), created=state)
+        placement.write_placement(Path(_config().placement), created=state)
         return state
 
     return create
 
 
-def everywhere(x: Any) -> Any:
-    """Send a scalar to every process. MaxText reads it in all of them."""
-    return processes.everywhere(x)
-
-
 def new_layer(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Make a layer of an unrolled model. A forecast only needs shapes, so it copies the first layer of each kind."""
-    if not _handoff().forecast:
+    if not _config().forecast:
         return make(*args, **kwargs)
     owner = getattr(make, "__self__", None)
-    like = next((layer for model, given, layer in _made if model is owner and given == (args, kwargs)), None)
+    like = next((layer for model, arguments, layer in _layers if model is owner and arguments == (args, kwargs)), None)
     if like is not None:
         return nnx.clone(like)
-    _made.append((owner, (args, kwargs), make(*args, **kwargs)))
-    return _made[-1][2]
+    _layers.append((owner, (args, kwargs), make(*args, **kwargs)))
+    return _layers[-1][2]
 
 
 @functools.lru_cache(maxsize=1)
@@ -164,14 +135,14 @@ def attention(kernel: Callable[..., Any], sums: bool = True) -> Callable[..., An
     cuDNN's kernel returns its ``sums`` beside the result, that of tokamax keeps them to itself. A forecast that
     compiles needs the kernel.
     """
-    if not _handoff().forecast or _handoff().target:
+    if not _config().forecast or _config().target:
         return kernel
-    return like_flash_attention if sums else lambda *arrays, **_settings: like_flash_attention(*arrays)[0]
+    return step.like_flash_attention if sums else lambda *arrays, **_settings: step.like_flash_attention(*arrays)[0]
 
 
 def layer(number: int, fn: Callable[..., Any]) -> Callable[..., Any]:
     """Make a layer a task on the submesh of its stage."""
-    if _handoff().forecast:
+    if _config().forecast:
         fn = _keep_trace(fn)
     return multimesh.task(fn, f"layer{number}", mesh=_current().of_layer(number))
 
@@ -179,12 +150,12 @@ def layer(number: int, fn: Callable[..., Any]) -> Callable[..., Any]:
 def stacks(length: int, rngs: Any = None) -> list[tuple[str, int, Any]]:
     """Return the stacks of scanned layers: one per piece of a stage, where MaxText alone has one of all layers."""
     del length
-    return list_stacks(_current().pieces, rngs)
+    return placement.list_stacks(_current().pieces, rngs)
 
 
 def stack(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     """Make the scan over a stack of layers a task on the submesh of its stage."""
-    return apply_stack(_current(), name, fn)
+    return placement.apply_stack(_current(), name, fn)
 
 
 def accumulate(
@@ -197,15 +168,14 @@ def accumulate(
 ) -> tuple[dict[str, Any], Any]:
     """Run MaxText's accumulation over microbatches as the microbatch loop, which cuts as MaxText's ``split`` does."""
     del split
-    given = _handoff()
+    config = _config()
 
     def home(path: Any) -> Mesh:
         return _current().of_path(path)
 
-    if given.gather_once:
-        init = {**init, PARAMETERS: gather(init[PARAMETERS], _specs, home)}
-    loop = {"schedule": _auto or _schedule(), "interleave": given.interleave}
-    return accumulate_microbatches(body, init, batch, length=length, home=home, **loop)
+    if config.gather_once:
+        init = {**init, step.PARAMETERS: placement.gather(init[step.PARAMETERS], _specs, home)}
+    return step.accumulate_microbatches(body, init, batch, length=length, home=home, schedule=_auto or _schedule())
 
 
 def gradient_layouts(gradients: Any, shardings: Any) -> Any:
@@ -213,13 +183,13 @@ def gradient_layouts(gradients: Any, shardings: Any) -> Any:
 
     XLA then scatters each sum over the devices of the axis ``data``, where it would send the whole sum to all.
     """
-    return jax.tree.map(spread_over_data, gradients, shardings) if _handoff().zero > 1 else shardings
+    return jax.tree.map(placement.spread_over_data, gradients, shardings) if _config().zero > 1 else shardings
 
 
-def jit(fn: Callable[..., Any], *, donate_argnums: Any = (), **_shardings: Any) -> StepFunction:
+def jit(fn: Callable[..., Any], *, donate_argnums: Any = (), **_shardings: Any) -> step.StepFunction:
     """Compile a step; arguments keep their layouts, and the new state takes that of the old."""
     _set_auto(None)
-    return StepFunction(fn, donate_argnums, _handoff(), _set_auto)
+    return step.StepFunction(fn, donate_argnums, _config(), _set_auto)
 
 
 def _set_auto(schedule: multimesh.schedules.Auto | None) -> None:

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import multimesh
-from multimesh_maxtext import layer_names
+from multimesh_maxtext.checkpoint_folder import split_layer_name
 from multimesh_maxtext.trainer.processes import absent, has_device
 
 _REPLICATED = "data"
@@ -67,7 +67,7 @@ class Stages:
         lies with the first.
         """
         names = _path(path).split("/")
-        for kind, numbers in filter(None, map(layer_names.split, names)):
+        for kind, numbers in filter(None, map(split_layer_name, names)):
             if numbers:  # a stack of layers lies where its first one does
                 return self.of_layer(numbers[0] + (self.dense if kind == "moe_layers" else 0))
         return self.of_layer(self.layers - 1 if _AFTER_LAYERS.intersection(names) else 0)
@@ -80,15 +80,6 @@ class Stages:
 
         return jax.tree_util.tree_map_with_path(move, tree, is_leaf=lambda x: isinstance(x, NamedSharding))
 
-    def structs(self, tree: Any) -> Any:
-        """Put each ``ShapeDtypeStruct`` of a tree on the submesh of its leaf."""
-
-        def move(path: Any, x: Any) -> Any:
-            spec = x.sharding.spec
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.of_path(path), spec))
-
-        return jax.tree_util.tree_map_with_path(move, tree)
-
     def create(self, fn: Callable[[], Any], shardings: Any) -> Any:
         """Compute ``fn()``, each leaf on its own devices; no device holds the whole result.
 
@@ -98,50 +89,27 @@ class Stages:
         closed, shape = jax.make_jaxpr(fn, return_shape=True)()
         leaves: list[Any] = [None] * len(layouts)
         for mesh in self.meshes:
-            mine = [i for i, layout in enumerate(layouts) if layout.mesh == mesh]
-            if mine and has_device(layouts[mine[0]]):
-                made = _program(closed, mine, layouts)()
+            indices = [i for i, layout in enumerate(layouts) if layout.mesh == mesh]
+            if indices and has_device(layouts[indices[0]]):
+
+                def initialize(indices: Sequence[int] = indices) -> list[Any]:
+                    results = jaxpr_as_fun(closed)()
+                    return [results[i] for i in indices]
+
+                arrays = jax.jit(initialize, out_shardings=[layouts[i] for i in indices])()
             else:
-                made = [absent(closed.out_avals[i], layouts[i]) for i in mine]
-            for i, leaf in zip(mine, made, strict=True):
+                arrays = [absent(closed.out_avals[i], layouts[i]) for i in indices]
+            for i, leaf in zip(indices, arrays, strict=True):
                 leaves[i] = leaf
         return jax.tree.unflatten(jax.tree.structure(shape), leaves)
 
 
-def _program(closed: Any, wanted: Sequence[int], layouts: Sequence[NamedSharding]) -> Any:
-    """Jitted function of some results of a jaxpr without arguments."""
-
-    def initialize() -> list[Any]:
-        results = jaxpr_as_fun(closed)()
-        return [results[i] for i in wanted]
-
-    return jax.jit(initialize, out_shardings=[layouts[i] for i in wanted])
-
-
-def deal(
-    mesh: Mesh,
-    *,
-    stages: int,
-    layers: int,
-    devices: Sequence[jax.Device],
-    interleave: int = 1,
-    placement: tuple[int, ...] = (),
-    sizes: tuple[int, ...] = (),
-    dense: int = 0,
-) -> Stages:
-    """Make the submeshes of all stages from that of the first.
-
-    ``mesh``: over the first ``len(devices) / stages`` devices, in any order.
-    """
+def stage_meshes(mesh: Mesh, stages: int, devices: Sequence[jax.Device]) -> tuple[Mesh, ...]:
+    """Make the submeshes of all stages from that of the first, which has the first ``1 / stages`` of the devices."""
     number = {device: i for i, device in enumerate(devices)}
-
-    def shifted(stage: int) -> Mesh:
-        grid = np.empty(mesh.devices.shape, object)
-        for at, device in np.ndenumerate(mesh.devices):
-            grid[at] = devices[number[device] + stage * mesh.size]
-        return Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
-
-    return Stages((mesh, *map(shifted, range(1, stages))), layers, interleave, placement, sizes, dense)
+    indices, every = np.vectorize(number.__getitem__)(mesh.devices), np.array(devices, object)
+    grids = (every[indices + stage * mesh.size] for stage in range(stages))
+    return tuple(Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types) for grid in grids)
 
 
 @dataclass(frozen=True)
@@ -170,14 +138,14 @@ def apply_stack(stages: Stages, name: str, fn: Callable[..., Any]) -> Callable[.
     """Make MaxText's scan over a stack a task on the submesh of its stage."""
 
     def scan(stack: nnx.Module, y: Any, *args: Any) -> tuple[Any, nnx.Module, None]:
-        graph, params, rest = nnx.split(stack, nnx.Param, ...)
+        graph, params, others = nnx.split(stack, nnx.Param, ...)
 
-        def pure(params: Any, rest: Any, y: Any, *args: Any) -> tuple[Any, Any]:
-            y, scanned, _ = fn(nnx.merge(graph, params, rest), y, *args)
+        def pure(params: Any, others: Any, y: Any, *args: Any) -> tuple[Any, Any]:
+            y, scanned, _ = fn(nnx.merge(graph, params, others), y, *args)
             return y, nnx.state(scanned, nnx.Not(nnx.Param))
 
-        y, rest = multimesh.task(pure, name, mesh=stages.of_layer(int(name.split("_")[1])))(params, rest, y, *args)
-        nnx.update(stack, rest)
+        y, others = multimesh.task(pure, name, mesh=stages.of_layer(int(name.split("_")[1])))(params, others, y, *args)
+        nnx.update(stack, others)
         return y, stack, None
 
     return scan
@@ -210,7 +178,7 @@ def spread_over_data(x: Any, sharding: NamedSharding) -> NamedSharding:
         if x.shape[dim] % (math.prod(sizes[axis] for axis in axes[dim]) * sizes[_REPLICATED]) == 0:
             axes[dim] = (*axes[dim], _REPLICATED)
             break
-    return NamedSharding(sharding.mesh, P(*(each or None for each in axes)), memory_kind=sharding.memory_kind)
+    return NamedSharding(sharding.mesh, P(*(names or None for names in axes)), memory_kind=sharding.memory_kind)
 
 
 def gather(parameters: Any, specs: Mapping[str, P], home: Callable[[Any], Mesh]) -> Any:
@@ -220,18 +188,18 @@ def gather(parameters: Any, specs: Mapping[str, P], home: Callable[[Any], Mesh])
     ``home``: submesh of each, by its path.
     """
 
-    def whole(path: Any, x: Any) -> Any:
+    def gather_leaf(path: Any, x: Any) -> Any:
         spec = specs[_path(path)]
-        wanted = P(*(without(part) for part in spec))
-        if wanted == spec:
+        gathered = P(*(without(part) for part in spec))
+        if gathered == spec:
             return x
-        return multimesh.task(lambda x: jax.lax.with_sharding_constraint(x, wanted), "gather", mesh=home(path))(x)
+        return multimesh.task(lambda x: jax.lax.with_sharding_constraint(x, gathered), "gather", mesh=home(path))(x)
 
     def without(part: Any) -> Any:
-        left = tuple(axis for axis in (part if isinstance(part, tuple) else (part,)) if axis not in (_GATHERED, None))
-        return left or None
+        axes = tuple(axis for axis in (part if isinstance(part, tuple) else (part,)) if axis not in (_GATHERED, None))
+        return axes or None
 
-    return jax.tree_util.tree_map_with_path(whole, parameters)
+    return jax.tree_util.tree_map_with_path(gather_leaf, parameters)
 
 
 def _path(path: Any) -> str:
@@ -240,20 +208,18 @@ def _path(path: Any) -> str:
 
 def write_placement(file: Path, **states: Any) -> None:
     """Add train states to the file, each under its name: ``arrays`` (path to device ids), ``bytes`` (by device id)."""
-    found = json.loads(file.read_text()) if file.exists() else {}
-    found |= {name: _describe(state) for name, state in states.items()}
-    file.write_text(json.dumps(found, indent=1))
+    placements = json.loads(file.read_text()) if file.exists() else {}
+    placements |= {name: _describe(state) for name, state in states.items()}
+    file.write_text(json.dumps(placements, indent=1))
 
 
 def _describe(state: Any) -> dict[str, Any]:
-    arrays = {}
-    held: dict[int, int] = {}
-    for path, x in jax.tree_util.tree_leaves_with_path(state):
-        arrays[jax.tree_util.keystr(path)] = sorted(device.id for device in x.sharding.device_set)
+    leaves, sizes = jax.tree_util.tree_leaves_with_path(state), dict[int, int]()
+    arrays = {jax.tree_util.keystr(path): sorted(device.id for device in x.sharding.device_set) for path, x in leaves}
     for x in jax.live_arrays():
         if not x.is_deleted():
             # Not from x.addressable_shards: those would keep the buffers alive, and the step could not reuse them.
             size = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
             for device in x.sharding.addressable_devices:
-                held[device.id] = held.get(device.id, 0) + size
-    return {"arrays": arrays, "bytes": held}
+                sizes[device.id] = sizes.get(device.id, 0) + size
+    return {"arrays": arrays, "bytes": sizes}

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import functools
 import re
+import signal
 import warnings
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, Sharding
 
 import multimesh
@@ -42,3 +46,46 @@ def _sender() -> multimesh.Jitted:
     firsts = {device.process_index: device for device in reversed(jax.devices())}
     mesh = Mesh(np.array([firsts[process] for process in sorted(firsts)]), ("process",))
     return multimesh.jit(multimesh.task(lambda tree: tree, "everywhere", mesh=mesh))
+
+
+class Notice:
+    """SIGTERM as a notice, in a run of one process. JAX's preemption service needs several and a coordinator."""
+
+    def __init__(self) -> None:
+        """Take SIGTERM from now on."""
+        self._came = False
+        self._step, self._ends = -1, False
+        signal.signal(signal.SIGTERM, self._take)
+
+    def _take(self, _number: int, _frame: FrameType | None) -> None:
+        self._came = True
+
+    def reached(self, step: int) -> bool:
+        """Return whether this step is the last one: the same for all questions about a step."""
+        if step != self._step:
+            self._step, self._ends = step, self._came
+        return self._ends
+
+
+_reached = False
+
+
+def listen() -> None:
+    """Let a signal end the training with a checkpoint."""
+    several = jax.process_count() > 1
+    ask = multihost_utils.reached_preemption_sync_point if several else Notice().reached
+    multihost_utils.reached_preemption_sync_point = _noting(ask)
+
+
+def is_reached() -> bool:
+    """Return whether a signal ended the training."""
+    return _reached
+
+
+def _noting(ask: Callable[[int], bool]) -> Callable[[int], bool]:
+    def reached(step: int) -> bool:
+        global _reached
+        _reached = ask(step) or _reached
+        return _reached
+
+    return reached

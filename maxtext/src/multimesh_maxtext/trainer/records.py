@@ -19,8 +19,6 @@ import jax
 
 from multimesh import planner
 from multimesh_maxtext.handoff import MEMORY, SECONDS, TIME, UTILIZATION
-from multimesh_maxtext.trainer.profiling import profile_on_request
-from multimesh_maxtext.trainer.speeds import compare_speeds
 
 
 class _Step:
@@ -68,7 +66,6 @@ def recording(metrics: dict[str, Any], step: int, kind: str) -> bool:
     metrics["scalar"] |= {SECONDS: seconds, TIME: started.at}
     metrics["scalar"] |= read_gauges(metrics["scalar"], started.logger.config, seconds)
     _last_end = ended
-    metrics["scalar"] |= compare_speeds(step)
     profile_on_request(Path(started.logger.config.base_output_directory), step)
     return True
 
@@ -87,11 +84,11 @@ def read_gauges(scalars: dict[str, Any], config: Any, seconds: float) -> dict[st
     ``config``: MaxText's, which has the number of those.
     ``seconds``: how long the step took.
     """
-    found = {MEMORY: _peak_bytes()}
+    gauges = {MEMORY: _peak_bytes()}
     operations, peak = 1e12 * scalars.get("perf/per_device_tflops", 0.0) * config.num_target_devices, _peak_rate()
     if operations and peak and seconds:
-        found[UTILIZATION] = operations / (seconds * peak * jax.device_count())
-    return found
+        gauges[UTILIZATION] = operations / (seconds * peak * jax.device_count())
+    return gauges
 
 
 def _peak_bytes() -> float:
@@ -104,5 +101,30 @@ def _peak_bytes() -> float:
 def _peak_rate() -> float:
     """Return the bfloat16 operations a second of a device; 0 where the table of devices has no such kind."""
     kind = jax.devices()[0].device_kind.lower()
-    known = [name for name in planner.devices() if name in kind.replace("-", " ").split()]
-    return planner.device(max(known, key=len)).bf16 if known else 0.0
+    names = [name for name in planner.devices() if name in kind.replace("-", " ").split()]
+    return planner.device(max(names, key=len)).bf16 if names else 0.0
+
+
+REQUEST, FOLDER, STEPS = "profile", "profiles", 3
+"""A file of this name in the output folder of a process asks for a profile of so many steps, in a folder beside it."""
+
+_until: int | None = None
+
+
+def profile_on_request(output: Path, step: int) -> None:
+    """Start or end a profile, as the file asks. An error is told, and ends nothing. Called after each step."""
+    global _until
+    if not ((output / REQUEST).is_file() if _until is None else step >= _until):
+        return
+    try:
+        if _until is None:
+            jax.profiler.start_trace(output / FOLDER)
+            _until = step + STEPS
+            print(f"multimesh: profile of steps {step + 1} to {_until} goes to {output / FOLDER}", flush=True)
+            return
+        _until = None
+        jax.profiler.stop_trace()
+    except (RuntimeError, OSError) as error:  # MaxText's own profile runs
+        print(f"multimesh: no profile ({error}); training goes on", flush=True)
+    with suppress(OSError):
+        (output / REQUEST).unlink()

@@ -13,9 +13,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from orbax.checkpoint import v1 as ocp
 
-from multimesh_maxtext import layer_names
-from multimesh_maxtext.checkpoint_folder import Checkpoints
+from multimesh_maxtext.checkpoint_folder import Checkpoints, layout, split_layer_name
 from multimesh_maxtext.errors import CheckpointError
 from multimesh_maxtext.trainer.processes import absent, has_device, place
 
@@ -24,53 +24,41 @@ Entry = tuple[str, ...]
 _SECOND = ("params", "opt_state")  # stacked along the second dimension
 
 
-def check_first(checkpoints: Any) -> Any:
-    """Let Orbax's checkpointer of a run refuse a checkpoint of another model before it loads anything; return it."""
-    load = checkpoints.load_checkpointables
+def relaid(checkpoints: Any, layers: int | None = None) -> Any:
+    """Let Orbax's checkpointer of a run refuse a checkpoint of another model before it loads anything; return it.
 
-    def checking(step: int, abstract: dict[str, Any]) -> dict[str, Any]:
-        _check_same(checkpoints, step, flat(abstract["items"]), {})
-        return load(step, abstract)
-
-    checkpoints.load_checkpointables = checking
-    return checkpoints
-
-
-def relaid(checkpoints: Any, layers: int) -> Any:
-    """Let Orbax's checkpointer of a run load a checkpoint of any layout in the run's layout; return it."""
+    With the number of ``layers`` it loads a checkpoint of any layout in the run's layout.
+    """
     load = checkpoints.load_checkpointables
 
     def relaying(step: int, abstract: dict[str, Any]) -> dict[str, Any]:
-        wanted = _Wanted(Path(checkpoints.directory), step, abstract["items"], layers)
-        _check_same(checkpoints, step, wanted.target, wanted.relayout.sources)
-        if wanted.direct:
+        if layers is None:
+            _check_same(checkpoints, step, flat(abstract["items"]), {})
             return load(step, abstract)
-        found = load(step, abstract | {"items": wanted.stored()})
-        return found | {"items": wanted.relaid(found["items"])}
+        state = _State(Path(checkpoints.directory), step, abstract["items"], layers)
+        _check_same(checkpoints, step, state.target, state.relayout.sources)
+        if state.direct:
+            return load(step, abstract)
+        loaded = load(step, abstract | {"items": state.stored()})
+        return loaded | {"items": state.relaid(loaded["items"])}
 
     checkpoints.load_checkpointables = relaying
     return checkpoints
 
 
-class _Wanted:
+class _State:
     """The state of a run, and the entries of a checkpoint that hold it.
 
     Leaves of other layouts pass through the host's memory. Random keys of layers stay as the run made them.
 
-    Parameters
-    ----------
-    folder, step
-        The checkpoint.
-    items
-        Types of the state, nested as MaxText writes it.
-    layers
-        Number of layers.
+    ``items``: types of the state, nested as MaxText writes it.
+    ``layers``: number of layers.
     """
 
     def __init__(self, folder: Path, step: int, items: Any, layers: int) -> None:
         self.target = flat(items)
         self._paths = {tuple(map(str, path)): path for path in self.target}
-        self.relayout = Relayout(self._paths, Checkpoints(folder, (step,), ()).paths(), layers)
+        self.relayout = Relayout(self._paths, Checkpoints(folder, (step,)).paths(), layers)
         leaves = {name: self.target[self._paths[name]] for name in self.relayout.sources}
         self._elsewhere = {name for name, leaf in leaves.items() if not has_device(leaf.sharding)}
         self._moved = {name for name, leaf in leaves.items() if not _is_key(leaf)} - self._elsewhere
@@ -90,8 +78,8 @@ class _Wanted:
 
     def relaid(self, items: Any) -> Any:
         """Return the state, made of the loaded entries."""
-        found = flat(items)
-        arrays = {tuple(map(str, path)): leaf for path, leaf in found.items()}
+        loaded = flat(items)
+        arrays = {tuple(map(str, path)): leaf for path, leaf in loaded.items()}
         result = {}
         for name, path in self._paths.items():
             leaf = self.target[path]
@@ -101,7 +89,7 @@ class _Wanted:
             elif name in self._elsewhere and not _is_key(leaf):
                 result[path] = absent(leaf, leaf.sharding)
             else:
-                result[path] = found.get(path, leaf)
+                result[path] = loaded.get(path, leaf)
         return nest(result)
 
 
@@ -113,30 +101,21 @@ def _check_same(checkpoints: Any, step: int, target: Mapping[tuple[str | int, ..
 
 def check_same(
     model: Mapping[Entry, tuple[int, ...]],
-    kept: Mapping[Entry, tuple[int, ...]],
+    stored: Mapping[Entry, tuple[int, ...]],
     sources: Mapping[Entry, Sequence[Entry]],
 ) -> None:
-    """Raise where a checkpoint is of another model or optimizer.
+    """Raise ``CheckpointError`` where a checkpoint is of another model or optimizer, with the first leaf that differs.
 
-    Parameters
-    ----------
-    model, kept
-        Shapes of the run's leaves, and of the checkpoint's.
-    sources
-        For a leaf of the run in another layout: the leaves of the checkpoint that hold it. `Relayout.leaf` checks their
-        shapes.
-
-    Raises
-    ------
-    CheckpointError
-        Naming the first parameter, else the first moment, that differs, with both shapes.
+    ``model``, ``stored``: shapes of the run's leaves, and of the checkpoint's.
+    ``sources``: for a leaf of the run in another layout the leaves of the checkpoint that hold it. `Relayout.leaf`
+    checks their shapes.
     """
-    used = {source for found in sources.values() for source in found}
+    used = {source for entries in sources.values() for source in entries}
     for part in _SECOND:
-        for path in sorted(path for path in {*model, *kept} if path[0] == part):
+        for path in sorted(path for path in {*model, *stored} if path[0] == part):
             direct = sources.get(path, [path]) == [path]
             ours = model.get(path)
-            theirs = kept.get(path) if direct else ours
+            theirs = stored.get(path) if direct else ours
             if ours is None and path in used:
                 continue
             if ours != theirs:
@@ -175,7 +154,7 @@ def _is_key(leaf: Any) -> bool:
 
 def layers_in(name: str, total: int) -> range:
     """Return the layers that an entry of the decoder holds; none for an entry of another kind."""
-    kind, numbers = layer_names.split(name) or ("", ())
+    kind, numbers = split_layer_name(name) or ("", ())
     if kind != "layers":
         return range(0)
     return range(numbers[0], numbers[-1] + 1) if numbers else range(total)
@@ -189,22 +168,16 @@ def is_stack(name: str) -> bool:
 class Relayout:
     """Reads the leaves of a run's state from a checkpoint that holds its layers under other names.
 
-    Parameters
-    ----------
-    wanted
-        Paths of the run's leaves.
-    kept
-        Paths of the checkpoint's leaves.
-    total
-        Number of layers.
+    ``targets``, ``stored``: paths of the run's leaves, and of the checkpoint's.
+    ``total``: number of layers.
     """
 
-    def __init__(self, wanted: Iterable[Entry], kept: Collection[Entry], total: int) -> None:
-        self._kept = kept
+    def __init__(self, targets: Iterable[Entry], stored: Collection[Entry], total: int) -> None:
+        self._stored = stored
         self._total = total
-        names = sorted({part for path in kept for part in path if layers_in(part, total)})
+        names = sorted({part for path in stored for part in path if layers_in(part, total)})
         self._home = {layer: name for name in names for layer in layers_in(name, total)}
-        self.sources = {path: sources for path in wanted if (sources := self._sources(path))}
+        self.sources = {path: sources for path in targets if (sources := self._sources(path))}
 
     def _at(self, path: Entry) -> int | None:
         return next((i for i, part in enumerate(path) if layers_in(part, self._total)), None)
@@ -216,23 +189,13 @@ class Relayout:
             return []
         layers = layers_in(path[at], self._total)
         sources = [(*path[:at], self._home.get(layer, path[at]), *path[at + 1 :]) for layer in layers]
-        return list(dict.fromkeys(sources)) if all(source in self._kept for source in sources) else []
+        return list(dict.fromkeys(sources)) if all(source in self._stored for source in sources) else []
 
-    def leaf(self, path: Entry, shape: tuple[int, ...], arrays: Mapping[Entry, np.ndarray]) -> np.ndarray:
-        """Return a leaf of the run's state, which has this shape.
+    def leaf(self, path: Entry, shape: tuple[int, ...] | None, arrays: Mapping[Entry, np.ndarray]) -> np.ndarray:
+        """Return a leaf of the run's state, cut from and joined of the checkpoint's.
 
-        Raises ``CheckpointError`` where the checkpoint's has another.
+        Raises ``CheckpointError`` where the run's has another ``shape``.
         """
-        result = self.joined(path, arrays)
-        if result.shape != shape:
-            raise CheckpointError(
-                f"the checkpoint's {'/'.join(path)} gives {result.shape}, but the model has {shape}; use the flags "
-                "that it was written with, but for the parallelism"
-            )
-        return result
-
-    def joined(self, path: Entry, arrays: Mapping[Entry, np.ndarray]) -> np.ndarray:
-        """Return a leaf of the run's state, cut from and joined of the checkpoint's."""
         at = self._at(path) or 0
         axis = 1 if path[0] in _SECOND else 0
         single = []
@@ -241,4 +204,53 @@ class Relayout:
             array = arrays[*path[:at], name, *path[at + 1 :]]
             first = layers_in(name, self._total)[0]
             single.append(np.take(array, layer - first, axis) if is_stack(name) else array)
-        return np.stack(single, axis) if is_stack(path[at]) else single[0]
+        result = np.stack(single, axis) if is_stack(path[at]) else single[0]
+        if shape not in (None, result.shape):
+            raise CheckpointError(
+                f"the checkpoint's {'/'.join(path)} gives {result.shape}, but the model has {shape}; use the flags "
+                "that it was written with, but for the parallelism"
+            )
+        return result
+
+
+def export(folder: Path, step: int, target: Path, *, unrolled: bool = False) -> dict[str, Any]:
+    """Write the parameters of a checkpoint to a new folder; return how its layers lie there, and how many bytes.
+
+    The stacks of a pipeline's pieces (``layers_0_3``, ``layers_4_7``) become the one of a scan over all layers. Layers
+    that are scanned stay so, unless they are to be ``unrolled``.
+
+    Raises ``CheckpointError`` where layers that are not alike are scanned, and are to be unrolled.
+    """
+    source = Checkpoints(folder, (step,))
+    stored = [path for path in source.paths() if path[0] == "params"]
+    grouped = any(not layers_in(name, 1) for name in source.layers()) or any(len(_of(path)) > 1 for path in stored)
+    if unrolled and grouped:
+        raise CheckpointError(
+            f"checkpoint {step} has its layers scanned in groups, which stay together; leave out --no-scan-layers"
+        )
+    arrays = _load(folder / str(step), stored)
+    stacks = {part: path for path in stored for part in _of(path) if is_stack(part)}
+    layers = max((layers_in(name, arrays[path].shape[1]).stop for name, path in stacks.items()), default=0)
+    targets: set[Entry] = set()
+    for path in stored:
+        stack = next((part for part in _of(path) if part in stacks), "")
+        names = [f"layers_{layer}" for layer in layers_in(stack, layers)] if unrolled else ["layers"]
+        targets |= {tuple(name if part == stack else part for part in path) for name in (names if stack else [""])}
+    relayout = Relayout(targets, stored, layers)
+    leaves = {path: arrays[path] if path in arrays else relayout.leaf(path, None, arrays) for path in sorted(targets)}
+    scanned = not unrolled and layout(source.layers()) != "unrolled"
+    ocp.save(target, nest(leaves), checkpointable_name="items", custom_metadata={"scan_layers": scanned})
+    return {"scan_layers": scanned, "bytes": sum(array.nbytes for array in leaves.values())}
+
+
+def _of(path: Entry) -> list[str]:
+    """Names of layers in a path."""
+    return [part for part in path if layers_in(part, 1)]
+
+
+def _load(checkpoint: Path, paths: Collection[Entry]) -> dict[Entry, np.ndarray]:
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True  # without the optimizer's state
+    with context:
+        items = ocp.load(checkpoint, nest(dict.fromkeys(paths, np.ndarray)), checkpointable_name="items")
+    return {tuple(map(str, path)): array for path, array in flat(items).items()}

@@ -3,13 +3,12 @@ the dump and the timelines of the step."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from jax.sharding import Mesh
 
 import multimesh
 from multimesh_maxtext.errors import LauncherError, UnsupportedError
-from multimesh_maxtext.handoff import Handoff, write_forecast
+from multimesh_maxtext.handoff import TrainerConfig, write_forecast
 from multimesh_maxtext.trainer.foresight import forecast_stages
 from multimesh_maxtext.trainer.placement import write_placement
 from multimesh_maxtext.trainer.processes import everywhere
@@ -46,67 +45,71 @@ class StepFunction:
     """A train or evaluation step, with those methods of a jitted function that MaxText calls."""
 
     def __init__(
-        self, fn: Callable[..., Any], donate_argnums: Any, handoff: Handoff, set_auto: Callable[[Any], None]
+        self, fn: Callable[..., Any], donate_argnums: Any, config: TrainerConfig, set_auto: Callable[[Any], None]
     ) -> None:
         """Make it; ``set_auto`` sets the schedule ``auto`` of later traces of ``fn``."""
         self.__wrapped__ = fn
-        self._handoff = handoff
+        self._config = config
         self._set_auto = set_auto
         self._trains = donate_argnums != ()
-        folder = handoff.precompiled if self._trains else ""
-        self._jitted = multimesh.jit(fn, donate_argnums=donate_argnums, precompiled=folder or None)
+        self._jitted = multimesh.jit(fn, donate_argnums=donate_argnums)
         self._first = True
 
     def __call__(self, state: Any, batch: Any) -> Any:
         """Run. The first call compiles; it writes the placement, and the plan and timelines that flags ask for."""
-        with multimesh.context(**self._handoff.context):
-            if self._first and self._trains:
-                self._choose(state, batch)
-                if self._handoff.precompiled:
-                    with _tell_refusal():
-                        _prepare(self._jitted, state, batch)
-                _inspect(self._jitted, self._handoff, state, batch)
+        first, self._first = self._first and self._trains, False
+        config = self._config
+        with multimesh.context(autoshard=True):
+            if first and config.chosen:
+                self._write(self._choose(state, batch))
+            if first and config.dump:
+                _dump(self._prepare(state, batch), Path(config.dump))
+            if first and config.profile:
+                _profile(self._prepare(state, batch), Path(config.profile), state, batch)
             result = self._jitted(state, batch)
-        if self._first and self._trains:
-            write_placement(Path(self._handoff.placement), stepped=result[0])
-        self._first = False
-        if self._trains:
-            return result[0], everywhere(result[1])
-        return everywhere(result)
+        if first:
+            write_placement(Path(config.placement), stepped=result[0])
+        return (result[0], everywhere(result[1])) if self._trains else everywhere(result)
 
     def lower(self, state: Any, batch: Any) -> Ahead:
         """Stand in for a compilation of which MaxText only prints the memory. A run that does not train ends here."""
-        if self._handoff.forecast or self._handoff.dump_only:
-            with multimesh.context(**self._handoff.context):
-                lowered = self._jitted.lower(state, batch)
-                if self._handoff.chosen:
-                    self._write(lowered.plan.choices[0])
-                with _tell_refusal():
-                    _end_before_training(lowered, self._handoff, state)
-        return Ahead()
+        config = self._config
+        if not (config.forecast or config.dump_only):
+            return Ahead()
+        with multimesh.context(autoshard=True):
+            lowered = self._jitted.lower(state, batch)
+            if config.chosen:
+                self._write(lowered.plan.choices[0])
+            if config.forecast:
+                write_forecast(forecast_stages(lowered, state, config), Path(config.forecast))
+            else:
+                _dump(lowered.compile(), Path(config.dump))
+        sys.exit()
 
-    def _choose(self, state: Any, batch: Any) -> None:
+    def _prepare(self, state: Any, batch: Any) -> multimesh.Compiled:
+        """Compile the step for the next call of it."""
+        compiled = self._jitted.prepare(state, batch)
+        if not isinstance(compiled, multimesh.Compiled):
+            raise LauncherError("nothing in this step is a task, so there is no plan")
+        return compiled
+
+    def _choose(self, state: Any, batch: Any) -> Any:
         """Choose the order of ``--schedule auto``; measure the kernels first where a second copy of the state fits."""
-        if not self._handoff.chosen:
-            return
-        compiled, limit = _prepare(self._jitted, state, batch), self._handoff.limit
+        compiled, limit = self._prepare(state, batch), self._config.limit
         (choice,) = compiled.plan.choices
-        if not limit or all(need.total + need.arguments <= limit for need in compiled.lowered.memory_forecast()):
-            schedule = compiled.profile(state, batch, repeats=_REPEATS).schedule
-            better = schedule.choose(*choice.shape)
-            choice = better if better.taken.table == choice.taken.table else self._again(schedule, state, batch)
-        else:
+        if limit and any(need.total + need.arguments > limit for need in compiled.lowered.memory_estimate()):
             print("schedule auto: a second copy of the state does not fit, so costs are estimated, not measured")
-        self._write(choice)
-
-    def _again(self, schedule: Any, state: Any, batch: Any) -> Any:
-        """Forget the step, and make it with another schedule; return the choice of that."""
+            return choice
+        schedule = compiled.profile(state, batch, repeats=_REPEATS).schedule
+        better = schedule.choose(*choice.shape)
+        if better.taken.table == choice.taken.table:
+            return better
         self._set_auto(schedule)
-        self._jitted.clear_cache()
-        return _prepare(self._jitted, state, batch).plan.choices[0]
+        self._jitted.clear_cache()  # forgets the step, to make it with the other schedule
+        return self._prepare(state, batch).plan.choices[0]
 
     def _write(self, choice: Any) -> None:
-        Path(self._handoff.chosen).write_text(json.dumps({**choice.to_json(), "text": str(choice)}))
+        Path(self._config.chosen).write_text(json.dumps({**choice.to_json(), "text": str(choice)}))
 
 
 class Ahead:
@@ -144,8 +147,8 @@ def _like_flash_forward(query: jax.Array, key: jax.Array, value: jax.Array) -> A
     return results, (query, key, value, *results)
 
 
-def _like_flash_backward(kept: Any, cotangents: Any) -> Any:
-    query, key, value, result, sums = kept
+def _like_flash_backward(residuals: Any, cotangents: Any) -> Any:
+    query, key, value, result, sums = residuals
     mixed = jnp.cumsum(cotangents[0] * result + query * sums[..., None].astype(query.dtype), 1)
     weight = jnp.sum(mixed, (1, 2))[:, None, None]
     return mixed, jnp.cumsum(key, 1) + weight, jnp.cumsum(value, 1) + weight
@@ -162,72 +165,34 @@ def like_flash_attention(query: jax.Array, key: jax.Array, value: jax.Array, **_
     return _like_flash(query, key, value)
 
 
-@contextlib.contextmanager
-def _tell_refusal() -> Iterator[None]:
-    """End the process with the line of an error in what the user asked for, in the form that the command reads."""
-    try:
-        yield
-    except multimesh.UsageError as error:
-        print(f"multimesh: {error}", flush=True)
-        sys.exit(multimesh.UsageError.exit_code)
-
-
-def _prepare(jitted: multimesh.Jitted, state: Any, batch: Any) -> multimesh.Compiled:
-    """Compile the step for the next call of it."""
-    compiled = jitted.prepare(state, batch)
-    if not isinstance(compiled, multimesh.Compiled):
-        raise LauncherError("nothing in this step is a task, so there is no plan")
-    return compiled
-
-
-def _end_before_training(lowered: multimesh.Lowered, handoff: Handoff, state: Any) -> NoReturn:
-    """Write a forecast, or dump the compiled step, and end the process."""
-    if handoff.forecast:
-        write_forecast(forecast_stages(lowered, state, handoff), Path(handoff.forecast))
-    else:
-        _dump(lowered.compile(), handoff)
-    sys.exit()
-
-
-def _inspect(jitted: multimesh.Jitted, handoff: Handoff, state: Any, batch: Any) -> None:
-    """Write the dump and the timelines that flags ask for. The next call runs the kernels that this compiles."""
-    if not (handoff.dump or handoff.profile):
-        return
-    compiled = _prepare(jitted, state, batch)
-    if handoff.dump:
-        _dump(compiled, handoff)
-    if handoff.profile:
-        _profile(compiled, Path(handoff.profile), state, batch)
-
-
-def _dump(compiled: multimesh.Compiled, handoff: Handoff) -> None:
+def _dump(compiled: multimesh.Compiled, folder: Path) -> None:
     if jax.process_index():  # of several processes, which all have the same plan, the first writes it
         return
-    folder = Path(handoff.dump)
-    folder.mkdir(parents=True, exist_ok=True)
     plan, lowered = compiled.plan, compiled.lowered
+    _draw(plan, folder / "plan")
     (folder / "costs.json").write_text(json.dumps(compiled.cost_analysis(), indent=1))
     (folder / "plan.txt").write_text("\n".join([str(plan), *map(str, plan.instructions), plan.fingerprint(), ""]))
     (folder / "plan.json").write_text(plan.to_json())
-    plan.to_svg(folder / "plan.svg")
-    plan.to_html(folder / "plan.html")
-    plan.to_perfetto(folder / "plan.perfetto.json")
-    if handoff.dump_passes:
-        dumps = {done.name: str(done) for done in lowered.passes()} | {"kernels": lowered.as_text()}
-        for number, (name, text) in enumerate(dumps.items()):
-            (folder / f"{number:02}-{name}.txt").write_text(text)
+    dumps = {program.name: str(program) for program in lowered.passes()} | {"kernels": lowered.as_text()}
+    for number, (name, text) in enumerate(dumps.items()):
+        (folder / f"{number:02}-{name}.txt").write_text(text)
 
 
 def _profile(compiled: multimesh.Compiled, folder: Path, state: Any, batch: Any) -> None:
     profile = compiled.profile(state, batch)
     if jax.process_index():  # the first of several processes, which all have the same, speaks for them
         return
-    folder.mkdir(parents=True, exist_ok=True)
+    _draw(profile.measured, folder / "measured")
+    _draw(profile.simulated, folder / "simulated")
     (folder / "timeline.txt").write_text(f"{profile}\n")
-    for name, timeline in (("measured", profile.measured), ("forecast", profile.forecast)):
-        timeline.to_svg(folder / f"{name}.svg")
-        timeline.to_html(folder / f"{name}.html")
-        timeline.to_perfetto(folder / f"{name}.perfetto.json")
+
+
+def _draw(timeline: Any, file: Path) -> None:
+    """Write a plan or a timeline as pictures and for Perfetto."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    timeline.to_svg(file.with_suffix(".svg"))
+    timeline.to_html(file.with_suffix(".html"))
+    timeline.to_perfetto(file.with_suffix(".perfetto.json"))
 
 
 def accumulate_microbatches(
@@ -282,8 +247,8 @@ def accumulate_microbatches(
     # Cut as the rows are, this gives each microbatch its number.
     numbers = jnp.arange(rows, dtype=jnp.uint32) % length
     stacked = jax.tree_util.tree_map_with_path(_is_stacked, micro.result[1])
-    loop["stack"] = (jax.tree.map(lambda _: False, sums), stacked)
-    total, aux = multimesh.microbatch(one, size=rows // length, **loop)((batch, numbers))
+    reductions = "sum", jax.tree.map(lambda stack: "stack" if stack else "sum", stacked)
+    total, aux = multimesh.microbatch(one, size=rows // length, reduce=reductions, **loop)((batch, numbers))
     # MaxText reduces over the microbatches once more; a sum is one row.
     aux = jax.tree.map(lambda stack, x: x if stack else jnp.asarray(x)[None], stacked, aux)
     state = jax.tree_util.tree_map_with_path(final, init[_STATE], jax.tree.unflatten(tree, strides))
@@ -328,10 +293,10 @@ _Count = tuple[int, int] | None
 
 def _count(jaxpr: Any, arguments: Sequence[_Count]) -> list[_Count]:
     """Return which results of a jaxpr are an argument plus a constant, as counters are; None for any other result."""
-    known: dict[Any, _Count] = dict(zip(jaxpr.invars, arguments, strict=True))
+    counters: dict[Any, _Count] = dict(zip(jaxpr.invars, arguments, strict=True))
 
     def look(atom: Any) -> _Count:
-        return None if isinstance(atom, Literal) else known.get(atom)
+        return None if isinstance(atom, Literal) else counters.get(atom)
 
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
@@ -344,7 +309,7 @@ def _count(jaxpr: Any, arguments: Sequence[_Count]) -> list[_Count]:
         elif name == "add" and isinstance(eqn.invars[1], Literal):
             before = look(eqn.invars[0])
             results = [before and (before[0], before[1] + int(eqn.invars[1].val))]
-        known |= zip(eqn.outvars, results, strict=True)
+        counters |= zip(eqn.outvars, results, strict=True)
     return [look(atom) for atom in jaxpr.outvars]
 
 

@@ -1,0 +1,355 @@
+"""Checks a command line before a process starts, and finds all that is wrong at once. Each message has a remedy.
+
+The needs of one flag, and the flags that it excludes, stand where it is declared; the rest is here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import multimesh
+from multimesh_maxtext.command import within_stage
+from multimesh_maxtext.command.command_line import CommandLine
+from multimesh_maxtext.command.dataset import UNTOKENIZED, find_data_notes, find_missing_settings
+from multimesh_maxtext.command.environment import PLUGINS
+from multimesh_maxtext.command.flags import FLAGS, Flags
+from multimesh_maxtext.command.job import (
+    BYTE_TOKENS,
+    BYTE_VOCABULARY,
+    EXACT,
+    UNLIKE,
+    Job,
+    Model,
+    describe_model,
+    make_job,
+)
+from multimesh_maxtext.command.settings import find_wrong_settings, has_package
+from multimesh_maxtext.command.translate import find_fixed_settings
+from multimesh_maxtext.errors import FileError, FlagError, LauncherError, MissingPartError, UnsupportedError, raise_all
+from multimesh_maxtext.handoff import find_schedule
+from multimesh_planner import targets
+
+GPU_ATTENTION = ("flash", "cudnn_flash_te", "cudnn_flash_jax")
+"""Kernels that CPU devices lack."""
+
+SUBSTITUTE = "cudnn_flash_jax"
+"""Kernel of attention in place of TransformerEngine's."""
+
+_ABLE: dict[str, tuple[Any, ...]] = {
+    "decoder_block": (
+        *("llama2", "default", "mistral", "gpt3", "mixtral"),
+        *("gemma", "gemma2", "qwen2", "qwen3", "qwen3_moe", "qwen3_custom_moe"),
+        *UNLIKE,
+    ),
+    **dict.fromkeys(("enable_diloco", "enable_emergency_checkpoint", "enable_multi_tier_checkpointing"), (False,)),
+    **dict.fromkeys(("use_multimodal", "use_dpo", "use_grpo", "te_moe_block", "use_batch_split_schedule"), (False,)),
+    **dict.fromkeys(("parameter_memory_host_offload", "optimizer_memory_host_offload"), (False,)),
+    **dict.fromkeys(("shard_optimizer_over_data", "warmup_programs_in_init"), (False,)),
+    **dict.fromkeys(("global_parameter_scale", "mhc_expansion_rate", "num_vocab_tiling"), (1,)),
+    **dict.fromkeys(("compile_xla_flags", "compiled_trainstep_file"), ("",)),
+    "engram_layers": ([], None),
+    "mtp_num_layers": (0,),
+    "training_objective": ("causal_lm",),
+    "moe_dropless_fallback": ("None", None),
+    "opt_type": ("adamw", "adam_pax", "sgd", "muon"),
+    "muon_type": ("optax_muon", "optax"),
+}
+"""Settings of MaxText: the values that stages can run with."""
+
+_REASONS = {
+    "gemma4_small": "its last layers read keys and values of earlier ones",
+    "deepseek4": "its layers read the tokens, and hand on several streams",
+    "engram_layers": "they read tokens inside of layers",
+    "mtp_num_layers": "they come after the last stage",
+    "use_multimodal": "the vision encoder has no stage",
+    "num_vocab_tiling": "its loop crosses the last stage",
+    "shard_optimizer_over_data": "--zero does that for stages",
+    "use_batch_split_schedule": "its attention is Splash, a kernel for TPUs",
+}
+"""Why stages cannot run with other values, or with a block; else no pipeline was compared with one program there."""
+
+
+def check_job(parsed: CommandLine, package: Path) -> Job:
+    """Return the job of a command line.
+
+    ``package``: MaxText's package folder; its ``configs`` are read.
+
+    Raises ``LauncherError`` with all errors, but for those that may only follow from a flag that could not be read.
+    """
+    flags, errors, job = parsed.flags, [*find_wrong_flags(parsed.flags)], None
+    errors += find_wrong_settings(flags, package)
+    if flags.attention == "cudnn_flash_te" and flags.cp == 1 and not has_package("transformer_engine"):
+        flags = replace(flags, attention=SUBSTITUTE)  # which has the same results
+    try:
+        job = make_job(flags, describe_model(flags, package))
+        errors += [*find_wrong_sizes(job), *find_missing_settings(job), *_find_overrides(job)]
+    except LauncherError as error:
+        errors.append(error)
+    raise_all([*parsed.wrong, *(error for error in errors if not _follows(error, parsed.doubtful))])
+    if job is None:
+        raise errors[-1]
+    return job
+
+
+def find_job_notes(parsed: CommandLine, job: Job) -> Iterator[str]:
+    """Yield a line for each flag or setting of a job that became something else."""
+    if parsed.flags.attention != job.flags.attention:
+        yield (
+            f"--attention {parsed.flags.attention} runs as {SUBSTITUTE}, the same kernels: TransformerEngine is missing"
+        )
+    if job.flags.verify and "dtype" not in job.flags.values:
+        yield f"--verify trains in dtype={EXACT}, in which the two programs can agree"
+    yield from find_data_notes(job)
+    yield from within_stage.describe_experts(job.flags, job.model)
+
+
+def _find_overrides(job: Job) -> Iterator[LauncherError]:
+    """Yield errors of settings that flags decide."""
+    fixed = find_fixed_settings(job)
+    for setting in job.flags.settings:
+        key = setting.split("=")[0]
+        if key in fixed:
+            names = " or ".join(flag.option for flag in FLAGS.values() if key in (flag.setting, *flag.decides))
+            remedy = f"use {names}, or leave it out" if names else "leave it out"
+            yield FlagError(f"{key}= is decided by the flags ({key}={fixed[key]}); {remedy}")
+        elif key == "model_name":
+            yield FlagError(f"{setting}: the sizes of the model follow from --model-name; use that")
+
+
+def _follows(error: LauncherError, doubtful: frozenset[str]) -> bool:
+    """Whether an error names a flag that could not be read, as such or as an axis."""
+    words = {word.strip(",.;:()").removeprefix("--") for word in str(error).split()}
+    return any(flag.lstrip("-") in words for flag in doubtful)
+
+
+def find_wrong_flags(flags: Flags) -> Iterator[LauncherError]:
+    """Yield the errors of flags that do not depend on the model: first those that their declarations tell."""
+    for name in flags.used:
+        flag = FLAGS[name]
+        if flag.pipeline and flags.backend != "multimesh" and not flags.compile:  # that compiles a pipeline too
+            yield UnsupportedError(
+                f"--backend {flags.backend} has no use for {flag.option}: {flag.pipeline}; leave it out"
+            )
+        elif flag.pipeline and flags.pp == 1:
+            yield FlagError(f"{flag.option} is about pipeline stages; add --pp")
+        if flag.needs and not {*flag.needs} & {*flags.used}:
+            yield FlagError(f"{flag.option} needs {' or '.join(FLAGS[other].option for other in flag.needs)}; add it")
+        for other in flag.excludes.keys() & {*flags.used}:
+            yield FlagError(f"{flag.option} and {FLAGS[other].option}: {flag.excludes[other]}; leave out one of them")
+    yield from _find_wrong_combinations(flags)
+
+
+def _find_wrong_combinations(o: Flags) -> Iterator[LauncherError]:
+    """Yield what no pair of flags says."""
+    saves = o.checkpoint or o.values.get("enable_checkpointing")
+    for wrong, text in (
+        (o.backend == "cuda" and not o.gpus, "--backend cuda needs GPUs; add --gpus N or use --backend spmd"),
+        (o.backend == "cpu" and o.gpus, f"--backend cpu trains on CPU devices; remove --gpus {o.gpus}"),
+        (o.zero > 1 and not o.staged, "--zero 2 is for pipelines; MaxText alone has --zero 1, or add --pp"),
+        (
+            o.zero and o.fsdp > 1 and not o.staged,
+            "--zero 1 and --fsdp exclude each other in MaxText alone; --fsdp shards the moments already",
+        ),
+        (
+            o.scan_layers is False and o.pp > 1 and not o.staged,
+            "MaxText's own pipeline scans over layers; remove --no-scan-layers or --pp",
+        ),
+        (
+            o.platform == "cpu" and o.attention in GPU_ATTENTION,
+            f"--attention {o.attention} is a GPU kernel; on CPU devices use --attention dot_product",
+        ),
+        ("checkpoint_period" in o.values and not saves, "checkpoint_period= needs --checkpoint; add it"),
+        ("eval_steps" in o.values and "eval_interval" not in o.values, "eval_steps= needs eval_interval=; add it"),
+        (
+            o.compile and not (o.gpus and o.device in targets()),
+            f"--compile needs --gpus and a --device that can be compiled for: {', '.join(targets())}",
+        ),
+    ):
+        if wrong:
+            yield FlagError(text)
+    if o.forecast and not (o.staged or o.compile):
+        if o.backend == "multimesh":
+            yield FlagError("--forecast is about pipeline stages; add --pp, or --compile for MaxText's one program")
+        else:
+            yield UnsupportedError(
+                f"--backend {o.backend} has no use for --forecast: no plan; leave it out, or add --compile"
+            )
+    if o.verify and o.gpus and o.nodes > 1 and o.staged and not o.forecast:
+        yield UnsupportedError(
+            "--verify is for one process so far on GPUs: the reference trains on all GPUs of a stage; leave it out, or "
+            f"use --nodes 1 --gpus {o.nodes * o.gpus} where one machine has them"
+        )
+    if o.compile and not any(map(has_package, PLUGINS)):
+        yield MissingPartError("--compile needs JAX's compiler for GPUs; run ./bootstrap.sh --group compile-gpu")
+    if o.prometheus and not o.prometheus.absolute().parent.is_dir():
+        yield FileError(f"--prometheus {o.prometheus}: there is no such folder; make it, or choose another")
+    for file in o.text:
+        if not file.is_file():
+            yield FileError(f"--text {file}: no such file")
+
+
+def find_wrong_sizes(job: Job) -> Iterator[LauncherError]:
+    """Yield products and divisions that do not come out, with a value that would, and settings that stages lack."""
+    o, rows = job.flags, job.flags.domains * job.flags.microbatch_size
+    counted = o.batch_size or job.devices == o.parallelism  # the batch is known, or follows from the devices
+    yield from _wrong_devices(o, job.devices)
+    yield from _wrong_model(o, job.model)
+    layers, group = job.model.layers, job.model.resolved.get("inhomogeneous_layer_cycle_interval") or 1
+    if job.scans_layers and o.pp == 1 and layers % group:
+        scanned = layers // group * group
+        yield FlagError(
+            f"{layers} layers are no multiple of inhomogeneous_layer_cycle_interval={group}: MaxText would scan over "
+            f"{scanned} of them; use --num-layers {scanned + group} or --no-scan-layers"
+        )
+    if job.batch % rows and counted:
+        near = max(rows, round(job.batch / rows) * rows)
+        yield FlagError(
+            f"a batch of {job.batch} is no multiple of dp x fsdp x ep x microbatch size = {o.dp} x {o.fsdp} x {o.ep} x "
+            f"{o.microbatch_size} = {rows}; use --batch-size {near}"
+        )
+    if o.staged:
+        yield from _not_placeable(job)
+        yield from _wrong_schedule(job)
+    elif o.pp > 1 and counted and job.microbatches % o.pp:
+        near = max(1, round(job.microbatches / o.pp)) * o.pp
+        yield FlagError(
+            f"MaxText's own pipeline needs a multiple of pp = {o.pp} microbatches, not {job.microbatches}; "
+            f"use --batch-size {near * rows}"
+        )
+    if job.batch % rows == 0:
+        yield from _wrong_shares(job)
+
+
+def _wrong_schedule(job: Job) -> Iterator[LauncherError]:
+    """Yield why a schedule cannot order these stages: the flag to change, or the cell of the table."""
+    name, path, pp, interleave = job.schedule, job.flags.custom_schedule_path, job.flags.pp, job.flags.interleave
+    if (name == "custom") != (path is not None):
+        yield FlagError(
+            "--schedule custom needs a table; add --custom-schedule-path FILE"
+            if path is None
+            else f"--custom-schedule-path {path} is for --schedule custom; add that or leave it out"
+        )
+        return
+    if name == multimesh.schedules.Auto.name:
+        return  # some order there always is
+    try:
+        schedule = find_schedule(name, path)
+    except multimesh.UsageError as error:
+        yield FlagError(str(error))
+        return
+    if schedule.usual > interleave == 1:
+        yield FlagError(f"--schedule {name} is for stages of several pieces; add --interleave 2 or use 1f1b")
+        return
+    shape = pp, interleave, job.microbatches
+    try:
+        placement = schedule.placement(pp)
+        multimesh.schedules.validate(schedule.table(*shape, backward=True), *shape, placement=placement)
+    except multimesh.UsageError as error:
+        where = f"--custom-schedule-path {path}" if path else f"--schedule {name}"
+        yield FlagError(f"{where}, --pp {pp}, --interleave {interleave}, {job.microbatches} microbatches: {error}")
+
+
+def _not_placeable(job: Job) -> Iterator[LauncherError]:
+    """Yield the settings of a pipeline that the backend cannot run yet, why, and what to use."""
+    resolved = job.model.resolved
+    yield from within_stage.find_wrong_quantization(job)
+    for key, values in _ABLE.items():
+        value = resolved.get(key, values[0])
+        if value not in values:
+            is_block = key == "decoder_block"  # another one would be another model
+            reason = _REASONS.get(value if is_block else key, "no pipeline was compared with one program there")
+            yield UnsupportedError(
+                f"--backend multimesh cannot train with {key}={value} yet: {reason}; use "
+                f"{'' if is_block else f'{key}={values[0]} or '}--backend spmd with --fsdp or --tp in place of --pp"
+            )
+    if job.scans_layers and not job.uniform:
+        yield UnsupportedError(
+            f"--scan-layers: layers of decoder_block={resolved.get('decoder_block')} are not alike, and a pipeline "
+            "cannot scan over groups of them yet; use --no-scan-layers"
+        )
+
+
+def _wrong_shares(job: Job) -> Iterator[LauncherError]:
+    """Yield an error if the processes that read real data cannot take equal shares of a batch."""
+    o, readers = job.flags, job.readers
+    if o.dataset in UNTOKENIZED:
+        return  # every process has every row
+    if job.mesh_devices % readers:
+        yield FlagError(
+            f"{readers} processes read data in equal shares, but the {job.mesh_devices} devices of a stage lie on them "
+            f"in unequal numbers; use --nodes {math.gcd(o.nodes, o.pp)}"
+        )
+    elif job.batch % readers:
+        unit = math.lcm(job.batch // job.microbatches * (o.pp if o.pp > 1 and not o.staged else 1), readers)
+        yield FlagError(
+            f"{readers} processes read data in equal shares, and do not divide a batch of {job.batch}; use "
+            f"--batch-size {-(-job.batch // unit) * unit}"
+        )
+
+
+def _wrong_devices(o: Flags, devices: int) -> Iterator[LauncherError]:
+    if o.parallelism == devices:
+        return
+    product = f"{o.dp} x {o.fsdp} x {o.tp} x {o.cp} x {o.pp} x {o.ep} = {o.parallelism}"
+    flag, others = "--gpus" if o.gpus else "--cpus", o.parallelism // o.dp
+    nodes = o.nodes if o.parallelism % o.nodes == 0 else o.parallelism // math.gcd(o.parallelism, devices // o.nodes)
+    remedy = f"--nodes {nodes} {flag} {o.parallelism // nodes}".removeprefix(f"--nodes {o.nodes} ")
+    if devices % others == 0:
+        remedy = f"--dp {devices // others}"
+    yield FlagError(f"dp x fsdp x tp x cp x pp x ep = {product}, but there are {devices} devices; use {remedy}")
+
+
+def _wrong_model(o: Flags, model: Model) -> Iterator[LauncherError]:
+    pieces = o.pp * o.interleave
+    near = max(1, round(model.layers / pieces)) * pieces
+    if isinstance(o.partition, tuple) and (len(o.partition), sum(o.partition)) != (pieces, model.layers):
+        yield FlagError(
+            f"--partition {','.join(map(str, o.partition))} has {len(o.partition)} pieces, {sum(o.partition)} layers "
+            f"in all, but there are {model.layers} and pp x interleave = {o.pp} x {o.interleave} = {pieces} pieces; "
+            "change one of them, or use --partition auto"
+        )
+    elif model.layers < pieces or (model.layers % pieces and not o.staged):
+        yield FlagError(
+            f"{model.layers} layers cannot be dealt to pp x interleave = {o.pp} x {o.interleave} = {pieces} pieces; "
+            f"use --num-layers {near} or another --pp or --interleave"
+        )
+    of_global = model.resolved.get("global_num_kv_heads") or 0  # gemma4's
+    for name, size, flag, parts, remedy in (
+        ("attention heads", model.query_heads, "--tp", o.tp, "--num-heads"),
+        ("key/value heads", model.kv_heads, "--tp", o.tp, "base_num_kv_heads="),
+        ("key/value heads of global layers", of_global, "--tp", o.tp, "global_num_kv_heads="),
+        ("mlp dims", model.mlp, "--tp", o.tp, "--mlp-dims"),
+        ("vocabulary", model.vocabulary, "--tp", o.tp, "vocab_size="),
+        ("model dims", model.embedding, "--fsdp x --cp" if o.cp > 1 else "--fsdp", o.fsdp * o.cp, "--model-dims"),
+        ("attention heads", model.query_heads, "base_num_kv_heads", model.kv_heads, "--num-heads"),
+        ("experts", model.experts, "--ep", o.ep, "num_experts="),
+        ("sequence", o.sequence_length, "--tp", o.tp * o.cp if o.sequence_parallel else 1, "--sequence-length"),
+    ):
+        if size % parts:
+            yield FlagError(f"{flag} {parts} does not divide the {name} ({size}); change {flag} or {remedy}")
+    yield from within_stage.find_wrong_context(o, model)
+    yield from within_stage.find_wrong_experts(o, model)
+    lora = model.resolved.get("lora")
+    if isinstance(lora, dict) and lora.get("enable_lora"):  # the optimizer would find nothing to train, and say nothing
+        yield UnsupportedError("lora: MaxText has adapters in its train_sft alone, which needs tunix; leave lora= out")
+    if o.text and model.vocabulary < BYTE_TOKENS:
+        yield FlagError(
+            f"--text needs {BYTE_TOKENS} tokens (bytes and the end of a document), the model has {model.vocabulary}; "
+            f"use vocab_size={BYTE_VOCABULARY}"
+        )
+    if o.attention == "cudnn_flash_jax":
+        windows = model.resolved.get("sliding_window_size") or 0
+        if windows > 0 or model.resolved.get("attention_type", "global") != "global":
+            yield UnsupportedError(
+                "--attention cudnn_flash_jax attends to all earlier tokens, and this model has windows; "
+                "use --attention dot_product, or install TransformerEngine for cudnn_flash_te"
+            )
+        if o.dataset not in UNTOKENIZED and model.resolved.get("packing", True):
+            yield UnsupportedError(
+                "--attention cudnn_flash_jax attends across documents that are packed into one sequence; add "
+                "packing=false, or install TransformerEngine for cudnn_flash_te"
+            )

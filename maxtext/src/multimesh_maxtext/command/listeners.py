@@ -1,0 +1,175 @@
+"""Functions that get the record of each step and evaluation: alerts, the file for Prometheus, a function of the user's.
+
+The file for Prometheus has a fixed number of lines, and no names of files, hosts or users.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import statistics
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from multimesh_maxtext.command.flags import Flags
+from multimesh_maxtext.command.steps import Tell
+from multimesh_maxtext.errors import FileError, FlagError
+from multimesh_maxtext.handoff import MEMORY, SECONDS, TIME, UTILIZATION
+
+_RECENT = 50  # steps whose median loss a spike is compared with
+_LEAST = 10  # steps before any loss can be a spike
+SPIKE = 1.5
+"""A loss this many times the median of the recent ones is a spike."""
+
+GAUGES = {
+    "multimesh_step": "Number of the newest training step that has ended, from 0.",
+    "multimesh_steps_wanted": "Training steps of the whole run.",
+    "multimesh_loss": "Mean cross entropy of the newest step, in nats.",
+    "multimesh_gradient_norm": "Global norm of the gradient of the newest step.",
+    "multimesh_step_seconds": "Seconds of the newest step.",
+    "multimesh_tokens_per_second": "Tokens of the newest step over all devices, a second.",
+    "multimesh_mfu_ratio": "Operations of the newest step as a share of the peak of all devices.",
+    "multimesh_memory_peak_bytes": "Most memory that a device of process 0 has had in use.",
+    "multimesh_last_step_timestamp_seconds": "Unix time when the newest step had ended.",
+    "multimesh_goodput_ratio": "Share of the time since this start in steps, each with the recent median time.",
+    "multimesh_loss_spikes_total": "Times that losses rose far above the recent ones.",
+    "multimesh_losses_not_finite_total": "Times that losses became NaN or infinite.",
+}
+"""Every metric of the file, and its help. Names that end with ``_total`` are counters."""
+
+
+class Watch:
+    """Prints an alert where losses rise far above the recent ones, or are no numbers: once for steps in a row.
+
+    Its lines have a stable shape: ``alert: loss-spike step=12 loss=9.3100 median=3.1000``, and ``loss-not-finite``.
+    """
+
+    def __init__(self) -> None:
+        """Begin without losses."""
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._alert = ""
+        self.counts = {"loss-spike": 0, "loss-not-finite": 0}
+
+    def __call__(self, record: Mapping[str, float]) -> None:
+        """Look at a record."""
+        if "learning/loss" not in record:
+            return
+        step, loss = int(record["step"]), record["learning/loss"]
+        median = statistics.median(self._recent) if len(self._recent) >= _LEAST else math.inf
+        alert, text = "", f"{loss:.4f} median={median:.4f}"
+        if not math.isfinite(loss):
+            alert, text = "loss-not-finite", str(loss)
+        else:
+            alert = "loss-spike" if loss > SPIKE * median else ""
+            self._recent.append(loss)
+        if alert and alert != self._alert:
+            self.counts[alert] += 1
+            print(f"alert: {alert} step={step} loss={text}", file=sys.stderr)
+        self._alert = alert
+
+
+class Exposition:
+    """Writes the newest record of a step as Prometheus text, each time at once, for node_exporter's textfiles."""
+
+    def __init__(self, file: Path, *, steps: int, watch: Watch) -> None:
+        """Take the file, the steps of the run, and the counts of its alerts."""
+        self._file, self._watch, self._steps = file, watch, steps
+        self._seconds = deque[float](maxlen=_RECENT)
+        self._count, self._began, self._failed = 0, math.nan, False
+
+    def __call__(self, record: Mapping[str, float]) -> None:
+        """Write a record. A file that cannot be written is told once, and ends nothing."""
+        if "learning/loss" not in record:
+            return
+        seconds, ended = record.get(SECONDS, math.nan), record.get(TIME, math.nan)
+        self._began = ended - seconds if math.isnan(self._began) else self._began
+        self._seconds.append(seconds)
+        self._count += 1
+        good = self._count * statistics.median(self._seconds)
+        values = (
+            record["step"],
+            self._steps,
+            record["learning/loss"],
+            record.get("learning/raw_grad_norm", record.get("learning/grad_norm", math.nan)),
+            seconds,
+            record["learning/total_weights"] / seconds if seconds else math.nan,
+            record.get(UTILIZATION, math.nan),
+            record.get(MEMORY, math.nan),
+            ended,
+            good / (ended - self._began) if ended > self._began else math.nan,
+            *self._watch.counts.values(),
+        )
+        half = self._file.with_suffix(".new")
+        try:
+            half.write_text(_exposition_text(dict(zip(GAUGES, values, strict=True))))
+            half.replace(self._file)
+        except OSError as error:
+            if not self._failed:
+                _warn(f"--prometheus {self._file}: {error.strerror}; training goes on")
+            self._failed = True
+
+
+def _exposition_text(values: Mapping[str, float]) -> str:
+    """Return values as Prometheus reads them; a gauge that is not known is left out, but for the loss."""
+    lines = list[str]()
+    for name, value in values.items():
+        if name == "multimesh_loss" or not math.isnan(value):
+            kind = "counter" if name.endswith("_total") else "gauge"
+            shown = str(float(value)).replace("inf", "+Inf").replace("-+", "-").replace("nan", "NaN")
+            lines += [f"# HELP {name} {GAUGES[name]}", f"# TYPE {name} {kind}", f"{name} {shown}"]
+    return "\n".join([*lines, ""])
+
+
+class MetricsHook:
+    """A function of the user's that takes records. What it raises is told once, and ends nothing."""
+
+    def __init__(self, name: str, fn: Callable[[Mapping[str, Any]], object]) -> None:
+        self._name, self._fn, self._failed = name, fn, False
+
+    def __call__(self, record: Mapping[str, Any]) -> None:
+        """Call it with a copy of a record."""
+        try:
+            self._fn(dict(record))
+        except Exception as error:  # noqa: BLE001 - whatever a user's code raises, training goes on
+            if not self._failed:
+                said = f"{type(error).__name__} at step {record['step']:g}: {error}"
+                _warn(f"--metrics-hook {self._name}: {said}; training goes on, and it is called with the next record")
+            self._failed = True
+
+
+def load_hook(name: str) -> MetricsHook:
+    """Import ``module:function``. The module may lie in the working folder.
+
+    Raises ``FlagError`` for a name of another form, and one that is no function of the module, and ``FileError`` where
+    the module cannot be imported.
+    """
+    module, _, function = name.partition(":")
+    if not module or not function.isidentifier():
+        raise FlagError(f"--metrics-hook {name}: write MODULE:FUNCTION, such as my_hooks:log")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)  # last: a file of the user's must not shadow a module of ours
+    try:
+        hook = getattr(importlib.import_module(module), function, None)
+    except Exception as error:
+        raise FileError(
+            f"--metrics-hook {name}: {module} cannot be imported ({type(error).__name__}: {error}); install it, or put "
+            "it into the working folder"
+        ) from error
+    if not callable(hook):
+        raise FlagError(f"--metrics-hook {name}: {module} has no function {function}; write its name")
+    return MetricsHook(name, hook)
+
+
+def make_listeners(flags: Flags) -> list[Tell]:
+    """Return the functions that get each record of a run, as flags say."""
+    hook = [load_hook(flags.metrics_hook)] if flags.metrics_hook else []
+    watch = Watch()
+    file = [Exposition(flags.prometheus, steps=flags.num_steps, watch=watch)] if flags.prometheus else []
+    return [watch, *file, *hook]
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)

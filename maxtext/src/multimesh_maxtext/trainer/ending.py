@@ -1,0 +1,138 @@
+"""Why MaxText's trainer ends: its exceptions become the outcome that `run.py` reads."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from multimesh import MultiMeshError
+from multimesh_maxtext import outcome
+from multimesh_maxtext.errors import (
+    MORE_MEMORY,
+    CheckpointError,
+    DoesNotFitError,
+    FileError,
+    FlagError,
+    LauncherError,
+    NoSpaceError,
+    PreemptedError,
+    ProcessLostError,
+    StoppedEarlyError,
+    TrainerFailedError,
+)
+from multimesh_maxtext.full_disk import full_file
+from multimesh_maxtext.handoff import TrainerConfig
+
+_LONGEST = 300
+_MORE_GPU_MEMORY = "use a smaller --microbatch-size, --remat full, or more --pp or --fsdp; --forecast shows the needs"
+
+
+def run_to_its_end(main: Callable[[], object], config: TrainerConfig) -> None:
+    """Run the trainer, and write its outcome."""
+    stops = list[BaseException]()
+    try:
+        _note_stops(stops)
+        main()
+    except Exception as error:
+        _write(explain(error), config)
+        raise
+    finally:  # MaxText's program ends by SystemExit
+        if stops:
+            _write(explain_stop(stops[-1]), config)
+
+
+def write_loss(text: str, code: int, config: TrainerConfig) -> None:
+    """Write that this process ends because of another one, with its exit code."""
+    _write((ProcessLostError if code == ProcessLostError.exit_code else TrainerFailedError)(text), config)
+
+
+def _write(error: LauncherError, config: TrainerConfig) -> None:
+    who = f"process {config.rank} of {config.count} on {socket.gethostname()}" if config.count > 1 else ""
+    with suppress(OSError):  # then the exit code has to do
+        outcome.write(replace(outcome.outcome_of(error), who=who), Path(config.outcome))
+
+
+def _note_stops(stops: list[BaseException]) -> None:
+    """Note the exceptions by which MaxText leaves its loop of steps: it catches them itself."""
+    try:
+        from maxtext.utils import exceptions
+    except ImportError:
+        return
+
+    class Stop(exceptions.StopTraining):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            stops.append(self)
+
+    exceptions.StopTraining = Stop
+
+
+def explain_stop(stop: BaseException) -> LauncherError:
+    """Return the error of a loop of steps that MaxText left early."""
+    from multimesh_maxtext.trainer import processes
+
+    if processes.is_reached():
+        return PreemptedError("a signal ended the run")
+    under = stop.__context__
+    if isinstance(under, StopIteration):
+        return StoppedEarlyError(
+            "the data ended; use fewer --num-steps, more data, or num_epoch= to read it several times"
+        )
+    reason = explain(under) if under is not None else None
+    kinds = NoSpaceError | DoesNotFitError | FlagError
+    return reason if isinstance(reason, kinds) else StoppedEarlyError(_first_line(stop))
+
+
+def explain(error: BaseException) -> LauncherError:
+    """Return the error of the launcher for an exception that ended MaxText, by the classes of its causes."""
+    chain = list(_causes(error))
+    full_disks = [full for cause in reversed(chain) if (full := full_file(cause)) is not None]
+    if full_disks:
+        return next((full for full in full_disks if str(full).startswith("/")), full_disks[0])  # one knows the file
+    return next(
+        filter(None, map(_translate, chain)),
+        TrainerFailedError(f"the trainer failed with {type(error).__name__}: {_first_line(error)}"),
+    )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0][:_LONGEST]
+
+
+def _translate(error: BaseException) -> LauncherError | None:
+    if isinstance(error, LauncherError):
+        return error
+    if isinstance(error, MultiMeshError):  # of several processes each has its own
+        kinds = (ProcessLostError, DoesNotFitError, FileError)
+        kind = next((kind for kind in kinds if kind.exit_code == error.exit_code), TrainerFailedError)
+        return kind(str(error))
+    if getattr(error, "title", "") == "MaxTextConfig" and hasattr(error, "errors"):  # pydantic's of MaxText's settings
+        faults = (
+            ": ".join((".".join(map(str, fault["loc"])), fault["msg"].removeprefix("Value error, "))).removeprefix(": ")
+            for fault in error.errors()
+        )
+        return FlagError(f"MaxText refuses these settings: {', '.join(' '.join(fault.split()) for fault in faults)}")
+    full = type(error).__name__ == "JaxRuntimeError" and str(error).startswith("RESOURCE_EXHAUSTED")
+    if isinstance(error, MemoryError) or full:
+        on_gpu = full and os.environ.get("JAX_PLATFORMS", "") != "cpu"
+        which, remedy = ("a GPU", _MORE_GPU_MEMORY) if on_gpu else ("this machine", MORE_MEMORY)
+        return DoesNotFitError(f"the memory of {which} did not suffice ({_first_line(error)}); {remedy}")
+    if type(error) is ValueError and str(error).startswith("Checkpoint does not match the model:"):
+        first, *more = str(error).splitlines()[1:]
+        others = f" and {len([line for line in more if line.startswith('  - ')])} more" if more else ""
+        return CheckpointError(
+            f"load_parameters_path is of another model: {first.removeprefix('  - ')}{others}; use the flags that it "
+            "was written with, but for the parallelism"
+        )
+    return None

@@ -1,0 +1,59 @@
+"""MaxText's own program of a step, compiled for GPUs that need not be here: what a pipeline is compared with."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+
+import multimesh
+from multimesh_maxtext.handoff import Target
+from multimesh_maxtext.trainer.step import Ahead
+
+
+def compile_step(target: Target, file: Path) -> None:
+    """Make this process, which is to be MaxText's trainer, end with the costs of its step in a file.
+
+    MaxText builds its mesh of the devices of ``target``. Nothing is allocated on these, and no data is read.
+    """
+    from maxtext.utils import multimesh_hooks as hooks
+
+    devices = multimesh.topology(**asdict(target))
+
+    def init_state(fn: Callable[[], Any], *, in_shardings: None, out_shardings: Any) -> Callable[[], Any]:
+        del in_shardings
+        return lambda: jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            jax.eval_shape(fn),
+            out_shardings,
+        )
+
+    hooks.stage_devices = lambda _devices=None: devices
+    hooks.first_device = lambda _mesh: SimpleNamespace(platform="gpu")
+    hooks.everywhere = lambda _x: 0  # the number of the first step
+    hooks.batches = lambda _config, _mesh: (iter(()), None)
+    hooks.init_state = init_state
+    hooks.jit = lambda fn, **options: _Step(jax.jit(fn, **options), file)
+
+
+class _Step:
+    """A step that is compiled, and never run."""
+
+    def __init__(self, jitted: Any, file: Path) -> None:
+        self._jitted, self._file = jitted, file
+
+    def lower(self, *arguments: Any) -> Ahead:
+        begin = time.perf_counter()
+        compiled = self._jitted.lower(*arguments).compile()
+        memory = compiled.memory_analysis()
+        peak = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+        costs = {"peak": peak - memory.alias_size_in_bytes, "seconds": time.perf_counter() - begin}
+        self._file.write_text(json.dumps(multimesh.count_costs(compiled.as_text()) | costs))
+        sys.exit()

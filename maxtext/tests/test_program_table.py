@@ -1,0 +1,28 @@
+"""Steps of pipelines beside MaxText's one program, as XLA compiles both; `.ci/run full-compile-gpu`, nightly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from program_table import ABOVE, CASES, GOALS, compile_case, ratios, stored
+
+
+@pytest.mark.parametrize("name", sorted(stored().keys() - {"jax"}))
+def test_the_table_on_file_meets_its_goals(name: str):
+    sizes, limits = ratios(stored()[name]), GOALS | ABOVE.get(name, {})
+    assert {size: value for size, value in sizes.items() if value > limits.get(size, float("inf"))} == {}
+
+
+@pytest.mark.full
+@pytest.mark.compile_gpu
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_costs_no_more_than_that_of_one_program(tmp_path: Path, name: str):
+    """Nor more than ``python maxtext/tests/program_table.py`` wrote, within 2 percent."""
+    record = compile_case(name, tmp_path)
+    limits, sizes = GOALS | ABOVE.get(name, {}), ratios(record)
+    assert {size: value for size, value in sizes.items() if value > limits.get(size, float("inf"))} == {}
+    if name in stored():
+        ours, on_file = (each["programs"]["multimesh"] for each in (record, stored()[name]))
+        assert {size: ours[size] for size in GOALS if ours[size] > 1.02 * on_file[size]} == {}
