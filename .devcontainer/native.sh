@@ -27,7 +27,7 @@ bazel() {
   program=${program:-$(type -P bazel || true)}
   if [[ -z $program ]]; then
     printf 'error: bazel: not on PATH, and none in %s; install bazelisk as bazel, then run this again\n' "$jax" >&2
-    exit 31
+    exit 1
   fi
   cd "$xla"
   [[ -e xla_configure.bazelrc ]] || python3 configure.py --backend=CPU

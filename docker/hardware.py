@@ -38,9 +38,9 @@ def gpus() -> Iterator[str]:
 
 def packages() -> Iterator[str]:
     """Yield the packages that JAX needs for GPUs."""
-    found = {dist.metadata["Name"]: dist.version for dist in metadata.distributions()}
-    wanted = [f"{name} {found[name]}" for name in sorted(found) if name.startswith(("jax", "nvidia-cudnn"))]
-    yield ", ".join(wanted) or "no JAX is installed for this Python"
+    versions = {dist.metadata["Name"]: dist.version for dist in metadata.distributions()}
+    lines = [f"{name} {versions[name]}" for name in sorted(versions) if name.startswith(("jax", "nvidia-cudnn"))]
+    yield ", ".join(lines) or "no JAX is installed for this Python"
 
 
 def nccl() -> Iterator[str]:
@@ -85,11 +85,11 @@ def ucx() -> Iterator[str]:
 
 def ports() -> Iterator[str]:
     """Yield the state of each port."""
-    found = sorted(Path("/sys/class/infiniband").glob("*/ports/*"))
-    for port in found:
+    folders = sorted(Path("/sys/class/infiniband").glob("*/ports/*"))
+    for port in folders:
         state, rate, layer = ((port / name).read_text().strip() for name in ("state", "rate", "link_layer"))
         yield f"{port.parent.parent.name} port {port.name}: {state.partition(': ')[2]}, {rate}, {layer}"
-    if not found:
+    if not folders:
         yield "no device; NCCL uses TCP between machines"
     elif not list(Path("/dev/infiniband").glob("uverbs*")):
         yield "no /dev/infiniband/uverbs*; start the container with --device=/dev/infiniband"

@@ -11,4 +11,4 @@ for python in "$root/.venv/bin/python" python3 python3.14 python3.13 python3.12 
   fi
 done
 echo "error: no Python is new enough; run $root/bootstrap.sh --group image" >&2
-exit 31
+exit 1

@@ -7,21 +7,21 @@ is asked for, so that a command starts fast.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import importlib
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
-from tooling.core import errors
+from tooling.core import errors, proc
 
 _MODULES = {
-    "environment.packages": ("bootstrap",),
-    "sources.sync": ("sync",),
-    "sources.status": ("status",),
-    "sources.pins": ("lock", "refresh"),
-    "ci.bump": ("bump",),
+    "environment.install": ("bootstrap",),
+    "sources.sync": ("sync", "status"),
+    "sources.pins": ("lock", "bump"),
     "image.bazel_cache": ("cache",),
     "image.pipeline": ("image",),
     "image.release": ("promote",),
@@ -29,13 +29,14 @@ _MODULES = {
 }
 COMMANDS = {name: f"tooling.{module}" for module, names in _MODULES.items() for name in names}
 INTERRUPTED = 130
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def build_parser(modules: Sequence[str]) -> argparse.ArgumentParser:
     """Return the parser with the commands of these modules."""
     parser = argparse.ArgumentParser(
-        prog="python -m tooling",
-        description="  python -m tooling status\n  python -m tooling bump maxtext 0.2.5\n\n"
+        prog=".venv/bin/python -m tooling",
+        description="  .venv/bin/python -m tooling status\n  .venv/bin/python -m tooling bump maxtext 0.2.5\n\n"
         "Sources, images and releases of MultiMesh for JAX.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -47,12 +48,12 @@ def build_parser(modules: Sequence[str]) -> argparse.ArgumentParser:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read a command with its options; leaves by ``SystemExit`` after help, or where they are wrong."""
-    wanted = COMMANDS.get(argv[0]) if argv else None
-    parser = build_parser([wanted] if wanted else list(dict.fromkeys(COMMANDS.values())))
+    module = COMMANDS.get(argv[0]) if argv else None
+    parser = build_parser([module] if module else list(dict.fromkeys(COMMANDS.values())))
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         # The command's own parser: its name is the door that was called, as docker/build.py.
-        inner = next(each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
+        inner = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
         inner.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     return args
 
@@ -65,7 +66,9 @@ def main_inner(argv: Sequence[str]) -> int:
 
 def main(argv: Sequence[str] | None = None, inner: Callable[[Sequence[str]], int] = main_inner) -> int:
     """Run one command by ``inner``; print its error, if any, as one line on stderr."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(signum, _interrupt)
     if sys.stdout is None:  # closed by the caller, as `>&-` does
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
@@ -82,11 +85,13 @@ def main(argv: Sequence[str] | None = None, inner: Callable[[Sequence[str]], int
         _drop_output()  # its reader is gone (`... | head`)
         return 128 + signal.SIGPIPE
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
-            return _fail(errors.disk_message(error), code=errors.DiskError.exit_code)
-        return _fail(
-            f"{error.filename or 'system call'}: {error.strerror or error}", code=errors.ToolingError.exit_code
-        )
+        said = f"{error.filename or 'system call'}: {error.strerror or error}"
+        return _fail(errors.disk_message(error) if error.errno in _OF_THE_DISK else said, code=1)
+
+
+def _interrupt(signum: int, frame: object) -> NoReturn:
+    proc.end_children()
+    raise KeyboardInterrupt
 
 
 def _drop_output() -> None:
@@ -97,10 +102,11 @@ def _drop_output() -> None:
 def _fail(*messages: str, code: int) -> int:
     try:
         sys.stdout.flush()
-    except OSError:  # most often the error that is told
+    except OSError:  # most often the error that follows
         _drop_output()
     for message in messages:
         # Names from a server, an archive or a patch must not reach the terminal as control sequences.
-        shown = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in message)
-        print(f"error: {shown}", file=sys.stderr)
+        shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in message)
+        with contextlib.suppress(OSError):  # the terminal is closed
+            print(f"error: {shown}", file=sys.stderr, flush=True)
     return code

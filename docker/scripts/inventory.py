@@ -59,10 +59,10 @@ def component(name: str, version: str, purl: str, licence: str) -> dict[str, Any
 def texts() -> Iterator[tuple[str, str]]:
     """Yield the licences and notices that packages, and a standalone Python, bring along: whose, and the text."""
     folders = [
-        (each.name.removesuffix(".dist-info"), each) for each in ENVIRONMENT.parents[1].glob("lib/*/*/*.dist-info")
+        (info.name.removesuffix(".dist-info"), info) for info in ENVIRONMENT.parents[1].glob("lib/*/*/*.dist-info")
     ]
     folders += [
-        (f"python-build-standalone {each.parent.name}", each.parent) for each in STANDALONE.glob("lib/*/LICENSE.txt")
+        (f"python-build-standalone {info.parent.name}", info.parent) for info in STANDALONE.glob("lib/*/LICENSE.txt")
     ]
     for owner, folder in sorted(folders):
         for file in sorted(folder.rglob("*") if folder.suffix == ".dist-info" else folder.glob("LICENSE.txt")):
@@ -70,20 +70,20 @@ def texts() -> Iterator[tuple[str, str]]:
                 yield owner, file.read_text(encoding="utf-8", errors="replace").strip()
 
 
-def declared(found: dict[str, Any]) -> str:
+def declared(part: dict[str, Any]) -> str:
     """Return the licences that a component declares, on one line; of a text, its first line stays in the SBOM too."""
-    kept, named = [], list[str]()
-    for entry in found.get("licenses", []):
+    entries, names = [], list[str]()
+    for entry in part.get("licenses", []):
         licence = entry.get("license", {})
         text = licence.pop("text", None)
         if text is not None and text.get("encoding") == "base64":
             continue  # a file beside the package: see texts()
         if text is not None:
             licence["name"] = text["content"].strip().partition("\n")[0][:100]
-        kept.append(entry)
-        named.append(str(entry.get("expression") or licence.get("id") or licence["name"]).removeprefix(_CLASSIFIER))
-    found["licenses"] = kept
-    return " and ".join(dict.fromkeys(named)) or "not declared"
+        entries.append(entry)
+        names.append(str(entry.get("expression") or licence.get("id") or licence["name"]).removeprefix(_CLASSIFIER))
+    part["licenses"] = entries
+    return " and ".join(dict.fromkeys(names)) or "not declared"
 
 
 def main() -> None:
@@ -96,11 +96,11 @@ def main() -> None:
     sbom = python_packages()
     sbom["metadata"]["component"] = {"type": "container", "name": "multimesh-jax", "bom-ref": "multimesh-jax"}
     sbom.pop("dependencies", None)
-    for each in sbom["components"]:
+    for part in sbom["components"]:
         # What was installed from a folder has none.
-        each.setdefault("purl", f"pkg:pypi/{each['name']}@{each['version']}")
+        part.setdefault("purl", f"pkg:pypi/{part['name']}@{part['version']}")
     sbom["components"] = sorted(
-        [*sbom["components"], *system_packages(), *other(args.lock)], key=lambda each: each["purl"]
+        [*sbom["components"], *system_packages(), *other(args.lock)], key=lambda part: part["purl"]
     )
     with (args.output / "THIRD-PARTY-NOTICES").open("w", encoding="utf-8") as notices:
         notices.write(
@@ -109,8 +109,8 @@ def main() -> None:
         for owner, text in texts():
             notices.write(f"\n{'=' * 80}\n{owner}\n{'=' * 80}\n\n{text}\n")
     lines = [
-        f"{each['purl'].partition('/')[0]} {each['name']} {each['version']}: {declared(each)}\n"
-        for each in sbom["components"]
+        f"{part['purl'].partition('/')[0]} {part['name']} {part['version']}: {declared(part)}\n"
+        for part in sbom["components"]
     ]
     (args.output / "sbom.cdx.json").write_text(json.dumps(sbom, indent=1) + "\n", encoding="utf-8")
     (args.output / "licences.txt").write_text("".join(lines), encoding="utf-8")

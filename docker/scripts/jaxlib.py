@@ -49,15 +49,15 @@ def command(
     cuda = accelerator == "cuda12"
     wheels = ["jax", "jaxlib", *(["jax-cuda-plugin", "jax-cuda-pjrt"] if cuda else [])]
     # A release reads nothing that another build left, perhaps one of a branch.
-    alone = environ.get("BAZEL_CACHE") == "none"
-    options = ["--repo_env=ML_WHEEL_TYPE=release", *_COMPILATION[build_type], *([] if alone else _OWN_CACHE)]
+    cacheless = environ.get("BAZEL_CACHE") == "none"
+    options = ["--repo_env=ML_WHEEL_TYPE=release", *_COMPILATION[build_type], *([] if cacheless else _OWN_CACHE)]
     return [
         "build",
         f"--wheels={','.join(wheels)}",
         f"--bazel_path={bazel}",
         # Where the cache is, with its password: in a file, not in a command line.
         *([f"--bazel_startup_options=--bazelrc={bazelrc}"] if bazelrc else []),
-        *(["--bazel_startup_options=--output_user_root=/tmp/bazel"] if alone else []),
+        *(["--bazel_startup_options=--output_user_root=/tmp/bazel"] if cacheless else []),
         f"--python_version={python_version}",
         f"--local_xla_path={xla}",
         f"--output_path={output}",

@@ -4,4 +4,4 @@ set -eu
 apt-get update -qq -o Acquire::Languages=none
 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
   ibverbs-providers libibverbs1 librdmacm1 libucx0 ucx-utils >/dev/null
-rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/apt /var/log/dpkg.log
+rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/cache/ldconfig /var/log/alternatives.log /var/log/apt /var/log/dpkg.log

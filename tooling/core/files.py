@@ -15,6 +15,9 @@ from typing import Any
 
 from tooling.core import errors
 
+ROOT = Path(__file__).resolve().parents[2]
+"""The top of this clone."""
+
 
 def write(path: Path, text: str, *, private: bool = False) -> None:
     """Write a text file; a kill leaves the old one or the new one. ``private``: only its owner may read it."""
@@ -34,13 +37,6 @@ def write_json(path: Path, value: object) -> None:
     write(path, json.dumps(value, indent=1) + "\n")
 
 
-def check_values(name: str, found: Mapping[str, object], pattern: str, kind: str) -> None:
-    """Raise ``ManifestError`` unless each value of a lock has the shape of its kind, or is null: nobody told it yet."""
-    for where, held in found.items():
-        if held is not None and not (isinstance(held, str) and re.fullmatch(pattern, held)):
-            raise errors.ManifestError(f"{name}: {where} is no {kind}; restore it with git")
-
-
 def read_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file of ours, an empty one where the file is missing or spoilt."""
     try:
@@ -48,6 +44,13 @@ def read_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def check_values(name: str, values: Mapping[str, object], pattern: str, kind: str) -> None:
+    """Raise ``SourceError`` unless each value of a lock has the shape of its kind, or is null: not known yet."""
+    for where, value in values.items():
+        if value is not None and not (isinstance(value, str) and re.fullmatch(pattern, value)):
+            raise errors.SourceError(f"{name}: {where} is no {kind}; restore it with git")
 
 
 def sha256(path: Path) -> str:
@@ -58,7 +61,8 @@ def sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def lock(path: Path, waiting: str = "") -> Iterator[None]:
-    """Hold the lock of a file, which the system drops when its holder dies; say ``waiting`` where another has it."""
+    """Hold the lock of a file, which the system drops with its holder; print ``waiting`` where another has it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

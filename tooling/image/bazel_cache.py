@@ -1,203 +1,165 @@
-"""The Bazel cache of a user: bazel-remote in a container, with a password that only this user may read."""
+"""The Bazel cache of a user: bazel-remote in a container, with a password that only this user may read.
+
+Its folder has the entries in ``content``, Bazel's options in ``bazelrc``, and in ``reading.bazelrc`` those for who only
+reads, such as a devcontainer.
+"""
 
 from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
 import hashlib
-import http.client
 import ipaddress
-import json
 import os
 import re
 import secrets
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from tooling.core import console, errors, files, proc
+from tooling.core import console, errors, files
 from tooling.core.console import Subparsers, command
-from tooling.image import digests
+from tooling.core.files import ROOT
+from tooling.image import digests, engine
 from tooling.image.digests import ImagePin
 
-USER = "multimesh"
-_STARTS_WITHIN_S = 30.0
-_LABEL = "io.github.multimesh-jax.cache"
+if TYPE_CHECKING:
+    from docker.models.containers import Container
+
+USER, STARTS_WITHIN_S = "multimesh", 30.0
+_LABEL = "io.github.multimesh-jax.cache"  # its value: the address for clients, and the bound in GiB
 
 
 class Server(NamedTuple):
-    """A cache server at ``HOST:PORT``; its password is known where ``start-cache.sh`` started it here."""
+    """A cache server at ``HOST:PORT``; its password is there where ``start-cache.sh`` started it here."""
 
     address: str
     password: str | None
 
     def write_rc(self, path: Path, *, write: bool) -> None:
-        """Write Bazel's options to a file that only its owner may read: the password is in no command line.
-
-        A server that is silent costs a build ``--remote_timeout`` at most.
-        """
+        """Write Bazel's options to a file that only its owner may read: the password is in no command line."""
         login = "" if self.password is None else f"{USER}:{self.password}@"
+        # A server that is silent costs a build so many seconds at most.
         lines = [f"build --remote_cache=http://{login}{self.address}", "build --remote_timeout=15"]
         lines += [] if write else ["build --remote_upload_local_results=false"]
         files.write(path, "\n".join([*lines, ""]), private=True)
 
 
-class Settings(NamedTuple):
-    """The settings of a cache, which its container has as a label."""
-
-    host: str
-    port: int
-    max_gib: int
-
-    @property
-    def address(self) -> str:
-        """Where clients on this machine reach it, e.g. ``127.0.0.1:9090``."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # noqa: S104
-        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+def default() -> Path:
+    """Return the folder of this user's cache: ``$XDG_CACHE_HOME/multimesh-jax/bazel``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "multimesh-jax" / "bazel"
 
 
-class Cache(NamedTuple):
-    """The cache of a folder that only its owner may enter.
+def look(folder: Path) -> str:
+    """Return the address and the bound of the cache that runs here and answers, or nothing."""
+    container = _find_container(folder) if (folder / "bazelrc").exists() else None
+    settings = container.labels.get(_LABEL, "") if container and container.status == "running" else ""
+    if settings:  # else one that was not started, has ended, or is of somebody else
+        import requests
 
-    ``content`` has its entries, ``bazelrc`` Bazel's options for it, and ``reading.bazelrc`` those for who only reads,
-    such as a devcontainer.
-    """
-
-    folder: Path
-
-    @property
-    def name(self) -> str:
-        """The container's name: one a folder."""
-        return "multimesh-cache-" + hashlib.sha256(str(self.folder.resolve()).encode()).hexdigest()[:12]
-
-    def look(self) -> tuple[Settings | None, str]:
-        """Return the settings of our container, if there is one, and ``running``, ``not answering`` or ``stopped``."""
-        if not (self.folder / "bazelrc").exists():  # no engine is asked about what was not started
-            return None, "stopped"
-        asked = f'{{{{.State.Running}}}} {{{{index .Config.Labels "{_LABEL}"}}}}'
-        running, _, label = _docker("inspect", "--format", asked, self.name).text.partition(" ")
-        try:
-            settings = Settings(*json.loads(label))
-        except (ValueError, TypeError):  # no container, or one of somebody else
-            return None, "stopped"
-        if running != "true":
-            return settings, "stopped"
-        connection = http.client.HTTPConnection(settings.address, timeout=2)
-        try:
-            connection.request("GET", "/status")
-            connection.getresponse()
-        except (OSError, http.client.HTTPException):
-            return settings, "not answering"
-        finally:
-            connection.close()
-        return settings, "running"
-
-    def password(self) -> str:
-        """Return the password, which is made once."""
-        file = self.folder / "password"
-        if not file.exists():
-            files.write(file, secrets.token_urlsafe(24) + "\n", private=True)
-        if file.stat().st_mode & 0o077:
-            raise errors.UsageError(f"{file}: others may read this password; run `chmod 600 {file}`")
-        return file.read_text(encoding="utf-8").strip()
-
-    def start(self, wanted: Settings, pin: ImagePin) -> bool:
-        """Start bazel-remote; return False if it runs already, as asked.
-
-        ``CacheError``: it runs with other settings, or its container does not start or does not answer.
-        """
-        if pin.digest is None:
-            raise errors.PinError(
-                "bazel-remote: no digest of its image is locked; run `python -m tooling bump images` where its "
-                "registry can be reached"
-            )
-        (self.folder / "content").mkdir(parents=True, exist_ok=True)
-        self.folder.chmod(0o700)
-        with files.lock(self.folder / "start.lock"):
-            had, state = self.look()
-            if (had, state) == (wanted, "running"):
-                return False
-            if state != "stopped":
-                raise errors.CacheError(
-                    f"{self.folder}: its cache runs with other settings or does not answer; run `start-cache.sh stop` "
-                    "first"
-                )
-            self._remove()
-            password = self.password()
-            # The unsalted form is the only one that both this standard library can write and bazel-remote reads.
-            digest = base64.b64encode(hashlib.sha1(password.encode(), usedforsecurity=False).digest()).decode()
-            files.write(self.folder / "htpasswd", f"{USER}:{{SHA}}{digest}\n", private=True)
-            for file, write in (("bazelrc", True), ("reading.bazelrc", False)):
-                Server(wanted.address, password).write_rc(self.folder / file, write=write)
-            try:
-                self._start_container(wanted, pin.exact)
-            except BaseException:
-                self._remove()  # the engine would start it again for ever
-                raise
-        return True
-
-    def stop(self) -> bool:
-        """Stop it; return False if none runs. Its entries and its password stay."""
-        if not self.folder.exists():
-            return False
-        with files.lock(self.folder / "start.lock"):
-            return self._remove()
-
-    def _start_container(self, wanted: Settings, image: str) -> None:
-        """Start bazel-remote, which bounds its own size, and wait until it answers."""
-        host = f"[{wanted.host}]" if ":" in wanted.host else wanted.host
-        mine = f"--user={os.getuid()}:{os.getgid()}"
-        confined = ["--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges", mine]
-        ports = [f"--publish={host}:{wanted.port}:8080"]
-        mounts = [f"--volume={self.folder / 'content'}:/data", f"--volume={self.folder / 'htpasswd'}:/htpasswd:ro"]
-        # The image's entry point names the addresses and the folder already.
-        own = ["--max_size", str(wanted.max_gib), "--htpasswd_file", "/htpasswd"]
-        label = f"--label={_LABEL}={json.dumps(wanted)}"
-        options = ["--detach", "--restart=unless-stopped", f"--name={self.name}", label]
-        done = _docker("run", *options, *confined, *ports, *mounts, image, *own)
-        if done.returncode:
-            raise errors.CacheError(f"bazel-remote: the container does not start ({done.complaint})")
-        end = time.monotonic() + _STARTS_WITHIN_S
-        while (state := self.look()[1]) != "running":
-            if time.monotonic() > end or state == "stopped":
-                logs = _docker("logs", "--tail=3", self.name)
-                said = (logs.stdout + logs.stderr).decode("utf-8", "replace").strip().replace("\n", " / ")
-                raise errors.CacheError(f"bazel-remote: does not answer on {wanted.address}; it said: {said}")
-            time.sleep(0.1)
-
-    def _remove(self) -> bool:
-        """Remove the container, running or not, and Bazel's options for it; say whether there was one."""
-        for file in ("bazelrc", "reading.bazelrc"):
-            (self.folder / file).unlink(missing_ok=True)
-        done = _docker("rm", "--force", self.name)
-        return done.returncode == 0 and done.text != "" and "No such container" not in done.stderr.decode()
+        with contextlib.suppress(requests.RequestException):
+            requests.get(f"http://{settings.split()[0]}/status", timeout=2, proxies={"http": ""})
+            return settings
+    return ""
 
 
-def default(environment: Mapping[str, str] = os.environ) -> Cache:
-    """Return the user's own cache: ``$XDG_CACHE_HOME/multimesh-jax/bazel``."""
-    base = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Cache(Path(base) / "multimesh-jax" / "bazel")
-
-
-def find_server(address: str | None = None, cache: Cache | None = None) -> Server | None:
+def find_server(address: str | None = None, folder: Path | None = None) -> Server | None:
     """Return the server at ``address`` (``HOST:PORT``), or else the one of this user; None if that does not run.
 
     Only the container that ``start-cache.sh`` started gets its password: another server may listen on its port.
     """
-    own = cache or default()
-    settings, state = own.look()
-    if settings and address in (None, settings.address):
-        return Server(settings.address, own.password()) if state == "running" else None
+    ours = look(folder or default()).partition(" ")[0]
+    if ours and address in (None, ours):
+        return Server(ours, _read_password(folder or default()))
     return None if address is None else Server(address, None)
 
 
-def _docker(*args: str) -> proc.Result:
-    """Run docker; ``CacheError`` where no engine answers."""
-    done = proc.run(["docker", *args], check=False)
-    if done.returncode and re.search("daemon running|connect to the docker", done.complaint, re.IGNORECASE):
-        raise errors.CacheError(f"bazel-remote: no Docker engine answers ({done.complaint}); start one")
-    return done
+def start(folder: Path, host: str, port: int, max_gib: int, pin: ImagePin) -> bool:
+    """Start bazel-remote; return False if it runs already with these settings, and refuse others while it runs."""
+    from docker.errors import APIError, ImageNotFound
+
+    if pin.digest is None:
+        raise errors.SourceError(f"bazel-remote: no digest of its image is locked; {pin.remedy}")
+    here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
+    settings = f"[{here}]:{port} {max_gib}" if ":" in here else f"{here}:{port} {max_gib}"
+    (folder / "content").mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o700)
+    with files.lock(folder / "start.lock"), contextlib.ExitStack() as undo:
+        if look(folder) == settings:
+            return False
+        if running := look(folder):
+            raise errors.EngineError(
+                f"{folder}: its cache runs at {running.split()[0]} with other settings; "
+                "run docker/start-cache.sh stop first"
+            )
+        _remove(folder)
+        undo.callback(_remove, folder)  # the engine would start one that fails again for ever
+        password = _read_password(folder)
+        # The unsalted form is the only one that both this standard library can write and bazel-remote reads.
+        digest = base64.b64encode(hashlib.sha1(password.encode(), usedforsecurity=False).digest()).decode()
+        files.write(folder / "htpasswd", f"{USER}:{{SHA}}{digest}\n", private=True)
+        for name in ("bazelrc", "reading.bazelrc"):
+            Server(settings.split()[0], password).write_rc(folder / name, write=name == "bazelrc")
+        try:  # the image's entry point names the addresses and the folder already
+            container: Container = engine.ask().containers.run(  # type: ignore[call-overload]
+                pin.exact, ["--max_size", str(max_gib), "--htpasswd_file", "/htpasswd"], name=_name(folder),
+                labels={_LABEL: settings}, ports={"8080/tcp": (host, port)}, user=f"{os.getuid()}:{os.getgid()}",
+                volumes=[f"{folder / 'content'}:/data", f"{folder / 'htpasswd'}:/htpasswd:ro"], detach=True,
+                restart_policy={"Name": "unless-stopped", "MaximumRetryCount": 0}, read_only=True, cap_drop=["ALL"],
+                security_opt=["no-new-privileges"],
+            )  # fmt: skip
+        except (APIError, ImageNotFound) as error:
+            raise errors.EngineError(f"bazel-remote: the container does not start ({error.explanation})") from error
+        end = time.monotonic() + STARTS_WITHIN_S
+        while not look(folder):
+            container.reload()
+            if time.monotonic() > end or container.status != "running":
+                lines = container.logs(tail=3).decode("utf-8", "replace").strip().replace("\n", " / ")
+                raise errors.EngineError(f"bazel-remote: does not answer on {settings.split()[0]}; it said: {lines}")
+            time.sleep(0.1)
+        undo.pop_all()
+    return True
+
+
+def stop(folder: Path) -> bool:
+    """Stop it; return False if none runs. Its entries and its password stay."""
+    if not folder.exists():
+        return False
+    with files.lock(folder / "start.lock"):
+        return _remove(folder)
+
+
+def _remove(folder: Path) -> bool:
+    """Remove the container, running or not, and then Bazel's options for it; return whether there was one."""
+    if container := _find_container(folder):
+        container.remove(force=True)
+    for name in ("bazelrc", "reading.bazelrc"):
+        (folder / name).unlink(missing_ok=True)
+    return container is not None
+
+
+def _find_container(folder: Path) -> Container | None:
+    from docker.errors import NotFound
+
+    try:
+        return engine.ask().containers.get(_name(folder))
+    except NotFound:
+        return None
+
+
+def _name(folder: Path) -> str:
+    return "multimesh-cache-" + hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
+
+
+def _read_password(folder: Path) -> str:
+    """Return the password, which is made once."""
+    file = folder / "password"
+    if not file.exists():
+        files.write(file, secrets.token_urlsafe(24) + "\n", private=True)
+    if file.stat().st_mode & 0o077:
+        raise errors.OptionError(f"{file}: others may read this password; run `chmod 600 {file}`")
+    return file.read_text(encoding="utf-8").strip()
 
 
 def register(subparsers: Subparsers) -> None:
@@ -208,19 +170,19 @@ def register(subparsers: Subparsers) -> None:
     text = "start: does nothing if it runs (default); stop: entries stay"
     add("action", nargs="?", default="start", choices=("start", "stop", "status"), help=text)
     add("--host", type=ipaddress.ip_address, default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    add("--port", type=port, default=9090, help="default: %(default)s")
-    add("--max-size", type=gib, default="50G", metavar="SIZE", help="bound, e.g. 50G or 1T (default: %(default)s)")
+    add("--port", type=parse_port, default=9090, help="default: %(default)s")
+    add("--max-size", type=parse_gib, default="50G", metavar="SIZE", help="e.g. 50G or 1T (default: %(default)s)")
     add("--folder", type=Path, help="where entries lie (default: ~/.cache/multimesh-jax/bazel)")
 
 
-def port(text: str) -> int:
+def parse_port(text: str) -> int:
     """Read the number of a port."""
-    if not 1 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text}: must be from 1 to 65535")
+    if not text.isdecimal() or not 0 < int(text) < 2**16:
+        raise argparse.ArgumentTypeError(f"'{text}' is no port; give a number from 1 to 65535")
     return int(text)
 
 
-def gib(text: str) -> int:
+def parse_gib(text: str) -> int:
     """Read ``50G`` or ``1T`` as GiB: bazel-remote counts in whole ones."""
     if (match := re.fullmatch(r"([1-9]\d{0,6})([GT])", text)) is None:
         raise argparse.ArgumentTypeError(f"'{text}': write a whole number and G or T, e.g. 50G")
@@ -229,18 +191,23 @@ def gib(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Do one action, and show the cache; exit 1 where it is not as the action wants it."""
-    cache, done = Cache(args.folder.absolute()) if args.folder else default(), ""
-    if args.action == "start":
-        pin = digests.load(Path(__file__).resolve().parents[2]).images["bazel-remote"]
-        wanted = Settings(str(args.host), args.port, args.max_size)
-        if not ipaddress.ip_address(wanted.host).is_loopback:
-            console.note(f"--host {wanted.host}: HTTP without TLS, so other machines send the password in clear")
-        done = "started; " if cache.start(wanted, pin) else "runs already; "
-    elif args.action == "stop":
-        done = "stopped; " if cache.stop() else "was not running; "
-    had, state = cache.look()
-    where, bound = (had.address, f"{had.max_gib} GiB") if had else ("-", "-")
-    print(f"{done}state {state}, address {where}, at most {bound} in {cache.folder}")
-    if state == "running":
-        print(f"use it: bazel --bazelrc={cache.folder / 'bazelrc'} build ...")
-    return 0 if state == ("stopped" if args.action == "stop" else "running") else 1
+    folder, done = (args.folder or default()).absolute(), ""
+    with engine.name_faults():
+        if args.action == "start":
+            if not ipaddress.ip_address(str(args.host)).is_loopback:
+                console.note(f"--host {args.host}: HTTP without TLS, so other machines send the password in clear")
+            pin = digests.load(ROOT).images["bazel-remote"]
+            fresh = start(folder, str(args.host), args.port, args.max_size, pin)
+            done = "started; " if fresh else "runs already; "
+        elif args.action == "stop":
+            done = "stopped; " if stop(folder) else "was not running; "
+        settings = look(folder)
+    address, _, bound = settings.partition(" ")
+    print(
+        f"{done}state running, address {address}, at most {bound} GiB in {folder}"
+        if settings
+        else f"{done}state stopped"
+    )
+    if settings:
+        print(f"use it: bazel --bazelrc={folder / 'bazelrc'} build ...")
+    return int(bool(settings) == (args.action == "stop"))

@@ -1,259 +1,241 @@
-"""Runs a build, notes its result and explains why it failed. Finds files that it would read and git does not track."""
+"""Runs a build of a snapshot of this clone by buildx, and explains why one failed."""
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import json
 import os
 import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from tooling.core import console, errors, proc
-from tooling.image import buildx, digests, network
+from tooling.core import console, errors, files, proc
+from tooling.image import bazel_cache, buildx, digests, snapshot
 from tooling.image.engine import Engine
-from tooling.image.request import Built, ImageSpec, Means
-from tooling.sources import manifest
+from tooling.image.request import Built, ImageSpec, Means, fits_an_option
+from tooling.image.snapshot import Snapshot
 
-IGNORE = f"{buildx.DOCKERFILE}.dockerignore"
+FOLDER, ARCHIVE = Path("build/image"), Path("docker/context/python.tar.gz")
 _PLATFORMS = {"x86_64": "linux/amd64", "aarch64": "linux/arm64"}
-_ARCHIVE = Path("docker/context/python.tar.gz")
+_CA_VARIABLES = ("PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "CURL_CA_BUNDLE")
+_PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
+# Labels say what buildx would ask git.
+_SETTINGS = {"BUILDX_NO_DEFAULT_ATTESTATIONS": "1", "BUILDX_GIT_INFO": "false"}
 # BuildKit's summary of the step that broke a build, not of those that were stopped for that, with its last lines.
 _FAILED = r"(?m)^------\n > (.*):\n((?:.*\n)*?)------$"
 _REASON = r"(?m)^ERROR: (?:failed to (?:build|solve): )*(.*)"
+_TELLING = r"(?!error: [a-z-]+$)([A-Za-z]*(error|ERROR|Error|Exception)|E|fatal|curl)(: | \()"
 # Where a builder looks for a base: a step of its own, or the first of a stage.
 _BASE = r"\[internal\] load metadata|\[.* \d+/\d+\] FROM "
-_TOLD = r"(?!error: [a-z-]+$)([A-Za-z]*(error|ERROR|Error|Exception)|E|fatal|curl)(: | \()"
-# Labels say what buildx would ask git.
-_SETTINGS = {"DOCKER_BUILDKIT": "1", "BUILDX_NO_DEFAULT_ATTESTATIONS": "1", "BUILDX_GIT_INFO": "false"}
+_UNREACHABLE = (
+    r"(?i)could ?n.t (resolve|connect)|could not (resolve|connect)|temporary failure|name resolution|no such host|"
+    r"(unable|failed) to (connect|fetch|establish)|connection (refused|reset|timed out)|reset by peer|timed? ?out|"
+    r"unreachable|certificate (verif|problem|signed|is not)|x509|local issuer|too ?many ?requests|max retries|"
+    r"(status|http|error|code):? (429|50[0234])\b|\b50[0234] +(internal|bad|service|gateway|server)"
+)
+_CAUSES: tuple[tuple[str, type[errors.ToolingError], str], ...] = (
+    (proc.DISK_FULL, errors.ToolingError, "the engine's disk is full; free some space (`docker system df`), run again"),
+    (proc.OTHER_FILES, errors.SourceError,
+     "the package index offers other files than the locked ones; do not use them"),
+    ("(?i)exec format error", errors.EngineError,
+     "the engine's machine cannot run programs of this platform; register QEMU there (Debian and Ubuntu: "
+     "qemu-user-static, binfmt-support), or leave out --platform"),
+    (_UNREACHABLE, errors.NotThereError,
+     "cannot reach what it needs ({last}); check --pip-config, --ca-bundle and --network; a Python that cannot be "
+     "fetched may be given with --python-archive"),
+)  # fmt: skip
 
 
 class Plan(NamedTuple):
-    """One build, ready to run: the exact command, and what it goes by."""
+    """One build, ready to run: the command without its output, and what it goes by."""
 
-    argv: tuple[str, ...]
+    spec: ImageSpec
+    means: Means
     base: buildx.Bases
+    arguments: dict[str, str]
     labels: dict[str, str]
-    untracked: tuple[str, ...]
+    access: tuple[str, ...]
+    context: str
+
+    def argv(self, target: str, *output: str) -> list[str]:
+        """Return the command that builds a target."""
+        argv = ["docker", "buildx", "build", "--progress=plain", "--file", f"{self.context}/{buildx.DOCKERFILE}"]
+        argv += ["--platform", self.spec.platform] if self.spec.platform else []
+        argv += ["--network", self.means.network] if self.means.network != "default" else []
+        argv += [] if self.means.layer_cache else ["--no-cache"]
+        argv += [word for pair in self.arguments.items() for word in ("--build-arg", "=".join(pair))]
+        argv += [word for pair in self.labels.items() for word in ("--label", "=".join(pair))]
+        return [*argv, *self.access, "--target", target, *output, self.context]
+
+    def to_image(self, result: Path, archive: Path | None) -> list[str]:
+        """Return the command that makes the image: in the engine, or in a file with the times of all files set."""
+        output = ["--load"]  # a separate builder keeps its image, unless it is told to hand it over
+        if archive:
+            output = ["--build-arg", f"SOURCE_DATE_EPOCH={buildx.EPOCH}"]
+            output += ["--output", f"type=docker,compression=gzip,rewrite-timestamp=true,dest={archive}"]
+        return self.argv(self.spec.target, *output, "--metadata-file", str(result))
 
 
-def plan(
-    root: Path,
-    engine: Engine,
-    spec: ImageSpec,
-    means: Means,
-    result: Path,
-    *,
-    more: tuple[str, ...] = (),
-    only_plan: bool = False,
-) -> Plan:
-    """Return the build of a spec, with ``more`` options; reads files and git.
-
-    ``PinError``: a component that goes into the image is missing or is not what ``sources.lock`` says, or Bazel has no
-    pin. Where it is ``only_plan``, one that is missing counts as what the lock says.
-    """
+def make_plan(root: Path, spec: ImageSpec, means: Means, view: Snapshot, context: Path, secrets: Path) -> Plan:
+    """Return the build of a spec from the files in ``context``; the file of a Bazel cache lies in ``secrets``."""
     pins = digests.load(root)
-    base, from_source = buildx.bases(spec, pins), spec.jaxlib == "source"
-    others, ours, source, maxtext, *built_from = proc.together(
-        partial(list_strays, root, jaxlib_from_source=from_source),
-        partial(_revision, root),
-        partial(_source, root),
-        partial(_component, root, "maxtext", "image", only_plan),
-        # At once, for a build of jaxlib takes minutes until it looks.
-        *(partial(_component, root, name, "source", only_plan) for name in ("jax", "xla") if from_source),
-    )
-    if ours and (others or any(each.endswith("-dirty") for each in built_from)):
-        ours = f"{ours.removesuffix('-dirty')}-dirty"
-    held, locked = manifest.read_pin(root / "sources.lock", "jax", "version"), buildx.jax(root)
-    if from_source and held != locked:
-        raise errors.PinError(
-            f"third_party/jax is {held}, the packages of an image go with jax {locked}; take --jaxlib wheel, "
-            f"or run `python -m tooling bump jax {locked}`"
-        )
-    override = root / "third_party" / "multimesh"
-    library = "third_party/multimesh" if override.is_dir() and not override.is_symlink() else "multimesh"
+    base = buildx.bases(spec, pins)
     machine = _PLATFORMS.get(os.uname().machine, "linux/amd64")
-    build_args = buildx.make_arguments(
-        spec, pins, base, machine=machine, multimesh=library, cached=means.use_bazel_cache
-    )
-    labels = buildx.labels(root, spec, base, ours, maxtext, source, build_args["PYTHON_SHA256"])
-    wants, url = root / "third_party" / "jax" / ".bazelversion", build_args.get("BAZEL_URL", "")
-    version = wants.read_text().strip() if from_source and wants.is_file() else ""
-    if from_source and ((version and f"/{version}/" not in url) or not build_args["BAZEL_SHA256"]):
-        raise errors.PinError(
-            f"third_party/jax wants Bazel {version or '(it is not there)'}, and {digests.FILE} has {url} with the "
-            f"sha256 {build_args['BAZEL_SHA256'] or 'null'}; write its address there, and the checksum that bazelbuild "
-            "publishes beside it, with .sha256 at its end"
-        )
-    access = (*network.access(means, os.environ), *more)
-    argv = buildx.build_argv(engine, spec, means, build_args=build_args, labels=labels, access=access, result=result)
-    return Plan(tuple(argv), base, labels, others)
+    arguments = buildx.make_arguments(spec, pins, base, machine=machine, cached=means.use_bazel_cache)
+    if spec.jaxlib == "source":
+        _check_bazel(root, arguments)
+    python = "of the base"
+    if not spec.base_image or spec.python_archive:  # the pinned bases have older ones
+        python = f"standalone sha256:{arguments['PYTHON_SHA256']}"
+    labels = buildx.labels(root, spec, base, view, python=python, source=find_source(root))
+    access = find_access(means, os.environ)
+    if spec.jaxlib == "source" and means.use_bazel_cache:
+        means, secret = _reach_cache(means, secrets)
+        access += secret
+    return Plan(spec, means, base, arguments, labels, access, str(context))
 
 
-def run(root: Path, engine: Engine, spec: ImageSpec, means: Means) -> Built:
-    """Build an image, with all that it needs beside it; it has no name yet."""
-    started, cache = time.monotonic(), network.find_cache(spec, means)
-    with tempfile.TemporaryDirectory(prefix="multimesh-image-") as place, _archive(root, spec):
-        result = Path(place) / "result"
-        means, secret = network.through_cache(cache, means, Path(place))
-        before, todo = proc.together(
-            partial(engine.inspect, str(spec.reference)),  # without an engine, a builder may wait for ever
-            partial(plan, root, engine, spec, means, result, more=secret),
+def _check_bazel(root: Path, arguments: Mapping[str, str]) -> None:
+    """Refuse a Bazel that jax would refuse: it takes minutes until it looks."""
+    wanted = (root / "third_party/jax/.bazelversion").read_text(encoding="utf-8").strip()
+    if f"/{wanted}/" not in arguments["BAZEL_URL"] or not arguments["BAZEL_SHA256"]:
+        raise errors.SourceError(
+            f"third_party/jax wants Bazel {wanted}, and {digests.FILE} has {arguments['BAZEL_URL']}, sha256 "
+            f"{arguments['BAZEL_SHA256'] or 'null'}; write its address and checksum there"
         )
-        for name in todo.untracked:
-            console.note(f"{name}: git does not track it, and the image may hold it; a push refuses that")
-        for reference in todo.base.unpinned:
+
+
+def find_access(means: Means, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the options by which a build reaches its packages; they name files and variables, never their content."""
+
+    def find_file(*variables: str) -> Path | None:
+        path = next((Path(environ[name]) for name in variables if environ.get(name)), None)
+        return path if path and path.is_file() and fits_an_option(path) else None
+
+    options: list[str] = []
+    if config := means.pip_config or find_file("PIP_CONFIG_FILE"):
+        options += ["--secret", f"id=pip.conf,src={config.absolute()}"]
+    if bundle := means.ca_bundle or find_file(*_CA_VARIABLES):
+        options += ["--secret", f"id=ca.pem,src={bundle.absolute()}"]
+    for name in filter(environ.get, _PROXIES):
+        options += ["--build-arg", name]  # without a value: buildx takes it from the environment
+    return tuple(options)
+
+
+def _reach_cache(means: Means, secrets: Path) -> tuple[Means, tuple[str, ...]]:
+    """Return means that reach the Bazel cache, if one answers, and the option that hands its settings over."""
+    server = bazel_cache.find_server(means.bazel_cache)
+    if server is None:
+        console.note("no Bazel cache of yours runs here; the build goes on without (docker/start-cache.sh starts one)")
+        return means, ()
+    console.note(f"Bazel cache {server.address}: {'read and written' if means.bazel_cache_write else 'read only'}")
+    server.write_rc(secrets / "bazelrc", write=means.bazel_cache_write)
+    # One on this machine's loopback is seen from the host network only.
+    on_loopback = server.address.startswith(("127.", "localhost", "[::1]"))
+    secret = ("--secret", f"id=bazelrc,src={secrets / 'bazelrc'}")
+    return means._replace(network="host") if on_loopback else means, secret
+
+
+def name_components(spec: ImageSpec) -> tuple[str, ...]:
+    """Return the components whose files a build reads."""
+    return ("maxtext", "jax", "xla") if spec.jaxlib == "source" else ("maxtext",)
+
+
+def run(
+    root: Path, engine: Engine, spec: ImageSpec, means: Means,
+    allow: Callable[[Plan, Snapshot], None] = lambda plan, view: None, *, same_bytes: bool = False,
+) -> Built:  # fmt: skip
+    """Build an image, with all that it needs beside it; it has no name yet.
+
+    ``allow`` gets what will be built, and raises where that may not be. ``same_bytes``: without the times of the build,
+    so that another build of the commit has the same digest, where the engine can.
+    """
+    started, folder = time.monotonic(), root / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(prefix="multimesh-image-") as temporary,
+        files.lock(folder / "lock", waiting="another build runs in this clone; this one waits for its end"),
+    ):
+        place, context = Path(temporary), folder / "context"
+        view = snapshot.take_snapshot(root, folder, name_components(spec))
+        if spec.python_archive:
+            shutil.copyfile(spec.python_archive, context / ARCHIVE)
+        plan = make_plan(root, spec, means, view, context, place)
+        allow(plan, view)
+        if spec.base_image:
+            plan.labels[f"{buildx.LABEL}.python"] = _ask_python(plan, place)
+        if view.changed:
+            console.note(f"not committed, and read by the build: {shorten_names(view.changed)}")
+        for reference in plan.base.unpinned:
             console.note(f"{reference}: not pinned by digest; a release refuses that")
-        done = proc.run(todo.argv, cwd=root, env=os.environ | _SETTINGS, check=False, on_line=console.note)
-        if done.returncode:
-            raise explain(done, todo.base.build.reference)
-        told = json.loads(result.read_text(encoding="utf-8"))
+        archive = place / "image.tar" if same_bytes and engine.rewrites_times else None
+        _run(plan.to_image(place / "result", archive), plan)
+        answer = json.loads((place / "result").read_text(encoding="utf-8"))
+        if archive:
+            with archive.open("rb") as file:
+                engine.client.images.load(file)
     # By the configuration or, in a containerd store, by the manifest.
-    names = [told[key] for key in ("containerimage.config.digest", "containerimage.digest") if key in told]
-    known = before if before and before["Id"] in names else None  # built again, and nothing had changed
-    return describe(engine, spec, *names, known=known)._replace(seconds=time.monotonic() - started)
+    names = [answer[key] for key in ("containerimage.config.digest", "containerimage.digest") if key in answer]
+    return describe(engine, spec, *names)._replace(seconds=time.monotonic() - started)
 
 
-def explain(result: proc.Result, base: str) -> errors.ToolingError:
+def _run(argv: Sequence[str], plan: Plan) -> None:
+    done = proc.run(argv, env=os.environ | _SETTINGS, check=False, on_line=console.note)
+    if done.returncode:
+        raise explain(done, plan.base)
+
+
+def _ask_python(plan: Plan, place: Path) -> str:
+    """Return which Python an image has on a base that nobody pinned: its own, or the standalone one."""
+    _run(plan.argv("facts", "--output", f"type=local,dest={place / 'facts'}"), plan)
+    fields = dict(line.split(" = ", 1) for line in (place / "facts/pyvenv.cfg").read_text().splitlines())
+    if fields["home"].startswith("/opt/python"):
+        return f"standalone sha256:{plan.arguments['PYTHON_SHA256']}"
+    return f"{fields['version']} of the base"
+
+
+def shorten_names(names: Sequence[str]) -> str:
+    """Return the first of many names."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def explain(result: proc.Result, base: buildx.Bases) -> errors.ToolingError:
     """Return the error for a build that failed: the step, the reason, and the remedy."""
-    said = result.stderr.decode("utf-8", "replace")
-    step, output = found.groups() if (found := re.search(_FAILED, said)) else ("", "")
-    lines = [re.sub(r"^\d+\.\d+ ", "", line).strip() for line in output.splitlines()]
-    fault = (re.findall(_REASON, said) or [result.complaint])[-1]
+    output = result.stderr.decode("utf-8", "replace")
+    step, tail = match.groups() if (match := re.search(_FAILED, output)) else ("", "")
+    lines = [re.sub(r"^\d+\.\d+ ", "", line).strip() for line in tail.splitlines()]
+    reason = (re.findall(_REASON, output) or [result.complaint])[-1]
     title = " ".join(word for word in step.split() if not word.startswith(("--mount=", "--from=", "--chown=")))
     where = f"step `{title if len(title) <= 100 else title[:97] + '...'}`" if step else "the build"
-    text, last = "\n".join([*lines, fault]), _telling(lines) or proc.shorten(fault)
-    if re.search(proc.DISK_FULL, text):
-        return errors.DiskError(
-            f"{where}: the engine's disk is full; free some space (`docker system df`) and run again"
-        )
-    if re.search(proc.OTHER_FILES, text):
-        return errors.IntegrityError(
-            f"{where}: the package index offers other files than the locked ones; do not use them"
-        )
-    if "exec format error" in text.lower():
-        return errors.EngineError(
-            f"{where}: the engine's machine cannot run programs of this platform; register QEMU there "
-            "(Debian and Ubuntu: qemu-user-static, binfmt-support), or leave out --platform"
-        )
-    if re.match(_BASE, step):
-        return errors.NetworkError(
-            f"{base}: the base image cannot be fetched ({proc.shorten(fault)}); log in to its registry or give "
-            "another --base-image"
-        )
-    if re.search(proc.NETWORK_FAILED, text):
-        own = "python.sh" in step and "curl: (" in text  # apt was reached, the address of the pinned Python was not
-        remedy = "give that Python with --python-archive, or check" if own else "check --pip-config,"
-        return errors.NetworkError(f"{where}: cannot reach what it needs ({last}); {remedy} --ca-bundle and --network")
-    return errors.BuildError(f"{where} failed: {last}")
-
-
-def _telling(lines: Sequence[str]) -> str:
-    """Return the line that says most: a program's own error, else the last one; of a long one, both ends."""
-    own = [line for line in lines if re.match(_TOLD, line)]
     # apt and pip first say the fault, then its consequence.
-    best = own[-3:][:1] or [line for line in lines if line and not line.startswith("WARNING")][-1:]
-    return proc.shorten(re.sub(r"^(error|ERROR|Error): ", "", best[0])) if best else ""
-
-
-def describe(engine: Engine, spec: ImageSpec, *names: str, known: dict[str, Any] | None = None) -> Built:
-    """Ask the engine about an image that it has under one of these names, unless its answer is ``known``."""
-    found = known or next((told for told in map(engine.inspect, names) if told is not None), None)
-    if found is None:
-        raise errors.EngineError(f"{' or '.join(names)}: the engine has no such image; build it first")
-    return Built(
-        spec=spec,
-        image_id=str(found["Id"]),
-        bytes=int(found.get("Size") or 0),  # a containerd store gives that of its compressed layers
-        labels=dict((found.get("Config") or {}).get("Labels") or {}),
-        names=tuple(found.get("RepoTags") or ()),
-        content=_content(found),
-    )
-
-
-def list_strays(root: Path, *, jaxlib_from_source: bool = False) -> tuple[str, ...]:
-    """Return files that a build can read and no commit of ours holds; none where this repository is no tree of git.
-
-    A token in ``.env``, a key, somebody's trial: files that git does not track, ignored ones too, or no longer looks
-    at; trees without git; an override of MultiMesh. Where a given Python lies while a build runs is left out.
-    """
-    lines = (root / IGNORE).read_text(encoding="utf-8").splitlines()
-    patterns = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-    named = [pattern[1:] for pattern in patterns if pattern.startswith("!") and "third_party" not in pattern]
-    found = [name for name in _others(root, *(f":(top){name}" for name in named)) if name != str(_ARCHIVE)]
-    for name in ("maxtext", "multimesh", *(("jax", "xla") if jaxlib_from_source else ())):
-        place, shown = root / "third_party" / name, f"third_party/{name}"
-        if place.is_dir() and not place.is_symlink():
-            own = name != "multimesh" and (place / ".git").exists()
-            found += [f"{shown}/{file}" for file in _others(place)] if own else [shown]
-    return tuple(sorted(name for name in found if not _is_ignored(name, patterns)))
-
-
-def _is_ignored(name: str, patterns: Sequence[str]) -> bool:
-    """Say whether a builder leaves a file out: the last pattern that fits it, or a folder of it, decides."""
-    parts, ignored = name.split("/"), False
-    for pattern in patterns:
-        text = re.escape(pattern.removeprefix("!")).replace(r"\*\*/", "(?:.*/)?").replace(r"\*", "[^/]*")
-        if any(re.fullmatch(text, "/".join(parts[:count])) for count in range(1, len(parts) + 1)):
-            ignored = not pattern.startswith("!")
-    return ignored
-
-
-def check_context(root: Path, *, jaxlib_from_source: bool = False) -> None:
-    """Refuse with ``PinError`` to push an image with such files."""
-    if files := list_strays(root, jaxlib_from_source=jaxlib_from_source):
-        more = f" and {len(files) - 5} more" if len(files) > 5 else ""
-        raise errors.PinError(
-            f"{', '.join(files[:5])}{more}: git does not track what the image would hold; commit, move or remove it, "
-            "and bring back what lies in third_party/ with ./bootstrap.sh --group run"
+    telling = [line for line in lines if re.match(_TELLING, line)][-3:][:1]
+    telling = telling or [line for line in lines if line and not line.startswith("WARNING")][-1:] or [reason]
+    last = proc.shorten(re.sub(r"^(error|ERROR|Error): ", "", telling[0]))
+    if re.match(_BASE, step):
+        pin = next((pin for pin in base if pin.digest and pin.digest in step + reason), base.build)
+        return errors.NotThereError(
+            f"{pin.exact}: the base image cannot be fetched ({proc.shorten(reason)}); log in to its registry, give "
+            f"another --base-image, or {pin.remedy}"
         )
+    for pattern, kind, remedy in _CAUSES:
+        if re.search(pattern, "\n".join([*lines, reason])):
+            return kind(f"{where}: {remedy.format(last=last)}")
+    return errors.EngineError(f"{where} failed: {last}")
 
 
-def _others(tree: Path, *paths: str) -> list[str]:
-    """Return the files of a tree that are not plainly tracked (H): git hides changes of those it must not look at."""
-    told = proc.run(["git", "-C", tree, "ls-files", "--cached", "--others", "-v", "-z", "--", *paths], check=False)
-    return [] if told.returncode else [entry[2:] for entry in told.text.split("\0") if entry and entry[0] != "H"]
+def describe(engine: Engine, spec: ImageSpec, *names: str) -> Built:
+    """Ask the engine about an image that it has under one of these names."""
+    image = next((answer for answer in map(engine.inspect, names) if answer is not None), None)
+    if image is None:
+        raise errors.EngineError(f"{' or '.join(names)}: the engine has no such image; build it first")
+    labels = dict((image.get("Config") or {}).get("Labels") or {})
+    return Built(spec, str(image["Id"]), int(image.get("Size") or 0), labels)
 
 
-def _content(found: dict[str, Any]) -> str:
-    """Return a digest of all that an image's check depends on. Labels do not count: every commit changes them."""
-    config = {key: value for key, value in (found.get("Config") or {}).items() if key not in ("Labels", "Image")}
-    document = json.dumps([found.get("RootFS"), config, found.get("Architecture")], sort_keys=True)
-    return f"sha256:{hashlib.sha256(document.encode()).hexdigest()}"
-
-
-@contextmanager
-def _archive(root: Path, spec: ImageSpec) -> Iterator[None]:
-    """Put a given Python where the build can read it, for as long as it runs; remove one that a killed build left."""
-    place = root / _ARCHIVE
-    if spec.python_archive is None and not place.exists():
-        yield
-        return
-    with place.open("ab") as held:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise errors.UsageError(
-                f"{_ARCHIVE}: another build with --python-archive runs in this clone; wait for its end"
-            ) from None
-        try:
-            if spec.python_archive is None:
-                place.unlink()
-            else:
-                shutil.copyfile(spec.python_archive, place)
-            yield
-        finally:
-            place.unlink(missing_ok=True)
-
-
-def _source(root: Path) -> str | None:
+def find_source(root: Path) -> str | None:
     """Return the address on GitHub of the repository, without a login that may be in it.
 
     A workflow's run says it; a clone came from there. A registry of GitHub links an image to it.
@@ -261,58 +243,6 @@ def _source(root: Path) -> str | None:
     server, name = os.environ.get("GITHUB_SERVER_URL"), os.environ.get("GITHUB_REPOSITORY")
     if server and name:
         return f"{server}/{name}"
-    told = proc.run(["git", "-C", root, "remote", "get-url", "origin"], check=False).text
-    found = re.fullmatch(r"(?:\w+://)?(?:[^/@]*@)?github\.com[:/]([\w.-]+/[\w.-]+?)(?:\.git)?/?", told)
-    return f"https://github.com/{found[1]}" if found else None
-
-
-def _revision(root: Path) -> str | None:
-    """Return the commit of a tree, marked where the tree differs from it; None where there is none."""
-    told = proc.run(["git", "-C", root, "status", "--porcelain=v2", "--branch", "--untracked-files=no"], check=False)
-    commit = next((line.split()[2] for line in told.text.splitlines() if line.startswith("# branch.oid ")), None)
-    if told.returncode or commit is None:
-        return None
-    changed = any(not line.startswith("#") for line in told.text.splitlines())
-    return f"{commit}-dirty" if changed else commit
-
-
-def _component(root: Path, name: str, group: str, only_plan: bool = False) -> str:
-    """Return the commit of a patched component, marked where it differs, or raise an error with the remedy."""
-    place = root / "third_party" / name
-    inside = place / "src" / "maxtext" if name == "maxtext" else place / ".git"
-    pinned = manifest.read_pin(root / "sources.lock", name, "patched_commit")
-    if name == "xla":
-        pinned = _follow(root, name)
-    elif pinned is None:
-        raise errors.PinError(f"sources.lock has no patched commit of {name}; run `python -m tooling lock {name}`")
-    if not inside.exists():
-        said = f"third_party/{name} is not there; run ./bootstrap.sh --group {group}"
-        if not only_plan:
-            raise errors.PinError(said)
-        console.note(said)
-        return pinned or "unknown"
-    held = _revision(place) if (place / ".git").exists() else None  # without git, its content is not known
-    if held is not None and held.removesuffix("-dirty") != pinned:
-        raise errors.PinError(
-            f"third_party/{name} is at {held[:12]}, not at {(pinned or 'what jax names')[:12]}; "
-            f"run ./bootstrap.sh --group {group}"
-        )
-    return held or f"{pinned}-dirty"
-
-
-def _follow(root: Path, name: str) -> str | None:
-    """Return the commit that a tree without a pin of its own was made with, if that is what its component names now."""
-    from tooling.sources import patch  # for this alone: a build of wheels starts without
-    from tooling.sources.named import resolve
-    from tooling.sources.workspace import Workspace, read_record
-
-    here = Workspace(root)
-    component = manifest.load(here.manifest).named(name)
-    record = read_record(here.place(name))
-    try:
-        pin = resolve(here, component, {})[1]
-    except errors.PinError:
-        return None
-    series = patch.digest(patch.load_series(root, name))
-    right = record is not None and (record.version, record.series) == (pin.version, series)
-    return record.commit if record and right else pin.commit
+    url = proc.run(["git", "-C", root, "remote", "get-url", "origin"], check=False).text
+    match = re.fullmatch(r"(?:\w+://)?(?:[^/@]*@)?github\.com[:/]([\w.-]+/[\w.-]+?)(?:\.git)?/?", url)
+    return f"https://github.com/{match[1]}" if match else None

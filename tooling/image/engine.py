@@ -1,96 +1,107 @@
-"""Finds the Docker engine and its buildx, and asks it the questions of every command."""
+"""The Docker engine that docker's own client would take, by the docker SDK."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
-from pathlib import Path
-from typing import Any, NamedTuple
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tooling.core import errors, files, proc
+from tooling.core import console, errors, proc
+from tooling.image.reference import Reference, split
 
-_PATIENCE_S = 5.0
-_WITHOUT = (
-    "without an engine: ./bootstrap.sh --group run && maxtext/validate-cpu.sh runs the same check on this machine, "
-    "and --dry-run shows the build"
+if TYPE_CHECKING:
+    from docker import DockerClient
+
+_PATIENCE_S = 5
+_WAITS_S = (1, 4, 16)
+# Faults of a push that may be gone the next time, in the words of engines, which are those of Go's libraries.
+_PASSES = re.compile(
+    r"(?i)\b(429|50[0234])\b|too ?many ?requests|time[d ]*out|deadline|reset|refused|lost|eof|broken pipe|"
+    r"closed (network|idle)|unavailable|no such host|unreachable|blob upload (unknown|invalid)"
 )
 
 
 class Engine(NamedTuple):
-    """An engine that answered.
+    """An engine that answered."""
 
-    ``plugin`` is buildx itself, to be started without docker's client, which first would start it once more to ask what
-    it is; None where nobody looked for it.
-    """
-
-    cli: tuple[str, ...]  # how every call begins
-    plugin: str | None = None
-
-    @property
-    def buildx(self) -> tuple[str, ...]:
-        """How every call of buildx begins."""
-        return (self.plugin,) if self.plugin else (*self.cli, "buildx")
-
-    def run(self, *args: str, check: bool = True, timeout_s: float | None = None) -> proc.Result:
-        """Run a command of the engine."""
-        return proc.run([*self.cli, *args], check=check, timeout_s=timeout_s)
+    client: DockerClient
 
     def inspect(self, image: str) -> dict[str, Any] | None:
-        """Return the engine's description of an image, None if it has none of that name, or raise as ``check`` does."""
-        asked = ("image", "inspect", image)
-        try:
-            result = self.run(*asked, check=False, timeout_s=_PATIENCE_S)
-        except TimeoutError:
-            result = self.check().run(*asked, check=False)  # it has much to do
-        if result.returncode == 0:
-            return dict(json.loads(result.text)[0])
-        self.check()
-        return None
+        """Return the engine's description of an image; None if it has none of that name."""
+        from docker.errors import ImageNotFound
 
-    def check(self) -> Engine:
-        """Return this engine. ``EngineError``: it does not answer within seconds, or cannot build; says what to do."""
-        where = os.environ.get("DOCKER_HOST", "its socket")
         try:
-            result = self.run("version", "--format", "{{json .Server}}", check=False, timeout_s=_PATIENCE_S)
-        except TimeoutError:
-            raise errors.EngineError(f"no engine answers at {where} within {_PATIENCE_S:.0f} s. {_WITHOUT}") from None
-        if result.returncode:
-            socket = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock").removeprefix("unix://")
-            if os.path.exists(socket) and not os.access(socket, os.W_OK):
+            return dict(self.client.api.inspect_image(image))
+        except ImageNotFound:
+            return None
+
+    def tag(self, image_id: str, name: Reference) -> None:
+        """Give an image a name, unless it has it."""
+        if str(name) not in (self.inspect(image_id) or {}).get("RepoTags", ()):
+            self.client.api.tag(image_id, name.repository, name.tag)
+
+    def push(self, name: Reference) -> None:
+        """Push a tag, again after faults that pass. ``EngineError``: refused, or out of reach to the last attempt."""
+        for wait in (*_WAITS_S, None):
+            events = self.client.api.push(name.repository, name.tag, stream=True, decode=True)
+            fault = next((str(event["error"]) for event in events if "error" in event), "")
+            if not fault:
+                return
+            if wait is None or not _PASSES.search(fault):
+                host = split(name.repository)[0] or "docker.io"
                 raise errors.EngineError(
-                    "this user may not talk to the engine; add it to the group docker, log in again, and run again"
+                    f"{name}: not pushed ({proc.shorten(fault)}); log in with `docker login {host}`, and check --repo"
                 )
-            raise errors.EngineError(f"no engine answers at {where} ({result.complaint}); start one. {_WITHOUT}")
-        if result.text == "null" or "podman" in result.text.lower():
-            raise errors.EngineError("Podman answers in place of Docker, and it has no buildx; install docker.io")
-        if find_buildx() is None:
-            raise errors.EngineError(
-                "docker has no buildx plugin; install it (Debian and Ubuntu: docker-buildx, Docker's own packages: "
-                "docker-buildx-plugin)"
-            )
-        return self
+            console.note(f"{name}: {fault}; pushing it again in {wait} s")
+            time.sleep(wait)
+
+    @property
+    def rewrites_times(self) -> bool:
+        """Say whether what it builds can have the times of its files set: only a store of containerd keeps that."""
+        return "io.containerd.snapshotter.v1" in json.dumps(self.client.info().get("DriverStatus"))
 
 
-def find_engine() -> Engine:
-    """Return the engine that docker's client would take; nobody asked yet whether it is there."""
-    docker = shutil.which("docker")
-    if docker is None:
-        raise errors.EngineError(f"docker is not installed; install docker.io and docker-buildx. {_WITHOUT}")
-    plugin = find_buildx()
-    found = Engine((docker,), plugin)
-    return found if plugin else found.check()
+@contextmanager
+def name_faults() -> Iterator[None]:
+    """Give what the SDK raises the form of our errors. ``ToolingError``: it is not installed."""
+    try:
+        import docker.errors
+        import requests.exceptions
+    except ImportError:  # the folder docker/ of a clone is a package of this name too, and an empty one
+        raise errors.ToolingError("there is no .venv with docker's library; run ./bootstrap.sh --group image") from None
+    try:
+        yield
+    except (docker.errors.DockerException, requests.exceptions.RequestException) as error:
+        raise errors.EngineError(f"the engine: {getattr(error, 'explanation', None) or error}") from error
 
 
-def detect() -> Engine:
-    """Return such an engine that answered, or raise as ``check`` does."""
-    return find_engine().check()
+def ask() -> DockerClient:
+    """Return the client of the engine. ``EngineError``: none answers within seconds; says what to do."""
+    import requests.exceptions
+
+    import docker
+
+    place = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
+    try:
+        client = docker.from_env(timeout=_PATIENCE_S)
+        client.ping()
+    except (docker.errors.DockerException, requests.exceptions.RequestException, ValueError) as error:
+        said = f"within {_PATIENCE_S} s" if "timed out" in str(error) else f"({error})"
+        raise errors.EngineError(
+            f"no engine answers at {place} {said}; start one, or install docker.io and docker-buildx, and be in its "
+            "group docker. Without an engine maxtext/validate-cpu.sh runs the same check on this machine"
+        ) from None
+    client.api.timeout = None  # type: ignore[assignment]  # a push or a job is silent for minutes
+    return client
 
 
-def find_buildx() -> str | None:
-    """Return buildx, where docker looks for it. (Asking it for its version takes as long as a small build.)"""
-    config = Path(os.environ.get("DOCKER_CONFIG", "") or Path.home() / ".docker")
-    extra = files.read_object(config / "config.json").get("cliPluginsExtraDirs", [])
-    system = [f"/usr/{base}/docker/cli-plugins" for base in ("local/lib", "local/libexec", "lib", "libexec")]
-    places = [Path(folder) / "docker-buildx" for folder in (config / "cli-plugins", *extra, *system)]
-    return next((str(file) for file in places if os.access(file, os.X_OK)), None)
+def connect() -> Engine:
+    """Return an engine that can build, or raise ``EngineError``."""
+    client = ask()
+    if proc.run(["docker", "buildx", "version"], check=False).returncode:
+        raise errors.EngineError("docker has no buildx; install it (Debian and Ubuntu: docker-buildx)")
+    return Engine(client)

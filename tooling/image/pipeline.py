@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import os
 import shlex
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tooling.core import console, errors
 from tooling.core.console import Subparsers, command
-from tooling.image import build, engine, network, smoke
+from tooling.core.files import ROOT
+from tooling.image import build, engine, release, smoke, snapshot, tags
 from tooling.image.engine import Engine
+from tooling.image.reference import Reference
+from tooling.image.registry import Registry
 from tooling.image.request import Built, Request, add_options, from_options
-from tooling.sources.workspace import ROOT
 
 
 def register(subparsers: Subparsers) -> None:
@@ -24,8 +24,9 @@ def register(subparsers: Subparsers) -> None:
     options = ("--accelerator cpu --tag T", "--tag T --upload --repo ghcr.io/OWNER/multimesh-jax", "--tag T --dry-run")
     parser = command(
         subparsers, "image", run, "build an image, check it in a container, and push it",
-        [f"docker/build.py {each}" for each in options], prog="docker/build.py", usage="%(prog)s --tag T [options]",
-        epilog="Without an engine, --dry-run shows the commands. docs/sources.md lists the exit codes.",
+        [f"docker/build.py {words}" for words in options], prog="docker/build.py",
+        usage="%(prog)s --tag T [options]",
+        epilog="Without an engine, --dry-run shows the commands. docs/releasing.md lists the exit codes.",
         allow_abbrev=False,
     )  # fmt: skip
     add_options(parser)
@@ -34,101 +35,97 @@ def register(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> None:
     """Run a command line."""
     request = from_options(args)
-    if not request.actions.dry_run and importlib.util.find_spec("jsonschema") is None:
-        raise errors.ToolError("there is no .venv with the tools to build and push; run ./bootstrap.sh --group image")
-    smoke.check_means(request.actions.validate)
-    if request.actions.build:
-        network.tell_unread(request.means, os.environ)
-    if request.actions.upload:
-        from tooling.image import release, tags
+    actions = request.actions
+    smoke.check_means(actions.validate)
+    if actions.upload and actions.promote:  # impossible tags are refused without an engine
+        tags.public(request.spec.reference, latest=actions.latest, version=actions.release)
+    if actions.dry_run:
+        commands = plan_commands(request)
+        print(json.dumps({"commands": commands}) if actions.json else "\n".join(map(shlex.join, commands)))
+    else:
+        with engine.name_faults():
+            make_image(engine.connect(), request)
 
-        if request.actions.promote:  # impossible tags are refused without an engine
-            tags.tags(request.spec.reference, latest=request.actions.latest, version=request.actions.release)
-    if request.actions.dry_run:
-        dry_run(request)
-        return
-    where = engine.find_engine()
-    if request.actions.upload or not request.actions.build:
-        where.check()  # else a build asks it, besides
-    if request.actions.upload:
-        release.check_before(ROOT, where, request)
-    spec = request.spec
-    if request.actions.build:
-        built = build.run(ROOT, where, spec, request.means)
+
+def make_image(where: Engine, request: Request) -> None:
+    """Do all that a command line asks for."""
+    spec, actions, names = request.spec, request.actions, _names(request)
+
+    def allow(plan: build.Plan, view: snapshot.Snapshot) -> None:
+        if actions.upload:
+            check_push(request, plan.labels, view.changed, plan.base.unpinned)
+
+    if actions.build:
+        built = build.run(ROOT, where, spec, request.means, allow, same_bytes=actions.upload)
     else:
         built = build.describe(where, spec, str(spec.reference))
-    check = smoke.check(ROOT, where, built, request.actions.validate)
-    names = _names(request)
-    for each in names:
-        if each not in built.names:
-            where.run("tag", built.image_id, each)
-    pushed = release.publish(ROOT, where, built, check, request) if request.actions.upload else None
-    report(where, built, check, names, pushed, as_json=request.actions.json)
+        if actions.upload:
+            check_push(request, built.labels)
+    check = smoke.check(ROOT, where, built, actions.validate)
+    for name in names:
+        where.tag(built.image_id, name)
+    pushed = release.publish(ROOT, where, built, check, request) if actions.upload else None
+    report(built, check, names, pushed, as_json=actions.json)
 
 
-def _names(request: Request) -> list[str]:
+def check_push(
+    request: Request, labels: Mapping[str, str], changed: Sequence[str] = (), bases: Sequence[str] = ()
+) -> None:
+    """Raise all errors that would stop a push after the build: changed files, open pins, no right to push."""
+    release.check_sources(ROOT, request, labels, changed, bases)
+    release.check_place(ROOT, request.actions)
+    Registry(request.spec.reference.repository).check_push()
+
+
+def _names(request: Request) -> list[Reference]:
     """Return the names that a checked image gets in the engine."""
-    reference = request.spec.reference
-    return [str(reference), *([str(reference.tagged("latest"))] if request.actions.latest else [])]
+    name = request.spec.reference
+    return [name, *([name.tagged("latest")] if request.actions.latest else [])]
 
 
-def dry_run(request: Request) -> None:
-    """Print every command that would run, and refuse what a run would refuse; no engine is needed, nothing touched."""
-    try:
-        where = engine.detect()
-    except errors.EngineError as error:
-        console.note(f"no engine to ask, so with docker and buildx in mind ({error})")
-        where = Engine(("docker",))
-    commands = plan_build(where, request)
-    if request.actions.json:
-        print(json.dumps({"commands": commands}))
-    else:
-        print("\n".join(shlex.join(command) for command in commands))
+def plan_commands(request: Request) -> list[list[str]]:
+    """Return the commands that do by hand what a run does; it refuses what a run would refuse, and touches nothing.
 
-
-def plan_build(where: Engine, request: Request) -> list[list[str]]:
-    """Return the commands of a request in their order; IMAGE stands for the id that the build gives."""
-    spec, actions = request.spec, request.actions
-    # RESULT stands for a file that the builder writes.
-    cache = network.find_cache(spec, request.means)
-    means, secret = network.through_cache(cache, request.means, None)
-    todo = build.plan(ROOT, where, spec, means, Path("RESULT"), more=secret, only_plan=True)
-    commands, image = [list(todo.argv)] * actions.build, "IMAGE" if actions.build else str(spec.reference)
+    IMAGE and ID stand for the id that the build gives, COMMIT for ours, DIGEST for what the registry answers, and
+    RESULT for a file that the builder writes.
+    """
+    spec, actions, name = request.spec, request.actions, str(request.spec.reference)
+    commands, image = list[list[str]](), name
+    if actions.build:
+        with tempfile.TemporaryDirectory(prefix="multimesh-image-") as folder:
+            view = snapshot.take_snapshot(ROOT, Path(folder), build.name_components(spec))
+            plan = build.make_plan(ROOT, spec, request.means, view, build.FOLDER / "context", Path(folder))
+        if actions.upload:
+            release.check_sources(ROOT, request, plan.labels, view.changed, plan.base.unpinned)
+        commands, image = [plan.to_image(Path("RESULT"), None)], "IMAGE"
     if spec.target != "devcontainer" and actions.validate != "none":
-        commands.append(smoke.argv(where, image, actions.validate, "multimesh-check"))
-    commands += [[*where.cli, "tag", image, each] for each in _names(request)]
+        means = ["--gpus", "all"] if actions.validate == "medium" else ["--network", "none"]
+        words = ["--entrypoint", "/opt/entrypoint.sh", image, f"/opt/maxtext/{smoke.JOBS[actions.validate]}"]
+        commands.append(["docker", "run", "--rm", "--init", *means, *words])
+    commands += [["docker", "tag", image, str(each)] for each in _names(request)]
     if actions.upload:
-        from tooling.image import release
-
-        if actions.build:
-            release.check_sources(ROOT, request, todo.labels, todo.base.unpinned)
-        commands += release.plan_push(where, image, request, todo.labels)
+        candidate = f"{spec.reference.repository}:sha-COMMIT-ID"
+        commands += [["docker", "tag", image, candidate], ["docker", "push", candidate]]
+    if actions.upload and actions.promote:
+        more = [*["--latest"] * actions.latest, *(["--release", actions.release] if actions.release else [])]
+        words = [f"{spec.reference.repository}@DIGEST", "--tag", spec.reference.tag, *more]
+        commands.append([".venv/bin/python", "-m", "tooling", "promote", *words])
     return commands
 
 
 def report(
-    where: Engine,
-    built: Built,
-    check: smoke.Check,
-    names: Sequence[str],
-    pushed: dict[str, Any] | None,
-    *,
-    as_json: bool,
+    built: Built, check: smoke.Check, names: Sequence[Reference], pushed: dict[str, Any] | None, *, as_json: bool
 ) -> None:
     """Print the image that was made: for people, or as JSON."""
     if as_json:
-        verdict = {"job": check.job, "seconds": check.seconds, "verdict": check.verdict}
-        answer = {"image": names[0], "names": list(names), "id": built.image_id, "bytes": built.bytes,
-                  "seconds": round(built.seconds, 2), "check": verdict, "labels": built.labels,
+        answer = {"image": str(names[0]), "names": list(map(str, names)), "id": built.image_id, "bytes": built.bytes,
+                  "seconds": round(built.seconds, 2), "check": check._asdict(), "labels": built.labels,
                   "pushed": pushed}  # fmt: skip
         print(json.dumps(answer, indent=1))
         return
     print(f"image   {names[0]}\nid      {built.image_id}\nsize    {built.bytes / 1e6:.0f} MB")
-    print(f"built   {built.seconds:.1f} s")
-    print(f"check   {check.verdict}")
+    print(f"built   {built.seconds:.1f} s\ncheck   {check.verdict}")
     if pushed is not None:
-        from tooling.image import release
-
-        print(release.summary(pushed))
+        print(release.summarize(pushed))
     if built.spec.target == "runtime":
-        print(f"run     {os.path.basename(where.cli[0])} run --rm {names[0]} /opt/maxtext/validate-cpu.sh")
+        print(f"run     docker run --rm {names[0]} /opt/maxtext/validate-cpu.sh")

@@ -79,8 +79,6 @@ class Built(NamedTuple):
     image_id: str  # of the engine; a registry gives a manifest digest when it is pushed
     bytes: int
     labels: dict[str, str]
-    content: str  # a digest of layers and configuration, without labels, which every commit changes
-    names: tuple[str, ...] = ()  # what the engine calls it already
     seconds: float = 0.0
 
 
@@ -98,8 +96,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     text = "a stage of the Dockerfile, in place of --image; final_image is the original's name of runtime"
     add("--stage", choices=_STAGES, help=text)
     add("--accelerator", choices=("cuda12", "cpu"), default="cuda12", help="default: %(default)s")
-    ways = ["wheel", "source"]
-    add("--jaxlib", choices=ways, default="wheel", help="locked wheels (default), or built from third_party/")
+    text = "locked wheels (default), or built from third_party/"
+    add("--jaxlib", choices=("wheel", "source"), default="wheel", help=text)
     types = ("Release", "Debug", "RelWithDebInfo")
     add("--build-type", choices=types, default="Release", help="of a jaxlib from source; default: %(default)s")
     text = f"of the base image and of a jaxlib from source; default: {CUDA_VERSION}"
@@ -110,9 +108,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     text = "a standalone Python >= 3.12 (.tar.gz) for a base whose own is older; default: fetch the pinned one"
     add("--python-archive", metavar="FILE", type=Path, help=text)
 
-    add = parser.add_argument_group(
-        "how the build reaches what it needs; nothing of this stays in the image"
-    ).add_argument
+    add = parser.add_argument_group("how the build reaches what it needs; nothing of this stays in it").add_argument
     text = "pip.conf for the build, such as ~/.config/pip/pip.conf; default: $PIP_CONFIG_FILE"
     add("--pip-config", metavar="FILE", type=Path, help=text)
     text = "certificates to trust; default: $PIP_CERT, $REQUESTS_CA_BUNDLE, $SSL_CERT_FILE or $CURL_CA_BUNDLE"
@@ -133,7 +129,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--upload", action=yes_or_no, default=False, help="push it when it passed its check")
     add("--allow-dirty", action="store_true", help="push it although files were changed and not committed")
     add("--latest", action=yes_or_no, default=False, help="also give it the tag latest; in a registry with --release")
-    text = "--no-promote pushes under sha-COMMIT only; `python -m tooling promote` moves the others later"
+    text = "--no-promote pushes under sha-COMMIT-ID only; `.venv/bin/python -m tooling promote` moves the others later"
     add("--promote", action=yes_or_no, default=True, help=text)
     text = "also the tags vX.Y.Z and vX.Y; refuses pins that are null and dirty trees"
     add("--release", metavar="VERSION", help=text)
@@ -143,8 +139,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def from_options(args: argparse.Namespace) -> Request:
-    """Return the request of parsed options. ``UsageError``: they do not fit together, or may not reach an engine."""
-    _check_together(args)
+    """Return the request of parsed options. ``OptionError``: they do not fit together, or may not reach an engine."""
+    for broken, reason in _contradictions(args):
+        if broken:
+            raise errors.OptionError(reason)
     _check_values(args)
     name = reference.make(args.repo, args.name, args.tag)
     target = _STAGES[args.stage] if args.stage else _IMAGES[args.image or "opt"]
@@ -157,59 +155,51 @@ def from_options(args: argparse.Namespace) -> Request:
     )
 
 
-def _record(kind: type[T], args: argparse.Namespace, **given: object) -> T:
-    """Return a record whose fields are options of the same name, or given."""
-    return kind(**{name: given.get(name, getattr(args, name, None)) for name in kind._fields})  # type: ignore[attr-defined]
+def _record(kind: type[T], args: argparse.Namespace, **values: object) -> T:
+    """Return a record whose fields are these values, or else the options of the same name."""
+    return kind(**{name: values.get(name, getattr(args, name, None)) for name in kind._fields})  # type: ignore[attr-defined]
 
 
-def _check_together(args: argparse.Namespace) -> None:
-    """Refuse options that nobody can mean, before anything happens."""
-    wheel, upload = args.jaxlib == "wheel", args.upload
-
-    def refuse(refused: object, reason: str) -> None:
-        if refused:
-            raise errors.UsageError(reason)
-
-    other, cuda = args.image and args.stage and _STAGES[args.stage] != _IMAGES[args.image], args.cuda_version
-    refuse(other, f"--image {args.image} is the stage {_IMAGES.get(args.image)}, --stage says {args.stage}; give one")
-    refuse(wheel and args.cudnn_version, "--cudnn-version: cuDNN comes with the locked wheels; add --jaxlib source")
-    refuse(wheel and args.build_type != "Release", "--build-type: the locked wheels are Release; add --jaxlib source")
-    unused = args.bazel_cache and not args.use_bazel_cache
-    refuse(unused, "--no-cache and --bazel-cache contradict each other; give one")
-    refuse(args.bazel_cache_write and args.release, "--bazel-cache-write: a release uses no Bazel cache; leave it out")
-    refuse(args.accelerator == "cpu" and cuda, "--cuda-version: an image for the CPU has no CUDA; leave it out")
-    replaced = args.base_image and cuda and wheel
-    refuse(replaced, "--cuda-version chooses the base image, and --base-image replaces it; give one")
-    refuse(upload and not args.repo, "--upload: where to? Add --repo, e.g. --repo ghcr.io/OWNER/multimesh-jax")
-    refuse(args.latest and not args.repo, "--latest marks an image in a registry; add --repo")
-    alone = args.latest and upload and args.promote and not args.release
-    refuse(alone, "--latest: in a registry that tag comes with a release; add --release VERSION")
-    refuse(args.release and not upload, "--release releases what is pushed; add --upload")
-    refuse(not args.promote and not upload, "--no-promote pushes without moving tags; add --upload")
-    refuse(args.allow_dirty and not upload, "--allow-dirty is about what is pushed; add --upload")
-    later = not args.promote and (args.latest or args.release)
-    refuse(later, "--no-promote moves no tag; give --latest and --release to `python -m tooling promote`")
+def _contradictions(args: argparse.Namespace) -> tuple[tuple[object, str], ...]:
+    """Return whether options are such as nobody can mean, with the reason."""
+    wheel, upload, cpu = args.jaxlib == "wheel", args.upload, args.accelerator == "cpu"
+    other = args.image and args.stage and _STAGES[args.stage] != _IMAGES[args.image]
+    return (
+        (other, f"--image {args.image} is the stage {_IMAGES.get(args.image)}, --stage says {args.stage}; give one"),
+        (wheel and args.cudnn_version, "--cudnn-version: cuDNN comes with the locked wheels; add --jaxlib source"),
+        (wheel and args.build_type != "Release", "--build-type: the locked wheels are Release; add --jaxlib source"),
+        (args.bazel_cache and not args.use_bazel_cache, "--no-cache and --bazel-cache contradict each other; give one"),
+        (args.bazel_cache_write and args.release, "--bazel-cache-write: a release uses no Bazel cache; leave it out"),
+        (cpu and args.cuda_version, "--cuda-version: an image for the CPU has no CUDA; leave it out"),
+        (args.base_image and args.cuda_version and wheel, "--cuda-version: --base-image replaces it; give one"),
+        (upload and not args.repo, "--upload: where to? Add --repo, e.g. --repo ghcr.io/OWNER/multimesh-jax"),
+        (args.latest and not args.repo, "--latest marks an image in a registry; add --repo"),
+        (args.release and args.latest and cpu, "--latest: is the image for GPUs; leave it out"),
+        (args.release and args.validate == "none", "--validate none: a release was checked by a job; take small"),
+        (not upload and (args.release or args.allow_dirty), "--release, --allow-dirty: about a push; add --upload"),
+        (not upload and not args.promote, "--no-promote pushes without moving tags; add --upload"),
+        (not args.promote and (args.latest or args.release),
+         "--no-promote moves no tag; give --latest and --release to `.venv/bin/python -m tooling promote`"),
+    )  # fmt: skip
 
 
 def _check_values(args: argparse.Namespace) -> None:
-    for flag, value, pattern, wanted in (
+    for flag, value, pattern, expected in (
         ("--cuda-version", args.cuda_version, _VERSION, "numbers with dots, e.g. 12.8.1"),
         ("--cudnn-version", args.cudnn_version, _VERSION, "numbers with dots, e.g. 9.8.0"),
         ("--bazel-cache", args.bazel_cache, _ADDRESS, "HOST or HOST:PORT, e.g. 127.0.0.1:9090"),
     ):
         if value is not None and not re.fullmatch(pattern, value):
-            raise errors.UsageError(f"{flag} {value[:80]!r}: not {wanted}")
+            raise errors.OptionError(f"{flag} {value[:80]!r}: not {expected}")
     try:
         reference.check_image("x" if args.base_image is None else args.base_image)
-    except errors.UsageError as error:
+    except errors.OptionError as error:
         shown = args.base_image.rpartition("@")[2]
-        raise errors.UsageError(f"--base-image {shown[:80]!r}: not the name of an image ({error})") from None
+        raise errors.OptionError(f"--base-image {shown[:80]!r}: not the name of an image ({error})") from None
     for flag in ("pip_config", "ca_bundle", "python_archive"):
         path, flag = getattr(args, flag), f"--{flag.replace('_', '-')}"
-        if path is not None and not path.is_file():
-            raise errors.UsageError(f"{flag} {path}: there is no such file")
-        if path is not None and not fits_an_option(path):
-            raise errors.UsageError(f"{flag} {path}: the engine cannot take a path with a comma or a quote; rename it")
+        if path is not None and not (path.is_file() and fits_an_option(path)):
+            raise errors.OptionError(f"{flag} {path}: there is no such file, or its path has a comma or a quote")
 
 
 def fits_an_option(path: Path) -> bool:

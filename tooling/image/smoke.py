@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import shutil
-import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from tooling.core import console, errors, files, proc
+from tooling.core import errors, files, proc
 from tooling.image.buildx import LABEL
 from tooling.image.engine import Engine
 from tooling.image.request import Built
 
-_CHECKED = Path("build/image/checked.json")
-_KEPT = 20
-_JOBS = {"small": "validate-cpu.sh", "medium": "validate-gpu.sh"}
+_CHECKED, _RECENT = Path("build/image/checked.json"), 20
+JOBS = {"small": "validate-cpu.sh", "medium": "validate-gpu.sh"}
 
 
 class Check(NamedTuple):
@@ -31,37 +28,31 @@ class Check(NamedTuple):
 
 
 def check_means(job: str) -> None:
-    """Raise ``UsageError``, before an hour is spent on an image, for a job that this machine cannot run."""
-    asked = ("nvidia-smi", "--list-gpus")
-    if job == "medium" and not (shutil.which(asked[0]) and "GPU " in proc.run(asked, check=False).text):
-        raise errors.UsageError(
+    """Raise ``OptionError``, before an hour is spent on an image, for a job that this machine cannot run."""
+    question = ("nvidia-smi", "--list-gpus")
+    if job == "medium" and not (shutil.which(question[0]) and "GPU " in proc.run(question, check=False).text):
+        raise errors.OptionError(
             "--validate medium: nvidia-smi lists no GPU here; run it on a machine with one, or take --validate small"
         )
 
 
 def check(root: Path, engine: Engine, built: Built, job: str) -> Check:
-    """Check an image in a container, or return the verdict of the last check of the same bytes.
+    """Check an image in a container, or return the verdict of its last check.
 
     The job ``small`` is MaxText on 8 virtual CPU devices, without network or GPU; ``medium`` runs on the GPUs of this
     machine; with ``none`` only the content is looked at. ``SmokeError`` says what the image lacks or holds, or the last
     line of the job that failed in it.
     """
-    passed_before = files.read_object(root / _CHECKED)
-    with contextlib.suppress(KeyError, TypeError):
-        if (before := Check(**passed_before[built.content])).job == job:
-            return before
-    started = time.monotonic()
+    recent = files.read_object(root / _CHECKED)
+    if (before := recent.get(built.image_id, {})).get("job") == job:
+        return Check(**before)
+    started, verdict = time.monotonic(), "its content is as promised; no job ran"
     _check_contents(root, engine, built)
-    verdict = "its content is as promised; no job ran"
     if built.spec.target != "devcontainer" and job != "none":
-        verdict = _run(engine, built.image_id, job)
+        verdict = _run_job(engine, built.image_id, job)
     passed = Check(job, round(time.monotonic() - started, 1), verdict)
-    try:
-        (root / _CHECKED).parent.mkdir(parents=True, exist_ok=True)
-        recent = dict(list(passed_before.items())[-_KEPT:])
-        files.write_json(root / _CHECKED, recent | {built.content: passed._asdict()})
-    except OSError as error:
-        console.note(f"{_CHECKED}: cannot note that the image passed ({error}); the next run checks it again")
+    (root / _CHECKED).parent.mkdir(parents=True, exist_ok=True)
+    files.write_json(root / _CHECKED, dict([*recent.items()][-_RECENT:]) | {built.image_id: passed._asdict()})
     return passed
 
 
@@ -70,42 +61,49 @@ def _check_contents(root: Path, engine: Engine, built: Built) -> None:
     user = str(((engine.inspect(built.image_id) or {}).get("Config") or {}).get("User") or "root")
     if user.partition(":")[0] in ("root", "0"):
         raise errors.SmokeError(f"{built.image_id}: runs as root; the last USER of its stage must be another")
-    options = ["--rm", "--interactive", "--network", "none", "--user", "0", "--entrypoint", "/bin/sh"]
-    accelerator = built.labels.get(f"{LABEL}.accelerator", "cpu").split()[0]
-    words = [*engine.cli, "run", *options, built.image_id, "-s", built.spec.target, accelerator]
-    result = proc.run(words, stdin=(root / "docker/scripts/contents.sh").read_bytes(), check=False)
-    if result.returncode:
-        faults = [line.removeprefix("fault: ") for line in result.text.splitlines() if line.startswith("fault: ")]
-        raise errors.SmokeError(f"{built.image_id}: holds {'; '.join(faults) or result.complaint}")
+    script, labels = (root / "docker/scripts/contents.sh").read_text(encoding="utf-8"), built.labels
+    words = [built.spec.target, labels.get(f"{LABEL}.accelerator", "cpu").split()[0], labels.get(f"{LABEL}.python", "")]
+    entry = ["/bin/sh", "-c", script, "contents.sh"]
+    status, lines = _run(engine, built.image_id, words, network_mode="none", user="0", entrypoint=entry)
+    if status:
+        faults = [line.removeprefix("fault: ") for line in lines if line.startswith("fault: ")]
+        raise errors.SmokeError(f"{built.image_id}: holds {'; '.join(faults) or ' '.join(lines[-3:])}")
 
 
-def argv(engine: Engine, image: str, job: str, name: str) -> list[str]:
-    """Return the command that runs a validation job in a container, as a user would."""
-    means = ["--gpus", "all"] if job == "medium" else ["--network", "none"]
-    options = ["--rm", "--init", "--name", name, *means, "--entrypoint", "/opt/entrypoint.sh", "--workdir", "/tmp"]  # noqa: S108
-    return [*engine.cli, "run", *options, image, f"/opt/maxtext/{_JOBS[job]}"]
+def _run_job(engine: Engine, image: str, job: str) -> str:
+    """Run a validation job in a container, as a user would, with its lines shown; return the last of them."""
+    from docker.types import DeviceRequest
 
-
-def _run(engine: Engine, image: str, job: str) -> str:
-    """Run a validation job in a container, showing its lines; return the last of them."""
-    name = f"multimesh-check-{os.getpid()}-{os.urandom(4).hex()}"
-    lines = list[str]()
-
-    def show(line: str) -> None:
-        if line.strip():
-            lines.append(line.rstrip())
-            print(f"       |  {line.rstrip()}", file=sys.stderr, flush=True)
-
-    try:
-        result = proc.run(argv(engine, image, job, name), check=False, on_line=show)
-    except BaseException:
-        # Ending docker's client does not end the container.
-        subprocess.run([*engine.cli, "rm", "--force", name], capture_output=True, check=False)
-        raise
-    if result.returncode:
-        said = next((line for line in reversed(lines) if re.match(r"(error|Error)", line)), (lines or ["nothing"])[-1])
+    options: dict[str, Any] = {"entrypoint": ["/opt/entrypoint.sh"], "working_dir": "/tmp", "init": True}  # noqa: S108
+    gpus = {"device_requests": [DeviceRequest(count=-1, capabilities=[["gpu"]])]}
+    options |= gpus if job == "medium" else {"network_mode": "none"}
+    status, lines = _run(engine, image, [f"/opt/maxtext/{JOBS[job]}"], _show, **options)
+    if status:
+        reason = next((line for line in reversed(lines) if re.match("[Ee]rror", line)), (lines or ["no output"])[-1])
         raise errors.SmokeError(
-            f"the validation job '{job}' failed in {image[:19]} ({proc.shorten(said)}); no tag was moved. "
-            f"To look: {proc.quote([*engine.cli[:1], 'run', '-it', '--entrypoint', '/bin/bash', image])}"
+            f"the validation job '{job}' failed in {image[:19]} ({proc.shorten(reason)}); no tag was moved. "
+            f"To look: docker run -it --entrypoint /bin/bash {image}"
         )
     return lines[-1] if lines else ""
+
+
+def _show(line: str) -> None:
+    print(f"       |  {line}", file=sys.stderr, flush=True)
+
+
+def _run(
+    engine: Engine, image: str, command: list[str], show: Callable[[str], None] = lambda line: None, **options: Any
+) -> tuple[int, list[str]]:
+    """Run a container to its end, and remove it whatever happens; return its exit status and its lines."""
+    container, text, lines = engine.client.containers.create(image, command, **options), b"", list[str]()
+    try:
+        container.start()
+        for chunk in container.logs(stream=True, follow=True):
+            *complete, text = (text + chunk).split(b"\n")
+            for line in complete:
+                lines.append(line.decode("utf-8", "replace").rstrip())
+                show(lines[-1])
+        lines += [text.decode("utf-8", "replace")]
+        return int(container.wait()["StatusCode"]), [line for line in lines if line]
+    finally:
+        container.remove(force=True)

@@ -1,155 +1,156 @@
-"""Git as this package runs it: in a hardened environment, its complaints told apart."""
+"""Git by GitPython, in a hardened environment, its complaints told apart."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from tooling.core import errors, proc
+from tooling.core import console, errors, proc
+
+if TYPE_CHECKING:
+    from git import GitCommandError, Repo
 
 SCHEMES = ("https", "http", "ssh", "git", "file")
 COMMIT = re.compile(r"[0-9a-f]{40}")
+# Where a component's upstream bytes begin, and the branch with its patches applied.
+BASE, BRANCH = "refs/multimesh/base", "patched"
+_ATTEMPTS = 3
 _SETTINGS = {
-    "advice.detachedHead": "false",
-    "checkout.workers": "0",
+    "am.threeWay": "false",
     "core.attributesFile": os.devnull,
     "core.autocrlf": "false",
     "core.excludesFile": os.devnull,
-    "core.fsmonitor": "false",
     "core.fsync": "none",  # a tree that a power cut spoils is fetched again; the verified hash tells
     "core.hooksPath": os.devnull,
     "core.protectHFS": "true",
     "core.protectNTFS": "true",
-    "core.quotePath": "false",
-    "core.untrackedCache": "true",
-    "diff.noprefix": "false",
-    "diff.mnemonicPrefix": "false",
-    "fastimport.unpackLimit": "1",
     "fetch.unpackLimit": "1",  # a pack appears whole or not at all, so a killed fetch leaves no half of a tree
     "gc.auto": "0",
     "http.followRedirects": "initial",
     "http.lowSpeedLimit": "1000",
     "http.lowSpeedTime": "60",
-    "init.defaultBranch": "patched",
-    "maintenance.auto": "false",
-    "protocol.allow": "never",
-    "submodule.recurse": "false",
+    "init.defaultBranch": BRANCH,
     "transfer.fsckObjects": "true",
-} | {f"protocol.{scheme}.allow": "always" for scheme in SCHEMES}
-# Where a component's upstream bytes begin, and the branch with its patches applied.
-BASE, BRANCH = "refs/multimesh/base", "refs/heads/patched"
-# Commits that we make are the same on every machine and on every day.
-IDENTITY = {
+}
+_ENVIRONMENT = {
+    "GIT_CONFIG_NOSYSTEM": "1",
+    "GIT_CONFIG_GLOBAL": os.devnull,
+    "GIT_ATTR_NOSYSTEM": "1",
+    "GIT_ALLOW_PROTOCOL": ":".join(SCHEMES),
+    "GIT_TEMPLATE_DIR": "",
+    "GIT_TERMINAL_PROMPT": "0",
+    "GIT_ASKPASS": "true",
+    "GIT_SSH_COMMAND": "ssh -o BatchMode=yes",
+    "GIT_NO_REPLACE_OBJECTS": "1",
+    "GIT_OPTIONAL_LOCKS": "0",  # to look at a tree writes nothing
+} | {
+    # Commits that we make are the same on every machine and on every day.
     f"GIT_{role}_{field}": value
     for role in ("AUTHOR", "COMMITTER")
     for field, value in (("NAME", "MultiMesh"), ("EMAIL", "patches@multimesh.invalid"), ("DATE", "@946684800 +0000"))
 }
-_MALFORMED = ("fsck error", "object corrupt", "index-pack failed", "invalid index-pack", "inflate", "bad object")
-_MISSING = ("not our ref", "couldn't find remote ref", "unadvertised object", "no such remote ref")
+_MALFORMED = r"(?i)fsck error|object corrupt|index-pack failed|invalid index-pack|inflate|bad object"
+_BROKEN = r"(?i)early eof|unexpected disconnect|rpc failed|reset by peer|hung up|curl \d+"  # so git calls its pack, too
+_DISK_FULL = proc.DISK_FULL + "|unable to write|write error"
+_MISSING = r"(?i)not our ref|couldn't find remote ref|unadvertised object|no such remote ref"
+# GitPython adds to the environment and takes nothing away: GIT_DIR of a user's hook would lead it elsewhere.
+for _name in [name for name in os.environ if name.startswith("GIT_") and not name.startswith("GIT_SSL_")]:
+    del os.environ[_name]
 
 
-def environment(directory: str) -> dict[str, str]:
-    """Return the environment of a git process that works in ``directory``."""
-    kept = ("GIT_SSL_CAINFO", "GIT_SSL_CAPATH")
-    env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_") or key in kept}
-    # A clone that is mounted into a container belongs to another user there; this directory is one that we made.
-    settings = [*_SETTINGS.items(), ("safe.directory", directory)]
-    for number, (key, value) in enumerate(settings):
-        env |= {f"GIT_CONFIG_KEY_{number}": key, f"GIT_CONFIG_VALUE_{number}": value}
-    return env | {
-        "GIT_CONFIG_COUNT": str(len(settings)),
-        "GIT_CONFIG_NOSYSTEM": "1",
-        "GIT_CONFIG_GLOBAL": os.devnull,
-        "GIT_ATTR_NOSYSTEM": "1",
-        "GIT_ALLOW_PROTOCOL": ":".join(SCHEMES),
-        "GIT_TERMINAL_PROMPT": "0",
-        "GIT_ASKPASS": "true",
-        "GIT_SSH_COMMAND": "ssh -o BatchMode=yes",
-        "GIT_CEILING_DIRECTORIES": os.path.dirname(directory),
-        "GIT_NO_REPLACE_OBJECTS": "1",
-        "LC_ALL": "C",
-    }
+@contextlib.contextmanager
+def open_repo(root: Path, *, new: bool = False) -> Iterator[Repo]:
+    """Yield the repository whose work tree is at ``root``, an empty one if it is ``new``."""
+    _need_git()
+    from git import GitCommandError, Repo
+    from git.exc import GitError, ODBError
+
+    try:
+        if new:
+            Repo.init(root, env=_environment(root), object_format="sha1").close()
+            (root / ".git" / "info").mkdir(exist_ok=True)
+        with Repo(root) as repo:
+            repo.git.update_environment(**_environment(root))
+            yield repo
+    except GitCommandError as error:
+        raise _explain(error, root) from error
+    except (GitError, ODBError) as error:
+        raise errors.SourceError(f"{root}: git cannot read it ({error}); move it away and run again") from error
 
 
-class Repo(NamedTuple):
-    """A repository with a work tree at ``root``."""
+def run(repo: Repo, command: str, *args: str, **options: Any) -> str:
+    """Run one git command; return its output. ``SourceError``: it complains; ``ToolingError``: it cannot write."""
+    from git import GitCommandError
 
-    root: Path
-
-    def __call__(
-        self,
-        *args: str,
-        stdin: bytes = b"",
-        check: bool = True,
-        env: Mapping[str, str] | None = None,
-        on_line: Callable[[str], None] | None = None,
-    ) -> proc.Result:
-        """Run one git command here."""
-        full = environment(str(self.root)) | dict(env or {})
-        try:
-            return proc.run(["git", *args], cwd=self.root, env=full, stdin=stdin, check=check, on_line=on_line)
-        except errors.ToolError as error:
-            said = str(error)
-            if re.search(proc.DISK_FULL, said) or "unable to write" in said or "write error" in said:
-                raise errors.DiskError(f"{self.root}: cannot be written; free some space and run again") from error
-            if "Read-only file system" in said or "Permission denied" in said:
-                raise errors.DiskError(f"{self.root}: cannot be written; make it writable and run again") from error
-            raise
-
-    def object(self, name: str) -> str | None:
-        """Return the hash that a revision means, or None where this repository lacks it."""
-        result = self("rev-parse", "--verify", "--quiet", "--end-of-options", name, check=False)
-        return result.text if result.returncode == 0 else None
+    try:
+        return str(getattr(repo.git, command)(*args, **options))
+    except GitCommandError as error:
+        raise _explain(error, repo.working_dir) from error
 
 
-def init(root: Path) -> Repo:
-    """Make an empty repository."""
-    root.mkdir(parents=True)
-    repo = Repo(root)
-    repo("init", "--quiet", "--template=", "--object-format=sha1")
-    (root / ".git" / "info").mkdir(exist_ok=True)
-    return repo
+def find_object(repo: Repo, name: str) -> str | None:
+    """Return the hash that a revision means, or None where this repository lacks it."""
+    try:
+        return run(repo, "rev_parse", "--verify", "--quiet", "--end-of-options", name)
+    except errors.SourceError:
+        return None
 
 
-def fetch(
-    repo: Repo, url: str, revision: str, *, label: str, on_progress: Callable[[float, float | None], None]
-) -> None:
+def fetch(repo: Repo, url: str, commit: str, label: str) -> None:
     """Fetch one commit, without its history, from a url that ``url_fault`` let pass.
 
-    Raises ``MissingCommitError`` where the server answers without it, ``NetworkError`` where there is no answer,
-    ``IntegrityError`` where it sends malformed objects.
+    ``NotThereError``: the server answers without it, or does not answer; ``SourceError``: its objects are malformed.
     """
-    from git.util import CallableRemoteProgress, RemoteProgress
+    from git import GitCommandError, Remote, RemoteProgress
 
-    def tell(code: int, done: str | float, total: str | float | None = None, message: str = "") -> None:
-        if code & RemoteProgress.OP_MASK == RemoteProgress.RECEIVING:
-            on_progress(float(done), float(total) if total else None)
+    origin = repo.remote("origin") if "origin" in repo.remotes else Remote.add(repo, "origin", url)
+    for attempt in range(1, _ATTEMPTS + 1):
+        text = f"{label}: fetching {commit[:12]}" + (f", attempt {attempt}" if attempt > 1 else "")
+        with console.work(text) as advance:
 
-    args = ("fetch", "--depth=1", "--no-tags", "--no-write-fetch-head", "--no-recurse-submodules", "--progress")
-    on_line = CallableRemoteProgress(tell).new_message_handler()
-    result = repo(*args, "--end-of-options", url, revision, check=False, on_line=on_line)
-    if result.returncode:
-        raise _failure(result, url, revision, label)
+            class Progress(RemoteProgress):
+                def update(self, op_code: int, cur_count: Any, max_count: Any = None, message: str = "") -> None:
+                    if op_code & self.OP_MASK == self.RECEIVING:
+                        advance(float(cur_count), float(max_count) if max_count else None)
+
+            try:
+                origin.fetch(commit, Progress(), depth=1, no_tags=True, no_recurse_submodules=True)
+                return
+            except GitCommandError as error:
+                if attempt == _ATTEMPTS or re.search(f"{_MISSING}|{_DISK_FULL[4:]}", error.stderr):
+                    raise _explain_fetch(error, url, commit, label) from error
 
 
-def ask(url: str, ref: str, *, label: str) -> dict[str, str]:
-    """Return the hashes that a server has of a ref and of the peeled ref (``ref^{}``), if it has them."""
-    nowhere = {"GIT_DIR": os.devnull}
-    result = Repo(Path("/"))("ls-remote", "--end-of-options", url, ref, f"{ref}^{{}}", check=False, env=nowhere)
-    if result.returncode:
-        raise _failure(result, url, ref, label)
-    pairs = (line.split("\t") for line in result.text.splitlines())
-    return {name: commit for commit, name in pairs}
+def find_tag(url: str, tag: str, label: str) -> str | None:
+    """Return the commit of a tag on a server, None where that has no such tag."""
+    _need_git()
+    from git import Git, GitCommandError
+
+    ref = f"refs/tags/{tag}"
+    try:
+        environment = _ENVIRONMENT | {"GIT_DIR": os.devnull}
+        answer = str(Git().ls_remote("--end-of-options", url, ref, f"{ref}^{{}}", env=environment))
+    except GitCommandError as error:
+        raise _explain_fetch(error, url, ref, label) from error
+    commits = {name: commit for commit, name in (line.split("\t") for line in answer.splitlines())}
+    return commits.get(f"{ref}^{{}}") or commits.get(ref)
+
+
+def _need_git() -> None:
+    if shutil.which("git") is None:
+        raise errors.ToolingError("git: not found; install it and run the same command again")
 
 
 def url_fault(url: str) -> str | None:
-    """Say why an address of the command line may not be fetched from, or return None."""
+    """Return why an address of the command line may not be fetched from, or None."""
     if not re.match(rf"({'|'.join(SCHEMES)})://[^-]", url):
         return f"must begin with one of {', '.join(scheme + '://' for scheme in SCHEMES)}"
-    if re.match(r"\w+://[^/@]*:[^/@]*@", url):
+    if re.match(r"https?://[^/]*@|\w+://[^/@]*:[^/@]*@", url):
         return "contains a password; keep credentials out of command lines"
     return None
 
@@ -159,21 +160,40 @@ def hide_password(url: str) -> str:
     return re.sub(r"//[^/]*@", "//***@", url)
 
 
-def _failure(result: proc.Result, url: str, revision: str, label: str) -> errors.ToolingError:
-    """Return the error that a failed conversation with a server amounts to."""
-    lines = result.stderr.decode("utf-8", "replace").splitlines()
-    said = "\n".join(lines).lower()
-    complaint = proc.shorten("; ".join(line.strip() for line in lines if "fatal:" in line or "error:" in line))
-    if re.search(proc.DISK_FULL, said):
-        return errors.DiskError(f"{label}: the disk is full; free some space and run the same command again")
-    if any(phrase in said for phrase in _MISSING):
-        return errors.MissingCommitError(
+def _environment(root: Path) -> dict[str, str]:
+    # A clone that is mounted into a container belongs to another user there; this directory is one that we made.
+    settings = [*_SETTINGS.items(), ("safe.directory", str(root))]
+    env = {"GIT_CONFIG_COUNT": str(len(settings)), "GIT_CEILING_DIRECTORIES": str(root.parent)}
+    for number, (key, value) in enumerate(settings):
+        env |= {f"GIT_CONFIG_KEY_{number}": key, f"GIT_CONFIG_VALUE_{number}": value}
+    return _ENVIRONMENT | env
+
+
+def _explain(error: GitCommandError, place: object) -> errors.ToolingError:
+    """Return the error of a git that failed in a work tree, or in a conversation with a server."""
+    if re.search(_DISK_FULL, error.stderr):
+        return errors.ToolingError(f"{place}: cannot be written; free some space and run again")
+    if re.search("Read-only file system|Permission denied", error.stderr):
+        return errors.ToolingError(f"{place}: cannot be written; make it writable and run again")
+    return errors.SourceError(_complaint(error))
+
+
+def _explain_fetch(error: GitCommandError, url: str, revision: str, label: str) -> errors.ToolingError:
+    if re.search(_MISSING, error.stderr):
+        return errors.NotThereError(
             f"{label}: {url} does not have {revision}; check the pin in sources.lock or take another --mirror"
         )
-    broken = re.search(proc.NETWORK_FAILED, said)
-    if not broken and any(phrase in said for phrase in _MALFORMED):
-        return errors.IntegrityError(
-            f"{label}: {url} sent objects that git refuses ({complaint}); take another --mirror"
-        )
-    remedy = "check the network or name a --mirror" if broken else "check the url or name a --mirror"
-    return errors.NetworkError(f"{label}: cannot fetch {url} ({complaint}); {remedy}")
+    if re.search(_MALFORMED, error.stderr) and not re.search(_BROKEN, error.stderr):
+        return errors.SourceError(f"{label}: {url} sent objects that git refuses ({_complaint(error)}); do not use it")
+    if re.search(_DISK_FULL, error.stderr):
+        return _explain(error, label)
+    return errors.NotThereError(
+        f"{label}: cannot fetch {url} ({_complaint(error)}); check the network and the url, or name a --mirror"
+    )
+
+
+def _complaint(error: GitCommandError) -> str:
+    """Return the lines of a git's output that say what is wrong, as one."""
+    lines = [line.strip().removeprefix("stderr: ").strip("' ") for line in error.stderr.splitlines()]
+    said = "; ".join(line for line in lines if "fatal:" in line or "error:" in line)
+    return proc.shorten(said) or f"git ended with {error.status}"

@@ -1,110 +1,58 @@
-"""Patch series: ``patches/<component>/series`` names the files in order; each becomes one reproducible commit."""
+"""Patch series: ``patches/<component>/series`` names the files in order; ``git am`` makes one commit of each."""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
-from email.parser import BytesHeaderParser
-from email.policy import default as default_policy
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 from tooling.core import errors
 from tooling.sources import git
-from tooling.sources.paths import link_fault
 
-SERIES = "series"
-_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*\.patch")
+if TYPE_CHECKING:
+    from git import Repo
 
-
-class Patch(NamedTuple):
-    """One patch file of a component; paths in it are relative to ``third_party/<component>``."""
-
-    component: str
-    file: str
-    data: bytes
-
-    @property
-    def message(self) -> str:
-        """The commit message: the patch's Subject and text, or the file's name where it has none."""
-        head, _, _ = self.data.partition(b"\ndiff --git ")
-        if head.startswith(b"diff --git "):
-            head = b""
-        if head.startswith(b"From "):
-            head = head.partition(b"\n")[2]
-        mail = BytesHeaderParser(policy=default_policy).parsebytes(head)
-        subject = re.sub(r"^\[PATCH[^\]]*\]\s*", "", " ".join(str(mail.get("Subject", "")).split()))
-        body = head.partition(b"\n\n")[2].decode("utf-8", "replace") if subject else ""
-        body = re.split(r"(?m)^---\s*$", body)[0].strip()
-        return "\n\n".join(part for part in (subject or self.file.removesuffix(".patch"), body) if part) + "\n"
-
-    @property
-    def label(self) -> str:
-        """How errors name this patch."""
-        return f"patches/{self.component}/{self.file}"
+Series = dict[str, bytes]
+"""Patches by file name, in their order; paths in them are relative to ``third_party/<component>``."""
+_AUTHOR = b"From: MultiMesh <patches@multimesh.invalid>\nDate: Sat, 1 Jan 2000 00:00:00 +0000\n"
 
 
-def load_series(root: Path, component: str) -> tuple[Patch, ...]:
+def load_series(root: Path, component: str) -> Series:
     """Read the patch series of a component; no folder and an empty series are the same."""
     folder = root / "patches" / component
-    series, where = folder / SERIES, f"patches/{component}/series"
-    present = sorted(path.name for path in folder.glob("*.patch"))
-    if not series.is_file():
-        if not present:
-            return ()
-        raise errors.ManifestError(f"{where}: not found; list {', '.join(present)} there in order")
-    names = [line.strip() for line in series.read_text(encoding="utf-8").splitlines()]
-    names = [name for name in names if name and not name.startswith("#")]
-    for name in names:
-        if not _FILE.fullmatch(name):
-            raise errors.ManifestError(f"{where}: '{name}' is not the name of a .patch file beside it")
-        if name not in present:
-            raise errors.ManifestError(f"{where}: {name} is not a file in patches/{component}")
-    if len(set(names)) != len(names):
-        raise errors.ManifestError(f"{where}: names a patch twice")
-    if forgotten := sorted(set(present) - set(names)):
-        raise errors.ManifestError(f"{where}: does not list {', '.join(forgotten)}; add or delete it")
-    return tuple(Patch(component, name, (folder / name).read_bytes()) for name in names)
+    patches = {path.name: path for path in folder.glob("*.patch")}
+    lines = (folder / "series").read_text(encoding="utf-8").split("\n") if (folder / "series").is_file() else []
+    names = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    if odd := sorted({*names} ^ {*patches}) or [name for name in patches if names.count(name) > 1]:
+        raise errors.SourceError(f"patches/{component}/series: name each .patch file beside it once, not {odd[0]}")
+    return {name: patches[name].read_bytes() for name in names}
 
 
-def digests(patches: Sequence[Patch]) -> tuple[tuple[str, str], ...]:
-    """Return file name and sha256 of each patch, in order."""
-    return tuple((patch.file, hashlib.sha256(patch.data).hexdigest()) for patch in patches)
+def sums(series: Series) -> dict[str, str]:
+    """Return the sha256 of each patch by its name, in order."""
+    return {name: hashlib.sha256(data).hexdigest() for name, data in series.items()}
 
 
-def digest(patches: Sequence[Patch]) -> str:
-    """Return one hash for a whole series."""
-    return hashlib.sha256("\n".join(map(" ".join, digests(patches))).encode()).hexdigest()
+def apply_series(repo: Repo, series: Series, component: str) -> None:
+    """Commit each patch on top of what is checked out. git refuses paths and links that lead out of the tree."""
+    folder = Path(repo.git_dir) / "series"
+    folder.mkdir()
+    for name, data in series.items():
+        path = folder / name
+        path.write_bytes(_mail(name, data))
+        try:
+            git.run(repo, "am", "--quiet", "--keep-cr", "--no-scissors", "--whitespace=nowarn", str(path))
+        except errors.SourceError as error:
+            raise errors.SourceError(
+                f"patches/{component}/{name}: does not apply ({error}); adapt it to the pinned source, or remove it if "
+                "that has the change"
+            ) from error
 
 
-def apply_series(repo: git.Repo, base: str, patches: Sequence[Patch]) -> str:
-    """Commit each patch on top of ``base`` without touching the work tree; return the last commit."""
-    commit = base
-    repo("read-tree", base)
-    for patch in patches:
-        label, data = patch.label, patch.data
-        result = repo("apply", "--cached", "--whitespace=nowarn", "-", stdin=data, check=False)
-        if result.returncode:
-            if repo("apply", "--cached", "--check", "--reverse", "-", stdin=data, check=False).returncode == 0:
-                raise errors.PatchError(
-                    f"{label}: the pinned source already has this change; remove the patch from the series"
-                )
-            raise errors.PatchError(f"{label}: does not apply ({result.complaint}); adapt it to the pinned source")
-        tree = repo("write-tree").text
-        if tree == repo.object(f"{commit}^{{tree}}"):
-            raise errors.PatchError(f"{label}: changes nothing; remove it from the series")
-        _check_links(repo, commit, tree, label)
-        commit = repo("commit-tree", tree, "-p", commit, stdin=patch.message.encode(), env=git.IDENTITY).text
-    return commit
-
-
-def _check_links(repo: git.Repo, before: str, after: str, label: str) -> None:
-    """Refuse a symbolic link of a patch that points out of the component's tree."""
-    told = repo("diff-tree", "-r", "-z", "--no-renames", "--diff-filter=AMT", before, after).stdout.split(b"\0")
-    for entry, name in zip(told[::2], told[1::2], strict=False):
-        _, mode, _, blob, _ = entry.decode().split()
-        if mode == "120000":
-            path, target = name.decode("utf-8", "replace"), repo("cat-file", "blob", blob).text
-            if fault := link_fault(path, target):
-                raise errors.PatchError(f"{label}: makes a link {path} that {fault}; no patch may")
+def _mail(name: str, data: bytes) -> bytes:
+    """Return a patch as ``git am`` reads it: with an author, and the file's name where it has no subject."""
+    head, separator, diff = data.partition(b"diff --git ")
+    if not re.search(rb"(?m)^Subject: ", head):
+        head = b"Subject: " + name.removesuffix(".patch").encode() + b"\n\n---\n"
+    return (b"" if re.search(rb"(?m)^From: ", head) else _AUTHOR) + head + separator + diff

@@ -2,7 +2,7 @@
 # Register MultiMesh and its launcher (as installed distributions) and MaxText (as a path), before their files are
 # there: a change of a file then needs no installation.
 set -eu
-for project in multimesh:multimesh maxtext:multimesh_maxtext; do
+for project in multimesh:multimesh planner:multimesh_planner numerics:multimesh_numerics maxtext:multimesh_maxtext; do
   folder=/opt/${project%:*}
   mkdir -p "$folder/src/${project#*:}"
   cp "/projects/${project%:*}/"* "$folder/"

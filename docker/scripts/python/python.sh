@@ -59,4 +59,4 @@ new_enough "$python" || {
   exit 4
 }
 "$python" -m venv --without-pip /opt/.venv
-rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/apt /var/log/dpkg.log
+rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/cache/ldconfig /var/log/alternatives.log /var/log/apt /var/log/dpkg.log

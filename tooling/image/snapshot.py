@@ -1,0 +1,112 @@
+"""The files that a build reads, as trees of git: no file is in an image that its labels do not count.
+
+A tree holds all that git tracks, or would add where a build looks, as it is now; those of ``third_party/`` lie beside.
+A build reads a copy, so that a file which is saved later changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tooling.core import errors, proc
+from tooling.sources import fetch, manifest
+
+IGNORE = "docker/Dockerfile.dockerignore"
+
+
+class Tree(NamedTuple):
+    """The commit that a tree began from, and the files in which they differ."""
+
+    commit: str
+    changed: tuple[str, ...] = ()
+
+    @property
+    def revision(self) -> str:
+        """The commit, marked where the tree differs from it."""
+        return f"{self.commit}-dirty" if self.changed else self.commit
+
+
+class Snapshot(NamedTuple):
+    """This repository, and the components below ``third_party/`` that a build reads."""
+
+    ours: Tree
+    components: Mapping[str, Tree]
+
+    @property
+    def revision(self) -> str:
+        """The commit of this repository, marked where anything but MaxText, which has a label, differs from its pin."""
+        dirty = any(tree.changed for name, tree in self.components.items() if name != "maxtext")
+        return f"{self.ours.commit}-dirty" if dirty and not self.ours.changed else self.ours.revision
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """The files that no commit holds."""
+        below = [f"third_party/{name}/{file}" for name, tree in self.components.items() for file in tree.changed]
+        return (*self.ours.changed, *below)
+
+
+def take_snapshot(root: Path, folder: Path, names: Sequence[str]) -> Snapshot:
+    """Copy a clone with these components to ``folder / "context"``, and say what that is.
+
+    ``SourceError``: a component is missing, has no history, or is at another commit than its pin.
+    """
+    context = folder / "context"
+    shutil.rmtree(context, ignore_errors=True)
+    # Data that lies beside the files of a build is not read.
+    lines = (root / IGNORE).read_text(encoding="utf-8").split() if (root / IGNORE).is_file() else ["!."]
+    read = [line[1:] for line in lines if line.startswith("!") and line != "!third_party"]
+    ours = _copy(root, context, [name for name in read if (root / name).exists()])
+    return Snapshot(ours, {name: _copy_component(root, context, name) for name in names})
+
+
+def _copy_component(root: Path, context: Path, name: str) -> Tree:
+    place = root / "third_party" / name
+    remedy = f"run ./bootstrap.sh --group {'image' if name == 'maxtext' else 'source'}"
+    if not place.is_dir():
+        raise errors.NotThereError(f"third_party/{name} is not there; {remedy}")
+    tree, record = _copy(place, context / "third_party" / name, ["."]), fetch.read_record(place)
+    component = manifest.find(manifest.load(root / "sources.yaml"), name)
+    recipe = fetch.make_recipe(root, component, manifest.load_lock(root / "sources.lock"))
+    if record is None or (tree.commit, record.key) != (record.commit, recipe.key):
+        raise errors.SourceError(f"third_party/{name} is at {tree.commit[:12]}, which is not its pin; {remedy}")
+    return tree
+
+
+def _copy(place: Path, target: Path, paths: Sequence[str]) -> Tree:
+    """Copy the files of a clone as they are now, and return their tree.
+
+    New files count below ``paths`` alone, and ignored ones nowhere. A file that git was told not to look at has the
+    content that was committed.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    env = dict(os.environ)
+
+    def git(*args: str) -> str:
+        return proc.run(["git", "-C", place, "-c", "core.autocrlf=false", "--literal-pathspecs", *args], env=env).text
+
+    head = proc.run(["git", "-C", place, "rev-parse", "--show-toplevel", "HEAD"], check=False)
+    top, _, commit = head.text.partition("\n")
+    if head.returncode or Path(top).resolve() != place.resolve():
+        raise errors.SourceError(f"{place} has no history of git, so nobody knows its commit; clone it")
+    objects = str((place / git("rev-parse", "--git-path", "objects")).absolute())
+    quoted = objects.replace("\\", r"\\").replace('"', r"\"")
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".git-") as folder:
+        index, new = Path(folder, "index"), Path(folder, "new")
+        shutil.copyfile(place / git("rev-parse", "--git-path", "index"), index)
+        env |= {"GIT_INDEX_FILE": str(index), "GIT_OBJECT_DIRECTORY": folder}
+        env["GIT_ALTERNATE_OBJECT_DIRECTORIES"] = f'"{quoted}"'
+        git("add", "--update")
+        names = git("ls-files", "--others", "--exclude-standard", "-z", "--", *paths).split("\0")
+        if names := [name for name in names if name and not name.endswith("/")]:  # a folder is a clone of its own
+            new.write_text("\0".join(names), encoding="utf-8", errors="surrogateescape")
+            git("add", f"--pathspec-from-file={new}", "--pathspec-file-nul")
+        tree = git("write-tree")
+        changed = git("diff-tree", "-r", "-z", "--name-only", commit, tree)
+        index.unlink()
+        git(f"--work-tree={target}", "read-tree", "--reset", "-u", tree)
+    return Tree(commit, tuple(filter(None, changed.split("\0"))))
