@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / folder) for folder in ("docs/site", "multimesh/src", "maxtext/src", "maxtext/tests", ".")]
+sys.path[:0] = [
+    str(ROOT / folder)
+    for folder in ("docs/site", "multimesh/src", "planner/src", "numerics/src", "maxtext/src", "maxtext/tests", ".")
+]
 
 project = "MultiMesh for JAX"
 author = copyright = "the authors of MultiMesh for JAX"
@@ -23,7 +26,14 @@ extensions = [
 
 # Sources lie all over the repository, so that their links work on GitHub as they are.
 root_doc = "docs/index"
-include_patterns = ["docs/*.md", "maxtext/README.md", "maxtext/*/README.md", "docker/README.md", "CONTRIBUTING.md"]
+include_patterns = [
+    "docs/*.md",
+    "maxtext/README.md",
+    "maxtext/*/README.md",
+    "planner/README.md",
+    "numerics/README.md",
+    "CONTRIBUTING.md",
+]
 exclude_patterns = [".*", "build", "dist", "third_party", "**/__pycache__", "**/.*"]
 suppress_warnings = ["myst.xref_missing"] if "linkcheck" in sys.argv else []
 

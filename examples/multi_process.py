@@ -75,7 +75,7 @@ w = {name: draw((16, 16)).astype(np.float32) / 4 for name in ("first", "second")
 x = draw((32, 16)).astype(np.float32)
 total, grads = mm.jit(step)(w, x)
 
-with mm.ignore_transforms():
+with mm.context(ignore_transforms=True):
     expected, wanted = jax.jit(step)(w, x)
 for name, grad in grads.items():
     local = [f"{s.data.shape} on {s.device}" for s in grad.addressable_shards]

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from multimesh.linalg import potrs
+from multimesh_numerics.linalg import potrs
 
 proc_id = int(sys.argv[1]) if len(sys.argv) > 1 else 0
 num_procs = int(sys.argv[2]) if len(sys.argv) > 2 else 1

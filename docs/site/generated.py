@@ -5,11 +5,12 @@ On GitHub such a line is an invisible comment, so a page says in words what the 
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import inspect
 import itertools
+import os
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ def api(names: str) -> Iterator[str]:
     """Yield the reference of these names, from their docstrings."""
     for name in names.split():
         module, _, last = f"multimesh.{name}".rpartition(".")
-        found = getattr(importlib.import_module(module), last)
+        found = getattr(find_module(module), last)
         if inspect.isclass(found):
             kind, options = "autoclass", ["   :members:"]
             if issubclass(found, Exception):
@@ -41,11 +42,20 @@ def api(names: str) -> Iterator[str]:
         yield from ("```{eval-rst}", f".. {kind}:: {module}.{last}", *options, "```", "")
 
 
+def find_module(name: str) -> Any:
+    """Return a module of the library, or one of another package that it loads, as ``multimesh.linalg``."""
+    package, _, last = name.partition(".")
+    module = getattr(importlib.import_module(package), last, None) if last else None
+    return module or importlib.import_module(name)
+
+
 def errors(package: str) -> Iterator[str]:
     """Yield a table of the messages for each module of a package."""
     for module, subject, found in messages.collect(package):
         title, _, more = subject.partition(". ")
-        yield from (f"### {title.rstrip('.')}", "", f"{more} Module `{module.partition('.')[2]}`.".strip(), "")
+        if package == "multimesh":  # a note below a message links here (multimesh/errors.py)
+            yield f"({re.sub(r'[._]', '-', module.partition('.')[2])})="
+        yield from (f"#### {title.rstrip('.')}", "", f"{more} Module `{module.partition('.')[2]}`.".strip(), "")
         yield from ("| message | what to do |", "|---|---|")
         yield from (f"| {each.cause} (`{each.kind}`) | {each.remedy} |" for each in found)
         yield ""
@@ -61,41 +71,37 @@ def codes(package: str) -> Iterator[str]:
 
 
 def flags(_: str) -> Iterator[str]:
-    """Yield a table for each group of flags of ``maxtext/run.py``."""
-    options = importlib.import_module("multimesh_maxtext.command.options")
-    for group in options.parser()._action_groups:
-        shown = [action for action in group._group_actions if action.dest != "help"]
-        if not shown:
-            continue
-        yield from (f"## {(group.title or '').capitalize()}", "", messages.plain(group.description or ""), "")
-        yield from ("| flag | what it does | in the original |", "|---|---|---|")
-        yield from (f"| {_flag(action)} | {_help(action)} | {_original(action)} |" for action in shown)
-        yield ""
+    """Yield a table for each group of flags of ``maxtext/run.py``, and one of flags that are settings of MaxText."""
+    records, known = (importlib.import_module(name) for name in ("multimesh_maxtext.command.flags", "original"))
+    for name, flag in records.FLAGS.items():
+        if name in records.GROUPS:
+            title, about = records.GROUPS[name]
+            yield from ("", f"## {title.capitalize()}", "", messages.plain(about), "")
+            yield from ("| flag | what it does | in the original |", "|---|---|---|")
+        shown = " ".join(filter(None, (flag.option, flag.value))) if flag.value else _switch(name, records)
+        default = known.DEFAULTS.get(flag.option)
+        there = f"the same; default: {messages.plain(default)}" if default else "the same"
+        cells = (
+            f"`{shown}`".replace("|", r"\|"),
+            messages.plain(flag.help),
+            there if flag.option in known.FLAGS else "",
+        )
+        yield f"| {' | '.join(cells)} |"
+    settings = importlib.import_module("multimesh_maxtext.command.command_line").SETTINGS
+    yield from (
+        "",
+        "## Settings of MaxText",
+        "",
+        "These flags of the original are settings of MaxText; both are accepted.",
+    )
+    yield from ("", "| flag | setting |", "|---|---|")
+    yield from (f"| `{flag}` | `{setting}` |" for flag, setting in settings.items() if flag in known.FLAGS)
+    yield ""
 
 
-def _flag(action: argparse.Action) -> str:
-    names = ", ".join(action.option_strings)
-    if isinstance(action, argparse.BooleanOptionalAction):
-        names = names.partition(",")[0].replace("--", "--[no-]", 1)
-    shown = " ".join(filter(None, (names, str(action.metavar or ""))))
-    return f"`{shown}`".replace("|", r"\|")  # a bar would begin the next cell
-
-
-def _help(action: argparse.Action) -> str:
-    text = messages.plain((action.help or "") % (vars(action) | {"prog": "maxtext/run.py"}))
-    if action.choices is None or action.metavar is not None:  # the help names them
-        return text
-    return f"{text} ({', '.join(f'`{choice}`' for choice in action.choices)})"
-
-
-def _original(action: argparse.Action) -> str:
-    """Return what the launcher of the original MultiMesh has in this place; maxtext/tests/original.py knows it."""
-    known = importlib.import_module("original")
-    same = [flag for flag in action.option_strings if flag in known.FLAGS]
-    if not same:
-        return "" if action.option_strings else "the same"
-    default = known.DEFAULTS.get(same[0])
-    return f"the same; default: {messages.plain(default)}" if default else "the same"
+def _switch(name: str, records: Any) -> str:
+    option = records.FLAGS[name].option
+    return option if records.DEFAULTS[name] is False else option.replace("--", "--[no-]", 1)
 
 
 def timelines(uses: str) -> Iterator[str]:
@@ -126,13 +132,36 @@ def _forecasts() -> dict[str, Any]:
     }
 
 
+def names(page: str) -> Iterator[str]:
+    """Yield a table of the names that a page of the reference has, by section."""
+    sections: dict[str, list[str]] = {}
+    for line in (messages.ROOT / page).read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            sections[line.removeprefix("## ")] = links = []
+        elif (match := MADE.match(line)) and match[1] == "api":
+            links += (f"{{py:obj}}`{name} <multimesh.{name}>`" for name in match[2].split())
+    yield from ("| section | names |", "|---|---|")
+    yield from (f"| {section} | {', '.join(links)} |" for section, links in sections.items())
+    yield ""
+
+
+def version(_: str) -> Iterator[str]:
+    """Yield the version of the library, and where its repository is if the build knows that."""
+    release = tomllib.loads((messages.ROOT / "multimesh" / "pyproject.toml").read_text(encoding="utf-8"))
+    where = os.environ.get("GITHUB_REPOSITORY")
+    link = f" · [repository](https://github.com/{where})" if where else ""
+    yield f"Version {release['project']['version']}{link}"
+
+
 MAKERS = {
     "api": api,
     "codes": codes,
     "errors": errors,
     "explorer": explorer.explorer,
     "flags": flags,
+    "names": names,
     "timelines": timelines,
+    "version": version,
 }
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {
     "multimesh": ROOT / "multimesh" / "src" / "multimesh",
+    "multimesh_planner": ROOT / "planner" / "src" / "multimesh_planner",
+    "multimesh_numerics": ROOT / "numerics" / "src" / "multimesh_numerics",
     "multimesh_maxtext": ROOT / "maxtext" / "src" / "multimesh_maxtext",
     "tooling": ROOT / "tooling",
 }
