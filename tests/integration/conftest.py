@@ -12,7 +12,7 @@ from tests.integration.parts import engine as engines
 from tests.integration.parts import registry as registries
 from tests.integration.parts import slurm
 from tests.telling import pytest_collection_modifyitems  # noqa: F401
-from tooling.image import engine as detected
+from tooling.image import engine as docker_engines
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -35,9 +35,9 @@ def docker_engine(parts_folder: Path) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def engine(docker_engine: None) -> detected.Engine:
+def engine(docker_engine: None) -> docker_engines.Engine:
     """The engine that runs, as build.py sees it."""
-    return detected.detect()
+    return docker_engines.connect()
 
 
 @pytest.fixture(scope="session")

@@ -31,7 +31,6 @@ ELSEWHERE = {  # commands that are not run here: who runs them, or what they nee
     "git clone https://": "GitHub",
     "python multimesh/benchmarks/": "each takes minutes, and its figures a quiet machine",
     "multimesh/benchmarks/": "as above",
-    "python maxtext/benchmarks/": "as above",
 }
 
 
@@ -43,11 +42,11 @@ def script(name: str) -> str:
 
 @functools.cache
 def environment(folder: Path, packages: tuple[str, ...]) -> Path:
-    made = folder / ("-".join(packages) or "alone")
-    subprocess.run([sys.executable, "-m", "venv", str(made)], check=True)
-    install = [f"{made}/bin/python", "-m", "pip", "install", "-q", "--no-input"]
+    environment_folder = folder / ("-".join(packages).replace("/", "") or "alone")
+    subprocess.run([sys.executable, "-m", "venv", str(environment_folder)], check=True)
+    install = [f"{environment_folder}/bin/python", "-m", "pip", "install", "-q", "--no-input"]
     subprocess.run([*install, f"{ROOT}/multimesh", *packages], check=True)
-    return made
+    return environment_folder
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +59,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", [name for name in pages.names() if script(name) or pages.blocks(name, "python")])
 def test_a_page_from_top_to_bottom(name: str, folder: Path, tmp_path: Path) -> None:
     packages = " ".join(INSTALLS.findall((ROOT / name).read_text(encoding="utf-8"))).split()
-    made = environment(folder, tuple(sorted(set(packages))))
+    ours = [f"{ROOT}/{package}" for package in ("planner", "numerics") if f" ./{package}" in (ROOT / name).read_text()]
+    venv = environment(folder, tuple(sorted({*packages, *ours})))
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
     (clone / "page.py").write_text("\n".join(pages.blocks(name, "python")))
     (clone / "train.py").write_text("".join(pages.blocks(name, "py")[:1]))  # docs/ten-minutes.md starts it
     # What the machine's administrator sets stays: the package index may be a mirror with a certificate of its own.
     kept = {key: value for key, value in os.environ.items() if key.startswith(("PIP_", "SSL_"))}
-    env = kept | {"HOME": str(tmp_path), "PATH": f"{made / 'bin'}:{os.environ['PATH']}"}
+    env = kept | {"HOME": str(tmp_path), "PATH": f"{venv / 'bin'}:{os.environ['PATH']}"}
     shell = ["bash", "-ec", f"python page.py\n{script(name)}\nwait"]
     done = subprocess.run(shell, cwd=clone, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

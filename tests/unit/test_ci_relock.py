@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -14,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from tests import locks
-from tooling.ci import relock
+from tooling.ci import steps
+from tooling.core.files import ROOT
 from tooling.environment import find_python
-from tooling.sources.workspace import ROOT
 
 JAX = ("jax", "jax-cuda12-pjrt", "jax-cuda12-plugin")
 EARLIER, NEWEST = 'python_version < "3.12"', 'python_version >= "3.12"'
@@ -35,7 +36,9 @@ class Index:
         stem = f"{name.replace('-', '_')}-{version}"
         head = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nRequires-Python: {python}\n"
         texts = {
-            "METADATA": head + "Provides-Extra: with-cuda\n" + "".join(f"Requires-Dist: {each}\n" for each in asks),
+            "METADATA": head
+            + "Provides-Extra: with-cuda\n"
+            + "".join(f"Requires-Dist: {requirement}\n" for requirement in asks),
             "WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         }
         wheel = place / f"{stem}-py3-none-any.whl"
@@ -55,42 +58,57 @@ class Index:
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
     """An index with a JAX for each line of Pythons, and a package whose newest release asks for a newer Python."""
-    made = Index(tmp_path / "index")
+    packages = Index(tmp_path / "index")
     for version, python in (("0.10.2", ">=3.11"), ("0.12.0", ">=3.12")):
         for name in JAX:
-            made.release(name, version, python)
-    made.release("flax", "1.0", ">=3.11", ["jax>=0.10"])
-    made.release("flax", "1.1", ">=3.12", ["jax>=0.11"])
-    monkeypatch.setenv("UV_DEFAULT_INDEX", made.folder.as_uri())
+            packages.release(name, version, python)
+    packages.release("flax", "1.0", ">=3.11", ["jax>=0.10"])
+    packages.release("flax", "1.1", ">=3.12", ["jax>=0.11"])
+    monkeypatch.setenv("UV_DEFAULT_INDEX", packages.folder.as_uri())
     monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "cache"))
     for name in ("UV_INDEX", "UV_EXTRA_INDEX_URL", "UV_INDEX_URL", "UV_FIND_LINKS"):
         monkeypatch.delenv(name, raising=False)
-    return made
+    return packages
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A repository with few groups, and few packages in each."""
-    monkeypatch.setattr(relock, "GROUPS", ("run", "docs", "cuda12"))
     folder = tmp_path / "root" / "requirements"
     folder.mkdir(parents=True)
-    for group in relock.GROUPS:
+    for group in ("docs", "cuda12"):
         (folder / f"{group}.in").write_text("-c run.txt\nflax\n")
     lines = ((EARLIER, "0.10.2"), (NEWEST, "0.12.0"))
     (folder / "run.in").write_text("".join(f"jax=={jax} ; {marker}\n" for marker, jax in lines) + "flax\n")
     names = ("jax-cuda12-pjrt", "jax-cuda12-plugin[with-cuda]")
     text = "".join(f"{name}=={jax} ; {marker}\n" for marker, jax in lines for name in names)
     (folder / "cuda12.in").write_text(f"-c run.txt\n{text}")
+    (folder.parent / ".ci").mkdir()
+    for name in (
+        ".ci/lock",
+        "tooling/__init__.py",
+        "tooling/environment/__init__.py",
+        "tooling/environment/find_python.py",
+    ):
+        (folder.parent / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, folder.parent / name)
+    (folder.parent / "sources.yaml").write_text('    version: "0.12.0"\n')
+    for name in ("", "multimesh/"):
+        (folder.parent / name).mkdir(exist_ok=True)
+        (folder.parent / name / "pyproject.toml").write_text('requires-python = ">=3.9"\npython_version = "3.9"\n')
+    (folder.parent / ".venv").symlink_to(sys.prefix)
     return folder.parent
 
 
-def texts(here: Path) -> dict[str, str]:
-    return {path.name: path.read_text() for path in (here / "requirements").iterdir()}
+def lock(here: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([here / ".ci/lock", *words], capture_output=True, text=True, check=False)
 
 
 def test_a_lock_holds_what_each_python_is_offered(here: Path, index: Index) -> None:
     """Whichever Python runs this: an index that is asked for it alone shows 3.11 no later JAX."""
-    relock.lock(here, "run")
+    assert lock(here, "run").returncode == 0
+    assert 'requires-python = ">=3.11"' in (here / "multimesh" / "pyproject.toml").read_text()
+    assert "is no group; choose from run dev" in lock(here, "nosuch").stderr
     run = here / "requirements" / "run.txt"
     assert locks.locked_versions(run, "3.11.7") == {"flax": "1.0", "jax": "0.10.2"}
     for python in ("3.12.0", "3.13.0", "3.14.2"):
@@ -99,25 +117,12 @@ def test_a_lock_holds_what_each_python_is_offered(here: Path, index: Index) -> N
     assert locks.locked_versions(run) == locks.locked_versions(run, sys.version.split()[0])
 
 
-def test_what_is_locked_stays_unless_the_newest_is_asked_for(here: Path, index: Index) -> None:
-    relock.lock(here, "run")
-    index.release("flax", "1.2", ">=3.12")
-    run = here / "requirements" / "run.txt"
-    relock.lock(here, "run")
-    assert locks.locked_versions(run, "3.13.0")["flax"] == "1.1"
-    relock.lock(here, "run", "--upgrade")
-    assert (locks.locked_versions(run, "3.13.0")["flax"], locks.locked_versions(run, "3.11.7")["flax"]) == (
-        "1.2",
-        "1.0",
-    )
-
-
 def test_our_locks_hold_the_jax_of_both_lines(root: Path, tmp_path: Path) -> None:
     """And plugins for GPUs of the same release, which JAX ignores otherwise."""
-    asked = dict(re.findall(r"^jax==(\S+) ; (.*)$", (root / "requirements" / "run.in").read_text(), re.MULTILINE))
-    assert sorted(asked.values()) == sorted((EARLIER, NEWEST))
+    markers = dict(re.findall(r"^jax==(\S+) ; (.*)$", (root / "requirements" / "run.in").read_text(), re.MULTILINE))
+    assert sorted(markers.values()) == sorted((EARLIER, NEWEST))
     for python, marker in (("3.11.7", EARLIER), ("3.12.1", NEWEST), ("3.13.0", NEWEST), ("3.14.0", NEWEST)):
-        (jax,) = (version for version, each in asked.items() if each == marker)
+        (jax,) = (version for version, other in markers.items() if other == marker)
         run = locks.locked_versions(root / "requirements" / "run.txt", python)
         assert (run["jax"], run["jaxlib"]) == (jax, jax)
         for cuda in ("cuda12", "cuda13"):
@@ -125,18 +130,19 @@ def test_our_locks_hold_the_jax_of_both_lines(root: Path, tmp_path: Path) -> Non
             assert (plugins[f"jax-{cuda}-pjrt"], plugins[f"jax-{cuda}-plugin"]) == (jax, jax)
 
 
-RECORDS = ("any-model", "images", "jax-internals", "maxtext-parity", "performance", "processes", "sources")
+RECORDS = ("any-model", "performance", "processes", "releasing")
 """Pages that say which Python ran something, and so what is true of the one that goes."""
 
 
 def test_three_files_say_which_python_is_the_oldest() -> None:
-    """``ci lock`` writes what it says for pip and mypy; doors, workflows and ``.ci/run`` ask ``find_python``."""
-    for name in relock.PROJECTS:
+    """``.ci/lock`` writes what it says for pip and mypy; doors, workflows and ``.ci/run`` ask ``find_python``."""
+    for name in steps.PROJECTS:
         text = (ROOT / name).read_text(encoding="utf-8")
-        assert relock.name_oldest(text) == text, f"{name}: python -m tooling ci lock"
+        named = re.findall(r'(?m)^(?:requires-python = ">=|python_version = ")([0-9.]+)"', text)
+        assert set(named) == {find_python.in_dots(find_python.OLDEST)}, f"{name}: .ci/lock"
     major, minor = find_python.OLDEST
     bound = rf"(?<![\w.-]){major}\.{minor}(?!\.?[0-9])|\({major}, {minor}\)"
-    apart = [
+    excluded = [
         "tests",
         "multimesh/tests",
         "maxtext/tests",
@@ -146,7 +152,7 @@ def test_three_files_say_which_python_is_the_oldest() -> None:
         "docs/pictures",
         *(f"docs/{page}.md" for page in RECORDS),
     ]
-    asked = ["git", "grep", "-lIP", bound, "--", *relock.PROJECTS, ".", *(f":!{each}" for each in apart)]
-    named = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    by_hand = set(named) - set(relock.PROJECTS)
+    command = ["git", "grep", "-lIP", bound, "--", *steps.PROJECTS, ".", *(f":!{path}" for path in excluded)]
+    named = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    by_hand = set(named) - set(steps.PROJECTS)
     assert by_hand == {"README.md", "docs/getting-started.md", "tooling/environment/find_python.py"}

@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
 from pathlib import Path
+
+import pytest
 
 from tooling.ci import steps
 from tooling.image import buildx
 
 
-def test_notes_say_how_to_begin_and_which_commits_nobody_told(tmp_path: Path) -> None:
-    told = {"repository": "ghcr.io/some-lab/multimesh-jax", "pull": "docker pull it"}
+def test_notes_say_how_to_begin_and_which_commits_nobody_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image = {"repository": "ghcr.io/some-lab/multimesh-jax", "pull": "docker pull it"}
     labels = {f"{buildx.OCI}.version": "0.1.0", f"{buildx.LABEL}.accelerator": "cpu"}
+    monkeypatch.setattr(steps.release, "read", lambda file: {"labels": labels, "image": image})
     pin = {"version": "0.2.5", "commit": None, "tree": "f" * 40, "archives": {}, "patches": {}}
     (tmp_path / "sources.lock").write_text(json.dumps({"components": {"maxtext": pin}}))
-    text = steps.notes(tmp_path, "v0.1.0", {"version": "v0.1.0", "labels": labels, "image": told}, gpu=False)
-    said = f"maxtext 0.2.5 is pinned by its bytes (tree {'f' * 40}); the commit of its tag was read nowhere."
-    assert said in text
+    monkeypatch.setattr(steps, "ROOT", tmp_path)
+    steps.run_notes(argparse.Namespace(tag="v0.1.0", file=None, gpu=False))
+    text = capsys.readouterr().out
+    assert f"maxtext 0.2.5 is pinned by its bytes (tree {'f' * 40}); the commit of its tag was read nowhere." in text
     assert text.startswith("```console\ndocker pull it\ndocker run --rm ghcr.io/some-lab/multimesh-jax:v0.1.0 /opt/")
+
+
+def test_every_message_names_a_command_that_runs_outside_of_the_environment(root: Path) -> None:
+    """Without ``.venv/bin/`` a system's Python was started, which has none of the packages."""
+    lines = [
+        f"{path.relative_to(root)}: {line.strip()}"
+        for folder in ("tooling", "docker", ".devcontainer", ".github")
+        for path in (root / folder).rglob("*")
+        if path.suffix in (".py", ".sh", ".yml", ".lock", ".md", ".json")
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if re.search(r"(?<!\.venv/bin/)\bpython3? -m tooling", line) and "``python -m" not in line
+    ]
+    assert lines == []

@@ -1,38 +1,34 @@
-"""What ``devcontainer.json`` becomes when a pin moves."""
+"""Pins of ``devcontainer.json``, and what a container trusts."""
 
 from __future__ import annotations
 
+import json
+import re
 import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tooling.core import errors
 from tooling.image import digests
 
-
-@pytest.fixture
-def text(root: Path) -> str:
-    return (root / digests.DEVCONTAINER).read_text(encoding="utf-8")
+DEVCONTAINER = ".devcontainer/devcontainer.json"
 
 
-def test_it_follows_the_lock_and_keeps_its_comments(root: Path, text: str, tmp_path: Path) -> None:
-    held = digests.load(root)
-    path = tmp_path / digests.DEVCONTAINER
-    path.parent.mkdir()
-    path.write_text(text, encoding="utf-8")
-    digests.follow(tmp_path, held)
-    assert path.read_text(encoding="utf-8") == text
-
-    base = held.images["cuda-devel"]._replace(digest="sha256:" + "34" * 32)
-    digests.follow(tmp_path, held._replace(images=held.images | {"cuda-devel": base}))
-    pairs = zip(text.splitlines(), path.read_text(encoding="utf-8").splitlines(), strict=True)
-    assert [(after.strip()) for before, after in pairs if before != after] == [f'"BASE_IMAGE": "{base.exact}",']
-
-    path.write_text(text.replace('"PYTHON_URL"', '"PYTHON"'), encoding="utf-8")
-    with pytest.raises(errors.ManifestError, match='has 0 lines "PYTHON_URL"'):
-        digests.follow(tmp_path, held)
+def test_it_has_the_pins_of_the_lock_and_renovate_reads_both(root: Path) -> None:
+    lock, text = digests.load(root), (root / DEVCONTAINER).read_text(encoding="utf-8")
+    base, python = lock.images["cuda-devel"], lock.files["python linux/amd64"]
+    for name, value in (("BASE_IMAGE", base.exact), ("PYTHON_URL", python.url), ("PYTHON_SHA256", python.sha256)):
+        assert f'"{name}": "{value}"' in text
+    [manager] = json.loads((root / "renovate.json").read_text(encoding="utf-8"))["customManagers"]
+    matches = []
+    for file in (digests.FILE, DEVCONTAINER):
+        assert [pattern for pattern in manager["managerFilePatterns"] if re.search(pattern.strip("/"), file)]
+        for pattern in manager["matchStrings"]:
+            in_python = pattern.replace("(?<", "(?P<")
+            matches += re.finditer(in_python, (root / file).read_text(encoding="utf-8"))
+    names = ["{depName}:{currentValue}@{currentDigest}".format(**match.groupdict()) for match in matches]
+    assert names == [*(pin.exact for pin in lock.images.values()), base.exact]
 
 
 @pytest.mark.parametrize("runs", [False, True])

@@ -6,86 +6,71 @@ import pytest
 
 from tooling.core import errors, proc
 from tooling.image import build
+from tooling.image.buildx import Bases
+from tooling.image.digests import ImagePin
+
+DIGEST = "sha256:" + "ab" * 32
+BASE = Bases(ImagePin("docker.io/x/y:1", None), ImagePin("docker.io/x/y:1", None))
 
 
-def result(said: str) -> proc.Result:
-    return proc.Result(("docker",), 1, b"", said.encode())
+def result(output: str) -> proc.Result:
+    return proc.Result(("docker",), 1, b"", output.encode())
 
 
 def broken(*lines: str) -> str:
-    """What is said where a step fails while another runs; of its lines the last ten come again."""
+    """What is output where a step fails while another runs; of its lines the last ten come again."""
     step = "[locked 1/1] RUN --mount=type=secret,id=pip.conf     /opt/pip.sh -r /run.txt"
     command = "executor failed running [/bin/sh -c pip]: exit code: 1"
-    said = [f"0.{number}00 {line}" for number, line in enumerate(lines)]
+    output = [f"0.{number}00 {line}" for number, line in enumerate(lines)]
     return "\n".join([
         "#9 [internal] load metadata for docker.io/x/y", "#9 DONE 0.1s", "",
-        f"#1 {step}", *(f"#1 {line}" for line in said), f"#1 ERROR: {command}", "",
+        f"#1 {step}", *(f"#1 {line}" for line in output), f"#1 ERROR: {command}", "",
         "#2 [other 1/1] RUN x", "#2 CANCELED",
-        "------", f" > {step}:", *said[-10:], "------", f"ERROR: failed to build: failed to solve: {command}", "",
+        "------", f" > {step}:", *output[-10:], "------", f"ERROR: failed to build: failed to solve: {command}", "",
     ])  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("line", "kind", "words"),
     [
-        ("ERROR: Could not install: [Errno 28] No space left on device", errors.DiskError, "free some space"),
+        ("ERROR: Could not install: [Errno 28] No space left on device", errors.ToolingError, "free some space"),
         (
             "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.",
-            errors.IntegrityError,
+            errors.SourceError,
             "do not use",
         ),
-        ("Temporary failure resolving 'archive.example'", errors.NetworkError, "--network"),
-        ("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed", errors.NetworkError, "--ca-bundle"),
+        ("Temporary failure resolving 'archive.example'", errors.NotThereError, "--network"),
+        ("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed", errors.NotThereError, "--ca-bundle"),
         ("exec /bin/sh: exec format error", errors.EngineError, "register QEMU"),
-        ("error: this base has no Python >= 3.11", errors.BuildError, "failed: this base has no Python >= 3.11"),
-        ("something else", errors.BuildError, "something else"),
-        (f"error: {'x' * 500} and {'y' * 500} the reason", errors.BuildError, "the reason"),
+        ("error: this base has no Python >= 3.11", errors.EngineError, "failed: this base has no Python >= 3.11"),
+        ("something else", errors.EngineError, "something else"),
+        (f"error: {'x' * 500} and {'y' * 500} the reason", errors.EngineError, "the reason"),
     ],
 )
 def test_a_failed_step_is_explained(line: str, kind: type[errors.ToolingError], words: str) -> None:
-    error = build.explain(result(broken("before", line)), "base:1")
+    error = build.explain(result(broken("before", line)), BASE)
     assert type(error) is kind
     assert words in str(error)
     assert str(error).startswith("step `[locked 1/1] RUN /opt/pip.sh -r /run.txt`")
 
 
-def test_of_a_long_complaint_the_line_that_says_why_is_told() -> None:
-    curl = (
-        "curl: (60) SSL certificate problem: unable to get local issuer certificate",
-        "More details here: https://curl.example/docs/sslcerts.html",
-        "how to fix it, please visit the web page mentioned above.",
-    )
-    error = build.explain(result(broken(*curl)), "base:1")
-    assert isinstance(error, errors.NetworkError)
-    assert "unable to get local issuer certificate" in str(error)
-    assert "--ca-bundle" in str(error)
-
-
-def test_a_python_that_cannot_be_fetched_may_be_given() -> None:
-    said = broken("before", "curl: (6) Could not resolve host: github.com").replace("/opt/pip.sh", "/opt/python.sh")
-    error = build.explain(result(said), "base:1")
-    assert isinstance(error, errors.NetworkError)
-    assert str(error).endswith("; give that Python with --python-archive, or check --ca-bundle and --network")
-
-
-def test_of_pips_complaints_the_exception_is_told() -> None:
-    pip = (
-        "error: subprocess-exited-with-error",
-        "    OSError: no such file: x.py",
-        "error: metadata-generation-failed",
-        "hint:",
-    )
-    assert str(build.explain(result(broken(*pip)), "b")).endswith("failed: OSError: no such file: x.py")
-
-
-def test_of_apts_complaints_the_cause_is_told() -> None:
-    apt = (
-        "E: Failed to fetch http://a.example/x.deb  Certificate verification failed",
-        "E: Unable to fetch some archives",
-    )
-    error = build.explain(result(broken("Get:1", *apt)), "base:1")
-    assert isinstance(error, errors.NetworkError)
-    assert "(E: Failed to fetch http://a.example/x.deb" in str(error)
+@pytest.mark.parametrize(
+    ("lines", "kind", "telling"),
+    [
+        (("curl: (60) SSL certificate problem: no issuer", "More details here: https://curl.example/docs/sslcerts.html",
+          "how to fix it, please visit the web page mentioned above."), errors.NotThereError, "(curl: (60) SSL"),
+        (("error: subprocess-exited-with-error", "    OSError: no such file: x.py", "error: metadata-generation-failed",
+          "hint:"), errors.EngineError, "failed: OSError: no such file: x.py"),
+        (("Get:1", "E: Failed to fetch http://a.example/x.deb  Certificate verification failed",
+          "E: Unable to fetch some archives"), errors.NotThereError, "(E: Failed to fetch http://a.example/x.deb"),
+    ],
+)  # fmt: skip
+def test_of_many_lines_the_one_that_says_why_is_told(
+    lines: tuple[str, ...], kind: type[errors.ToolingError], telling: str
+) -> None:
+    error = build.explain(result(broken(*lines)), BASE)
+    assert type(error) is kind
+    assert telling in str(error)
 
 
 @pytest.mark.parametrize(
@@ -93,21 +78,30 @@ def test_of_apts_complaints_the_cause_is_told() -> None:
 )
 def test_a_base_that_cannot_be_pulled_is_named(step: str) -> None:
     reason = "failed to do request: connection refused"
-    said = f"#3 {step}\n#3 ERROR: {reason}\n------\n > {step}:\n------\nERROR: failed to solve: {reason}\n"
-    error = build.explain(result(said), "docker.io/x/y")
-    assert isinstance(error, errors.NetworkError)
-    assert str(error).startswith(f"docker.io/x/y: the base image cannot be fetched ({reason}); log in")
+    output = f"#3 {step}\n#3 ERROR: {reason}\n------\n > {step}:\n------\nERROR: failed to solve: {reason}\n"
+    error = build.explain(result(output), BASE)
+    assert isinstance(error, errors.NotThereError)
+    assert str(error).startswith(f"docker.io/x/y:1: the base image cannot be fetched ({reason}); log in")
     assert "--base-image" in str(error)
 
 
+def test_a_digest_that_is_gone_names_the_command_that_brings_another() -> None:
+    base = Bases(ImagePin("docker.io/x/z:1", "sha256:" + "cd" * 32), ImagePin("docker.io/x/y:1", DIGEST))
+    step, reason = f"[internal] load metadata for docker.io/x/y:1@{DIGEST}", f"docker.io/x/y@{DIGEST}: not found"
+    output = f"#3 {step}\n------\n > {step}:\n------\nERROR: failed to solve: {reason}\n"
+    error = build.explain(result(output), base)
+    assert str(error).startswith(f"docker.io/x/y:1@{DIGEST}: the base image cannot be fetched (")
+    assert str(error).endswith("`docker buildx imagetools inspect docker.io/x/y:1` prints into docker/images.lock")
+
+
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("output", "line"),
     [
         ("", "exit status 1, no message"),
         ('ERROR: no builder "x" found\n', 'no builder "x" found'),
         ("something\nunknown flag: --x\n", "something / unknown flag: --x"),
     ],
 )
-def test_what_fails_before_any_step_is_told(said: str, told: str) -> None:
-    error = build.explain(result(said), "base:1")
-    assert (type(error), str(error)) == (errors.BuildError, f"the build failed: {told}")
+def test_what_fails_before_any_step_is_told(output: str, line: str) -> None:
+    error = build.explain(result(output), BASE)
+    assert (type(error), str(error)) == (errors.EngineError, f"the build failed: {line}")

@@ -69,10 +69,10 @@ def test_the_locked_jax_takes_these_arguments(root: Path, tmp_path: Path, accele
     bazel.chmod(0o755)
     recipe = RECIPE | {"ACCELERATOR": accelerator, "BUILD_TYPE": build_type}
     places = {"bazel": str(bazel), "bazelrc": "/run/secrets/bazelrc", "xla": str(tmp_path), "output": str(tmp_path)}
-    asked = jaxlib.command(recipe, **places, python_version="3.11")
+    words = jaxlib.command(recipe, **places, python_version="3.11")
     # Its parser, its checks and the Bazel commands that it makes of them; nothing is built.
     done = subprocess.run(
-        [sys.executable, program, *asked, "--dry_run", "--configure_only"],
+        [sys.executable, program, *words, "--dry_run", "--configure_only"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 
-from tooling.core import errors
+from tooling.core import errors, files
 from tooling.image import reference, release
 from tooling.image.digests import FilePin, ImageLock
 from tooling.image.request import Built, ImageSpec
 from tooling.image.smoke import Check
-from tooling.image.tags import Moved, Pushed
+from tooling.image.tags import Move
 from tooling.sources.manifest import Pin
 
 OCI = "org.opencontainers.image"
@@ -23,7 +21,9 @@ GOOD = {
     f"{OCI}.version": "0.3.0",
     f"{OCI}.base.digest": "sha256:" + "cd" * 32,
     "io.github.multimesh-jax.maxtext.revision": "ef" * 20,
-    "io.github.multimesh-jax.python": "ab" * 32,
+    "io.github.multimesh-jax.python": f"standalone sha256:{'ab' * 32}",
+    "io.github.multimesh-jax.target": "runtime",
+    "io.github.multimesh-jax.accelerator": "cuda12 12.8.90",
 }
 FULL = Pin("1", "a" * 40, "b" * 40, patched_commit="c" * 40, patched_tree="d" * 40)
 IMAGES = ImageLock(
@@ -37,74 +37,83 @@ IMAGES = ImageLock(
 DIGEST = "sha256:" + "12" * 32
 
 
-def refused(labels: dict[str, str], pins: dict[str, Pin], *unpinned: str, version: str = "v0.3.0") -> list[str]:
+def check(labels: dict[str, str], pins: dict[str, Pin], **changes: Any) -> None:
+    options = {"version": "v0.3.0", "tag": "main", "latest": False} | changes
+    release.check_release(options.pop("version"), labels, (pins, IMAGES), **options)
+
+
+def refused(labels: dict[str, str], pins: dict[str, Pin], **changes: Any) -> list[str]:
     with pytest.raises(errors.SeveralErrors) as caught:
-        release.check_release(version, labels, (pins, IMAGES), unpinned)
+        check(labels, pins, **changes)
     return list(caught.value.messages)
 
 
-def test_what_stands_against_a_release() -> None:
-    release.check_release("v0.3.0", GOOD, ({"maxtext": FULL}, IMAGES), ())
+def test_faults_of_a_release() -> None:
+    check(GOOD, {"maxtext": FULL})
+    check(GOOD | {"io.github.multimesh-jax.python": "3.13.5 of the base"}, {"maxtext": FULL})
     # Bytes count, not the name of a commit: a tree is its bytes, and a commit fixes its tree.
     for pin in (Pin("1", None, "b" * 40), Pin("1", "a" * 40, None)):
-        release.check_release("v0.3.0", GOOD, ({"maxtext": pin}, IMAGES), ())
-    (said,) = refused(GOOD, {"maxtext": Pin("1", None, None)})
-    assert "maxtext: sources.lock has neither commit nor tree; run `python -m tooling bump maxtext 1`" in said
+        check(GOOD, {"maxtext": pin})
+    (line,) = refused(GOOD, {"maxtext": Pin("1", None, None)})
+    assert "neither commit nor tree; run `.venv/bin/python -m tooling bump maxtext 1`" in line
     jax = {"jax": Pin("1", None, None)}
-    release.check_release("v0.3.0", GOOD, (jax, IMAGES), ())  # wheels need no sources of jaxlib, and no Bazel
-    said, bazel = refused(GOOD | {"io.github.multimesh-jax.jaxlib": "source Release"}, jax)
-    assert said.startswith("no release: jax:")
+    check(GOOD, jax)  # wheels need no sources of jaxlib, and no Bazel
+    line, bazel = refused(GOOD | {"io.github.multimesh-jax.jaxlib": "source Release"}, jax)
+    assert line.startswith("no release: jax:")
     assert "bazel linux/amd64: images.lock has no sha256" in bazel
-    (said,) = refused(GOOD, {}, "docker.io/nvidia/cuda:12.8.1")
-    assert "has no digest; run `python -m tooling bump images`" in said
-    (said,) = refused(GOOD | {f"{OCI}.revision": "ab" * 20 + "-dirty"}, {})
-    assert "this repository: has changes that are not committed" in said
-    (said,) = refused(GOOD, {}, version="v0.4.0")
-    assert "the library says 0.3.0; make them agree" in said
-    (said,) = refused(GOOD | {"io.github.multimesh-jax.python": "cd" * 32}, {})
-    assert said.startswith(f"no release: Python: sha256 {'cd' * 32} of the standalone one is not in images.lock; leave")
-    assert len(refused({}, {"maxtext": Pin("1", None, None)}, "base")) == 6
+    base = {f"{OCI}.base.name": "docker.io/nvidia/cuda:12.8.1", f"{OCI}.base.digest": "unpinned"}
+    (line,) = refused(GOOD | base, {})
+    assert "has no digest; write the one that `docker buildx imagetools inspect docker.io/nvidia/cuda:12.8.1`" in line
+    (line,) = refused(GOOD | {f"{OCI}.revision": "ab" * 20 + "-dirty"}, {})
+    assert "this repository: has changes that are not committed" in line
+    (line,) = refused(GOOD, {}, version="v0.4.0")
+    assert "the library says 0.3.0; make them agree" in line
+    (line,) = refused(GOOD | {"io.github.multimesh-jax.python": f"standalone sha256:{'cd' * 32}"}, {})
+    assert line.startswith(f"no release: Python: sha256 {'cd' * 32} of the standalone one is not in images.lock; leave")
+    assert len(refused({}, {"maxtext": Pin("1", None, None)})) == 5
+
+
+def test_tags_of_a_release_promise_an_image() -> None:
+    """``latest`` was an image for CPUs, and ``v0.3.0`` a devcontainer."""
+    check(GOOD, {}, latest=True)
+    cpu, tools = ({f"io.github.multimesh-jax.{name}": value} for name, value in
+                  (("accelerator", "cpu"), ("target", "devcontainer")))  # fmt: skip
+    check(GOOD | cpu, {})
+    assert (
+        "--latest: is the image for GPUs that runs, and this is runtime, cpu" in refused(GOOD | cpu, {}, latest=True)[0]
+    )
+    check(GOOD | tools, {}, tag="devcontainer-v0.3.0")
+    (line,) = refused(GOOD | tools, {})
+    assert line.endswith("this is devcontainer; add --tag devcontainer-v0.3.0")
 
 
 def test_everything_that_this_repository_releases_is_pinned(root: Path) -> None:
     locks = release.load_locks(root)
     bases = [pin.reference for pin in locks[1].images.values() if pin.digest is None]
-    assert release.null_pins(locks, bases, jaxlib_from_source=False) == []
-    assert release.null_pins(locks, bases, jaxlib_from_source=True, platform="linux/amd64") == []
-    (arm,) = release.null_pins(locks, bases, jaxlib_from_source=True)
+    assert release.list_null_pins(locks, bases, jaxlib_from_source=False) == []
+    assert release.list_null_pins(locks, bases, jaxlib_from_source=True, platform="linux/amd64") == []
+    (arm,) = release.list_null_pins(locks, bases, jaxlib_from_source=True)
     assert arm.startswith("bazel linux/arm64: images.lock has no sha256"), "no file that was read says it"
 
 
-def test_image_tells_whether_its_base_was_pinned() -> None:
-    assert release.null_base(GOOD) == ()
-    assert release.null_base({f"{OCI}.base.digest": "unpinned", f"{OCI}.base.name": "debian:12"}) == ("debian:12",)
-    assert release.null_base({}) == ("base",)
-
-
-def document(tmp_path: Path) -> dict[str, Any]:
+def document() -> dict[str, Any]:
     name = reference.make("r.example/team", "image", "main")
     spec = ImageSpec(name, "runtime", "cpu", "wheel", "12.8.1", None, "Release", None, None, None)
-    built = Built(spec, DIGEST, 10, GOOD, DIGEST, (), 61.27)
-    pushed = Pushed(DIGEST, "application/x", 12, 2.0)
-    (tmp_path / "sources.lock").write_text("lock")
-    return release.record(tmp_path, built, Check("small", 9.5, "ok"), pushed, "sha-abababababab", "v0.3.0")
+    built = Built(spec, DIGEST, 10, GOOD, 61.27)
+    return release.describe_push(name, built, Check("small", 9.5, "ok"), DIGEST, 12, "sha-abababababab-121212121212")
 
 
 def test_record_is_what_its_schema_says(tmp_path: Path) -> None:
-    said, place = document(tmp_path), tmp_path / "build" / "release.json"
-    release.write(place, said)
-    assert release.read(place)["image"]["tags"] == [], "before the first tag moves"
-    release.note_tags(place, said, [Moved("main", None, DIGEST)])
-    read = json.loads((tmp_path / "build" / "release.json").read_text())
-    assert read == said
-    assert read["image"]["pull"] == f"docker pull r.example/team/image@{read['image']['digest']}"
-    assert read["image"]["tags"] == [{"tag": "main", "before": None, "digest": read["image"]["digest"]}]
-    assert list(read["locks"]) == ["sources.lock"]
-    assert read["seconds"] == {"build": 61.3, "check": 9.5, "push": 2.0}
+    record, place = document(), tmp_path / "release.json"
+    record["image"]["tags"] = [Move("main", None, DIGEST)._asdict()]
+    files.write_json(place, record)
+    assert release.read(place) == record
+    assert record["image"]["pull"] == f"docker pull r.example/team/image@{DIGEST}"
+    assert f"pull    docker pull r.example/team/image@{DIGEST}" in release.summarize(record)
 
 
-@pytest.mark.parametrize("wrong", [{"format": 2}, {"extra": 1}, {"version": "newest"}, {"locks": {}}, {"created": 5}])
-def test_wrong_record_is_not_written(tmp_path: Path, wrong: dict[str, Any]) -> None:
-    with pytest.raises(jsonschema.ValidationError):
-        release.write(tmp_path / "release.json", document(tmp_path) | wrong)
-    assert not (tmp_path / "release.json").exists()
+@pytest.mark.parametrize("wrong", [{"format": 2}, {"extra": 1}, {"created": 5}])
+def test_wrong_record_is_not_read(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    files.write_json(tmp_path / "release.json", document() | wrong)
+    with pytest.raises(errors.OptionError, match=r"no release\.json"):
+        release.read(tmp_path / "release.json")

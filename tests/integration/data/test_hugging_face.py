@@ -1,4 +1,4 @@
-"""docs/data.md with a Hugging Face dataset in the place of its source: the rows of a step are read from Arrow files."""
+"""docs/processes.md with a Hugging Face dataset in the place of its source: a step reads rows of Arrow files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-PAGE = Path(__file__).parents[3] / "docs" / "data.md"
+PAGE = Path(__file__).parents[3] / "docs" / "processes.md"
 SOURCE = """
 import datasets
 made = [{"number": i, **Text()[i]} for i in range(64)]

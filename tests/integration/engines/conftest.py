@@ -21,19 +21,25 @@ _DOCKERFILE = """\
 ARG BASE_IMAGE
 ARG ACCELERATOR=cuda12
 
+FROM ${BASE_IMAGE} AS python
+RUN printf 'home = /usr/bin\\nversion = 3.13.5\\n' >/pyvenv.cfg
+
+FROM scratch AS facts
+COPY --from=python /pyvenv.cfg /
+
 FROM ${BASE_IMAGE} AS tools
-COPY requirements/run.txt /opt/made/run.txt
+COPY requirements/run.txt /opt/tools/run.txt
 
 FROM ${BASE_IMAGE} AS never
 RUN echo this stage is not asked for && exit 1
 
 FROM ${BASE_IMAGE} AS accelerator-cpu
 SHELL ["/bin/sh", "-euc"]
-RUN --mount=type=bind,from=tools,source=/opt/made,target=/opt/made \\
+RUN --mount=type=bind,from=tools,source=/opt/tools,target=/opt/tools \\
     --mount=type=bind,source=requirements,target=/opt/requirements \\
     --mount=type=secret,id=pip.conf \\
     --mount=type=cache,id=multimesh-tiny,target=/cache \\
-    cp /opt/made/run.txt /from-a-stage.txt; \\
+    cp /opt/tools/run.txt /from-a-stage.txt; \\
     cp /opt/requirements/run.txt /from-the-sources.txt; \\
     test -n "$(cat /run/secrets/pip.conf)"; \\
     mkdir -p /opt/inventory /tmp; \\
@@ -55,11 +61,11 @@ _JOB = '#!/bin/sh\necho "ok: ran on $(uname -m)"\n'
 @pytest.fixture
 def tiny(root: Path, tmp_path: Path) -> Repository:
     """The repository; it has a file that no image may hold."""
-    made = copy_repository(root, tmp_path / "tiny")
-    (made.path / "docker" / "Dockerfile").write_text(_DOCKERFILE)
-    (made.path / "maxtext" / "validate-cpu.sh").write_text(_JOB)
-    (made.path / ".env").write_text("API_TOKEN=hunter2\n")
-    return made
+    clone = copy_repository(root, tmp_path / "tiny")
+    (clone.path / "docker" / "Dockerfile").write_text(_DOCKERFILE)
+    (clone.path / "maxtext" / "validate-cpu.sh").write_text(_JOB)
+    (clone.path / ".env").write_text("API_TOKEN=hunter2\n")
+    return clone
 
 
 @pytest.fixture
@@ -89,6 +95,21 @@ def base() -> bytes:
 
 def busybox(program: Path) -> bytes:
     """Return a tar with a busybox and links to it."""
-    applets = ("sh", "cat", "chmod", "cp", "env", "find", "head", "id", "ls", "mkdir", "mktemp", "test", "uname")
+    applets = (
+        "sh",
+        "cat",
+        "chmod",
+        "cp",
+        "env",
+        "find",
+        "head",
+        "id",
+        "ls",
+        "mkdir",
+        "mktemp",
+        "printf",
+        "test",
+        "uname",
+    )
     files = {"bin/busybox": (program.read_bytes(), 0o755)}
-    return engine_parts.archive(files, {f"bin/{each}": "busybox" for each in applets})
+    return engine_parts.archive(files, {f"bin/{name}": "busybox" for name in applets})

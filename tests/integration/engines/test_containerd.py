@@ -30,12 +30,15 @@ def store(base: bytes, parts_folder: Path, monkeypatch: pytest.MonkeyPatch) -> I
 
 @pytest.mark.stand_in("a Dockerfile of the same features, and a registry on this machine")
 @pytest.mark.usefixtures("store", "company")
-def test_the_whole_way(tiny: Repository, upload: Callable[..., list[str]], docker: Callable[..., str]) -> None:
-    told = json.loads(tiny.build(*upload()).stdout)
-    assert told["check"]["verdict"] == "ok: ran on x86_64"
-    again = json.loads(tiny.build(*upload()).stdout)
-    assert (again["id"], again["check"]) == (told["id"], told["check"])
-    pull = told["pushed"]["image"]["pull"].split()[-1]
-    docker("rmi", "--force", told["id"])
+def test_two_builds_of_a_commit_have_one_digest(
+    tiny: Repository, upload: Callable[..., list[str]], docker: Callable[..., str]
+) -> None:
+    first, second = (json.loads(tiny.build(*upload("--no-docker-build-cache")).stdout) for _ in range(2))
+    assert first["check"]["verdict"] == "ok: ran on x86_64"
+    assert first["id"] == second["id"]
+    image = second["pushed"]["image"]
+    assert image["tags"] == [{"tag": "T", "before": image["digest"], "digest": image["digest"]}]
+    pull = image["pull"].split()[-1]
+    docker("rmi", "--force", first["id"])
     docker("pull", pull)
     assert docker("run", "--rm", "--network", "none", pull, "/bin/id", "-u") == "1000"

@@ -8,21 +8,18 @@ import pwd
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
-from stand_ins import ROOT, git
 
 from tests.integration.parts import packages
 from tests.integration.parts import registry as registries
-from tooling.image import digests
 
+ROOT = Path(__file__).resolve().parents[3]
 # A program of one file, configured and built twice: the second time its object comes from the cache.
 CMAKE = """
 set -e; cd "$(mktemp -d)"; echo 'int main() { return 0; }' >a.cc
@@ -37,10 +34,6 @@ def read(path: Path) -> dict[str, Any]:
     return json.loads(re.sub(r"^\s*//.*$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE))
 
 
-def test_it_is_built_from_the_pinned_images() -> None:
-    assert read(ROOT / digests.DEVCONTAINER)["build"]["args"] == digests.build_arguments(digests.load(ROOT))
-
-
 def test_it_asks_for_nothing_that_a_laptop_lacks() -> None:
     config = read(ROOT / ".devcontainer" / "devcontainer.json")
     assert config["hostRequirements"] == {"gpu": "optional"}
@@ -51,8 +44,8 @@ def test_it_asks_for_nothing_that_a_laptop_lacks() -> None:
 def test_every_folder_and_command_of_the_workspace_exists() -> None:
     workspace = read(ROOT / "multimesh-jax.code-workspace")
     fetched = {"third_party/maxtext", "third_party/jax", "third_party/xla"}
-    assert {each["name"] for each in workspace["folders"]} >= {"multimesh", "maxtext", "jax", "xla", "tooling"}
-    assert all((ROOT / each["path"]).is_dir() for each in workspace["folders"] if each["path"] not in fetched)
+    assert {item["name"] for item in workspace["folders"]} >= {"multimesh", "maxtext", "jax", "xla", "tooling"}
+    assert all((ROOT / item["path"]).is_dir() for item in workspace["folders"] if item["path"] not in fetched)
     commands = {task["command"] for task in workspace["tasks"]["tasks"]}
     assert all((ROOT / command).is_file() for command in commands if not command.startswith(".venv/"))
 
@@ -64,49 +57,25 @@ def executable(path: Path, text: str) -> None:
 
 
 @pytest.mark.stand_in("scripts in place of jax, xla and Bazel")
-@pytest.mark.parametrize("place", [".", "build"])  # where jax's program leaves the Bazel that it brings
-def test_native(tmp_path: Path, place: str) -> None:
+def test_native(tmp_path: Path) -> None:
     script = tmp_path / ".devcontainer" / "native.sh"
     executable(script, (ROOT / ".devcontainer" / "native.sh").read_text())
-    tools = tmp_path / "bin"  # and no bazel, which this machine may have
-    tools.mkdir()
-    for name, program in (
-        ("python3", sys.executable),
-        *((name, shutil.which(name)) for name in ("bash", "dirname", "find", "rm", "sh")),
-    ):
-        (tools / name).symlink_to(Path(program or name).resolve())
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([script, *words], cwd="/", env={"PATH": str(tools)}, capture_output=True, text=True)
+        return subprocess.run([script, *words], cwd="/", capture_output=True, text=True)
 
-    done = run()
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "./bootstrap.sh --group source brings them" in done.stderr
-
+    assert "./bootstrap.sh --group source brings them" in run().stderr
     jax, xla = tmp_path / "third_party" / "jax", tmp_path / "third_party" / "xla"
-    executable(jax / "build" / "build.py", "import sys\nopen('asked', 'w').write(' '.join(sys.argv[1:]))\n")
+    executable(jax / "build" / "build.py", "import sys\nopen('arguments', 'w').write(' '.join(sys.argv[1:]))\n")
+    executable(jax / "bazel-7.7.0-linux-x86_64", '#!/bin/sh\nprintf "%s\\n" "$@"\n')
     executable(xla / "configure.py", "import sys\nopen('xla_configure.bazelrc', 'w').write(' '.join(sys.argv[1:]))\n")
     tool = "import sys\nopen('compile_commands.json', 'w').write(sys.stdin.read())\n"
     executable(xla / "build_tools" / "lint" / "generate_compile_commands.py", tool)
-    done = run()
-    assert done.returncode == 31
-    assert "error: bazel: not on PATH" in done.stderr
-    asked = f"build --wheels=jaxlib --local_xla_path={xla}"
-    assert (jax / "asked").read_text() == f"{asked} --configure_only"
-
-    executable(jax / place / "bazel-7.7.0-linux-x86_64", '#!/bin/sh\nprintf "%s\\n" "$@"\n')
     assert run().returncode == 0
-    assert (xla / "xla_configure.bazelrc").read_text() == "--backend=CPU"
+    assert (jax / "arguments").read_text() == f"build --wheels=jaxlib --local_xla_path={xla} --configure_only"
     words = (xla / "compile_commands.json").read_text().splitlines()
     assert words == ["aquery", "mnemonic(CppCompile, //xla/...)", "--output=jsonproto"]
-
-    assert run("build").returncode == 0
-    assert (jax / "asked").read_text() == asked
-    done = run("test-xla", "//xla/hlo/...")
-    assert (done.returncode, done.stdout.splitlines()) == (0, ["test", "--test_output=errors", "//xla/hlo/..."])
-    executable(tmp_path / ".venv" / "bin" / "python", '#!/bin/sh\necho "$PWD" "$@"\n')
-    assert run("test-jax", "tests/lax_test.py").stdout == f"{jax} -m pytest -n auto tests/lax_test.py\n"
-    assert run("test-jax").returncode != 0
+    assert run("test-xla", "//xla/hlo/...").stdout.splitlines() == ["test", "--test_output=errors", "//xla/hlo/..."]
     assert "none of commands build test-xla test-jax" in run("nosuch").stderr
 
 
@@ -127,8 +96,7 @@ def cli(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "node_modules" / ".bin" / "devcontainer"
 
 
-@dataclass(frozen=True)
-class Laptop:
+class Laptop(NamedTuple):
     """A clone and an empty home, and the devcontainer's command line in them."""
 
     cli: Path
@@ -145,13 +113,13 @@ class Laptop:
 @pytest.fixture
 def laptop(cli: Path, docker_engine: None, tmp_path: Path) -> Iterator[Laptop]:
     clone, home = tmp_path / "clone", tmp_path / "home"
-    git(ROOT, "clone", "-q", str(ROOT), str(clone))
+    subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
     (home / ".cache" / "multimesh-jax").mkdir(parents=True)
     config = os.environ.get("DOCKER_CONFIG") or f"{Path.home()}/.docker"
     user = {"MULTIMESH_DEVCONTAINER_USER": "root"}  # a bare image has no other
     yield Laptop(cli, clone, os.environ | user | {"HOME": str(home), "DOCKER_CONFIG": config})
-    mine = ["docker", "ps", "-aq", "--filter", f"label=devcontainer.local_folder={clone}"]
-    for container in subprocess.run(mine, capture_output=True, text=True).stdout.split():
+    ours = ["docker", "ps", "-aq", "--filter", f"label=devcontainer.local_folder={clone}"]
+    for container in subprocess.run(ours, capture_output=True, text=True).stdout.split():
         subprocess.run(["docker", "rm", "-f", container], check=False, capture_output=True)
 
 
@@ -161,7 +129,7 @@ def test_the_published_one_is_pulled(laptop: Laptop, trixie: str, registry: str)
     """As docs/releasing.md says it: the image in place of the build."""
     name = f"{registry}/some-lab/multimesh-jax:devcontainer-v0.1.0"
     registries.push(trixie, name)
-    config = read(laptop.clone / digests.DEVCONTAINER)
+    config = read(laptop.clone / ".devcontainer/devcontainer.json")
     del config["build"]
     path = laptop.clone / ".devcontainer" / "prebuilt" / "devcontainer.json"
     path.parent.mkdir()
@@ -170,14 +138,13 @@ def test_the_published_one_is_pulled(laptop: Laptop, trixie: str, registry: str)
     assert laptop.call("exec", "--config", str(path), "cat", "/etc/debian_version").stdout.startswith("13.")
 
 
-@dataclass(frozen=True)
-class Person:
+class Person(NamedTuple):
     """Somebody of this machine who may use the engine: the owner of a clone."""
 
     uid: int
 
     @contextmanager
-    def known(self) -> Iterator[None]:
+    def account(self) -> Iterator[None]:
         """Have a user of this id; the command line asks for its name."""
         name = f"multimesh-{self.uid}"
         add = packages.as_root("useradd", "--uid", str(self.uid), "--no-create-home", name)
@@ -206,12 +173,12 @@ def test_it_comes_up_for_everybody_and_leaves_the_machines_packages_alone(
     cli: Path, docker_engine: None, trixie: str, uid: int
 ) -> None:
     person = Person(uid)
-    with tempfile.TemporaryDirectory(prefix="mm-devcontainer-") as folder, person.known():
+    with tempfile.TemporaryDirectory(prefix="mm-devcontainer-") as folder, person.account():
         place = Path(folder)
         place.chmod(0o755)
         clone, home = place / "clone", place / "home"
-        git(ROOT, "clone", "-q", str(ROOT), str(clone))
-        changed = read(clone / digests.DEVCONTAINER)
+        subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
+        changed = read(clone / ".devcontainer/devcontainer.json")
         changed["build"]["args"]["BASE_IMAGE"] = trixie
         changed["build"] |= {"dockerfile": "../../docker/Dockerfile", "context": "../..", "options": ["--network=host"]}
         path = clone / ".devcontainer" / "trixie" / "devcontainer.json"
@@ -224,8 +191,10 @@ def test_it_comes_up_for_everybody_and_leaves_the_machines_packages_alone(
             shutil.copytree(plugins, home / ".docker" / "cli-plugins")
         shutil.copytree(cli.parents[1], place / "cli", symlinks=True)  # root's folders are not for everybody
         person.owns(place)
-        kept = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_", "DOCKER_HOST"))}
-        env = kept | {"HOME": str(home), "PATH": os.environ["PATH"]}
+        settings = {
+            name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_", "DOCKER_HOST"))
+        }
+        env = settings | {"HOME": str(home), "PATH": os.environ["PATH"]}
 
         def call(verb: str, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
             options = ["--workspace-folder", clone, "--config", path]
@@ -249,14 +218,14 @@ def test_it_comes_up_for_everybody_and_leaves_the_machines_packages_alone(
             assert again.returncode == 0, again.stderr[-3000:]
             assert "requirements/run.txt: installing" not in again.stderr
         finally:
-            mine = ["docker", "ps", "-aq", "--filter", f"label=devcontainer.local_folder={clone}"]
-            for container in subprocess.run(mine, capture_output=True, text=True).stdout.split():
+            ours = ["docker", "ps", "-aq", "--filter", f"label=devcontainer.local_folder={clone}"]
+            for container in subprocess.run(ours, capture_output=True, text=True).stdout.split():
                 subprocess.run(["docker", "rm", "-f", container], check=False, capture_output=True)
             strangers = subprocess.run(
                 packages.as_root("find", clone, home, "!", "-user", str(uid)), capture_output=True, text=True
             )
-            mine = person.command(env, "cat", clone / ".venv" / "bin" / "pytest")
-            left = subprocess.run(mine, capture_output=True, text=True).stdout
+            command = person.command(env, "cat", clone / ".venv" / "bin" / "pytest")
+            program = subprocess.run(command, capture_output=True, text=True).stdout
             subprocess.run(packages.as_root("chown", "-R", str(os.geteuid()), place), check=True)
         assert strangers.stdout == ""
-        assert left == "#!/of/this/machine\n"
+        assert program == "#!/of/this/machine\n"

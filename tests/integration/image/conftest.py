@@ -7,9 +7,8 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -19,22 +18,10 @@ from tooling.image.request import ImageSpec, Means
 
 NAME = "multimesh-test/image"
 STANDALONE = "/opt/python"
-COMMIT = [
-    "git",
-    "-c",
-    "user.name=t",
-    "-c",
-    "user.email=t@example.com",
-    "-c",
-    "commit.gpgsign=false",
-    "commit",
-    "-qm",
-    "t",
-]
+COMMIT = ("-c", "user.name=t", "-c", "user.email=t@example.com", "-c", "commit.gpgsign=false", "commit", "-qm", "t")
 
 
-@dataclass(frozen=True)
-class Repository:
+class Repository(NamedTuple):
     """A copy of the repository, and ``build.py`` in it."""
 
     path: Path
@@ -47,19 +34,24 @@ class Repository:
         return done
 
 
-def copy_repository(root: Path, place: Path) -> Repository:
-    """Copy what git knows, and the patched MaxText; with a git history of its own."""
-    listed = subprocess.run(["git", "-C", root, "ls-files", "-z"], check=True, capture_output=True, text=True).stdout
-    for name in filter(None, listed.split("\0")):
-        target = place / name
+def copy_repository(root: Path, place: Path, of: str = "") -> Repository:
+    """Copy the files of git, or those of a commit, and the patched MaxText; with a git history of its own."""
+    if of:
+        subprocess.run(["git", "clone", "-q", root, place], check=True)
+        subprocess.run(["git", "-C", place, "checkout", "-q", "--detach", of], check=True)
+        shutil.copytree(root / "third_party" / "maxtext", place / "third_party" / "maxtext", symlinks=True)
+        (place / ".venv").symlink_to((root / ".venv").resolve())
+        return Repository(place)
+    argv = ["git", "-C", root, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(argv, check=True, capture_output=True, text=True).stdout
+    for name in filter(os.path.lexists, (root / name for name in names.split("\0") if name)):
+        target = place / name.relative_to(root)
         target.parent.mkdir(parents=True, exist_ok=True)
-        if (root / name).exists():
-            shutil.copy2(root / name, target, follow_symlinks=False)
+        shutil.copy2(name, target, follow_symlinks=False)
     shutil.copytree(root / "third_party" / "maxtext", place / "third_party" / "maxtext", symlinks=True)
     (place / ".venv").symlink_to((root / ".venv").resolve())
-    subprocess.run(["git", "init", "-q", place], check=True)
-    subprocess.run(["git", "-C", place, "add", "-A"], check=True)
-    subprocess.run([COMMIT[0], "-C", place, *COMMIT[1:]], check=True)
+    for words in (("init", "-q"), ("add", "-A"), COMMIT):
+        subprocess.run(["git", "-C", place, *words], check=True)
     return Repository(place)
 
 
@@ -77,7 +69,7 @@ def changed(root: Path, tmp_path: Path) -> Repository:
 
 @pytest.fixture(scope="session")
 def image(repository: Repository, trixie: str) -> dict[str, Any]:
-    """The CPU image of what runs: built, checked by MaxText's CPU job, named. What build.py --json says of it."""
+    """The CPU image that runs: built, checked by MaxText's CPU job, named; the answer of build.py --json."""
     options = ["--accelerator", "cpu", "--base-image", trixie, "--repo", "multimesh-test", "--name", "image"]
     return dict(json.loads(repository.build(*options, "--tag", "T", "--json").stdout))
 
@@ -87,14 +79,9 @@ def spec(trixie: str) -> Callable[..., ImageSpec]:
     """Make the spec of an image on the stand-in base."""
 
     def of(target: str, **changes: Any) -> ImageSpec:
-        plain: dict[str, Any] = {
-            "accelerator": "cpu",
-            "jaxlib": "wheel",
-            "cuda_version": "12.8.1",
-            "cudnn_version": None,
-        }
-        plain |= {"build_type": "Release", "base_image": trixie, "platform": None, "python_archive": None}
-        return ImageSpec(make(NAME, None, "T"), target, **(plain | changes))
+        name = make(NAME, None, "T")
+        plain = ImageSpec(name, target, "cpu", "wheel", "12.8.1", None, "Release", trixie, None, None)
+        return plain._replace(**changes)
 
     return of
 
@@ -127,8 +114,8 @@ def archive(parts_folder: Path) -> Path:
     shutil.copy(system / "usr/bin/python3.13", python / "bin" / "python3.13")
     (python / "bin" / "python3").symlink_to("python3.13")
     libraries = f"{STANDALONE}/lib"
-    own = ["--set-interpreter", f"{libraries}/{loader.name}", "--force-rpath", "--set-rpath", libraries]
-    subprocess.run([patchelf, *own, str(python / "bin" / "python3.13")], check=True)
+    paths = ["--set-interpreter", f"{libraries}/{loader.name}", "--force-rpath", "--set-rpath", libraries]
+    subprocess.run([patchelf, *paths, str(python / "bin" / "python3.13")], check=True)
     file = parts_folder / "python.tar.gz"
     subprocess.run(["tar", "-czf", file, "-C", python.parent, "python"], check=True)
     subprocess.run(packages.as_root("rm", "-r", system), check=True)

@@ -18,13 +18,13 @@ from tooling.image.request import Built, ImageSpec, Means
 
 Docker = Callable[..., str]
 Specs = Callable[..., ImageSpec]
+pytestmark = pytest.mark.stand_in("a debootstrapped Debian 13 in place of the CUDA base")
 
 
 def layers(docker: Docker, image: str) -> list[str]:
     return list(json.loads(docker("image", "inspect", "--format", "{{json .RootFS.Layers}}", image)))
 
 
-@pytest.mark.stand_in("a debootstrapped Debian 13 in place of the CUDA base")
 def test_an_image_is_built_checked_and_named(image: dict[str, Any], docker: Docker) -> None:
     assert image["image"] == f"{NAME}:T"
     assert docker("image", "inspect", "--format", "{{.Id}}", f"{NAME}:T") == image["id"]
@@ -33,46 +33,44 @@ def test_an_image_is_built_checked_and_named(image: dict[str, Any], docker: Dock
     assert image["bytes"] == int(docker("image", "inspect", "--format", "{{.Size}}", f"{NAME}:T"))
 
 
-@pytest.mark.stand_in("a debootstrapped Debian 13 in place of the CUDA base")
 def test_it_runs_as_a_user_and_holds_only_what_runs(image: dict[str, Any], docker: Docker) -> None:
     assert docker("run", "--rm", image["id"], "id", "-u") == "1000"
-    held = docker(
-        "run", "--rm", "--user", "0", "--entrypoint", "find", image["id"], "/", "-xdev", "-type", "f"
-    ).splitlines()
-    names = {Path(path).name for path in held}
+    find = ("--user", "0", "--entrypoint", "find", image["id"], "/", "-xdev", "-type", "f")
+    paths = docker("run", "--rm", *find).splitlines()
+    names = {Path(path).name for path in paths}
     assert not names & {"gcc", "cc", "g++", "clang", "nvcc", "ld", "make", "bazel", "pip.conf", ".netrc"}
-    assert not [path for path in held if "/.cache/" in path or path.startswith(("/var/lib/apt/lists", "/run/secrets"))]
+    assert not [path for path in paths if "/.cache/" in path or path.startswith(("/var/lib/apt/lists", "/run/secrets"))]
 
 
-@pytest.mark.stand_in("a debootstrapped Debian 13 in place of the CUDA base")
 def test_labels_say_where_it_comes_from(image: dict[str, Any], docker: Docker, repository: Repository) -> None:
     labels = json.loads(docker("image", "inspect", "--format", "{{json .Config.Labels}}", image["id"]))
-    head = build._revision(repository.path)
-    assert labels["org.opencontainers.image.revision"] == head
+    head = ["git", "-C", repository.path, "rev-parse", "HEAD"]
+    commit = subprocess.run(head, check=True, capture_output=True, text=True).stdout.strip()
+    assert labels["org.opencontainers.image.revision"] == commit
+    python = docker("run", "--rm", image["id"], "python3", "-c", "import platform; print(platform.python_version())")
+    assert labels["io.github.multimesh-jax.python"] == f"{python} of the base"
     assert labels["org.opencontainers.image.base.digest"] == "unpinned"
     inside = docker("run", "--rm", image["id"], "python3", "-c", "import jax; print(jax.__version__)")
     assert labels["io.github.multimesh-jax.jax"] == inside
 
 
-@pytest.mark.stand_in("a debootstrapped Debian 13 in place of the CUDA base")
 def test_the_inventory_names_every_package(image: dict[str, Any], docker: Docker) -> None:
     sbom = json.loads(docker("run", "--rm", image["id"], "cat", "/opt/inventory/sbom.cdx.json"))
     ask = "import importlib.metadata as m, json; d = m.distributions(); "
-    ask += "print(json.dumps([[each.metadata['Name'], each.version] for each in d]))"
-    installed = {tuple(each) for each in json.loads(docker("run", "--rm", image["id"], "python3", "-c", ask))}
-    told = {(each["name"], each["version"]) for each in sbom["components"] if each["purl"].startswith("pkg:pypi/")}
-    assert told == installed
-    assert {"jax", "multimesh-jax"} <= {name for name, _ in told}
+    ask += "print(json.dumps([[dist.metadata['Name'], dist.version] for dist in d]))"
+    installed = {tuple(pair) for pair in json.loads(docker("run", "--rm", image["id"], "python3", "-c", ask))}
+    listed = {(part["name"], part["version"]) for part in sbom["components"] if part["purl"].startswith("pkg:pypi/")}
+    assert listed == installed
+    assert {"jax", "multimesh-jax"} <= {name for name, _ in listed}
     licences = docker("run", "--rm", image["id"], "cat", "/opt/inventory/licences.txt").splitlines()
     assert len(licences) == len(sbom["components"])
     assert not [line for line in licences if line.endswith("not declared")]
-    assert [each for each in sbom["components"] if each["purl"].startswith("pkg:deb/debian/libc6@")]
+    assert [part for part in sbom["components"] if part["purl"].startswith("pkg:deb/debian/libc6@")]
     notices = docker("run", "--rm", image["id"], "cat", "/opt/inventory/THIRD-PARTY-NOTICES")
     assert "\njaxlib-" in notices
     assert "Apache License" in notices
 
 
-@pytest.mark.stand_in("a debootstrapped Debian 13 in place of the CUDA base")
 def test_it_says_what_hardware_it_finds(image: dict[str, Any]) -> None:
     run = ["docker", "run", "--rm", "--env", "MULTIMESH_HARDWARE=1", image["id"], "echo", "and then"]
     done = subprocess.run(run, capture_output=True, text=True)
@@ -81,26 +79,15 @@ def test_it_says_what_hardware_it_finds(image: dict[str, Any]) -> None:
     assert "JAX sees    cpu 0" in done.stderr
 
 
-@pytest.mark.stand_in("a debootstrapped Debian 13 in place of the CUDA base")
 def test_the_documented_docker_run_line_trains(image: dict[str, Any], docker: Docker, repository: Repository) -> None:
     scripts = repository.path / "docker" / "workspace" / "maxtext-scripts"
     mount = f"type=bind,source={scripts},target=/workspace,readonly"
-    options = [
-        "--rm",
-        "--entrypoint",
-        "/opt/entrypoint.sh",
-        "--mount",
-        mount,
-        "-w",
-        "/workspace",
-        "--user",
-        "12345:12345",
-    ]
-    said = docker("run", *options, image["image"], "./validate-cpu.sh").splitlines()
-    assert said[-1].startswith("ok: 3 steps")
+    options = ["--rm", "--entrypoint", "/opt/entrypoint.sh", "--mount", mount, "-w", "/workspace"]
+    options += ["--user", "12345:12345"]
+    lines = docker("run", *options, image["image"], "./validate-cpu.sh").splitlines()
+    assert lines[-1].startswith("ok: 3 steps")
 
 
-@pytest.mark.stand_in("a debootstrapped Debian 13 in place of the CUDA base")
 def test_a_rebuild_without_changes_does_nothing(image: dict[str, Any], repository: Repository, trixie: str) -> None:
     options = ["--accelerator", "cpu", "--base-image", trixie, "--repo", NAME, "--tag", "T", "--json"]
     again = json.loads(repository.build(*options).stdout)
@@ -108,36 +95,31 @@ def test_a_rebuild_without_changes_does_nothing(image: dict[str, Any], repositor
     assert again["check"] == image["check"]
 
 
-@pytest.mark.stand_in("a debootstrapped Debian 13 in place of the CUDA base")
 def test_a_change_of_the_library_rebuilds_one_layer(
     image: dict[str, Any], changed: Repository, engine: Engine, docker: Docker, spec: Specs, means: Means
 ) -> None:
     file = changed.path / "multimesh" / "src" / "multimesh" / "__init__.py"
     file.write_text(file.read_text(encoding="utf-8") + "\nA_LINE = 1\n", encoding="utf-8")
     built = build.run(changed.path, engine, spec("runtime"), means)
-    assert built is not None
     before, after = layers(docker, image["id"]), layers(docker, built.image_id)
     assert [one == other for one, other in zip(before, after, strict=True)] == [True] * (len(before) - 1) + [False]
     ask = ["run", "--rm", built.image_id, "python3", "-c", "import multimesh; print(multimesh.A_LINE)"]
     assert docker(*ask) == "1"
 
 
-@pytest.mark.stand_in("a debootstrapped Debian 13 in place of the CUDA base")
 def test_a_change_of_maxtext_rebuilds_from_there_on(
     image: dict[str, Any], changed: Repository, engine: Engine, docker: Docker, spec: Specs, means: Means
 ) -> None:
     file = changed.path / "third_party" / "maxtext" / "src" / "maxtext" / "__init__.py"
     file.write_text(file.read_text(encoding="utf-8") + "\nA_LINE = 1\n", encoding="utf-8")
     built = build.run(changed.path, engine, spec("runtime"), means)
-    assert built is not None
     before, after = layers(docker, image["id"]), layers(docker, built.image_id)
-    last = 5  # MaxText, the launcher, the files of /opt, the inventory, MultiMesh
+    last = 7  # MaxText, the launcher, the files of /opt, the inventory, the planner, numerics, MultiMesh
     assert before[:-last] == after[:-last]
     assert before[-last] != after[-last]
     assert built.labels["io.github.multimesh-jax.maxtext.revision"].endswith("-dirty")
 
 
-@pytest.mark.stand_in("a debootstrapped Debian 13 in place of the CUDA base")
 def test_an_image_that_breaks_its_promise_gets_no_name(
     image: dict[str, Any], repository: Repository, engine: Engine, docker: Docker, spec: Specs
 ) -> None:
@@ -161,19 +143,22 @@ def test_an_image_that_breaks_its_promise_gets_no_name(
     assert docker("image", "ls", "-q", f"{NAME}:latest") == ""
 
 
-def test_an_image_of_root_is_refused(
+def test_an_image_of_root_or_with_a_label_that_is_not_true_is_refused(
     image: dict[str, Any], repository: Repository, engine: Engine, docker: Docker, spec: Specs
 ) -> None:
     root_image = docker("build", "-q", "-", stdin=f"FROM {image['image']}\nUSER 0\n")
     with pytest.raises(errors.SmokeError, match="runs as root"):
-        smoke.check(repository.path, engine, Built(spec("runtime"), root_image, 0, {}, root_image), "small")
+        smoke.check(repository.path, engine, Built(spec("runtime"), root_image, 0, {}), "small")
+    labels = image["labels"] | {"io.github.multimesh-jax.python": "standalone sha256:12"}
+    with pytest.raises(errors.SmokeError, match="the Python of its base, and the label names the standalone one"):
+        smoke.check(repository.path, engine, Built(spec("runtime"), image["id"], 0, labels), "none")
 
 
 def test_the_image_of_this_name_can_be_checked_without_a_build(image: dict[str, Any], repository: Repository) -> None:
-    told = json.loads(
+    listed = json.loads(
         repository.build("--no-build", "--accelerator", "cpu", "--repo", NAME, "--tag", "T", "--json").stdout
     )
-    assert told["id"] == image["id"]
+    assert listed["id"] == image["id"]
 
 
 def test_no_build_without_an_image_is_named(repository: Repository, docker_engine: None) -> None:

@@ -31,25 +31,25 @@ def test_it_is_built_pushed_pulled_and_used(
     place = ["--repo", f"{registry}/team", "--name", "cuda"]
     base = ["--base-image", engines.base_image("jammy", parts_folder), "--python-archive", str(archive)]
     run = {"GITHUB_SERVER_URL": "https://github.com", "GITHUB_REPOSITORY": "some-lab/multimesh-jax"}
-    told = json.loads(changed.build(*base, *place, "--tag", "T", "--upload", "--allow-dirty", "--json", **run).stdout)
-    assert told["check"]["verdict"].startswith("ok: 3 steps")
-    history = docker("history", "--no-trunc", "--human=false", "--format", "{{.Size}} {{.CreatedBy}}", told["id"])
+    answer = json.loads(changed.build(*base, *place, "--tag", "T", "--upload", "--allow-dirty", "--json", **run).stdout)
+    assert answer["check"]["verdict"].startswith("ok: 3 steps")
+    history = docker("history", "--no-trunc", "--human=false", "--format", "{{.Size}} {{.CreatedBy}}", answer["id"])
     layers = [(int(size), step) for size, _, step in (line.partition(" ") for line in history.splitlines())]
     assert max(layers)[0] < LARGEST
     assert [size > LARGEST // 2 for size, step in layers if "cuda.sh" in step] == [True] * 4
-    pull = told["pushed"]["image"]["pull"].split()[-1]
-    docker("rmi", "--force", told["id"])
+    pull = answer["pushed"]["image"]["pull"].split()[-1]
+    docker("rmi", "--force", answer["id"])
     docker("pull", "-q", pull)
     try:
         labels = json.loads(docker("image", "inspect", "--format", "{{json .Config.Labels}}", pull))
         assert labels["io.github.multimesh-jax.accelerator"].startswith("cuda12 12.")
         assert labels["org.opencontainers.image.source"] == "https://github.com/some-lab/multimesh-jax"
-        found = docker("run", "--rm", pull, "/opt/hardware.py")
-        assert "no nvidia-smi; start with --gpus all" in found
-        assert ", jax-cuda12-plugin " in found
-        assert "libibverbs.so.1 loads" in found
-        assert re.search(r"^NCCL +2\.\d+", found, re.MULTILINE)
-        assert re.search(r"^UCX +1\.\d+.*: .*tcp$", found, re.MULTILINE)
+        output = docker("run", "--rm", pull, "/opt/hardware.py")
+        assert "no nvidia-smi; start with --gpus all" in output
+        assert ", jax-cuda12-plugin " in output
+        assert "libibverbs.so.1 loads" in output
+        assert re.search(r"^NCCL +2\.\d+", output, re.MULTILINE)
+        assert re.search(r"^UCX +1\.\d+.*: .*tcp$", output, re.MULTILINE)
         listed = docker("run", "--rm", pull, "cat", "/opt/inventory/licences.txt").splitlines()
         assert [line for line in listed if line.startswith("pkg:deb libucx0 ")]
         assert [line for line in listed if line.startswith("pkg:pypi nvidia-cudnn-cu12 9.")]
@@ -62,5 +62,5 @@ def test_it_is_built_pushed_pulled_and_used(
         assert done.returncode == errors.SmokeError.exit_code
         assert "a plugin of JAX that cannot be used, xla_cuda12: Unable to load cuDNN" in done.stderr
     finally:
-        mine = docker("image", "ls", "-q", f"{registry}/team/cuda").split()
-        subprocess.run(["docker", "rmi", "--force", *mine], capture_output=True)
+        ids = docker("image", "ls", "-q", f"{registry}/team/cuda").split()
+        subprocess.run(["docker", "rmi", "--force", *ids], capture_output=True)

@@ -32,15 +32,15 @@ Specs = Callable[..., ImageSpec]
 
 def running(words: str) -> list[int]:
     """Return the processes of this machine, containers' too, whose command line holds some words."""
-    found = []
+    numbers = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
         if words in command:
-            found.append(int(folder.name))
-    return found
+            numbers.append(int(folder.name))
+    return numbers
 
 
 @pytest.mark.stand_in("a debootstrapped Debian 13 in place of the CUDA base")
@@ -64,27 +64,22 @@ def test_a_killed_build_leaves_nothing_behind(
     assert "interrupted; run the same command again" in log.read_text()
     processes.wait_for(lambda: not running(step), "the engine stopped the step")
     assert docker("image", "ls", "-q", f"{NAME}:killed") == ""
-    assert not list((repository.path / "docker" / "context").glob("*.tar.gz"))
+    assert not list((repository.path / "build/image").glob("**/*.tar*"))
 
 
 def test_a_full_disk_is_named(
-    repository: Repository,
-    docker_engine: None,
-    spec: Specs,
-    means: Means,
-    parts_folder: Path,
-    tmp_path: Path,
-    monkeypatch,
-) -> None:
+    repository: Repository, docker_engine: None, spec: Specs, means: Means, parts_folder: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     folder = parts_folder / "small"
     with (
         disks.small(tmp_path / "disk", 24) as disk,
-        engines.own(folder, root=disk / "docker", socket=folder / "docker.sock") as host,
+        engines.start(folder, root=disk / "docker", socket=folder / "docker.sock") as host,
     ):
         monkeypatch.setenv("DOCKER_HOST", host)
         # The sources alone: a stage that starts from nothing, so that this engine needs no base image.
-        with pytest.raises(errors.DiskError, match="the engine's disk is full; free some space"):
-            build.run(repository.path, engine.detect(), spec("sources"), means)
+        with pytest.raises(errors.ToolingError, match="the engine's disk is full; free some space"):
+            build.run(repository.path, engine.connect(), spec("sources", base_image=None), means)
 
 
 class Index(SimpleHTTPRequestHandler):
@@ -93,8 +88,8 @@ class Index(SimpleHTTPRequestHandler):
     served: ClassVar[list[str]] = []
 
     def do_GET(self) -> None:
-        wanted = "Basic " + base64.b64encode(f"user:{PASSWORD}".encode()).decode()
-        if self.headers.get("Authorization") != wanted:
+        login = "Basic " + base64.b64encode(f"user:{PASSWORD}".encode()).decode()
+        if self.headers.get("Authorization") != login:
             self.send_response(401)
             self.send_header("WWW-Authenticate", "Basic")
             self.end_headers()
@@ -110,17 +105,7 @@ class Index(SimpleHTTPRequestHandler):
 def index(root: Path, tmp_path: Path) -> Iterator[str]:
     """An index with what the installer needs; gives its address, with user and password."""
     wheels = tmp_path / "wheels"
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "-q",
-        "--require-hashes",
-        "--only-binary=:all:",
-        "--dest",
-        str(wheels),
-    ]
+    pip = [sys.executable, "-m", "pip", "download", "-q", "--require-hashes", "--only-binary=:all:", "--dest", wheels]
     subprocess.run([*pip, "-r", str(root / "requirements" / "tooling.txt")], check=True, capture_output=True)
     for wheel in list(wheels.glob("*.whl")):
         folder = wheels / wheel.name.partition("-")[0].replace("_", "-").replace(".", "-").lower()
@@ -136,20 +121,13 @@ def index(root: Path, tmp_path: Path) -> Iterator[str]:
 
 
 def test_a_companys_index_serves_the_build_and_its_password_stays_out(
-    changed: Repository,
-    index: str,
-    engine: Engine,
-    docker: Docker,
-    spec: Specs,
-    means: Means,
-    tmp_path: Path,
+    changed: Repository, index: str, engine: Engine, docker: Docker, spec: Specs, means: Means, tmp_path: Path
 ) -> None:
     config = tmp_path / "pip.conf"
     config.write_text(f"[global]\nindex-url = {index}\n")
-    wanted = changed.path / "requirements" / "tooling.txt"
-    wanted.write_text(wanted.read_text(encoding="utf-8") + f"# {tmp_path}\n", encoding="utf-8")  # no layer of before
+    locked = changed.path / "requirements" / "tooling.txt"
+    locked.write_text(locked.read_text(encoding="utf-8") + f"# {tmp_path}\n", encoding="utf-8")  # no layer of before
     built = build.run(changed.path, engine, spec("installer"), means._replace(network="host", pip_config=config))
-    assert built is not None
     assert any(path.endswith(".whl") for path in Index.served)
     assert PASSWORD not in docker("image", "inspect", built.image_id)
     assert PASSWORD not in docker("history", "--no-trunc", built.image_id)
@@ -164,20 +142,19 @@ def test_evil_names_stay_data(
     config.write_text("[global]\n")
     evil = changed.path.rename(tmp_path / "$(touch evil) --output=type=local ;")
     (evil / "docs" / "--privileged $(touch evil)").write_text("data\n")
-    built = build.run(evil, engine, spec("sources"), means._replace(pip_config=config))
-    assert built is not None
+    build.run(evil, engine, spec("sources"), means._replace(pip_config=config))
     assert not [*tmp_path.rglob("evil"), *Path.cwd().glob("evil")]
     poisoned = ("--tag=$(touch evil)", "--repo=--privileged", "--base-image=a\nRUN touch evil", "--cuda-version=a b")
     for option in poisoned:
         done = Repository(evil).build(option, check=False)
-        assert (done.returncode, done.stderr.count("\n")) == (errors.UsageError.exit_code, 1), done.stderr
+        assert (done.returncode, done.stderr.count("\n")) == (errors.OptionError.exit_code, 1), done.stderr
     assert not [*tmp_path.rglob("evil"), *Path.cwd().glob("evil")]
 
 
 def test_a_base_that_nobody_has_is_named(repository: Repository, docker_engine: None) -> None:
     options = ["--accelerator", "cpu", "--base-image", "127.0.0.1:9/nobody/has:this", "--tag", "nobase"]
     done = repository.build(*options, check=False)
-    assert done.returncode == errors.NetworkError.exit_code
+    assert done.returncode == errors.NotThereError.exit_code
     assert done.stderr.splitlines()[-1].startswith(
         "error: 127.0.0.1:9/nobody/has:this: the base image cannot be fetched"
     )
@@ -191,10 +168,10 @@ def test_an_engine_that_takes_the_call_and_never_answers_is_named(
         silent.bind(str(tmp_path / "silent.sock"))
         silent.listen()
         command = [repository.path / "docker" / "build.py", "--accelerator", "cpu"]
-        told = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"DOCKER_HOST": place})
-    assert told.returncode == errors.EngineError.exit_code
-    assert told.stderr.startswith(f"error: no engine answers at {place} within 5 s.")
-    assert told.stderr.count("\n") == 1
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"DOCKER_HOST": place})
+    assert done.returncode == errors.EngineError.exit_code
+    assert done.stderr.startswith(f"error: no engine answers at {place} within 5 s;")
+    assert done.stderr.count("\n") == 1
 
 
 def test_another_engine_is_that_of_a_docker_context(

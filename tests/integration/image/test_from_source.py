@@ -25,8 +25,8 @@ def upstream(place: Path, files: dict[str, str]) -> str:
         (place / name).write_text(text)
     for argv in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "all"]):
         subprocess.run(["git", "-C", place, *argv], check=True, env=os.environ | WHO)
-    told = subprocess.run(["git", "-C", place, "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
-    return told.stdout.strip()
+    answer = subprocess.run(["git", "-C", place, "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
+    return answer.stdout.strip()
 
 
 @pytest.mark.full
@@ -57,13 +57,13 @@ def test_the_build_of_jaxlib_begins_with_the_bazel_that_jax_names(
     options = ("--jaxlib", "source", "--accelerator", "cpu", "--base-image", trixie, "--tag", "source")
 
     refused = changed.build(*options, check=False)
-    assert refused.returncode == errors.PinError.exit_code
+    assert refused.returncode == errors.SourceError.exit_code
     assert "third_party/jax is not there; run ./bootstrap.sh --group source" in refused.stderr
 
     sync = [sys.executable, "-m", "tooling", "sync", "--group", "source"]
     subprocess.run(sync, cwd=changed.path, env=os.environ | {"PYTHONPATH": str(changed.path)}, check=True)
     assert (changed.path / "third_party" / "xla" / "BUILD").is_file()
     built = changed.build(*options, check=False)
-    said = built.stderr
-    assert "Bazel came" in said or "github.com" in said or "Name or service not known" in said, said[-3000:]
-    assert built.returncode in (errors.NetworkError.exit_code, errors.BuildError.exit_code), said[-3000:]
+    output = built.stderr
+    assert "Bazel came" in output or "github.com" in output or "Name or service not known" in output, output[-3000:]
+    assert built.returncode in (errors.NotThereError.exit_code, errors.EngineError.exit_code), output[-3000:]

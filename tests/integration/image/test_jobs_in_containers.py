@@ -30,27 +30,27 @@ def test_a_job_in_containers_leaves_its_files_and_goes_on_from_them(
     image: dict[str, Any], cluster: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
     """Metrics, logs, checkpoints and compiled programs; a folder of MOUNTS is read. Another job resumes."""
-    data, output, kept, cache = (tmp_path / name for name in ("data", "out", "ck", "cache"))
+    data, output, checkpoint, cache = (tmp_path / name for name in ("data", "out", "ck", "cache"))
     data.mkdir()
     (data / "text").write_text((ROOT / "LICENSE").read_text(encoding="utf-8"))
-    wanted = {"IMAGE": image["image"], "MOUNTS": f"{data}:{data}:ro", "XDG_CACHE_HOME": str(cache)}
+    variables = {"IMAGE": image["image"], "MOUNTS": f"{data}:{data}:ro", "XDG_CACHE_HOME": str(cache)}
     if by == "pyxis":
         (tmp_path / "bin").mkdir()
         (tmp_path / "bin/srun").symlink_to(pyxis.__file__)
         Path(pyxis.__file__).chmod(0o755)
-        wanted["PATH"] = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    for name, value in (cluster | wanted).items():
+        variables["PATH"] = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    for name, value in (cluster | variables).items():
         monkeypatch.setenv(name, value)
-    place = [f"--output={output}", f"--checkpoint={kept}", "--checkpoint-every=1", f"--text={data / 'text'}"]
-    said = submitted(tmp_path / "first.log", *TINY, *place, "--num-steps=2")
-    assert "\nstep 1 of 2  loss " in said, said
+    place = [f"--output={output}", f"--checkpoint={checkpoint}", "checkpoint_period=1", f"--text={data / 'text'}"]
+    text = submitted(tmp_path / "first.log", *TINY, *place, "--num-steps=2")
+    assert "\nstep 1 of 2  loss " in text, text
     assert [*cache.glob("multimesh/*")]
-    assert (kept / "1/commit_success.txt").exists()
+    assert (checkpoint / "1/commit_success.txt").exists()
     assert (output / "maxtext.log").read_text()
-    said = submitted(tmp_path / "second.log", *TINY, *place, "--num-steps=3", "--resume")
-    assert "\nstep 2 of 3  loss " in said, said
+    text = submitted(tmp_path / "second.log", *TINY, *place, "--num-steps=3", "--resume")
+    assert "\nstep 2 of 3  loss " in text, text
     assert [json.loads(line)["step"] for line in (output / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2]
-    owners = {path.stat().st_uid for folder in (output, kept, cache) for path in folder.rglob("*")}
+    owners = {path.stat().st_uid for folder in (output, checkpoint, cache) for path in folder.rglob("*")}
     assert owners == {os.getuid()}
 
 
@@ -66,6 +66,6 @@ def submitted(log: Path, *flags: str) -> str:
         )
     finally:
         subprocess.run(["scancel", "--quiet", done.stdout.strip()], check=False)
-    said = log.read_text(errors="replace")
-    assert slurm.ended(done.stdout.strip()) in (0, LossNotFallingError.exit_code), said
-    return said
+    text = log.read_text(errors="replace")
+    assert slurm.ended(done.stdout.strip()) in (0, LossNotFallingError.exit_code), text
+    return text

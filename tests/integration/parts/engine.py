@@ -33,7 +33,7 @@ def running(folder: Path) -> Iterator[None]:
     if answers():
         yield
         return
-    with own(folder, root=Path("/var/lib/docker"), socket=Path("/var/run/docker.sock")):
+    with start(folder, root=Path("/var/lib/docker"), socket=Path("/var/run/docker.sock")):
         yield
 
 
@@ -48,7 +48,7 @@ def with_containerd_store(folder: Path) -> Iterator[str]:
         (programs / name).unlink(missing_ok=True)
     config = folder / "daemon.json"
     config.write_text('{"features": {"containerd-snapshotter": true}, "ip6tables": false}')
-    own_engine = own(
+    started = start(
         folder,
         root=folder / "images",
         socket=folder / "docker.sock",
@@ -56,12 +56,12 @@ def with_containerd_store(folder: Path) -> Iterator[str]:
         path=path,
         config=config,
     )
-    with own_engine as host:
+    with started as host:
         yield host
 
 
 @contextmanager
-def own(
+def start(
     folder: Path,
     *,
     root: Path,
@@ -156,8 +156,8 @@ def base_image(suite: str, folder: Path) -> str:
         mirror, how = packages.UBUNTU, ["--no-check-gpg", "--components=main,universe", suite]
     rootfs = folder / suite
     make = packages.as_root(debootstrap, "--variant=minbase", *how, rootfs, mirror)
-    made = subprocess.run(make, capture_output=True, text=True)
-    assert made.returncode == 0, made.stdout[-1000:]
+    done = subprocess.run(make, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-1000:]
     tar = subprocess.Popen(packages.as_root("tar", "-C", rootfs, "-c", "."), stdout=subprocess.PIPE)
     subprocess.run(["docker", "import", "-", image], stdin=tar.stdout, check=True, capture_output=True)
     assert tar.wait() == 0
@@ -190,17 +190,17 @@ def archive(files: dict[str, tuple[bytes, int]], links: dict[str, str]) -> bytes
     """Return a tar for ``docker import``: files with content and mode, symbolic links, and the folders of both."""
     raw = io.BytesIO()
     folders = {str(parent) for name in (*files, *links) for parent in PurePosixPath(name).parents} - {"."}
-    with tarfile.open(fileobj=raw, mode="w") as made:
+    with tarfile.open(fileobj=raw, mode="w") as tar:
         for name in sorted(folders):
             info = tarfile.TarInfo(name)
             info.type, info.mode = tarfile.DIRTYPE, 0o755
-            made.addfile(info)
+            tar.addfile(info)
         for name, (content, mode) in files.items():
             info = tarfile.TarInfo(name)
             info.size, info.mode = len(content), mode
-            made.addfile(info, io.BytesIO(content))
+            tar.addfile(info, io.BytesIO(content))
         for name, target in links.items():
             info = tarfile.TarInfo(name)
             info.type, info.linkname = tarfile.SYMTYPE, target
-            made.addfile(info)
+            tar.addfile(info)
     return raw.getvalue()

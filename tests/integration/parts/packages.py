@@ -32,19 +32,19 @@ def as_root(*argv: str | Path, env: Mapping[str, str] | None = None) -> list[str
 def need(program: str, *packages: str) -> str:
     """Return the path of a program; install the packages that bring it if it is not there."""
     where = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
-    if (found := shutil.which(program, path=where)) is None:
+    if (path := shutil.which(program, path=where)) is None:
         _update()
         _apt("install", "-y", "-qq", "--no-install-recommends", *packages)
-        found = shutil.which(program, path=where)
-        assert found is not None, f"{packages} did not bring {program}"
-    return found
+        path = shutil.which(program, path=where)
+        assert path is not None, f"{packages} did not bring {program}"
+    return path
 
 
 def from_sid(folder: Path, *packages: str, suite: str = "sid", architecture: str | None = None) -> Path:
     """Unpack packages of another Debian release or machine in ``folder``, leaving the machine's own apt as it is."""
     state = folder / "apt"
-    for each in ("lists/partial", "archives/partial"):
-        (state / each).mkdir(parents=True)
+    for name in ("lists/partial", "archives/partial"):
+        (state / name).mkdir(parents=True)
     (state / "status").touch()
     (state / "sources.list").write_text(f"deb [signed-by={KEYRING}] {mirror()} {suite} main\n")
     config = state / "apt.conf"
@@ -79,9 +79,9 @@ def mirror() -> str:
         _update()
         _apt("install", "-y", "-qq", "--no-install-recommends", "debian-archive-keyring")
     ask = ["apt-get", "indextargets", "--format", "$(LABEL) $(SITE)", "Created-By: Packages"]
-    told = subprocess.run(ask, check=True, capture_output=True, text=True).stdout.splitlines()
+    lines = subprocess.run(ask, check=True, capture_output=True, text=True).stdout.splitlines()
     return next(
-        (line.removeprefix("Debian ") for line in told if line.startswith("Debian ")), "http://deb.debian.org/debian"
+        (line.removeprefix("Debian ") for line in lines if line.startswith("Debian ")), "http://deb.debian.org/debian"
     )
 
 

@@ -50,7 +50,7 @@ class FaultyProxy:
     upstream: int
     port: int = 0
     faults: list[Fault] = field(default_factory=list)
-    seen: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
     _running: set[object] = field(default_factory=set)
 
     @property
@@ -59,7 +59,7 @@ class FaultyProxy:
 
     def count(self, pattern: str) -> int:
         """Return how many requests matched a pattern, failed ones too."""
-        return sum(re.match(pattern, line) is not None for line in self.seen)
+        return sum(re.match(pattern, line) is not None for line in self.requests)
 
     def _fault(self, line: str, length: float) -> Fault | None:
         for fault in self.faults:
@@ -83,7 +83,7 @@ class FaultyProxy:
     async def _answer(self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         agent = re.search(rb"\r\n(?i:user-agent): ([^\r]*)", head)
         line = b" ".join((head.split(b"\r\n", 1)[0], agent[1] if agent else b"")).decode()
-        self.seen.append(line)
+        self.requests.append(line)
         length = re.search(rb"\r\n(?i:content-length): (\d+)", head)
         fault = self._fault(line, float(length[1]) if length else math.inf) or Fault(line)
         if fault.hold:

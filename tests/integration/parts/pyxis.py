@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-_OWN = ("--container-image", "--container-mounts", "--no-container-mount-home")
+_OPTIONS = ("--container-image", "--container-mounts", "--no-container-mount-home")
 _OF_THE_IMAGE = ("PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
 
 
@@ -25,20 +25,31 @@ def submit(words: list[str]) -> list[str]:
     )
     assert real is not None
     first = next((n for n, word in enumerate(words) if not word.startswith("-")), len(words))
-    asked = {name: value for name, _, value in (word.partition("=") for word in words[:first]) if name in _OWN}
-    options = [word for word in words[:first] if word.partition("=")[0] not in _OWN]
-    if not asked:
+    values = {name: value for name, _, value in (word.partition("=") for word in words[:first]) if name in _OPTIONS}
+    options = [word for word in words[:first] if word.partition("=")[0] not in _OPTIONS]
+    if not values:
         return [real, *words]
-    folders = [f"--volume={each}" for each in asked["--container-mounts"].split(",")]
-    task = [sys.executable, __file__, "task", *folders, asked["--container-image"], *words[first:]]
+    folders = [f"--volume={mount}" for mount in values["--container-mounts"].split(",")]
+    task = [sys.executable, __file__, "task", *folders, values["--container-image"], *words[first:]]
     return [real, *options, *task]
 
 
 def run(words: list[str]) -> list[str]:
     """Return the command line of a task's container."""
-    kept = [f"--env={name}" for name in os.environ if name not in _OF_THE_IMAGE]
+    variables = [f"--env={name}" for name in os.environ if name not in _OF_THE_IMAGE]
     user = f"--user={os.getuid()}:{os.getgid()}"
-    return ["docker", "run", "--rm", "--init", "--network=host", "--ipc=host", "--entrypoint=", user, *kept, *words]
+    return [
+        "docker",
+        "run",
+        "--rm",
+        "--init",
+        "--network=host",
+        "--ipc=host",
+        "--entrypoint=",
+        user,
+        *variables,
+        *words,
+    ]
 
 
 def main(words: list[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -25,19 +24,6 @@ _AUTH = "auth: {{htpasswd: {{realm: here, path: {}}}}}\n"
 
 
 @contextmanager
-def also_inside(folder: Path, pid: int, log: Path) -> Iterator[None]:
-    """Have a second server of the same registry at the same address of a process's own network."""
-    program = packages.need("docker-registry", "docker-registry")
-    config = folder / "registry.yml"
-    port = int(config.read_text().rpartition(":")[2].strip('"} \n'))
-    connections = Path(f"/proc/{pid}/net/tcp")
-    ours = [f"--setuid={os.getuid()}", f"--setgid={os.getgid()}"]  # both write into one folder
-    argv = packages.as_root("nsenter", f"--target={pid}", "--net", *ours, program, "serve", str(config))
-    with processes.server(argv, log, healthy=lambda: f":{port:04X} 00000000:0000 0A" in connections.read_text()):
-        yield
-
-
-@contextmanager
 def running(folder: Path, *, login: tuple[str, str] | None = None) -> Iterator[str]:
     """Have a registry for the length of a block; gives ``127.0.0.1:PORT``, which engines speak plain HTTP with.
 
@@ -52,8 +38,8 @@ def running(folder: Path, *, login: tuple[str, str] | None = None) -> Iterator[s
     config = folder / "registry.yml"
     auth = ""
     if login:
-        made = [packages.need("htpasswd", "apache2-utils"), "-niB", login[0]]
-        hashed = subprocess.run(made, input=login[1], capture_output=True, text=True, check=True).stdout
+        htpasswd = [packages.need("htpasswd", "apache2-utils"), "-niB", login[0]]
+        hashed = subprocess.run(htpasswd, input=login[1], capture_output=True, text=True, check=True).stdout
         (folder / "htpasswd").write_text(hashed)
         auth = _AUTH.format(folder / "htpasswd")
     config.write_text(_CONFIG.format(root=folder / "data", port=port, auth=auth))

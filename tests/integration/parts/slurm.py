@@ -100,10 +100,10 @@ def _munge(program: str, folder: Path, socket: Path) -> Iterator[None]:
 
 
 def _idle(env: dict[str, str]) -> bool:
-    told = subprocess.run(
+    output = subprocess.run(
         ["sinfo", "--noheader", "--Node", "--format=%N %T"], env=os.environ | env, capture_output=True, text=True
     )
-    return told.stdout.split("\n")[:2] == [f"{name} idle" for name in NODES]
+    return output.stdout.split("\n")[:2] == [f"{name} idle" for name in NODES]
 
 
 _ENDED = re.compile(
@@ -113,6 +113,6 @@ _ENDED = re.compile(
 
 def ended(job: str) -> int | None:
     """The exit code of a batch job, negative for a signal; None while it waits or runs. The environment names Slurm."""
-    told = subprocess.run(["scontrol", "show", "job", job, "--oneliner"], capture_output=True, text=True).stdout
-    found = _ENDED.search(told)
-    return (int(found[1]) or -int(found[2])) if found else None
+    output = subprocess.run(["scontrol", "show", "job", job, "--oneliner"], capture_output=True, text=True).stdout
+    match = _ENDED.search(output)
+    return (int(match[1]) or -int(match[2])) if match else None

@@ -15,7 +15,7 @@ from tests.integration.parts import packages, processes
 
 ROOT = Path(__file__).parents[3]
 STEPS = ["meeting", "devices", "versions", "shared folder", "products", "collectives in stages"]
-LAST = ["plans", "checkpoint", "a process that is killed"]
+LAST = ["plans"]
 MPIS = {"mpirun.openmpi": ("openmpi-bin", "Open MPI"), "mpirun.mpich": ("mpich", "MPICH")}
 """Programs, the packages that bring them, and their names in the first row."""
 

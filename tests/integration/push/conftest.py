@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
+import json
 import os
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from tests.integration.parts import engine as engine_parts
 from tests.integration.parts import proxy
-from tooling.image import engine, reference, tags
+from tooling.image import reference, tags
+from tooling.image.buildx import LABEL, OCI
+from tooling.image.engine import Engine
 from tooling.image.reference import Reference
+from tooling.image.registry import Manifest, Registry
 
 ROOT = Path(__file__).resolve().parents[3]
+VERSION = tomllib.loads((ROOT / "multimesh" / "pyproject.toml").read_text())["project"]["version"]
+PYTHON = json.loads((ROOT / "docker" / "images.lock").read_text())["files"]["python linux/amd64"]["sha256"]
+PINNED = {
+    f"{OCI}.revision": "ab" * 20,
+    f"{OCI}.version": VERSION,
+    f"{OCI}.base.digest": "sha256:" + "cd" * 32,
+    f"{LABEL}.maxtext.revision": "ef" * 20,
+    f"{LABEL}.python": f"standalone sha256:{PYTHON}",
+    f"{LABEL}.lock": "sha256:" + "12" * 32,
+    f"{LABEL}.accelerator": "cuda12",
+}
 
 
-@dataclass(frozen=True)
-class Tiny:
-    """A busybox with a file of its own, and stubs of what the check of a runtime image looks for."""
+class Tiny(NamedTuple):
+    """A busybox with a file of its own, and stubs of the files that the check of a runtime image looks for."""
 
     id: str
     words: str
@@ -35,29 +46,23 @@ class Tiny:
 @pytest.fixture
 def make_tiny(docker_engine: None) -> Iterator[Callable[..., Tiny]]:
     """Import tiny images: one layer of three megabytes, no two alike. ``verdict`` is what their check job does."""
-    made: list[str] = []
+    images: list[str] = []
 
-    def make(
-        words: str = "hello",
-        verdict: str = "echo ok: stub",
-        user: str = "1000",
-        env: Mapping[str, str] | None = None,
-        labels: Mapping[str, str] | None = None,
-    ) -> Tiny:
+    def make(words: str = "hello", verdict: str = "echo ok: stub", labels: Mapping[str, str] | None = None) -> Tiny:
         files, links = engine_parts.checkable(verdict)
         files |= {"words": (words.encode(), 0o644), "noise": (os.urandom(1 << 20), 0o644)}
-        changes = ["CMD cat /words", f"USER {user}"]
-        changes += [f"ENV {name}='{value}'" for name, value in (env or {}).items()]
-        changes += [f"LABEL {name}={value}" for name, value in (labels or {}).items()]
-        argv = ["docker", "import", *(word for each in changes for word in ("--change", each)), "-"]
+        files |= {"opt/python/bin/python3": (b"", 0o755)}
+        labels = PINNED if labels is None else labels
+        changes = ["CMD cat /words", "USER 1000", *(f'LABEL {name}="{value}"' for name, value in labels.items())]
+        argv = ["docker", "import", *(word for change in changes for word in ("--change", change)), "-"]
         content = engine_parts.archive(files, links)
         done = subprocess.run(argv, input=content, capture_output=True, check=True)
-        made.append(done.stdout.decode().strip())
-        return Tiny(made[-1], words)
+        images.append(done.stdout.decode().strip())
+        return Tiny(images[-1], words)
 
     yield make
-    for each in made:
-        subprocess.run(["docker", "rmi", "--force", each], capture_output=True)
+    for image in images:
+        subprocess.run(["docker", "rmi", "--force", image], capture_output=True)
 
 
 @pytest.fixture
@@ -70,10 +75,28 @@ def faulty(registry: str) -> Iterator[proxy.FaultyProxy]:
 @pytest.fixture
 def target(faulty: proxy.FaultyProxy, request: pytest.FixtureRequest) -> Reference:
     """A repository of this test alone, behind the proxy."""
-    name = "".join(each if each.isalnum() else "-" for each in request.node.name.lower()).strip("-")
-    while "--" in name:
-        name = name.replace("--", "-")
+    name = re.sub("[^a-z0-9]+", "-", request.node.name.lower()).strip("-")
     return reference.make(f"{faulty.address}/team", name, "v1")
+
+
+@pytest.fixture
+def there(target: Reference) -> Registry:
+    """That repository."""
+    return Registry(target.repository)
+
+
+@pytest.fixture
+def send(engine: Engine, there: Registry, target: Reference) -> Callable[[Tiny], Manifest]:
+    """Push an image under its candidate's tag."""
+
+    def send(image: Tiny) -> Manifest:
+        labels = (engine.inspect(image.id) or {})["Config"]["Labels"] or {}
+        tag = tags.candidate(labels, image.id, checked=True)
+        engine.tag(image.id, target.tagged(tag))
+        engine.push(target.tagged(tag))
+        return there.get(tag)
+
+    return send
 
 
 @pytest.fixture
@@ -82,39 +105,15 @@ def upload(target: Reference, tmp_path: Path) -> Callable[..., subprocess.Comple
 
     def run(image: Tiny, *options: str) -> subprocess.CompletedProcess[str]:
         subprocess.run(["docker", "tag", image.id, str(target)], check=True)
-        name = ("--repo", target.repository.rpartition("/")[0], "--name", target.repository.rpartition("/")[2])
-        more = ("--tag", "v1", "--allow-dirty", "--release-file", str(tmp_path / "release.json"))
-        return tooling("image", "--no-build", "--upload", *name, *more, *options)
+        place = ("--repo", target.repository, "--tag", "v1", "--release-file", str(tmp_path / "release.json"))
+        return tooling("image", "--no-build", "--upload", *place, *options)
 
     return run
 
 
-def digest_of(target: Reference, tag: str) -> str | None:
-    """What a tag has in the registry now."""
-    return tags.digest_of(engine.detect(), target.tagged(tag))
-
-
-@functools.cache
-def pinned() -> Path:
-    """A copy of this repository in which no pin is null: a release is refused as long as one is."""
-    place = Path(tempfile.mkdtemp(prefix="pinned-"))
-    atexit.register(shutil.rmtree, place, ignore_errors=True)
-    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    for name in subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0"):
-        if name and os.path.lexists(ROOT / name):
-            (place / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, place / name, follow_symlinks=False)
-    lock = place / "sources.lock"
-    lock.write_text(re.sub(r'("(?:root_)?(?:commit|tree)"): null', rf'\1: "{"ab" * 20}"', lock.read_text()))
-    for argv in (["init", "-q"], ["add", "-A"], ["-c", "user.name=t", "-c", "user.email=t@t", "commit", "-qm", "all"]):
-        subprocess.run(["git", *argv], cwd=place, check=True)
-    return place
-
-
-def tooling(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def tooling(*args: str) -> subprocess.CompletedProcess[str]:
     """Run the command line; whatever happens, no user may see a traceback."""
     argv = [sys.executable, "-m", "tooling", *args]
-    full = os.environ | {"PYTHONPATH": str(pinned())} | (env or {})
-    done = subprocess.run(argv, env=full, cwd=pinned(), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert "Traceback" not in done.stderr + done.stdout, done.stderr
     return done

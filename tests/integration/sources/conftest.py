@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.integration.sources.git_server import GitServer
+
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 120
 AUTHOR = {
@@ -22,16 +24,6 @@ AUTHOR = {
     for role in ("AUTHOR", "COMMITTER")
     for field, value in (("NAME", "Upstream"), ("EMAIL", "upstream@example.org"), ("DATE", "@1700000000 +0100"))
 }
-
-
-def _load(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-GitServer = _load(ROOT / "tests" / "benchmarks" / "git_server.py").GitServer
 
 
 def git(cwd: Path, *args: str, stdin: bytes | None = None, env: dict[str, str] | None = None) -> str:
@@ -97,18 +89,16 @@ class Clone:
     def add(self, name: str, url: str, commit: str, tree: str | None, **entry: Any) -> None:
         """Add a component that is pinned without patches."""
         archives = entry.pop("archives", {})
-        root_tree = entry.pop("root_tree", None)
         self.components[name] = {"url": url, "version": "1.0", "groups": ["run"]} | entry
-        whole = "path" not in entry and "wheel" not in entry
+        complete = "path" not in entry and "wheel" not in entry
         self.pins[name] = {
             "version": self.components[name]["version"],
             "commit": commit,
-            **({"root_tree": root_tree} if root_tree else {}),
             "tree": tree,
             "archives": archives,
             "patches": {},
-            "patched_commit": commit if whole else None,
-            "patched_tree": tree if whole else None,
+            "patched_commit": commit if complete else None,
+            "patched_tree": tree if complete else None,
         }
         self.write()
 
@@ -151,9 +141,10 @@ class Clone:
         return git(self.place(name), "rev-parse", "HEAD")
 
     def state(self, name: str) -> str:
-        """What ``status`` says of a component."""
-        lines = json.loads(self.run("status", "--json").stdout)["components"]
-        return next(line["state"] for line in lines if line["name"] == name)
+        """The state of a component in the table of ``status``."""
+        table = [re.split(r"  +", line) for line in self.run("status").stdout.splitlines()]
+        state = next(row[3] for row in table if row[0] == name)
+        return re.sub(r" \(\d+ files\)", "", state)
 
     @property
     def leftovers(self) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 
 from .conftest import Clone, Upstream, git, new_file, patch_text
 
-PIN_ERROR, NETWORK, MISSING, INTEGRITY = 24, 26, 27, 28
+PIN_ERROR = NETWORK = MISSING = INTEGRITY = 3
 FILE = "third_party/xla/revision.bzl"
 
 
@@ -22,21 +22,21 @@ def names(commit: str) -> dict[str, str]:
 
 @pytest.fixture
 def xla(make_upstream: Callable[[str], Upstream], server: Any) -> Upstream:
-    made = make_upstream("xla")
-    made.commit({"BUILD": "one\n"}, "first")
-    made.commit({"BUILD": "two\n"}, "second")
-    return made
+    upstream = make_upstream("xla")
+    upstream.commit({"BUILD": "one\n"}, "first")
+    upstream.commit({"BUILD": "two\n"}, "second")
+    return upstream
 
 
 @pytest.fixture
 def jax(clone: Clone, make_upstream: Callable[[str], Upstream], xla: Upstream, server: Any) -> Upstream:
     """Jax 1.0 names the first xla, jax 2.0 the second."""
-    made = make_upstream("jax")
-    made.commit(names(git(xla.work, "rev-parse", "HEAD~1")), "first", tag="jax-v1.0")
-    commit = made.head
-    made.commit(names(xla.head), "second", tag="jax-v2.0")
-    told = {"wheel": "jax", "file": "jax/version.py", "name": "_git_hash"}
-    clone.add("jax", f"{server.url}/jax.git", commit, None, tag="jax-v{version}", groups=["source"], commit_in=told)
+    upstream = make_upstream("jax")
+    upstream.commit(names(git(xla.work, "rev-parse", "HEAD~1")), "first", tag="jax-v1.0")
+    commit = upstream.head
+    upstream.commit(names(xla.head), "second", tag="jax-v2.0")
+    file = {"wheel": "jax", "file": "jax/version.py", "name": "_git_hash"}
+    clone.add("jax", f"{server.url}/jax.git", commit, None, groups=["source"], commit_in=file)
     clone.components["jax"]["commit"] = clone.components["jax"].pop("commit_in")
     clone.components["xla"] = {
         "url": f"{server.url}/xla.git",
@@ -44,7 +44,7 @@ def jax(clone: Clone, make_upstream: Callable[[str], Upstream], xla: Upstream, s
         "groups": ["source"],
     }
     clone.write()
-    return made
+    return upstream
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_the_tree_of_jax_brings_its_xla(clone: Clone, jax: Upstream, xla: Upstre
 def test_xla_alone_says_where_its_commit_is_named(clone: Clone, jax: Upstream) -> None:
     said = clone.refused(PIN_ERROR, "sync", "xla")
     assert f"third_party/jax/{FILE} names its commit, and is not there" in said
-    assert "run `python -m tooling sync jax xla`" in said
+    assert "run `.venv/bin/python -m tooling sync jax xla`" in said
     assert "--group and names of components exclude each other" in clone.refused(2, "sync", "xla", "--group", "source")
     assert "no such component" in clone.refused(2, "sync", "nosuch")
 
@@ -123,7 +123,7 @@ def test_an_xla_that_nobody_has_leaves_jax_in_place(clone: Clone, jax: Upstream)
     assert f"{FILE} has no line XLA_COMMIT" in clone.refused(MISSING, "sync", "--group", "source")
 
 
-def test_patches_of_jax_and_xla_are_applied_and_made_anew(clone: Clone, jax: Upstream, xla: Upstream) -> None:
+def test_patches_of_jax_and_xla_are_applied(clone: Clone, jax: Upstream, xla: Upstream) -> None:
     """As those of MaxText: jax's are in the lock, xla's stand on the commit that jax names."""
     clone.patch("jax", mine=new_file("added", "line"))
     clone.patch("xla", mine=patch_text("BUILD", "one", "ours"))
@@ -134,18 +134,11 @@ def test_patches_of_jax_and_xla_are_applied_and_made_anew(clone: Clone, jax: Ups
     assert (clone.place("xla") / "BUILD").read_text() == "ours\n"
     assert (clone.state("jax"), clone.state("xla")) == ("clean", "clean")
 
-    for name in ("jax", "xla"):
-        (clone.place(name) / "more").write_text("more\n")
-        git(clone.place(name), "add", "-A")
-        git(clone.place(name), "commit", "-q", "-m", "Add more")
-        clone.ok("refresh", name)
-        assert (clone.root / "patches" / name / "series").read_text() == "mine.patch\nadd-more.patch\n"
-        assert clone.state(name) == "clean"
     assert "xla" not in (clone.root / "sources.lock").read_text()
 
     clone.patch("xla", mine=patch_text("BUILD", "two", "ours"))
     assert clone.state("xla") == "outdated"
-    assert "mine.patch: does not apply" in clone.refused(29, "sync", "--group", "source")
+    assert "mine.patch: does not apply" in clone.refused(3, "sync", "--group", "source")
 
 
 def test_another_jax_brings_another_xla(clone: Clone, jax: Upstream, xla: Upstream, server: Any) -> None:
@@ -153,42 +146,17 @@ def test_another_jax_brings_another_xla(clone: Clone, jax: Upstream, xla: Upstre
     assert clone.head("xla") == xla.head
 
 
-def test_bump_reads_the_commit_in_the_locked_wheel(clone: Clone, jax: Upstream, locked_wheel: Any, server: Any) -> None:
+def test_bump_reads_the_commit_in_the_locked_wheel(clone: Clone, jax: Upstream, locked_wheel: Any) -> None:
+    """Git is asked where patches must be tried, and only there."""
     as_yaml(clone)
     locked_wheel("2.0", jax.head)
     clone.ok("bump", "jax", "2.0")
-    assert (pin(clone)["commit"], pin(clone)["tree"]) == (jax.head, jax.tree())
+    assert (pin(clone)["commit"], pin(clone)["patched_commit"]) == (jax.head, jax.head)
     assert "requirements/run.txt has jax 2.0" in clone.refused(PIN_ERROR, "bump", "jax", "1.0")
     assert "the tree of jax names its commit" in clone.refused(2, "bump", "xla", "1" * 40)
-
-    other = git(jax.work, "rev-parse", "HEAD~1")
-    locked_wheel("2.0", other)
-    said = clone.refused(INTEGRITY, "bump", "jax", "2.0")
-    assert f"the locked wheel is of commit {other}, the tag jax-v2.0" in said
     locked_wheel("2.0", "no commit")
     assert "has no line _git_hash" in clone.refused(MISSING, "bump", "jax", "2.0")
-
-
-def test_the_wheel_is_enough_where_git_does_not_answer(clone: Clone, jax: Upstream, locked_wheel: Any) -> None:
-    clone.components["jax"]["url"] = "http://127.0.0.1:1/jax.git"
-    as_yaml(clone)
-    locked_wheel("3.0", "3" * 40)
-    clone.ok("bump", "jax", "3.0")
-    assert (pin(clone)["commit"], pin(clone)["tree"], pin(clone)["patched_commit"]) == ("3" * 40, None, "3" * 40)
     clone.patch("jax", mine=new_file("added", "line"))
     locked_wheel("4.0", "4" * 40)
-    clone.refused(NETWORK, "bump", "jax", "4.0")  # nobody can try the patch
-    assert pin(clone)["version"] == "3.0"
-
-
-def test_a_new_lock_brings_the_sources_of_its_jax(clone: Clone, jax: Upstream, locked_wheel: Any) -> None:
-    import subprocess
-    import sys
-
-    as_yaml(clone)
-    locked_wheel("2.0", jax.head)
-    code = "from tooling.ci import relock; from tooling.sources.workspace import Workspace; relock.follow(Workspace())"
-    for said in (f"jax: 2.0 is {jax.head}, as its wheel says\n", ""):
-        done = subprocess.run([sys.executable, "-c", code], cwd=clone.root, capture_output=True, text=True)
-        assert (done.returncode, done.stdout) == (0, said), done.stderr
+    clone.refused(NETWORK, "bump", "jax", "4.0")
     assert pin(clone)["version"] == "2.0"

@@ -8,7 +8,7 @@ import pytest
 
 from .conftest import Clone, Upstream, git, new_file, patch_text
 
-PATCH_ERROR, MANIFEST_ERROR, PIN_ERROR = 29, 23, 24
+PATCH_ERROR = MANIFEST_ERROR = PIN_ERROR = 3
 
 
 @pytest.fixture
@@ -41,19 +41,14 @@ def lock_by_hand(clone: Clone) -> None:
         (new_file("../escaped", "x"), "invalid path"),
         (new_file("/tmp/escaped", "x"), "invalid path"),
         (new_file("l", "src", "120000", newline=False) + new_file("l/through", "x"), "does not apply"),
-        ("diff --git a/README b/.git/config\nrename from README\nrename to .git/config\n", "invalid path"),
+        ("diff --git a/README b/.git/hooks/x\nrename from README\nrename to .git/hooks/x\n", "invalid path"),
         ("this is no patch\n", "does not apply"),
         ("", "does not apply"),
-        (patch_text("README", "hello", "hello"), "changes nothing"),
-        (new_file("l", "/etc/passwd", "120000", newline=False), "makes a link l that points out of its tree"),
-        (new_file("src/l", "../../x", "120000", newline=False), "makes a link src/l that points out of its tree"),
-        (new_file("l", "src/../../x", "120000", newline=False), "makes a link l that leaves its tree by '..'"),
-        (new_file("l", ".git/config", "120000", newline=False), "makes a link l that goes into .git"),
     ],
     ids=[
         "conflict", "absent-file", "second-hunk-conflicts", "git-hooks", "git-upper-case", "git-short-name", "escape",
-        "absolute", "through-link",
-        "rename-into-git", "garbage", "empty", "no-change", "link-absolute", "link-up", "link-through", "link-into-git",
+        "absolute", "through-link", "rename-into-git", "garbage",
+        "empty",
     ],
 )  # fmt: skip
 def test_bad_patch_is_refused_and_the_old_tree_stays(synced: Clone, text: str, says: str, tmp_path: Path) -> None:
@@ -78,7 +73,7 @@ def test_bad_patch_is_refused_and_the_old_tree_stays(synced: Clone, text: str, s
 def test_patch_that_upstream_has_is_named_as_such(synced: Clone) -> None:
     synced.patch("alpha", old=patch_text("README", "old", "hello"))
 
-    assert "already has this change; remove the patch" in synced.refused(PATCH_ERROR, "lock", "alpha")
+    assert "or remove it if that has the change" in synced.refused(PATCH_ERROR, "lock", "alpha")
 
 
 def test_patch_edited_after_locking_is_refused(synced: Clone) -> None:
@@ -87,7 +82,7 @@ def test_patch_edited_after_locking_is_refused(synced: Clone) -> None:
     synced.patch("alpha", only=new_file("added", "another line"))
 
     assert "sources.lock does not have only.patch as on disk" in synced.refused(PIN_ERROR, "sync")
-    assert synced.state("alpha") == "patches changed"
+    assert synced.state("alpha") == "unlocked"
 
 
 def test_patches_in_another_order_are_refused(synced: Clone) -> None:
@@ -102,34 +97,28 @@ def test_lock_that_expects_another_result_is_an_integrity_error(synced: Clone) -
     synced.patch("alpha", only=new_file("added", "line"))
     lock_by_hand(synced)
 
-    assert "patched commit is" in synced.refused(28, "sync")
+    assert "patched commit is" in synced.refused(3, "sync")
     assert synced.state("alpha") == "outdated"
 
 
 @pytest.mark.parametrize(
-    ("series", "says"),
+    ("series", "name"),
     [
-        ("", "does not list one.patch"),
-        ("one.patch\none.patch\n", "names a patch twice"),
-        ("one.patch\nabsent.patch\n", "absent.patch is not a file"),
-        ("../alpha/one.patch\n", "is not the name of a .patch file"),
-        ("/etc/passwd\n", "is not the name of a .patch file"),
-        ("-one.patch\n", "is not the name of a .patch file"),
+        ("", "one.patch"),
+        ("one.patch\none.patch\n", "one.patch"),
+        ("one.patch\nabsent.patch\n", "absent.patch"),
+        ("one.patch\n../alpha/one.patch\n", "../alpha/one.patch"),
+        ("one.patch\n/etc/passwd\n", "/etc/passwd"),
+        ("one.patch\n-one.patch\n", "-one.patch"),
     ],
     ids=["forgotten", "twice", "absent", "escape", "absolute", "option"],
 )
-def test_bad_series_is_refused(synced: Clone, series: str, says: str) -> None:
+def test_bad_series_is_refused(synced: Clone, series: str, name: str) -> None:
     synced.patch("alpha", one=new_file("added", "line"))
     (synced.root / "patches" / "alpha" / "series").write_text(series)
 
-    assert says in synced.refused(MANIFEST_ERROR, "sync")
-
-
-def test_patches_without_a_series_are_not_skipped_silently(synced: Clone) -> None:
-    synced.patch("alpha", one=new_file("added", "line"))
-    (synced.root / "patches" / "alpha" / "series").unlink()
-
-    assert "list one.patch there" in synced.refused(MANIFEST_ERROR, "sync")
+    said = synced.refused(MANIFEST_ERROR, "sync")
+    assert said == f"patches/alpha/series: name each .patch file beside it once, not {name}"
 
 
 def test_link_inside_the_tree_is_allowed(synced: Clone) -> None:

@@ -6,11 +6,10 @@ import hashlib
 import json
 import os
 import shlex
-import socket
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +32,13 @@ def test_pinned_commit_arrives_without_history(clone: Clone, alpha: Upstream) ->
 
 def test_second_sync_asks_nobody_and_touches_nothing(clone: Clone, alpha: Upstream, server: Any) -> None:
     clone.ok("sync")
-    asked, times = len(server.requests), {path: path.stat().st_mtime_ns for path in clone.place("alpha").glob("[!.]*")}
+    requests, times = (
+        len(server.requests),
+        {path: path.stat().st_mtime_ns for path in clone.place("alpha").glob("[!.]*")},
+    )
 
-    report = json.loads(clone.ok("sync", "--json"))
-
-    assert [each["action"] for each in report["components"]] == ["kept"]
-    assert len(server.requests) == asked
+    assert "alpha      kept" in clone.ok("sync")
+    assert len(server.requests) == requests
     assert {path: path.stat().st_mtime_ns for path in clone.place("alpha").glob("[!.]*")} == times
 
 
@@ -59,27 +59,15 @@ def test_patched_commit_is_the_same_everywhere(clone: Clone, alpha: Upstream, tm
     assert (other.place("alpha") / "src" / "b.txt").read_text() == "two\n"
 
 
-def test_sync_after_patches_are_applied_keeps_them_applied_once(clone: Clone, alpha: Upstream) -> None:
-    clone.patch("alpha", only=new_file("added", "line"))
-    clone.ok("lock", "alpha")
-    clone.ok("sync")
-    before = clone.head("alpha")
-
-    clone.ok("sync")
-
-    assert clone.head("alpha") == before
-    assert git(clone.place("alpha"), "rev-list", "--count", "HEAD") == "2"
-
-
 def test_changed_patch_is_applied_from_what_is_on_disk(clone: Clone, alpha: Upstream, server: Any) -> None:
     clone.ok("sync")
     clone.patch("alpha", only=patch_text("README", "hello", "patched"))
     clone.ok("lock", "alpha")
-    asked = len(server.requests)
+    requests = len(server.requests)
 
-    clone.ok("sync", "--offline")
+    clone.ok("sync")
 
-    assert len(server.requests) == asked
+    assert len(server.requests) == requests
     assert (clone.place("alpha") / "README").read_text() == "patched\n"
 
 
@@ -128,11 +116,16 @@ def beta(make_upstream: Callable[[str], Upstream]) -> Upstream:
     return upstream
 
 
+def source(clone: Clone, name: str) -> str:
+    """Where a component's bytes came from, as its record says."""
+    return json.loads((clone.place(name) / ".git" / "multimesh.json").read_text())["source"]
+
+
 def add_beta(clone: Clone, beta: Upstream, server: Any, **more: Any) -> None:
     """Pin ``beta``, which has a wheel too."""
     wheel = wheel_of(beta, beta.bare.parent)
     clone.add(
-        "beta", f"{server.url}/beta.git", beta.head, beta.tree("HEAD", "src"), root_tree=beta.tree(), path="src",
+        "beta", f"{server.url}/beta.git", beta.head, beta.tree("HEAD", "src"), path="src",
         archives={wheel.name: hashlib.sha256(wheel.read_bytes()).hexdigest()}, **more,
     )  # fmt: skip
 
@@ -148,71 +141,14 @@ def test_wheel_and_git_give_the_same_commit(clone: Clone, beta: Upstream, server
         add_beta(one, beta, server, **more)
         one.patch("beta", only=patch_text("src/pkg/a.py", "A = 1", "A = 2"))
         one.ok("lock", "beta", env=env)
-        report = json.loads(one.ok("sync", "--json", env=env))
-        assert report["components"][0]["source"] == way
+        one.ok("sync", env=env)
+        assert source(one, "beta") == way
         assert os.access(one.place("beta") / "src" / "tool.sh", os.X_OK)
         assert (one.place("beta") / "src" / "dos.txt").read_bytes() == b"line\r\n"
         assert [path.name for path in one.place("beta").iterdir() if path.name != ".git"] == ["src"]
         heads[way] = one.head("beta")
 
     assert len(set(heads.values())) == 1, heads
-
-
-def test_git_is_asked_where_nobody_offers_the_wheel(clone: Clone, beta: Upstream, server: Any) -> None:
-    add_beta(clone, beta, server, wheel=WHEEL)
-    (beta.bare.parent / "beta-1.0-py3-none-any.whl").unlink()
-    env = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(beta.bare.parent)}
-    clone.ok("lock", "beta", env=env)
-
-    report = json.loads(clone.ok("sync", "--json", env=env))
-
-    assert report["components"][0]["source"] == "git"
-
-
-def test_maxtext_wheel_holds_the_pinned_tree(clone: Clone, root: Path) -> None:
-    for name in ("sources.yaml", "sources.lock"):
-        (clone.root / name).write_bytes((root / name).read_bytes())
-    subprocess.run(["cp", "-r", root / "patches", clone.root], check=True)
-
-    clone.ok("sync", "--group", "run")
-
-    place = clone.place("maxtext")
-    assert git(place, "rev-parse", "refs/multimesh/base:src/maxtext") == "f13bffc5983b481cd064eec80782517ed3be5cd4"
-    assert clone.state("maxtext") == "clean"
-    assert os.readlink(clone.place("multimesh")) == "../multimesh"
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[str]:
-    """``git daemon`` on a free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    served = tmp_path / "served"
-    served.mkdir(exist_ok=True)
-    options = (
-        "--export-all",
-        "--listen=127.0.0.1",
-        f"--port={port}",
-        "--reuseaddr",
-        f"--base-path={served}",
-        "--verbose",
-    )
-    env = os.environ | {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
-    process = subprocess.Popen(["git", "daemon", *options, str(served)], stderr=subprocess.PIPE, env=env)
-    assert b"Ready" in process.stderr.readline()
-    yield f"git://127.0.0.1:{port}"
-    process.terminate()
-    process.wait()
-    process.stderr.close()
-
-
-def test_git_daemon_and_plain_files_serve_too(clone: Clone, alpha: Upstream, daemon: str, tmp_path: Path) -> None:
-    for number, base in enumerate((daemon, f"file://{alpha.bare.parent}")):
-        one = make_clone(tmp_path / f"clone {number}")
-        one.add("alpha", f"{base}/alpha.git", alpha.head, alpha.tree())
-        one.ok("sync")
-        assert one.head("alpha") == alpha.head
 
 
 def test_mirror_is_asked_instead_of_the_upstream(clone: Clone, alpha: Upstream, server: Any) -> None:
@@ -231,8 +167,8 @@ def test_only_the_asked_group_is_touched(clone: Clone, alpha: Upstream) -> None:
 
     assert clone.state("gamma") == "clean"
     assert clone.state("alpha") == "missing"
-    report = json.loads(clone.ok("sync", "--json"))
-    assert {each["name"]: each["action"] for each in report["components"]} == {"alpha": "created", "gamma": "kept"}
+    rows = [line.split()[:2] for line in clone.ok("sync").splitlines()[1:]]
+    assert rows == [["alpha", "created"], ["gamma", "kept"]]
 
 
 def test_override_takes_a_commit_of_a_fork_and_a_plain_sync_returns_to_the_lock(clone: Clone, alpha: Upstream) -> None:
@@ -248,22 +184,6 @@ def test_override_takes_a_commit_of_a_fork_and_a_plain_sync_returns_to_the_lock(
     assert clone.state("alpha") == "overridden"
     clone.ok("sync")
     assert clone.head("alpha") == locked
-
-
-def test_override_links_a_folder_and_a_plain_sync_returns_to_the_lock(
-    clone: Clone, alpha: Upstream, tmp_path: Path
-) -> None:
-    clone.components["multimesh"] = {"link": "multimesh", "groups": ["run"]}
-    clone.write()
-    (tmp_path / "mine").mkdir()
-    clone.ok("sync", "--override", f"alpha={tmp_path / 'mine'}", "--override", f"multimesh={tmp_path / 'mine'}")
-    assert os.readlink(clone.place("alpha")) == str(tmp_path / "mine")
-
-    clone.ok("sync")
-
-    assert clone.head("alpha") == clone.pins["alpha"]["commit"]
-    assert os.readlink(clone.place("multimesh")) == "../multimesh"
-    assert (tmp_path / "mine").is_dir()
 
 
 def test_two_syncs_at_once_both_succeed(clone: Clone, alpha: Upstream, server: Any) -> None:
@@ -296,13 +216,6 @@ def test_output_that_cannot_be_written_is_an_error_in_one_line(clone: Clone, alp
         ends.append((done.returncode, [line for line in done.stderr.splitlines() if "alpha: " not in line]))
 
     assert ends == [
-        (30, ["error: a file: No space left on device; free some space and run the same command again"]),
+        (1, ["error: a file: No space left on device; free some space and run the same command again"]),
         (0, []),
     ]
-
-
-def test_works_from_any_folder(clone: Clone, alpha: Upstream, tmp_path: Path) -> None:
-    env = os.environ | {"PYTHONPATH": str(clone.root)}
-    subprocess.run([sys.executable, "-m", "tooling", "sync"], cwd=tmp_path, env=env, check=True, capture_output=True)
-
-    assert clone.state("alpha") == "clean"

@@ -1,0 +1,107 @@
+"""The scripts of the Dockerfile, and the check of an image's content, run here."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+
+def test_modes_are_those_of_git_whatever_the_checkout_has(root: Path, tmp_path: Path) -> None:
+    """A umask of 077 gave an image that its user could not read."""
+    for name, text in (("a/script.sh", "#!/bin/sh\n"), ("a/data", "data\n"), ("empty", "")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "link").symlink_to("/nowhere")
+    for before in (0o700, 0o777):
+        for path in (tmp_path / "a", tmp_path / "a/script.sh", tmp_path / "a/data", tmp_path / "empty"):
+            path.chmod(before)
+        subprocess.run([sys.executable, root / "docker/scripts/modes.py", tmp_path], check=True)
+        modes = {str(path.relative_to(tmp_path)): path.lstat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+        assert modes | {"link": 0} == {"a": 0o755, "a/script.sh": 0o755, "a/data": 0o644, "empty": 0o644, "link": 0}
+
+
+def test_an_environment_in_parts_is_whole(root: Path, tmp_path: Path) -> None:
+    """With CUDA and without: each file is in one part, at its place, and no part of CUDA has another's."""
+    packages = "lib/python3.13/site-packages"
+    cuda = [
+        "nvidia/cudnn/lib/libcudnn.so.9",
+        "nvidia/nccl/lib/libnccl.so.2",
+        "nvidia/cusparse/a",
+        "nvidia/nvcc/b",
+        "jax_plugins/c",
+    ]
+    for number, names in enumerate((["jax/__init__.py", ".hidden"], [*cuda, "jax/__init__.py", ".hidden"])):
+        environment, parts = tmp_path / f"environment-{number}", tmp_path / f"parts-{number}"
+        files = {"bin/python", "pyvenv.cfg", ".stamp", *(f"{packages}/{name}" for name in names)}
+        for name in files:
+            (environment / name).parent.mkdir(parents=True, exist_ok=True)
+            (environment / name).write_text(name)
+        (environment / "lib64").symlink_to("lib")
+        subprocess.run([root / "docker/scripts/parts.sh", environment, parts], check=True)
+        layers = [
+            {str(f.relative_to(part)) for f in part.rglob("*") if f.is_file()} for part in sorted(parts.iterdir())
+        ]
+        layers = [{name for name in part if not name.startswith("lib64/")} for part in layers]
+        assert sorted(name for part in layers for name in part) == sorted(files)
+        assert [len(part) for part in layers] == ([1, 1, 1, 2, 5] if number else [0, 0, 0, 0, 5])
+        assert (parts / "5" / "lib64").is_symlink()
+        assert not list(environment.iterdir())
+
+
+def test_layers_of_cuda_name_locked_packages(root: Path) -> None:
+    steps = re.findall(r"cuda\.sh(.*)", (root / "docker" / "Dockerfile").read_text(encoding="utf-8"))
+    locked = re.findall(
+        r"^([\w-]+)==", (root / "requirements" / "cuda12.txt").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    named = [name for step in steps for name in step.split()]
+    assert set(named) <= set(locked)
+    assert len(named) == len(set(named))
+    assert steps[-1] == "", "the last installs what is left"
+
+
+def test_hardware_is_told_where_there_is_none(root: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, root / "docker" / "hardware.py"], capture_output=True, text=True, timeout=300
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    titles = {line[:12].strip() for line in done.stdout.splitlines()} - {""}
+    assert titles == {"GPUs", "packages", "NCCL", "verbs", "UCX", "InfiniBand", "container", "JAX sees"}
+    assert all(line[12:].strip() for line in done.stdout.splitlines())
+
+
+def test_packages_of_jax_that_do_not_fit_are_named(root: Path, tmp_path: Path) -> None:
+    """JAX ignores a plugin of another version, and says no more than that there is no GPU where one is missing."""
+    venv.create(tmp_path, with_pip=False)
+    (site,) = tmp_path.glob("lib/python*/site-packages")
+    script = (root / "docker/scripts/contents.sh").read_text(encoding="utf-8")
+    script = script.replace("/opt/.venv/bin/python", str(tmp_path / "bin" / "python"))
+
+    def faults(accelerator: str, *versions: str) -> list[str]:
+        for name, version in zip(("jaxlib", "jax_cuda12_pjrt", "jax_cuda12_plugin"), versions, strict=True):
+            for old in site.glob(f"{name}-*.dist-info/METADATA"):
+                old.unlink()
+            if version:
+                (site / f"{name}-{version}.dist-info").mkdir(exist_ok=True)
+                text = f"Name: {name}\nVersion: {version}\n"
+                (site / f"{name}-{version}.dist-info" / "METADATA").write_text(text)
+        for empty in site.glob("*.dist-info"):
+            if not any(empty.iterdir()):
+                empty.rmdir()
+        argv = ["sh", "-c", script, "contents.sh", "dev", accelerator, ""]
+        output = subprocess.run(argv, capture_output=True, text=True, check=False).stdout
+        return re.findall("fault: packages of JAX that do not fit: (.*)", output) + re.findall("no Python.*", output)
+
+    assert faults("cpu", "0.10.2", "", "") == []
+    assert faults("cuda12", "0.10.2", "0.10.2", "0.10.2") == []
+    for wrong in (("0.11.0", "0.10.2", "0.10.2"), ("0.10.2", "0.9.2", "0.10.2"), ("0.10.2", "0.10.2", "0.9.2")):
+        line = f"jaxlib {wrong[0]}, jax-cuda12-pjrt {wrong[1]}, jax-cuda12-plugin {wrong[2]}"
+        assert faults("cuda12", *wrong) == [line]
+    (line,) = faults("cuda12", "0.10.2", "", "0.10.2")
+    assert line == "jaxlib 0.10.2, jax-cuda12-pjrt is missing, jax-cuda12-plugin 0.10.2"
+    for accelerator in ("cuda12", "cuda13"):
+        (line,) = faults(accelerator, "0.10.2", "", "")
+        assert line == f"jaxlib 0.10.2, jax-{accelerator}-pjrt is missing, jax-{accelerator}-plugin is missing"
+    assert faults("cpu", "", "", "") == ["jaxlib is missing"]

@@ -1,0 +1,149 @@
+"""A build reads one tree of git, whose labels count all that is in it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tooling.core import errors
+from tooling.image import snapshot
+from tooling.sources import fetch, manifest
+
+GIT = ["git", "-c", "user.name=a", "-c", "user.email=a@example.com", "-c", "commit.gpgsign=false", "-C"]
+
+
+def git(place: Path, *words: str) -> str:
+    return subprocess.run([*GIT, place, *words], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def write(place: Path, **files: str) -> None:
+    for name, text in files.items():
+        path = place / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def commit(place: Path) -> str:
+    git(place, "init", "-q")
+    git(place, "add", "-A")
+    git(place, "commit", "-q", "-m", "m")
+    return git(place, "rev-parse", "HEAD")
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A repository with a patched MaxText at its pin; its name is not plain."""
+    place = tmp_path / 'a "clone": $(x)'
+    write(place, run="1", src__library="2", ignored="3")
+    (place / ".gitignore").write_text("ignored\nbuild/\nthird_party/\n.env\nsources.*\n")
+    (place / "link").symlink_to("run")
+    commit(place)
+    write(place / "third_party/maxtext", src__train="4")
+    pin = commit(place / "third_party/maxtext")
+    entry = {"url": "https://r.example/maxtext.git", "groups": ["image"]}
+    sources = {name: entry | {"version": "1"} for name in ("maxtext", "jax")}
+    pins = {name: {"version": "1", "commit": pin, "tree": None, "patched_commit": pin} for name in sources}
+    (place / "sources.yaml").write_text(json.dumps({"format": 1, "components": sources}))
+    (place / "sources.lock").write_text(json.dumps({"components": pins}))
+    component = manifest.load(place / "sources.yaml")["maxtext"]
+    key = fetch.make_recipe(place, component, manifest.load_lock(place / "sources.lock")).key
+    record = fetch.Record(key, pin, "1", "git")._asdict()
+    (place / "third_party/maxtext/.git/multimesh.json").write_text(json.dumps(record))
+    return place
+
+
+def look(clone: Path, *names: str) -> snapshot.Snapshot:
+    return snapshot.take_snapshot(clone, clone / "build", names or ("maxtext",))
+
+
+def read(clone: Path, view: snapshot.Snapshot) -> dict[str, str]:
+    folder = clone / "build" / "context"
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_it_is_what_git_tracks_with_maxtext_beside(clone: Path) -> None:
+    write(clone, **{".env": "API_TOKEN=hunter2", "third_party__other__key": "k"})
+    view = look(clone)
+    assert view.changed == ()
+    assert view.revision == git(clone, "rev-parse", "HEAD")
+    files = read(clone, view)
+    assert files.keys() == {".gitignore", "run", "src/library", "link", "third_party/maxtext/src/train"}
+    assert (clone / "build/context/link").is_symlink()
+    assert git(clone, "status", "--porcelain") == git(clone / "third_party/maxtext", "status", "--porcelain") == ""
+
+
+def test_a_file_that_is_saved_after_the_look_is_not_in_it(clone: Path) -> None:
+    """It was pushed under the clean commit."""
+    view = look(clone)
+    write(clone, run="saved meanwhile", third_party__maxtext__src__train="saved meanwhile", new="saved meanwhile")
+    assert "saved meanwhile" not in read(clone, view).values()
+    assert not view.revision.endswith("-dirty")
+
+
+def test_changed_and_new_files_are_in_it_and_in_the_label(clone: Path) -> None:
+    write(clone, src__library="changed", docs__id_rsa="new", third_party__maxtext__src__train="changed")
+    (clone / "run").unlink()
+    objects = git(clone, "count-objects")
+    view = look(clone)
+    assert view.changed == ("docs/id_rsa", "run", "src/library", "third_party/maxtext/src/train")
+    assert view.revision.endswith("-dirty")
+    assert view.components["maxtext"].revision.endswith("-dirty")
+    files = read(clone, view)
+    assert (files["src/library"], files["third_party/maxtext/src/train"], files["docs/id_rsa"]) == (
+        "changed", "changed", "new",
+    )  # fmt: skip
+    assert "run" not in files
+    assert git(clone, "count-objects") == objects, "a secret that lies there is not in the clone's history"
+    git(clone, "checkout", "-q", ".")
+    (clone / "docs/id_rsa").unlink()
+    assert "docs/id_rsa" not in read(clone, look(clone))
+
+
+def test_data_beside_the_files_of_a_build_is_not_read(clone: Path) -> None:
+    write(clone, docker__Dockerfile="", **{"docker__Dockerfile.dockerignore": "# names\n*\n!docker\n!gone\n!src\n"})
+    commit(clone)
+    write(clone, data__huge="not read", src__new="read")
+    view = look(clone)
+    assert view.changed == ("src/new",)
+    assert "data/huge" not in read(clone, view)
+    write(clone, run="a change of a tracked file")
+    assert look(clone).changed == ("run", "src/new")
+
+
+@pytest.mark.parametrize("flag", ["--assume-unchanged", "--skip-worktree"])
+def test_a_file_that_git_does_not_look_at_has_the_committed_content(clone: Path, flag: str) -> None:
+    """A tree held other bytes than the commit of its label, although ``git status`` was silent."""
+    git(clone, "update-index", flag, "run")
+    git(clone / "third_party/maxtext", "update-index", flag, "src/train")
+    write(clone, run="a token", third_party__maxtext__src__train="a token")
+    view = look(clone)
+    assert (view.changed, read(clone, view)["run"]) == ((), "1")
+
+
+def test_a_killed_build_leaves_nothing(clone: Path) -> None:
+    read(clone, look(clone))
+    context = clone / "build/context"
+    write(context, docker__context__python="left by a build", src__library="half")
+    (clone / "build/index.lock").touch()
+    write(clone, src__library="changed")
+    files = read(clone, look(clone))
+    assert "docker/context/python" not in files
+    assert files["src/library"] == "changed"
+
+
+def test_a_component_that_is_not_the_pinned_one_is_named(clone: Path) -> None:
+    maxtext = clone / "third_party/maxtext"
+    git(maxtext, "commit", "-q", "--allow-empty", "-m", "more")
+    with pytest.raises(errors.SourceError, match=r"third_party/maxtext is at [0-9a-f]{12}, which is not its pin; run"):
+        look(clone)
+    maxtext.rename(clone / "third_party/gone")
+    with pytest.raises(errors.SourceError, match=r"third_party/maxtext is not there; run ./bootstrap.sh --group image"):
+        look(clone)
+    with pytest.raises(errors.SourceError, match=r"third_party/jax is not there; run ./bootstrap.sh --group source"):
+        look(clone, "jax")
+    maxtext.mkdir()
+    with pytest.raises(errors.SourceError, match="has no history of git"):
+        look(clone)
