@@ -38,7 +38,9 @@ def pictures(root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         command = [sys.executable, "-m", "multimesh", *argv, str(path)]
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
-        return path.read_text(encoding="utf-8").partition("</title>\n")[2] or path.read_text(encoding="utf-8")
+        picture = re.search(r"<svg.*</svg>", path.read_text(encoding="utf-8"), re.DOTALL)
+        assert picture is not None, name
+        return picture[0]
 
     made = [
         drawn(f"{name}-{p}", "forecast", "--schedule", name, "--stages", str(p), "--microbatches", str(m), "--svg")

@@ -65,7 +65,7 @@ def test_pages_hold_what_they_promise(site: Path) -> None:
 def test_a_message_of_the_library_is_on_the_page_of_errors(site: Path) -> None:
     import multimesh as mm
 
-    with pytest.raises(mm.OptionError) as raised:
+    with pytest.raises(mm.UsageError) as raised:
         mm.microbatch(lambda x: x, size=3, schedule="lifo")
     page = (site / "docs" / "troubleshooting.html").read_text(encoding="utf-8")
     assert 'id="core-checks"' in page, "where the note below a message leads"
