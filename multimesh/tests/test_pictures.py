@@ -11,7 +11,8 @@ import pytest
 from multimesh.commands import forecast
 from multimesh.commands.forecast import Shape
 from multimesh.observe.timelines import perfetto, svg
-from multimesh.observe.timelines.timeline import Span, Timeline
+from multimesh.observe.timelines.spans import Span
+from multimesh.observe.timelines.timeline import Timeline
 from multimesh.schedules.costs import UNIT_COSTS
 
 import multimesh as mm

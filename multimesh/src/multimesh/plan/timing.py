@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from multimesh.core import names
 from multimesh.errors import UsageError
-from multimesh.observe.timelines.timeline import Hop, Levels, Span, Timeline, levels
+from multimesh.observe.timelines.spans import Hop, Levels, Span, levels
+from multimesh.observe.timelines.timeline import Timeline
 from multimesh.plan.instructions import Free, PlanData, Recv, Run, Send, Transfer
 from multimesh.plan.kernel_costs import Costs, costs_of
 from multimesh.schedules.costs import UNIT_COSTS

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from multimesh.errors import UsageError
-from multimesh.observe.timelines.timeline import Hop, Levels, Span, Timeline, levels
+from multimesh.observe.timelines.spans import Hop, Levels, Span, levels
+from multimesh.observe.timelines.timeline import Timeline
 from multimesh.schedules.costs import UNIT_COSTS, StageCosts, map_covers
 from multimesh.schedules.scheduler import run
 from multimesh.schedules.table import Cell, Table

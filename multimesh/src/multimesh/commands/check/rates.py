@@ -71,9 +71,11 @@ def collectives(bench: Bench) -> dict[str, float]:
     count = (2**24 if bench.accelerated else 2**18) // (4 if bench.quick else 1)
     for stage in filter(bench.is_here, range(bench.stages if bench.per_stage > 1 else 0)):
         bench.doing = f"a sum over the {bench.per_stage} devices of stage {stage}"
-        rows, whole = (NamedSharding(bench.meshes[stage], spec) for spec in (PartitionSpec("data"), PartitionSpec()))
+        rows, replicated = (
+            NamedSharding(bench.meshes[stage], spec) for spec in (PartitionSpec("data"), PartitionSpec())
+        )
         x = jax.jit(lambda: jnp.ones((bench.per_stage, count), jnp.float32), out_shardings=rows)()
-        run = partial(jax.jit(lambda x: x.sum(0), out_shardings=whole), x)
+        run = partial(jax.jit(lambda x: x.sum(0), out_shardings=replicated), x)
         crossed = 2 * (bench.per_stage - 1) / bench.per_stage * 4 * count
         rates[str(stage)] = crossed / seconds_of(run, 2 if bench.quick else 5, 2)
     return rates
@@ -139,10 +141,10 @@ def measure_transfers(transport: str, bench: Bench) -> Any:
     """
     if bench.stages < 2:
         return "there is one stage"
-    alone = len({owner(device) for mesh in bench.meshes for device in mesh.devices.flat}) == 1
-    if alone and transport == "pull":
+    one_process = len({owner(device) for mesh in bench.meshes for device in mesh.devices.flat}) == 1
+    if one_process and transport == "pull":
         return "one process has all stages"
-    if not alone and transport == "device_put" and not bench.accelerated and not _compat.device_put_address():
+    if not one_process and transport == "device_put" and not bench.accelerated and not _compat.device_put_address():
         return "on CPUs it needs jax_cross_host_transfer_socket_address"
     turns, large = 20 if bench.quick else 1000, (2**24 if bench.accelerated else 2**20) // (4 if bench.quick else 1)
     pairs: dict[str, tuple[float, float]] = {}
@@ -179,7 +181,7 @@ def judge_transfers(bench: Bench, every: Sequence[Any]) -> Row:
     return Row(OK, text)
 
 
-def train(bench: Bench) -> Any:
+def try_training(bench: Bench) -> Any:
     """Run a step of 1F1B over all stages; return how far it is from one program, relatively, and its seconds."""
     if bench.stages < 2:
         return "there is one stage"

@@ -52,7 +52,7 @@ def steps(quick: bool) -> list[Step]:
     for transport, remedy in _ADVICE.items():
         measure, name = partial(rates.measure_transfers, transport), f"transfers by {transport}"
         checks.append(Step(name, 120 * slow, measure, rates.judge_transfers, remedy, remedy))
-    return [*checks, Step("plans", 120 * slow, rates.train, rates.judge_training, _TUNING)]
+    return [*checks, Step("plans", 120 * slow, rates.try_training, rates.judge_training, _TUNING)]
 
 
 def run(options: argparse.Namespace) -> NoReturn:

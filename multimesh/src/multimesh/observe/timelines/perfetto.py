@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from multimesh.observe.timelines.timeline import Hop, Span, Timeline
+from multimesh.observe.timelines.spans import Hop, Span, Spans
 
 _PID = 1
 _FIRST = 2  # thread of the first submesh: in Perfetto 0 is the idle thread, and 1 that of the process
@@ -20,7 +19,7 @@ _TICK = 0.125  # microseconds; readers count nanoseconds, and would cut off othe
 _UNIT = 1000.0  # microseconds for one unit of relative costs
 
 
-def trace(timeline: Timeline) -> str:
+def trace(timeline: Spans) -> str:
     """Return the JSON text of a timeline. Times without a unit are shown as milliseconds."""
     scale = 1e6 if timeline.unit == "s" else _UNIT
     lanes = sorted({(t.source, t.target) for t in timeline.transfers})
@@ -35,7 +34,7 @@ def trace(timeline: Timeline) -> str:
     return json.dumps(document, separators=(",", ":")) + "\n"
 
 
-def _names(timeline: Timeline, lanes: list[tuple[int, int]]) -> Iterator[dict[str, Any]]:
+def _names(timeline: Spans, lanes: list[tuple[int, int]]) -> Iterator[dict[str, Any]]:
     yield _metadata("process_name", _PID, name=timeline.title)
     names = [*timeline.rows, *(f"transfers {source} to {target}" for source, target in lanes)]
     for tid, name in enumerate(names, _FIRST):
@@ -47,7 +46,7 @@ def _metadata(kind: str, tid: int, **args: Any) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": _PID, "tid": tid, "args": args}
 
 
-def _kernels(timeline: Timeline, scale: float) -> Iterator[dict[str, Any]]:
+def _kernels(timeline: Spans, scale: float) -> Iterator[dict[str, Any]]:
     for span in timeline.spans:
         if span.duration:
             facts = {"task": span.name, "stage": span.stage, "microbatch": span.microbatch}
@@ -58,7 +57,7 @@ def _kernels(timeline: Timeline, scale: float) -> Iterator[dict[str, Any]]:
             }
 
 
-def _transfers(timeline: Timeline, tids: dict[tuple[int, int], int], scale: float) -> Iterator[dict[str, Any]]:
+def _transfers(timeline: Spans, tids: dict[tuple[int, int], int], scale: float) -> Iterator[dict[str, Any]]:
     number = 0
     for transfer in timeline.transfers:
         tid = tids[transfer.source, transfer.target]
@@ -78,7 +77,7 @@ def _transfers(timeline: Timeline, tids: dict[tuple[int, int], int], scale: floa
             yield _event("f", name, "flow", _FIRST + reader.row, reader.start * scale) | flow | {"bp": "e"}
 
 
-def _ends(timeline: Timeline, transfer: Hop) -> list[tuple[Span, Span]]:
+def _ends(timeline: Spans, transfer: Hop) -> list[tuple[Span, Span]]:
     """Return the kernel that made the sent arrays, with each that reads them. Those without duration are left out."""
     if transfer.producer is None or not timeline.spans[transfer.producer].duration:
         return []
@@ -86,7 +85,7 @@ def _ends(timeline: Timeline, transfer: Hop) -> list[tuple[Span, Span]]:
     return [(timeline.spans[transfer.producer], reader) for reader in readers if reader.duration]
 
 
-def _counters(timeline: Timeline, scale: float) -> Iterator[dict[str, Any]]:
+def _counters(timeline: Spans, scale: float) -> Iterator[dict[str, Any]]:
     for row, steps in zip(timeline.rows, timeline.live, strict=False):
         for time, alive in dict(steps).items():  # of several values at one time, the last
             event = {"ph": "C", "name": f"live on {row}", "pid": _PID, "tid": _PID, "ts": _us(time * scale)}

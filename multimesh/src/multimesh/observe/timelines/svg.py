@@ -12,12 +12,9 @@ import textwrap
 import zlib
 from collections.abc import Iterator
 from html import escape
-from typing import TYPE_CHECKING
 
 from multimesh.core.text import amount
-
-if TYPE_CHECKING:
-    from multimesh.observe.timelines.timeline import Hop, Span, Timeline
+from multimesh.observe.timelines.spans import Hop, Span, Spans
 
 _STYLE = """\
 {id} text{{font-family:Helvetica,Arial,'Liberation Sans',sans-serif;font-size:11px;fill:#1d2126}}
@@ -43,7 +40,7 @@ _ROOMY, _TIGHT = 22.0, 15.0  # width of a short kernel: comfortable, and just en
 _CHARACTER = 7.0  # widest average width of a character
 
 
-def draw(timeline: Timeline) -> str:
+def draw(timeline: Spans) -> str:
     """Return the SVG of a timeline; see `multimesh.Plan.to_svg`."""
     return "\n".join(_Picture(timeline).lines()) + "\n"
 
@@ -51,7 +48,7 @@ def draw(timeline: Timeline) -> str:
 class _Picture:
     """Geometry and parts of one picture."""
 
-    def __init__(self, timeline: Timeline) -> None:
+    def __init__(self, timeline: Spans) -> None:
         lengths = sorted(span.duration for span in timeline.spans if span.phases and span.duration)
         short = timeline.makespan / lengths[len(lengths) // 10] if lengths else 0.0
         readable = min(short * _ROOMY, max(_PAGE, short * _TIGHT))
@@ -179,7 +176,7 @@ class _Picture:
         return parts, y + 24
 
 
-def summary(timeline: Timeline) -> str:
+def summary(timeline: Spans) -> str:
     """Return the picture in words, for readers who do not see it."""
     figures = zip(timeline.rows, timeline.busy, timeline.idle, timeline.bubbles, strict=True)
     rows = (

@@ -1,63 +1,21 @@
-"""Kernels and transfers in time. Forecasts and measured runs share this form, and pictures show it."""
+"""Kernels of a plan in time. Forecasts and measured runs share this form, and pictures show it."""
 
 from __future__ import annotations
 
-import functools
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
 from multimesh.core import checks
 from multimesh.core.text import amount, columns
-from multimesh.observe.timelines import perfetto, svg
+from multimesh.observe.timelines.perfetto import trace
+from multimesh.observe.timelines.spans import Spans
+from multimesh.observe.timelines.svg import draw
 
 
 @dataclass(frozen=True)
-class Span:
-    """One run of a kernel on a submesh, from ``start`` to ``end``."""
-
-    row: int  # index of the submesh
-    # start, end: in the unit of the timeline
-    start: float
-    end: float
-    # the phases of the kernel: ``F``, ``B``, ``W``, several of them (``FB``), or empty outside of microbatch loops
-    phases: str = ""
-    name: str = ""  # task names, or the name of the kernel
-    # stage, microbatch: in a pipeline; None elsewhere
-    stage: int | None = None
-    microbatch: int | None = None
-
-    @property
-    def duration(self) -> float:
-        """``end - start``."""
-        return self.end - self.start
-
-    def __str__(self) -> str:
-        label = self.phases + ("" if self.stage is None else str(self.stage))
-        cell = "" if self.microbatch is None else f"microbatch {self.microbatch}"
-        return " ".join(filter(None, (label, self.name if self.name != label else "", cell)))
-
-
-@dataclass(frozen=True)
-class Hop:
-    """A transfer from one submesh to another; ``producer`` and ``consumers`` are indices of spans."""
-
-    source: int
-    target: int
-    start: float
-    end: float
-    nbytes: int | None = None
-    producer: int | None = None
-    consumers: tuple[int, ...] = ()
-
-
-Levels = tuple[tuple[float, float], ...]
-
-
-@dataclass(frozen=True)
-class Timeline:
+class Timeline(Spans):
     """Kernels and transfers of one call, by submesh and time.
 
     Attributes
@@ -78,71 +36,6 @@ class Timeline:
         ``bytes``, or ``activations`` (of one stage and microbatch).
     """
 
-    title: str
-    note: str
-    unit: str
-    rows: tuple[str, ...]
-    spans: tuple[Span, ...]
-    transfers: tuple[Hop, ...] = ()
-    live: tuple[Levels, ...] = ()
-    live_unit: str = "bytes"
-
-    @functools.cached_property
-    def makespan(self) -> float:
-        """Time from the start of the call to the end of its last kernel or transfer."""
-        return max([0.0, *(span.end for span in self.spans), *(t.end for t in self.transfers)])
-
-    @functools.cached_property
-    def busy(self) -> tuple[float, ...]:
-        """Time that each submesh computes."""
-        times = [0.0] * len(self.rows)
-        for span in self.spans:
-            times[span.row] += span.duration
-        return tuple(times)
-
-    @functools.cached_property
-    def idle(self) -> tuple[float, ...]:
-        """Time that each submesh does not compute."""
-        return tuple(self.makespan - busy for busy in self.busy)
-
-    @functools.cached_property
-    def period(self) -> float:
-        """Time of a step when steps follow each other: the longest from a submesh's first kernel to its last.
-
-        Kernels without duration do not count.
-        """
-        rows = [[s for s in self.row(number) if s.duration] for number in range(len(self.rows))]
-        return max((max(s.end for s in row) - min(s.start for s in row) for row in rows if row), default=0.0)
-
-    @functools.cached_property
-    def bubbles(self) -> tuple[float, ...]:
-        """Idle share of each submesh: idle / (idle + busy)."""
-        return tuple(idle / self.makespan if self.makespan else 0.0 for idle in self.idle)
-
-    @functools.cached_property
-    def bubble(self) -> float:
-        """Idle share of all submeshes together."""
-        return sum(self.idle) / (self.makespan * len(self.rows)) if self.makespan and self.rows else 0.0
-
-    @functools.cached_property
-    def peaks(self) -> tuple[float, ...]:
-        """The most that is alive at once on each submesh."""
-        return tuple(max((amount for _, amount in steps), default=0) for steps in self.live)
-
-    def row(self, number: int) -> tuple[Span, ...]:
-        """Return the spans of one submesh in the order of their start."""
-        return tuple(self.spans[index] for index in self.order(number))
-
-    def order(self, row: int) -> tuple[int, ...]:
-        """Return the indices of the spans of one submesh in the order of their start."""
-        numbers = (number for number, span in enumerate(self.spans) if span.row == row)
-        return tuple(sorted(numbers, key=lambda number: (self.spans[number].start, self.spans[number].end)))
-
-    @property
-    def total(self) -> str:
-        """Makespan and bubble in a few words."""
-        return f"makespan {amount(self.makespan, self.unit)}, bubble {100 * self.bubble:.1f} % in all"
-
     def __str__(self) -> str:
         parts: list[tuple[str, Sequence[str]]] = [
             ("submesh", [str(row) for row in range(len(self.rows))]),
@@ -159,23 +52,17 @@ class Timeline:
 
     def _repr_svg_(self) -> str:
         """Return the picture for a notebook."""
-        return svg.draw(self)
+        return draw(self)
 
     def to_svg(self, path: str | Path) -> None:
         """Write a picture. A viewer shows the name and times of the box or line that one points at."""
-        Path(checks.path("to_svg: path", path)).write_text(svg.draw(self), encoding="utf-8")
+        Path(checks.path("to_svg: path", path)).write_text(draw(self), encoding="utf-8")
 
     def to_html(self, path: str | Path) -> None:
         """Write the picture of `to_svg` as a page. It is one file, and needs no network."""
         head = f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{escape(self.title)}</title>\n'
-        Path(checks.path("to_html: path", path)).write_text(head + svg.draw(self), encoding="utf-8")
+        Path(checks.path("to_html: path", path)).write_text(head + draw(self), encoding="utf-8")
 
     def to_perfetto(self, path: str | Path) -> None:
         """Write it as Chrome-trace JSON, which ``ui.perfetto.dev`` and ``chrome://tracing`` open."""
-        Path(checks.path("to_perfetto: path", path)).write_text(perfetto.trace(self), encoding="utf-8")
-
-
-def levels(changes: Iterable[tuple[float, int, float]]) -> Levels:
-    """Return the running total of changes. A change is (time, order among those at that time, difference)."""
-    ordered = sorted(changes)
-    return tuple(zip((time for time, _, _ in ordered), itertools.accumulate(by for _, _, by in ordered), strict=True))
+        Path(checks.path("to_perfetto: path", path)).write_text(trace(self), encoding="utf-8")
