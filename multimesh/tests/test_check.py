@@ -12,6 +12,7 @@ import pytest
 from multimesh.commands.check import machine, rates, run, steps
 from multimesh.commands.check.steps import FAILED, OK, Bench, Row, Step
 from multimesh.core import known_faults
+from multimesh.marking.contexts import TRANSPORTS
 
 WELL = {"jax": "0.12.0", "jaxlib": "0.12.0", "XLA_FLAGS": ""}
 
@@ -185,8 +186,9 @@ def test_an_error_is_a_row():
     assert re.search("process 0 of 1.*: ValueError: a fault, while first$", row.measured)
 
 
-def test_every_step_has_a_limit():
+def test_every_step_has_a_limit_and_every_transport_a_step():
     every, quick = run.steps(False), run.steps(True)
+    assert {f"transfers by {name}" for name in TRANSPORTS} <= {step.name for step in every}
     assert all(0 < fast.limit <= step.limit <= 400 for fast, step in zip(quick, every, strict=True))
 
 
