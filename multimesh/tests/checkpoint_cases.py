@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from multimesh.processes import arrays
-from multimesh.state import file_sums, handlers, saving
+from multimesh.processes import agree, arrays
+from multimesh.state import file_sums, handlers
 from process_arrays import REPLICATED, crossed, meshes, on
 from process_cases import is_key, main
 
@@ -109,7 +109,7 @@ def disk_full(folder: str, rank: str) -> None:
 
 
 PHASES = {  # of a save: what is done in it, whether a process is killed before or after that, and who does it
-    "begin": (saving, "together", "before", "all"),
+    "begin": (agree, "run_in_all", "before", "all"),
     "in arrays": (handlers, "begin_write", "after", "all"),
     "sums": (file_sums, "sum_files", "before", "all"),
     "tree": (handlers, "finish_write", "before", "first"),
