@@ -258,7 +258,7 @@ def test_a_forecast_that_is_faster_than_every_published_run_says_so():
 def test_a_measured_run_moves_the_forecast_and_narrows_the_band_of_what_is_like_it_alone():
     of, on = software("nvidia"), device("h100")
     plain, other = step_time(LLAMA, how(), on, of), step_time(LLAMA, how(tp=2), on, of)
-    fitted = calibration.fit(LLAMA, how(), on, of, 1.2 * plain.seconds, calibration.Calibration())
+    fitted = calibration.fit(LLAMA, how(), on, of, 1.2 * plain.seconds)
     assert fitted.run is not None
     assert fitted.after == pytest.approx(1, abs=0.02)
     assert step_time(LLAMA, how(tp=2), fitted.device(on), fitted.software(of)).seconds > 1.1 * other.seconds
