@@ -61,7 +61,7 @@ BUDGETS = {
     "(beside the rooms)": 950,
     "multimesh/benchmarks": 1_480,
     "multimesh/src": 28_300,
-    "planner/src": 3_255,
+    "planner/src": 3_198,
     "numerics/src": 3_300,
     "maxtext/src": 7_269,
     "tooling/ci": 100,
