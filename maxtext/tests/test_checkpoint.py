@@ -187,19 +187,6 @@ def test_a_model_of_another_width_is_named():
         relayout.leaf(("params", "decoder", "layers_1", "kernel"), (9, 2), state(["layers"]))
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ("--resume", "--resume needs --checkpoint"),
-        ("checkpoint_period=3", "checkpoint_period= needs --checkpoint"),
-        ("--pp 2 --verify --checkpoint ck", "--verify and --checkpoint"),
-    ],
-)
-def test_flags_that_need_others(job: Check, argv: str, message: str):
-    with pytest.raises(FlagError, match=message):
-        job(argv.split())
-
-
 def test_a_folder_that_cannot_be_used_is_named(job: Check, tmp_path: Path):
     (tmp_path / "file").write_text("")
     lock = tmp_path / "file/lock"
@@ -266,25 +253,16 @@ def test_layers_in_another_layout_are_the_same_model():
 
 
 def test_metrics_of_steps_that_will_be_repeated_are_cut_off(tmp_path: Path):
-    metrics = tmp_path / "metrics.jsonl"
-    assert keep_before(metrics, 3) == []
-    lines = []
-    for step in range(4):
-        lines.append(json.dumps({"eval/avg_loss": 1.0, "step": 0.0}))
-        values = {"learning/loss": 1.0, "learning/raw_grad_norm": 1.0, "learning/total_weights": 1.0}
-        lines.append(json.dumps({**values, "perf/step_seconds": 1.0, "step": float(step)}))
-    metrics.write_text("\n".join([*lines, '{"learning/loss": 1.']))
-    assert [step.number for step in keep_before(metrics, 2)] == [0, 1]
-    assert metrics.read_text() == "\n".join(lines[:4]) + "\n"
+    """The evaluation after the last step that counts stays.
 
-
-def test_the_evaluation_after_the_last_step_that_counts_stays(tmp_path: Path):
-    """MaxText writes the running means of its batches, numbered from 0, and then the whole, with the step."""
+    MaxText writes the running means of its batches, numbered from 0, and then the whole, with the step.
+    """
     metrics, lines = tmp_path / "metrics.jsonl", []
+    assert keep_before(metrics, 3) == []
     for step in range(4):
         lines.append(json.dumps({"learning/loss": 1.0, "learning/total_weights": 1.0, "step": float(step)}))
         lines += [json.dumps({"eval/avg_loss": 1.0, "step": float(batch)}) for batch in range(2)]
         lines.append(json.dumps({"eval/avg_loss": 1.0, "eval/total_loss": 2.0, "step": float(step)}))
-    metrics.write_text("\n".join(lines) + "\n")
+    metrics.write_text("\n".join([*lines, '{"learning/loss": 1.']))
     assert [step.number for step in keep_before(metrics, 2)] == [0, 1]
     assert metrics.read_text() == "\n".join(lines[:8]) + "\n"

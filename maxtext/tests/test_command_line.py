@@ -11,7 +11,7 @@ from pathlib import Path
 import original
 import pytest
 
-from multimesh_maxtext.command.command_line import GONE, SETTINGS, parse, parser, purpose, read, write_words
+from multimesh_maxtext.command.command_line import GONE, SETTINGS, parser, purpose, read, write_words
 from multimesh_maxtext.command.environment import find_flag_notes
 from multimesh_maxtext.command.flags import COMMON, DEFAULTS, FLAGS, GROUPS, Flags
 from multimesh_maxtext.command.settings import setting_names
@@ -62,7 +62,7 @@ def test_every_flag_of_the_original_is_read_replaced_or_ignored():
 
 
 def test_flags_that_are_settings_of_maxtext_become_these():
-    flags = parse(["--attention-type=chunk", "--no-use-iota-embed", "--tokenizer-path", "a,b", "dtype=float32"])
+    flags = read(["--attention-type=chunk", "--no-use-iota-embed", "--tokenizer-path", "a,b", "dtype=float32"]).flags
     assert flags.settings == ("attention_type=chunk", "use_iota_embed=false", 'tokenizer_path="a,b"', "dtype=float32")
     (line,) = find_flag_notes(flags, gpu_memory=None)
     assert line.startswith("--attention-type --no-use-iota-embed --tokenizer-path: settings of MaxText, attention_type")
@@ -84,8 +84,8 @@ def test_flags_of_the_original_that_are_gone_say_what_to_use(name: str):
     ],
 )
 def test_flags_are_written_as_words_that_are_read_as_the_same_flags(words: str):
-    flags = replace(parse(words.split()), replaced=())
-    assert parse(write_words(flags)) == flags
+    flags = replace(read(words.split()).flags, replaced=())
+    assert read(write_words(flags)).flags == flags
 
 
 def test_the_first_screen_of_the_help_has_the_most_common_flags():
@@ -123,7 +123,7 @@ def test_a_flag_says_something_unless_it_has_its_default():
     ],
 )
 def test_flags_without_effect_are_named_in_one_line(argv: str, named: str):
-    assert find_flag_notes(parse(argv.split()), gpu_memory=None) == [f"without effect here: {named}"]
+    assert find_flag_notes(read(argv.split()).flags, gpu_memory=None) == [f"without effect here: {named}"]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_flags_without_effect_are_named_in_one_line(argv: str, named: str):
     ],
 )
 def test_flags_with_an_effect_are_not_warned_of(argv: str):
-    assert find_flag_notes(parse(argv.split()), gpu_memory=80_000) == []
+    assert find_flag_notes(read(argv.split()).flags, gpu_memory=80_000) == []
 
 
 CODES = {

@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from multimesh_maxtext.command.check_flags import check_job, find_job_notes
-from multimesh_maxtext.command.command_line import parse, read
+from multimesh_maxtext.command.command_line import read
 from multimesh_maxtext.command.dataset import read_texts, tokenize, write_corpus
 from multimesh_maxtext.command.environment import environment, find_flag_notes
 from multimesh_maxtext.command.flags import FLAGS
@@ -202,7 +202,7 @@ def test_collectives_of_loops_are_pipelined_in_kernels_of_stages_alone(paths: Pa
     staged, one = (variables(job, paths, flags)["XLA_FLAGS"] for flags in ("--gpus 2 --pp 2", "--gpus 2 --dp 2"))
     assert "--xla_gpu_enable_pipelined_all_reduce=true" in staged.split()
     assert "pipelined" not in one
-    (note,) = find_flag_notes(parse(["--gpus", "2", "--dp", "2", "--xla-pipelining"]), gpu_memory=None)
+    (note,) = find_flag_notes(read(["--gpus", "2", "--dp", "2", "--xla-pipelining"]).flags, gpu_memory=None)
     assert note.startswith("--xla-pipelining: one program")
 
 
@@ -218,7 +218,7 @@ def test_framebuffer_memory_becomes_a_fraction(job: Check, paths: Paths):
     assert variables(job, paths, "--gpus 1 --fbmem 40000", memory=80_000)["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.5"
     assert variables(job, paths, "--gpus 1 --fbmem 90000", memory=80_000)["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "1.0"
     assert variables(job, paths, "--gpus 1 --fbmem 77", memory=81_559)["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.9441"
-    assert find_flag_notes(parse(["--gpus", "1", "--fbmem", "77"]), gpu_memory=81_559) == [
+    assert find_flag_notes(read(["--gpus", "1", "--fbmem", "77"]).flags, gpu_memory=81_559) == [
         "--fbmem 77: JAX takes 0.9441 of each GPU's 81559 MiB"
     ]
     for wrong in ("2000", "0", "3"):

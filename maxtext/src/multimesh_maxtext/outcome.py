@@ -74,11 +74,6 @@ def read(file: Path) -> Outcome | None:
     return None
 
 
-def outcome_file(folder: Path, rank: int) -> Path:
-    """Return the file of a process; the output folder is that of process 0."""
-    return folder / NAME if rank == 0 else folder / f"process-{rank}" / NAME
-
-
 def doubt(cause: str) -> int:
     """Return how likely another process knows better why all ended: 0 for a cause of its own."""
     follows = {"preempted": 1, "interrupted-run": 1, "trainer-failed": 2, "process-lost": 3}
@@ -91,7 +86,7 @@ def find_first(folder: Path, count: int, since: float = 0.0, code: int = 0) -> O
     ``since``: outcomes written before that are those of an earlier run.
     ``code``: of several that may all follow from another one, one with this exit code comes first.
     """
-    files = [outcome_file(folder, rank) for rank in range(count)]
+    files = [folder / (f"process-{rank}" if rank else "") / NAME for rank in range(count)]
     ended = [end for file in files if (end := read(file)) and end.cause and file.stat().st_mtime >= since]
 
     def order(outcome: Outcome) -> tuple[bool, bool, int]:

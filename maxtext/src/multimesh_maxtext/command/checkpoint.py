@@ -6,13 +6,14 @@ import fcntl
 import json
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from multimesh_maxtext import checkpoint_folder
-from multimesh_maxtext.command.job import Job
+from multimesh_maxtext.command.flags import Flags
+from multimesh_maxtext.command.job import Job, Paths
 from multimesh_maxtext.errors import CheckpointError, FileError, FlagError, LauncherError
 
 RUNNING = ".running"
@@ -48,23 +49,58 @@ def mark_run(folder: Path) -> None:
     (folder / RUNNING).write_text("a run did steps here\n")
 
 
-def holds_run(folder: Path) -> bool:
-    """Return whether a run did steps in an output folder."""
-    return any(has_content(folder / name) for name in (RUNNING, "metrics.jsonl"))
-
-
 def has_content(file: Path) -> bool:
     """Return whether a file is there, and not empty."""
     return file.is_file() and file.stat().st_size > 0
 
 
-def remove_run(folder: Path, names: Iterable[str]) -> None:
-    """Remove the files of a run in an output folder, by names or patterns. Call it while `writing`."""
-    for path in (path for name in names for path in folder.glob(name)):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+def make_way(o: Flags, first: Paths, paths: Paths) -> None:
+    """Keep the files of another run, or remove them where a flag asks for that. Call it while `writing`.
+
+    ``first``: paths of the first process, which may be this one.
+
+    Raises ``FileError`` where this run would write over another.
+    """
+    folder = o.checkpoint or Path()
+    goes_on = o.resume and _is_written_to(first.checkpoints, folder)
+    if _holds_run(first.output) and not (goes_on or o.overwrite):
+        if o.resume:
+            raise FileError(
+                f"--output {first.output} holds a run that wrote no checkpoint to {folder}: --resume would write over "
+                "it; choose another --output"
+            )
+        target = first.checkpoints.resolve()
+        steps = first.checkpoints.is_symlink() and checkpoint_folder.look(target).steps
+        also = f"--checkpoint {target} --resume to go on with it, " if steps else ""
+        raise FileError(
+            f"--output {first.output} holds another run; add --overwrite to replace it, {also}or choose another folder"
+        )
+    repeats = not (goes_on or o.overwrite or (o.resume and checkpoint_folder.look(folder).steps))
+    if o.metrics_file and paths == first and repeats and has_content(paths.metrics):
+        raise FileError(
+            f"--metrics-file {paths.metrics} has the steps of another run; remove it, or choose another file"
+        )
+    if o.overwrite:
+        names = {path.name for path in paths.output.glob("process-*")} - {f"process-{rank}" for rank in range(o.nodes)}
+        for path in (path for name in (*paths.products, *names) for path in paths.output.glob(name)):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def _holds_run(folder: Path) -> bool:
+    """Whether a run did steps in an output folder."""
+    return any(has_content(folder / name) for name in (RUNNING, "metrics.jsonl"))
+
+
+def _is_written_to(checkpoints: Path, folder: Path) -> bool:
+    """Whether a run that keeps its checkpoints here wrote to a folder, even if that was moved since."""
+    if not checkpoints.is_symlink():
+        return False
+    return checkpoints.resolve() == folder.resolve() or (
+        not checkpoints.exists() and bool(checkpoint_folder.look(folder).steps)
+    )
 
 
 PARAMETERS = "load_parameters_path"
@@ -193,12 +229,3 @@ def link(checkpoints: Path, folder: Path) -> None:
     if checkpoints.exists():
         raise FileError(f"{checkpoints} is in the way of the link to --checkpoint; choose another --output")
     checkpoints.symlink_to(folder.resolve())
-
-
-def is_written_to(checkpoints: Path, folder: Path) -> bool:
-    """Return whether a run that keeps its checkpoints here wrote to a folder, even if that was moved since."""
-    if not checkpoints.is_symlink():
-        return False
-    return checkpoints.resolve() == folder.resolve() or (
-        not checkpoints.exists() and bool(checkpoint_folder.look(folder).steps)
-    )

@@ -32,7 +32,7 @@ from multimesh_maxtext.command.report import Output
 from multimesh_maxtext.command.spawning import spawn
 from multimesh_maxtext.command.train_job import prepare_folders, train_job
 from multimesh_maxtext.command.training import SIGNALS, SPAWNED, interrupt, receiving, state_line
-from multimesh_maxtext.command.translate import Launch, forecasting, in_place, launch
+from multimesh_maxtext.command.translate import Launch, forecasting, launch
 from multimesh_maxtext.errors import (
     CheckpointError,
     FileError,
@@ -188,9 +188,10 @@ def _export(start: Launch, flags: Flags, target: Path) -> int:
     if target.exists():
         raise FileError(f"--export {target}: it is there already; choose another folder")
     unrolled = ["unrolled"] * (flags.scan_layers is False)
-    start = in_place(start, "export", str(folder.resolve()), str(steps[-1]), str(target.resolve()), *unrolled)
+    command = [*start.command[:3], "multimesh_maxtext", "export", str(folder.resolve()), str(steps[-1])]
+    command += [str(target.resolve()), *unrolled]
     variables = {**os.environ, **start.environment}
-    done = subprocess.run(start.command, env=variables, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     if done.returncode:
         raise TrainerFailedError(done.stderr.strip().splitlines()[-1].removeprefix("error: "))
     result = json.loads(done.stdout)

@@ -20,16 +20,17 @@ _writing = threading.RLock()  # rich has threads that write
 class UnblockedOutput(io.TextIOBase):
     """A text stream in place of another one. What its reader does not take yet is written with what follows."""
 
-    def __init__(self, stream: TextIO, waiting: bytearray) -> None:
+    def __init__(self, stream: TextIO) -> None:
         """Write with a descriptor of its own, as all that have the stream's would get errors else."""
         super().__init__()
-        self._stream, self._waiting = stream, waiting
+        self._encoding, self._waiting = stream.encoding, bytearray()
+        self.fileno, self.isatty, self.writable = stream.fileno, stream.isatty, stream.writable  # type: ignore[method-assign]
         self._descriptor = os.open(f"/proc/self/fd/{stream.fileno()}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
 
     def write(self, text: str) -> int:
         """Write text now or later. Raises ``BrokenPipeError`` where nobody reads any more."""
         with _writing, suppress(BlockingIOError):
-            self._waiting += text.encode(self._stream.encoding, self._stream.errors or "strict")
+            self._waiting += text.encode(self._encoding, "backslashreplace")
             while self._waiting:
                 del self._waiting[: os.write(self._descriptor, self._waiting)]
         return len(text)
@@ -43,37 +44,24 @@ class UnblockedOutput(io.TextIOBase):
             if len(self._waiting) < length:
                 length, since = len(self._waiting), time.monotonic()
 
-    def fileno(self) -> int:
-        """Return the file descriptor."""
-        return self._stream.fileno()
-
-    def isatty(self) -> bool:
-        """Return whether it is a terminal."""
-        return self._stream.isatty()
-
-    def writable(self) -> bool:
-        """Return that it can be written."""
-        return True
-
 
 @contextmanager
 def unblock_output() -> Iterator[None]:
     """Let stdout and stderr not block where they are pipes or terminals; at the end wait for readers who still read."""
-    streams, outputs, waiting = (sys.stdout, sys.stderr), list[UnblockedOutput](), dict[tuple[int, int], bytearray]()
+    streams, outputs = (sys.stdout, sys.stderr), dict[tuple[int, int], UnblockedOutput]()
 
     def replace(stream: TextIO) -> TextIO:
         status = os.fstat(stream.fileno())
+        reader = status.st_dev, status.st_ino
         with suppress(OSError):  # a terminal of another user
-            if stat.S_ISFIFO(status.st_mode) or stream.isatty():
-                both = waiting.setdefault((status.st_dev, status.st_ino), bytearray())  # of streams to one reader
-                outputs.append(UnblockedOutput(stream, both))
-                return outputs[-1]  # type: ignore[return-value]
-        return stream
+            if reader not in outputs and (stat.S_ISFIFO(status.st_mode) or stream.isatty()):
+                outputs[reader] = UnblockedOutput(stream)
+        return outputs.get(reader, stream)  # type: ignore[return-value]
 
     try:
         sys.stdout, sys.stderr = map(replace, streams)
         yield
     finally:
         sys.stdout, sys.stderr = streams
-        for output in outputs:
+        for output in outputs.values():
             output.drain()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -22,6 +23,7 @@ from multimesh_maxtext import outcome
 from multimesh_maxtext.checkpoint_folder import look
 from multimesh_maxtext.command.checkpoint import PARAMETERS, Beginning, mark_run
 from multimesh_maxtext.command.job import Job, Paths
+from multimesh_maxtext.command.member import Member
 from multimesh_maxtext.command.report import headline, progress
 from multimesh_maxtext.command.steps import Evaluation, Follower, Step, Tail, Tell, judge, keep_before
 from multimesh_maxtext.command.translate import CHECKPOINTS, KEEP, Launch
@@ -92,13 +94,12 @@ def receiving(handler: Callable[[int, FrameType | None], object]) -> Iterator[No
 
 
 def train(
-    job: Job, start: Launch, paths: Paths, console: Console, begin: Beginning, tell: Sequence[Tell] = ()
+    job: Job, start: Launch, paths: Paths, console: Console, begin: Beginning, this: Member, tell: Sequence[Tell] = ()
 ) -> TrainingResult:
-    """Start the trainer, show its progress, tell it to others, and judge the run."""
+    """Start the trainer, show its progress, tell it to others, judge the run, and write why it ended."""
     o = job.flags
     if not o.json:
-        console.print(headline(job), highlight=False)
-        console.print(f"output {paths.output}\nlog    {paths.log}", highlight=False)
+        console.print(f"{headline(job)}\noutput {paths.output}\nlog    {paths.log}", highlight=False)
         if o.checkpoint:
             number = o.values.get(KEEP, CHECKPOINTS[KEEP])
             console.print(f"the newest {number} checkpoints stay ({KEEP}=)", highlight=False)
@@ -107,24 +108,37 @@ def train(
     before = keep_before(paths.metrics, begin.step)
     follower = Follower(paths.metrics, skip=paths.metrics.stat().st_size if paths.metrics.exists() else 0, tell=tell)
     stop, steps = StopRequest(), list[Step]()
+    error: LauncherError | None = None
     try:
         with progress(console, o.num_steps, quiet=o.json) as show:
             code = follow(follower, steps, show, start, paths, begin.inherited, stop, saves=bool(o.checkpoint))
-    except BrokenPipeError:
-        raise UnreadError(
-            "nobody reads the output any more (a closed pipe), so the trainer was stopped; write it to a file"
-        ) from None
-    ended, expected, first = outcome.read(paths.outcome), o.num_steps, begin.step
-    error: LauncherError | None = None
-    try:
+        ended, expected, first = outcome.read(paths.outcome), o.num_steps, begin.step
         if stop.count and not ended and (code < 0 or len(steps) < expected - first):
             raise InterruptedRunError(f"{stop.name} ended the run")
         judge(steps, code, ended, expected=expected, log=paths.log, before=before, first=first, several=o.nodes > 1)
+    except BrokenPipeError:
+        error = UnreadError(
+            "nobody reads the output any more (a closed pipe), so the trainer was stopped; write it to a file"
+        )
     except LauncherError as wrong:
         error = wrong
         if type(wrong) is CheckpointError and o.checkpoint and PARAMETERS not in str(wrong):
             error = CheckpointError(f"--checkpoint {o.checkpoint}: {wrong}")
-    return TrainingResult(steps, follower.evaluations, error, paths.log)
+    result = TrainingResult(steps, follower.evaluations, error, paths.log)
+    write_outcome(result, paths, this, o.checkpoint)
+    return result
+
+
+def write_outcome(result: TrainingResult, paths: Paths, this: Member, checkpoints: Path | None) -> None:
+    """Write why this process ended, and how far it came, for whoever started it and for the others."""
+    newest = look(checkpoints).steps[-1:] if checkpoints else ()
+    ended = replace(
+        outcome.outcome_of(result.error),
+        who=f"process {this.rank} of {this.count} on {socket.gethostname()}",
+        step=result.steps[-1].number if result.steps else None,
+        checkpoint=newest[0] if newest else None,
+    )
+    outcome.write(ended, paths.outcome)
 
 
 def follow(
@@ -145,10 +159,14 @@ def follow(
     """
     has_asked, news = False, Tail(paths.log)
 
+    def say(line: str) -> None:
+        if not paths.process:
+            print(line, file=sys.stderr)
+
     def look_on() -> None:
         for line in news.lines():
-            if line.startswith(_NEWS) and not paths.process:
-                print(line, file=sys.stderr)
+            if line.startswith(_NEWS):
+                say(line)
         for step in follower.poll():
             if not steps:
                 mark_run(paths.output)
@@ -160,8 +178,7 @@ def follow(
             if stop.count and not has_asked:
                 has_asked = True
                 process.send_signal(signal.SIGTERM)
-                if not paths.process:
-                    print(f"{stop.name}: the step in flight ends, then the state is saved", file=sys.stderr)
+                say(f"{stop.name}: the step in flight ends, then the state is saved")
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_POLL)
             look_on()
