@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from multimesh_maxtext.checkpoint_folder import aside, going_back, look
-from multimesh_maxtext.command.checkpoint import Beginning, beginning, writing
+from multimesh_maxtext.command.checkpoint import beginning, writing
 from multimesh_maxtext.command.job import Job
 from multimesh_maxtext.command.steps import keep_before
 from multimesh_maxtext.errors import CheckpointError, DamagedCheckpointError, FlagError
@@ -39,10 +39,10 @@ def write(folder: Path, step: int, layers: Sequence[str] = UNROLLED) -> Path:
 
 
 @pytest.fixture
-def begin(job: Check, tmp_path: Path) -> Callable[[str], Beginning]:
+def begin(job: Check, tmp_path: Path) -> Callable[[str], int]:
     """Begin a run of twelve steps whose checkpoints lie in ``ck``, and return where it begins."""
 
-    def started(argv: str) -> Beginning:
+    def started(argv: str) -> int:
         given = job(["--checkpoint", str(tmp_path / "ck"), "--num-steps", "12", *argv.split()])
         with beginning(given, tmp_path / "out" / "train" / "checkpoints") as found:
             return found
@@ -70,12 +70,12 @@ def test_a_checkpoint_that_was_copied_in_part_is_refused(tmp_path: Path):
 
 
 def test_a_run_goes_on_after_the_newest_checkpoint(
-    begin: Callable[[str], Beginning], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    begin: Callable[[str], int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    assert begin("--pp 2 --resume").step == 0
+    assert begin("--pp 2 --resume") == 0
     assert "resuming from step 0: there is no checkpoint yet" in capsys.readouterr().err
     write(tmp_path / "ck", 6)
-    assert begin("--pp 2 --resume").step == 7
+    assert begin("--pp 2 --resume") == 7
     assert capsys.readouterr().err == "resuming from checkpoint 6\n"
     assert (tmp_path / "out/train/checkpoints").resolve() == tmp_path / "ck"
 
@@ -96,7 +96,7 @@ def test_a_run_goes_on_after_the_newest_checkpoint(
     ],
 )
 def test_what_cannot_go_on_is_refused(
-    begin: Callable[[str], Beginning],
+    begin: Callable[[str], int],
     tmp_path: Path,
     argv: str,
     layers: list[str],
@@ -110,11 +110,9 @@ def test_what_cannot_go_on_is_refused(
 
 @pytest.mark.parametrize("layers", [UNROLLED, STACKS, ["layers"]])
 @pytest.mark.parametrize("argv", ["--pp 2", "--pp 4", "--pp 2 --scan-layers", "--pp 2 --scan-layers --interleave 2"])
-def test_a_pipeline_goes_on_from_any_layout(
-    begin: Callable[[str], Beginning], tmp_path: Path, argv: str, layers: list[str]
-):
+def test_a_pipeline_goes_on_from_any_layout(begin: Callable[[str], int], tmp_path: Path, argv: str, layers: list[str]):
     write(tmp_path / "ck", 6, layers)
-    assert begin(f"{argv} --resume --num-layers 4").step == 7
+    assert begin(f"{argv} --resume --num-layers 4") == 7
 
 
 @pytest.mark.parametrize(
@@ -129,7 +127,7 @@ def test_a_pipeline_goes_on_from_any_layout(
     ],
 )
 def test_parameters_to_begin_with_in_another_layout_are_refused_by_their_own_name(
-    begin: Callable[[str], Beginning], tmp_path: Path, argv: str, layers: list[str] | None, message: str
+    begin: Callable[[str], int], tmp_path: Path, argv: str, layers: list[str] | None, message: str
 ):
     given = tmp_path / "given/7/items"
     if layers:
@@ -140,10 +138,10 @@ def test_parameters_to_begin_with_in_another_layout_are_refused_by_their_own_nam
 
 @pytest.mark.parametrize("argv", ["--pp 2", "--backend spmd", "--backend spmd --scan-layers"])
 def test_parameters_to_begin_with_may_have_the_layout_of_the_run(
-    begin: Callable[[str], Beginning], tmp_path: Path, argv: str
+    begin: Callable[[str], int], tmp_path: Path, argv: str
 ):
     folder = write(tmp_path / "given", 7, ["layers"] if "--scan" in argv else UNROLLED)
-    assert begin(f"{argv} load_parameters_path={folder}").step == 0
+    assert begin(f"{argv} load_parameters_path={folder}") == 0
 
 
 LAYOUTS = [("layers_0", "layers_1", "layers_2", "layers_3"), ("layers_0_1", "layers_2_3"), ("layers",)]
@@ -203,8 +201,8 @@ def test_a_folder_that_cannot_be_used_is_named(job: Check, tmp_path: Path):
 
 def test_a_folder_belongs_to_one_run_until_its_trainer_has_ended(tmp_path: Path):
     lock = tmp_path / "lock"
-    with writing(lock, "--output") as descriptor:
-        trainer = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[descriptor])
+    with writing(lock, "--output"):
+        trainer = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False)
         with pytest.raises(CheckpointError, match="writes here"), writing(lock, "--checkpoint", CheckpointError):
             pass
     with pytest.raises(FlagError, match="another run writes here"), writing(lock, "--output"):

@@ -99,6 +99,8 @@ head_dim=x | head_dim=x: it is a size
 --interleave 2 | --interleave needs --pp; add it
 --sequence-parallel | --sequence-parallel needs --tp; add it
 --pp 2 --dump-only | --dump-only needs --dump; add it
+steps=3 | steps= is decided by the flags (steps=10); use --num-steps, or leave it out
+--checkpoint ck run_name=mine | run_name= is decided by the flags
 hardware=gpu | hardware= is decided by the flags (hardware=cpu); use --gpus or --cpus, or leave it out
 dataset_type=hf --text README.md | dataset_type= is decided by the flags
 --backend spmd --pp 2 --no-scan-layers | remove --no-scan-layers or --pp

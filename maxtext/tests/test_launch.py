@@ -58,19 +58,10 @@ def test_a_launcher_says_which_process_this_is(launcher: dict[str, str]):
     assert line.endswith("with --nodes 16 they train together")
 
 
-def test_the_first_process_writes_where_the_user_says(paths: Paths):
-    assert paths.of_process(0) == paths
-    assert paths.of_process(2).metrics == paths.output / "process-2" / "metrics.jsonl"
-
-
 @pytest.mark.parametrize(
     ("argv", "launcher", "message"),
     [
-        (
-            "--nodes 2",
-            {},
-            "no launcher started this process; use `srun --ntasks=2 ...` or `mpirun -n 2 ...`, or --spawn",
-        ),
+        ("--nodes 2", {}, "no launcher started this process; use `srun --ntasks=2 ...` or `mpirun -n 2 ...`, or"),
         ("--nodes 2", {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "no launcher"),  # a batch script, outside of srun
         ("--nodes 2", SHELL, "no launcher"),  # srun --pty bash
         ("--nodes 2", SLURM, "but Slurm started 16 processes; make them agree"),
@@ -162,34 +153,24 @@ def test_every_process_gets_its_own_devices(job: Callable[[Sequence[str]], Job],
 
 @pytest.mark.full
 def test_two_processes_train_what_one_does(maxtext: Path, tmp_path: Path):
+    """MaxText alone, as srun starts it."""
     flags = "--backend spmd --dp 2 --pp 2 --num-layers 2 --batch-size 8 --sequence-length 32 --num-steps 3"
 
     def start(name: str, *more: str, **env: str) -> subprocess.Popen[bytes]:
-        argv = [
-            sys.executable,
-            str(ROOT / "maxtext" / "run.py"),
-            "--output",
-            str(tmp_path / name),
-            *more,
-            *flags.split(),
-        ]
+        argv = [sys.executable, str(ROOT / "maxtext/run.py"), "--output", str(tmp_path / name), *more, *flags.split()]
         with (tmp_path / f"{name}.{env.get('SLURM_PROCID', 'alone')}").open("wb") as said:
             return subprocess.Popen(argv, stdout=said, stderr=said, env=os.environ | env)
 
-    def losses(place: Path) -> list[float]:
-        return [json.loads(line)["learning/loss"] for line in place.read_text().splitlines()]
+    def losses(folder: Path) -> list[float]:
+        return [json.loads(line)["learning/loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
     step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
-    ranks = [
-        start("two", "--nodes", "2", "--cpus", "2", **step, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank))
-        for rank in range(2)
-    ]
-    assert [each.wait(600) for each in ranks] == [0, 0], (tmp_path / "two.0").read_text()
+    ids = [{"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
+    ranks = [start("two", "--nodes", "2", "--cpus", "2", **step, **numbers) for numbers in ids]
+    assert [process.wait(600) for process in ranks] == [0, 0], (tmp_path / "two.0").read_text()
     assert start("one", "--cpus", "4").wait(600) == 0
-
-    alone = losses(tmp_path / "one" / "metrics.jsonl")
-    for place in (tmp_path / "two", tmp_path / "two" / "process-1"):
-        assert losses(place / "metrics.jsonl") == pytest.approx(alone, rel=1e-6)
+    for folder in (tmp_path / "two", tmp_path / "two/process-1"):
+        assert losses(folder) == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
     assert (tmp_path / "two.0").read_text().count("ok: 3 steps") == 1
     assert (tmp_path / "two.1").read_text() == ""
 
@@ -199,7 +180,7 @@ def followed(paths: Paths, program: str, *, steps: int = 0) -> tuple[int, StopRe
     paths.output.mkdir(parents=True, exist_ok=True)
     stop, done = StopRequest(), [Step(n, 1.0, 1.0, 1.0, 1.0) for n in range(steps)]
     start, follower = Launch(("sh", "-c", program), {}, {}), Follower(paths.metrics)
-    return follow(follower, done, print, start, paths, (), stop, saves=steps > 0), stop
+    return follow(follower, done, print, start, paths, stop, saves=steps > 0), stop
 
 
 ME = os.getpid()

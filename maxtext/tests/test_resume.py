@@ -126,28 +126,15 @@ def test_one_program_goes_on_from_a_pipelines_checkpoint(whole: Whole, run: Run,
 )
 def test_other_grids_go_on_from_a_checkpoint(whole: Whole, run: Run, tmp_path: Path, grid: tuple[Any, ...]):
     ck = whole.up_to(2, tmp_path / "ck")
-    done = run(
-        *grid,
-        "--output",
-        tmp_path / "there",
-        "--checkpoint",
-        ck,
-        "--resume",
-        f"learning_rate_schedule_steps={STEPS}",
-        *whole.arguments,
-        "--num-steps",
-        5,
+    again = ("--checkpoint", ck, "--resume", f"learning_rate_schedule_steps={STEPS}", *whole.arguments)
+    for name, flags in (("there", (*grid, *again, "--num-steps", 5)), ("back", (*GRID, *again))):
+        done = run(*flags, "--output", tmp_path / name)
+        assert done.code == 0, done.stderr
+    ours = [*records(tmp_path / "there"), *records(tmp_path / "back")]
+    losses, expected = (
+        [record["learning/loss"] for record in found if "learning/loss" in record]
+        for found in (ours, records(whole.output))
     )
-    assert done.code == 0, done.stderr
-    back = run(*GRID, "--output", tmp_path / "back", "--checkpoint", ck, "--resume", *whole.arguments)
-    assert back.code == 0, back.stderr
-    losses = [
-        record["learning/loss"]
-        for name in ("there", "back")
-        for record in records(tmp_path / name)
-        if "learning/loss" in record
-    ]
-    expected = [record["learning/loss"] for record in records(whole.output) if "learning/loss" in record]
     assert losses == pytest.approx(expected[3:], rel=1e-5)
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 from multimesh_maxtext import checkpoint_folder
@@ -21,12 +21,10 @@ RUNNING = ".running"
 
 
 @contextmanager
-def writing(file: Path, flag: str, kind: type[LauncherError] = FileError) -> Iterator[int]:
-    """Reserve a folder for one run by a lock file in it; yields a file descriptor that the trainer must inherit.
+def writing(file: Path, flag: str, kind: type[LauncherError] = FileError) -> Iterator[None]:
+    """Reserve a folder for one run by a lock file in it; raise an error of that ``kind`` where another run has it.
 
-    The reservation ends when both this process and the trainer have ended, however they ended.
-
-    Raises an error of that ``kind`` where another run writes to the folder.
+    The trainer inherits its descriptor: the reservation ends when both have ended, however they ended.
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +39,8 @@ def writing(file: Path, flag: str, kind: type[LauncherError] = FileError) -> Ite
                 f"{flag} {file.parent}: another run writes here (`fuser {file}` names it); wait for it, stop it, or "
                 "choose another folder"
             ) from None
-        yield lock.fileno()
+        os.set_inheritable(lock.fileno(), True)
+        yield
 
 
 def mark_run(folder: Path) -> None:
@@ -55,12 +54,7 @@ def has_content(file: Path) -> bool:
 
 
 def make_way(o: Flags, first: Paths, paths: Paths) -> None:
-    """Keep the files of another run, or remove them where a flag asks for that. Call it while `writing`.
-
-    ``first``: paths of the first process, which may be this one.
-
-    Raises ``FileError`` where this run would write over another.
-    """
+    """Keep the files of another run, or remove them where a flag asks for that. Call it while `writing`."""
     folder = o.checkpoint or Path()
     goes_on = o.resume and _is_written_to(first.checkpoints, folder)
     if _holds_run(first.output) and not (goes_on or o.overwrite):
@@ -113,31 +107,19 @@ _POSITIONS = "iter"
 _LOCK = ".writing"
 
 
-@dataclass(frozen=True)
-class Beginning:
-    """Where a run begins: its first step, and file descriptors that the trainer must inherit."""
-
-    step: int = 0
-    inherited: tuple[int, ...] = ()
-
-
 @contextmanager
-def beginning(job: Job, checkpoints: Path, *, first: bool = True) -> Iterator[Beginning]:
-    """Reserve ``--checkpoint`` for this run, find the step that it begins with, and print that to stderr.
+def beginning(job: Job, checkpoints: Path, *, first: bool = True) -> Iterator[int]:
+    """Reserve ``--checkpoint`` for this run, and yield the step that it begins with, which stderr tells.
 
-    ``checkpoints``: where MaxText keeps its checkpoints.
-    ``first``: whether this is the first of several processes. Only that reserves the folder and prints.
-
-    Raises ``FlagError`` for checkpoints that nobody asked to go on from, and ``CheckpointError`` for a folder that
-    cannot be used, or a checkpoint that this run cannot go on from.
+    ``checkpoints``: where MaxText keeps its checkpoints. Only the ``first`` of several processes reserves and prints.
     """
     o = job.flags
     _check_parameters(job)
     if o.checkpoint is None:
-        yield Beginning()
+        yield 0
         return
     lock = writing(o.checkpoint / _LOCK, "--checkpoint", CheckpointError)
-    with lock if first else nullcontext() as descriptor:
+    with lock if first else nullcontext():
         if first:  # Orbax writes over a half-written step, but a run that goes on may save at others
             for half in o.checkpoint.glob("*.orbax-checkpoint-tmp*"):
                 shutil.rmtree(half, ignore_errors=True)
@@ -149,7 +131,7 @@ def beginning(job: Job, checkpoints: Path, *, first: bool = True) -> Iterator[Be
             where = f"from checkpoint {saved.steps[-1]}" if saved.steps else "from step 0: there is no checkpoint yet"
             print(f"resuming {where}", file=sys.stderr)
         link(checkpoints, o.checkpoint)
-        yield Beginning(saved.next_step, () if descriptor is None else (descriptor,))
+        yield saved.next_step
 
 
 def _check_parameters(job: Job) -> None:
@@ -219,10 +201,7 @@ def _check_position(job: Job, saved: checkpoint_folder.Checkpoints) -> None:
 
 
 def link(checkpoints: Path, folder: Path) -> None:
-    """Make the folder appear where MaxText keeps its checkpoints.
-
-    Raises ``FlagError`` where something else is there already.
-    """
+    """Make the folder appear where MaxText keeps its checkpoints."""
     checkpoints.parent.mkdir(parents=True, exist_ok=True)
     if checkpoints.is_symlink():
         checkpoints.unlink()

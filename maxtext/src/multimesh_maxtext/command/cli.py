@@ -27,8 +27,7 @@ from multimesh_maxtext.command.flags import Flags
 from multimesh_maxtext.command.forecasting import check_memory, inspect, show_size
 from multimesh_maxtext.command.job import Job, Paths, find_maxtext
 from multimesh_maxtext.command.member import SINGLE, Member, any_member, find_repeats, member
-from multimesh_maxtext.command.printing import unblock_output
-from multimesh_maxtext.command.report import Output
+from multimesh_maxtext.command.report import Output, unblock_output
 from multimesh_maxtext.command.spawning import spawn
 from multimesh_maxtext.command.train_job import prepare_folders, train_job
 from multimesh_maxtext.command.training import SIGNALS, SPAWNED, interrupt, receiving, state_line
@@ -41,7 +40,7 @@ from multimesh_maxtext.errors import (
     TrainerFailedError,
     UnreadError,
 )
-from multimesh_maxtext.full_disk import full_file
+from multimesh_maxtext.outcome import full_file
 
 _HOLD = 5.0  # seconds that a process waits with an error, which the first process may print for all
 
@@ -62,7 +61,6 @@ def command(argv: Sequence[str], *, root: Path | None = None) -> NoReturn:
 def main(argv: Sequence[str], *, root: Path | None = None) -> int:
     """Run the command line and return its exit code; nothing but ``--help`` leaves by an exception.
 
-    ``argv``: the arguments, without the program's name.
     ``root``: the repository, if this runs from one. It may hold ``third_party/maxtext``.
     """
     with receiving(interrupt):

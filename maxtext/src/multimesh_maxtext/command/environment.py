@@ -99,11 +99,9 @@ def environment(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_mem
 
 
 def xla_flags(flags: Flags, *, devices: int, users: str = "", process: str = "") -> list[str]:
-    """Return the flags for ``XLA_FLAGS``.
+    """Return the flags for ``XLA_FLAGS``, for so many devices of this process.
 
-    ``devices``: devices of this process; on the CPU platform XLA makes so many of the host.
-    ``users``: flags that are set already. They win over our defaults, and the command line wins over them.
-    ``process``: folder of one of several processes in that of ``--dump``.
+    Those of ``users`` win over our defaults, and the command line wins over them. ``process``: its folder for dumps.
     """
     words: list[str] = []
     if flags.platform == "cpu":
@@ -123,10 +121,7 @@ def xla_flags(flags: Flags, *, devices: int, users: str = "", process: str = "")
 
 
 def memory_fraction(fbmem: int, device_memory: int) -> float:
-    """Return JAX's memory fraction for ``--fbmem``, of a device's memory in MiB. JAX takes at most the whole device.
-
-    Raises ``FlagError`` where that is next to nothing.
-    """
+    """Return JAX's memory fraction for ``--fbmem``, of a device's MiB; at most 1, and not next to nothing."""
     fraction = round(min(1.0, _fbmem_mib(fbmem) / device_memory), 4)
     if fraction < _LEAST_FRACTION:
         raise FlagError(
@@ -193,10 +188,7 @@ def _instructions() -> str:
 
 
 def find_flag_notes(flags: Flags, *, gpu_memory: int | None) -> list[str]:
-    """Return lines about flags that became something else, or nothing.
-
-    ``gpu_memory``: memory of a visible GPU in MiB, ``None`` if unknown.
-    """
+    """Return lines about flags that became something else, or nothing. ``gpu_memory``: MiB of a GPU, if known."""
     lines = []
     if flags.replaced:
         settings = " ".join(flags.settings[: len(flags.replaced)])

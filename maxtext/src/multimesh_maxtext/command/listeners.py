@@ -130,11 +130,7 @@ def tell_once(name: str, tell: Callable[[Any], object]) -> Tell:
 
 
 def load_hook(name: str) -> Callable[[Any], object]:
-    """Import ``module:function``. The module may lie in the working folder.
-
-    Raises ``FlagError`` for a name of another form, and one that is no function of the module, and ``FileError`` where
-    the module cannot be imported.
-    """
+    """Import ``module:function``. The module may lie in the working folder."""
     module, _, function = name.partition(":")
     if not module or not function.isidentifier():
         raise FlagError(f"--metrics-hook {name}: write MODULE:FUNCTION, such as my_hooks:log")

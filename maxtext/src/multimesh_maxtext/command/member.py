@@ -26,11 +26,7 @@ SINGLE = Member()
 
 
 def member(flags: Flags, environment: Mapping[str, str]) -> Member:
-    """Return which of ``--nodes`` processes this is.
-
-    Raises ``FlagError`` if no launcher started this process, or not as many as the flag says, or its variables make
-    no sense.
-    """
+    """Return which of ``--nodes`` processes this is; refuse a job that no launcher started so."""
     if flags.nodes == 1:
         return SINGLE
     (launcher, this), starts = find_launcher(environment), not (flags.dry_run or flags.forecast)
@@ -68,10 +64,7 @@ def any_member(parsed: CommandLine, environment: Mapping[str, str]) -> Member:
 
 
 def find_launcher(environment: Mapping[str, str]) -> tuple[Launcher | None, Member]:
-    """Return the launcher of this process, if it is one of several, and its place among them.
-
-    Raises ``FlagError`` for variables that no launcher sets so.
-    """
+    """Return the launcher of this process, if it is one of several, and its place among them."""
     for launcher in (row for row in LAUNCHERS if row.mark in environment):
         rows = filter(None, (launcher.rank, launcher.size, launcher.local))
         names = [next((name for name in row if name in environment), row[-1]) for row in rows]

@@ -52,10 +52,7 @@ def setting_names(package: Path) -> frozenset[str]:
 
 
 def find_wrong_settings(flags: Flags, package: Path) -> Iterator[LauncherError]:
-    """Yield errors of settings: unknown names, what would do nothing, and buckets that cannot be used.
-
-    ``package``: MaxText's package folder. MaxText itself refuses wrong values, once it starts.
-    """
+    """Yield errors of settings: unknown names, what would do nothing, and buckets that cannot be used."""
     for setting in flags.settings:
         try:
             yaml.compose(setting.partition("=")[2])

@@ -56,12 +56,7 @@ def spawn(argv: Sequence[str], options: Flags, root: Path | None) -> int:
 
 
 def check_processes(start: Launch, o: Flags, output: Path, this: Member) -> None:
-    """Let all processes of the job check their devices and the way between them; the table goes to stderr.
-
-    ``output``: the output folder of the first process.
-
-    Raises ``ProcessLostError`` if a process does not answer, and ``UnfitError`` if another step fails.
-    """
+    """Let all processes check their devices and the way between them; the table goes to stderr."""
     shared, unfit = (o.checkpoint or o.output or Path()).absolute(), output / UNFIT
     try:
         for folder in (shared, output):

@@ -90,10 +90,7 @@ class Follower:
 
 
 def keep_before(metrics: Path, step: int) -> list[Step]:
-    """Cut the records of a step and all later ones off a metrics file; return the steps that remain.
-
-    The evaluation after the step before it stays.
-    """
+    """Cut a step and all that comes after it off a metrics file; return the steps that remain."""
     end = position = 0
     if metrics.exists():
         for line in metrics.read_bytes().splitlines(keepends=True):
@@ -152,11 +149,8 @@ def judge(
     ``returncode``, ``ended``: of the trainer: its exit code, and the outcome that it wrote, if it did.
     ``expected``, ``first``: how many steps the whole training has, and the one that this run began with.
     ``before``: steps of the run that this one resumed, as far as they are known.
-    ``several``: whether the trainer is one of several processes.
 
-    Raises the ``LauncherError`` of the first class that fits: `LossNotFiniteError`, because a diverged run may also end
-    with an error; the error that the trainer wrote; `TrainerFailedError` or one of its classes; `StoppedEarlyError`;
-    `LossNotFallingError`.
+    Raises the ``LauncherError`` of the first class that fits; a diverged run may also end with an error.
     """
     for step in steps:
         if not math.isfinite(step.loss):

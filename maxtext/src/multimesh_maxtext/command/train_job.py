@@ -12,7 +12,7 @@ from pathlib import Path
 from multimesh_maxtext import outcome
 from multimesh_maxtext.checkpoint_folder import going_back
 from multimesh_maxtext.command import report
-from multimesh_maxtext.command.checkpoint import RUNNING, Beginning, beginning, make_way, writing
+from multimesh_maxtext.command.checkpoint import RUNNING, beginning, make_way, writing
 from multimesh_maxtext.command.dataset import write_corpus
 from multimesh_maxtext.command.environment import describe_cache, python
 from multimesh_maxtext.command.forecasting import check_memory
@@ -47,15 +47,13 @@ def train_job(
     """Train, judge, compare; return the exit code.
 
     ``first``: where the first process writes, which may be this one.
-    ``gpu_memory``: memory of a visible GPU in MiB, ``None`` if unknown.
-    ``this``: which of several processes this one is.
     """
     o, paths, pairs = job.flags, first.of_process(this.rank), list[Pair]()
     if this.rank == 0 and (note := describe_cache(start.environment)):
         print(note, file=sys.stderr)
     if o.check:
         check_processes(start, o, first.output, this)
-    with writing(paths.output / RUNNING, "--output") as lock:
+    with writing(paths.output / RUNNING, "--output"):
         make_way(o, first, paths)
         listeners = make_listeners(o) if this.rank == 0 else []
         if not o.json:
@@ -63,11 +61,10 @@ def train_job(
         prepare_folders(job, paths, texts)
         check_memory(job, paths, console, gpu_memory)
         while True:
-            with beginning(job, paths.checkpoints, first=this.rank == 0) as begin:
-                if begin.step >= o.num_steps:
-                    return 0 if this.rank else _say_all_steps_ran(o.num_steps, begin.step, as_json=o.json)
-                begin = replace(begin, inherited=(*begin.inherited, lock))
-                result = train(job, start, paths, console, begin, this, listeners)
+            with beginning(job, paths.checkpoints, first=this.rank == 0) as step:
+                if step >= o.num_steps:
+                    return 0 if this.rank else _say_all_steps_ran(o.num_steps, step, as_json=o.json)
+                result = train(job, start, paths, console, step, this, listeners)
             if result.error and not (SPAWNED in os.environ and isinstance(result.error, InterruptedRunError)):
                 result = replace(result, error=outcome.find_cause(first.output, this.count, result.error))
             if not isinstance(result.error, DamagedCheckpointError):
@@ -81,10 +78,10 @@ def train_job(
             other, beside = reference_job(job), paths.below("spmd")
             prepare_folders(other, beside, texts)
             start = launch(other, beside, inherited=os.environ, gpu_memory=gpu_memory)
-            reference = train(other, start, beside, console, Beginning(), SINGLE)
+            reference = train(other, start, beside, console, 0, SINGLE)
             result, pairs = _compare_results(job, result, reference)
             write_outcome(result, paths, this, o.checkpoint)
-        return _report(job, console, paths, result, pairs, begin.step)
+        return _report(job, console, paths, result, pairs, step)
 
 
 def _say_all_steps_ran(steps: int, step: int, *, as_json: bool) -> int:

@@ -21,7 +21,7 @@ from rich.console import Console
 from multimesh.launch import end_with_parent
 from multimesh_maxtext import outcome
 from multimesh_maxtext.checkpoint_folder import look
-from multimesh_maxtext.command.checkpoint import PARAMETERS, Beginning, mark_run
+from multimesh_maxtext.command.checkpoint import PARAMETERS, mark_run
 from multimesh_maxtext.command.job import Job, Paths
 from multimesh_maxtext.command.member import Member
 from multimesh_maxtext.command.report import headline, progress
@@ -53,15 +53,11 @@ class TrainingResult:
     log: Path
 
 
-class Termination(KeyboardInterrupt):
-    """One of `SIGNALS` came while no trainer ran."""
-
-
 def interrupt(_number: int, _frame: FrameType | None) -> None:
-    """Raise `Termination` at the first signal, so that clean-up runs; later ones do not disturb that."""
+    """Raise ``KeyboardInterrupt`` at the first signal, so that clean-up runs; later ones do not disturb that."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    raise Termination
+    raise KeyboardInterrupt
 
 
 class StopRequest:
@@ -94,7 +90,7 @@ def receiving(handler: Callable[[int, FrameType | None], object]) -> Iterator[No
 
 
 def train(
-    job: Job, start: Launch, paths: Paths, console: Console, begin: Beginning, this: Member, tell: Sequence[Tell] = ()
+    job: Job, start: Launch, paths: Paths, console: Console, first: int, this: Member, tell: Sequence[Tell] = ()
 ) -> TrainingResult:
     """Start the trainer, show its progress, tell it to others, judge the run, and write why it ended."""
     o = job.flags
@@ -105,14 +101,14 @@ def train(
             console.print(f"the newest {number} checkpoints stay ({KEEP}=)", highlight=False)
         if o.nodes > 1 and not o.output:
             console.print("other processes log to temporary folders of their own; --output DIR keeps all in one")
-    before = keep_before(paths.metrics, begin.step)
+    before = keep_before(paths.metrics, first)
     follower = Follower(paths.metrics, skip=paths.metrics.stat().st_size if paths.metrics.exists() else 0, tell=tell)
     stop, steps = StopRequest(), list[Step]()
     error: LauncherError | None = None
     try:
         with progress(console, o.num_steps, quiet=o.json) as show:
-            code = follow(follower, steps, show, start, paths, begin.inherited, stop, saves=bool(o.checkpoint))
-        ended, expected, first = outcome.read(paths.outcome), o.num_steps, begin.step
+            code = follow(follower, steps, show, start, paths, stop, saves=bool(o.checkpoint))
+        ended, expected = outcome.read(paths.outcome), o.num_steps
         if stop.count and not ended and (code < 0 or len(steps) < expected - first):
             raise InterruptedRunError(f"{stop.name} ended the run")
         judge(steps, code, ended, expected=expected, log=paths.log, before=before, first=first, several=o.nodes > 1)
@@ -147,7 +143,6 @@ def follow(
     show: Callable[[Step], object],
     start: Launch,
     paths: Paths,
-    inherited: Sequence[int],
     stop: StopRequest,
     *,
     saves: bool = False,
@@ -173,7 +168,7 @@ def follow(
             steps.append(step)
             show(step)
 
-    with receiving(stop), trainer(start, paths, inherited=inherited) as process:
+    with receiving(stop), trainer(start, paths) as process:
         while process.poll() is None and not (stop.count > 1 or (stop.count and not (saves and steps))):
             if stop.count and not has_asked:
                 has_asked = True
@@ -187,11 +182,8 @@ def follow(
 
 
 @contextmanager
-def trainer(launch: Launch, paths: Paths, *, inherited: Sequence[int] = ()) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the trainer with its output in the log; on leaving, it and all its children are gone.
-
-    It inherits the given file descriptors.
-    """
+def trainer(launch: Launch, paths: Paths) -> Iterator[subprocess.Popen[bytes]]:
+    """Start the trainer with its output in the log; on leaving, it and all its children are gone."""
     outcome.reserve(paths.outcome)
     paths.log.write_bytes(b"")
     bind = end_with_parent()
@@ -212,7 +204,7 @@ def trainer(launch: Launch, paths: Paths, *, inherited: Sequence[int] = ()) -> I
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                pass_fds=inherited,
+                close_fds=False,  # it inherits those of locks
                 preexec_fn=prepare,
             )
         except OSError as error:

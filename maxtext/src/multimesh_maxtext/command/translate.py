@@ -141,12 +141,10 @@ def launch(
     this: Member = SINGLE,
     **handed: Any,
 ) -> Launch:
-    """Return the process that trains a job.
+    """Return the process that trains a job. ``handed``: fields of `TrainerConfig`.
 
     ``inherited``: the environment of this process; XLA_FLAGS and PYTHONPATH in it are extended, not replaced.
-    ``gpu_memory``: memory of a visible GPU in MiB, ``None`` if unknown.
     ``this``: which of several processes it is; its rank on this machine says which GPUs are its own.
-    ``handed``: fields of `TrainerConfig`.
     """
     flags = job.flags
     extra = dict(setting.split("=", 1) for setting in flags.settings)
