@@ -224,7 +224,7 @@ def test_what_is_wrong_for_all_processes_is_told_by_the_first(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: tuple[str, ...]
 ):
     """What only one finds, such as a file that its machine lacks, it tells after a while, and who it is."""
-    monkeypatch.setattr(cli, "_HOLD", 0.0)
+    monkeypatch.setattr(cli, "HOLD", 0.0)
     for name, value in zip(launcher, ("1", "2", "1"), strict=False):
         monkeypatch.setenv("SLURM_STEP_NODELIST", "n1")
         monkeypatch.setenv(name, value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import subprocess
@@ -84,7 +83,7 @@ def environment(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_mem
     if flags.checkpoint and flags.nodes > 1:
         variables["JAX_ENABLE_PREEMPTION_SERVICE"] = "1"  # SIGTERM is a notice, which all processes get
     if "jax_cache_dir" not in values:
-        variables |= cache_variables(inherited, cpu=flags.platform == "cpu")
+        variables |= cache_variables(inherited)
     if any(xla):
         variables["XLA_FLAGS"] = " ".join(filter(None, xla))
     if flags.platform == "cpu":
@@ -155,20 +154,20 @@ def usable_memory(flags: Flags, gpu_memory: int | None = None) -> int | None:
     return int(gpu_memory * 2**20 * fraction)
 
 
-def cache_variables(inherited: Mapping[str, str], *, cpu: bool) -> dict[str, str]:
+def cache_variables(inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a trainer that keeps all that it compiles in the user's cache folder.
 
-    Nothing where the user's variables of JAX name a folder or turn the cache off, or there is no home. ``cpu``: whether
-    programs are for CPUs; machines with other instructions then have other folders. JAX locks them.
+    Nothing where the user's variables of JAX name a folder or turn the cache off, or there is no home. JAX locks
+    it, and tells machines with other instructions apart.
     """
     off = inherited.get(CACHE_SWITCH, "1").lower() in ("0", "false", "f", "no", "n", "off")
     home = Path(inherited.get("XDG_CACHE_HOME", ""))
     home = home if home.is_absolute() else Path(f"{inherited.get('HOME') or '.'}/.cache")
     if off or CACHE in inherited or not home.is_absolute() or home.is_file():
         return {}
-    folder = home / "multimesh" / "compiled" / (f"cpu-{_instructions()}" if cpu else "accelerators")
-    limits = {"JAX_COMPILATION_CACHE_MAX_SIZE": str(CACHE_SIZE), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    return {CACHE: str(folder)} | {name: value for name, value in limits.items() if name not in inherited}
+    ours = {"JAX_COMPILATION_CACHE_MAX_SIZE": str(CACHE_SIZE), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    ours[CACHE] = str(home / "multimesh/compiled")
+    return {name: value for name, value in ours.items() if name not in inherited}
 
 
 def describe_cache(added: Mapping[str, str]) -> str:
@@ -177,14 +176,6 @@ def describe_cache(added: Mapping[str, str]) -> str:
         return ""
     where = f"{added[CACHE]}, up to {CACHE_SIZE / 1e9:g} GB"
     return f"compiled programs are kept for the next start in {where}; {CACHE_SWITCH}=0 turns that off"
-
-
-def _instructions() -> str:
-    """A short name of what this CPU can run."""
-    file = Path("/proc/cpuinfo")
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-    return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:8]}"
 
 
 def find_flag_notes(flags: Flags, *, gpu_memory: int | None) -> list[str]:

@@ -18,7 +18,6 @@ from types import FrameType
 
 from rich.console import Console
 
-from multimesh.launch import end_with_parent
 from multimesh_maxtext import outcome
 from multimesh_maxtext.checkpoint_folder import look
 from multimesh_maxtext.command.checkpoint import PARAMETERS, mark_run
@@ -27,7 +26,7 @@ from multimesh_maxtext.command.member import Member
 from multimesh_maxtext.command.report import headline, progress
 from multimesh_maxtext.command.steps import Evaluation, Follower, Step, Tail, Tell, judge, keep_before
 from multimesh_maxtext.command.translate import CHECKPOINTS, KEEP, Launch
-from multimesh_maxtext.errors import CheckpointError, InterruptedRunError, LauncherError, MissingPartError, UnreadError
+from multimesh_maxtext.errors import CheckpointError, InterruptedRunError, LauncherError, UnreadError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that end a run: Ctrl-C, of batch systems, of a closed terminal, and of ``sbatch --signal=USR1@300``."""
@@ -186,31 +185,18 @@ def trainer(launch: Launch, paths: Paths) -> Iterator[subprocess.Popen[bytes]]:
     """Start the trainer with its output in the log; on leaving, it and all its children are gone."""
     outcome.reserve(paths.outcome)
     paths.log.write_bytes(b"")
-    bind = end_with_parent()
-
-    def prepare() -> None:
-        for number in (signal.SIGUSR1, signal.SIGINT):  # Slurm and a terminal send them to all, and we say what ends
-            signal.signal(number, signal.SIG_IGN)
-        if bind:
-            bind()
-
-    environment = {**os.environ, **launch.environment}
+    # Slurm and a terminal send these two to all, and we say what ends.
+    command = ("/bin/sh", "-c", "trap '' USR1 INT; exec \"$@\"", "trainer", *launch.command)
     with paths.log.open("ab") as log:
-        try:
-            process = subprocess.Popen(
-                launch.command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                close_fds=False,  # it inherits those of locks
-                preexec_fn=prepare,
-            )
-        except OSError as error:
-            raise MissingPartError(
-                f"{launch.command[0]} cannot be started ({error.strerror}); run ./bootstrap.sh"
-            ) from error
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **launch.environment},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            close_fds=False,  # it inherits those of locks
+        )
     with _guard(process.pid):
         try:
             yield process
@@ -252,6 +238,10 @@ def state_line(checkpoints: Path | None) -> str:
     """Return what a run that ended early has left, and how to go on."""
     if checkpoints is None:
         return "no checkpoint was written: --checkpoint DIR keeps the state"
-    if steps := look(checkpoints).steps:
+    try:
+        steps = look(checkpoints).steps
+    except CheckpointError:
+        return f"--checkpoint {checkpoints} cannot be read"
+    if steps:
         return f"checkpoint {steps[-1]} is complete: start the same line with --resume"
     return "no checkpoint is complete: start the same line again"
