@@ -63,7 +63,7 @@ BUDGETS = {
     "multimesh/src": 28_300,
     "planner/src": 3_198,
     "numerics/src": 3_300,
-    "maxtext/src": 7_269,
+    "maxtext/src": 6_971,
     "tooling/ci": 100,
     "tooling/core": 315,
     "tooling/environment": 260,
