@@ -6,13 +6,11 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import hashlib
 import os
 import shutil
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -36,7 +34,7 @@ GO_ON = "import sys; sys.path[0] = sys.argv.pop(1); import tooling.cli; sys.exit
 def make_and_go_on(options: Sequence[str]) -> int:
     """Make the environment if need be, then become ``python -m tooling bootstrap`` in it."""
     cli.parse(["bootstrap", *options])  # wrong options make nothing
-    python, label = ROOT / ".venv" / "bin" / "python", f"requirements/{TOOLS}.txt"
+    python, label = ROOT / ".venv/bin/python", f"requirements/{TOOLS}.txt"
     place = {"python": os.path.realpath(sys.executable), "root": str(ROOT)}  # an environment that moved is none
     note = place | {TOOLS: files.sha256(ROOT / label)}
 
@@ -56,29 +54,15 @@ def make_and_go_on(options: Sequence[str]) -> int:
 
 
 def _make(place: dict[str, str]) -> None:
-    """Make an environment aside and rename it: what a killed run leaves, such as its ensurepip, writes nowhere else."""
-    venv, aside = ROOT / ".venv", Path(tempfile.mkdtemp(prefix=".venv-new-", dir=ROOT))
-    try:
-        aside.chmod(0o755)
-        proc.run([sys.executable, "-m", "venv", "--prompt", venv.name, aside])
-        for path in (aside / "pyvenv.cfg", *(aside / "bin").iterdir()):
-            if not path.is_symlink():
-                path.write_bytes(path.read_bytes().replace(os.fsencode(aside), os.fsencode(venv)))
-        files.write_json(aside / Path(READY).name, place)
-        try:
-            if os.path.lexists(venv):
-                venv.rename(f"{aside}-old")
-            aside.rename(venv)
-        except OSError as error:
-            if error.errno != errno.EBUSY:
-                raise
-            # A mount, as in the devcontainer, stays where it is.
-            (ROOT / READY).unlink(missing_ok=True)
-            proc.run([sys.executable, "-m", "venv", "--clear", "--prompt", venv.name, venv])
-            files.write_json(ROOT / READY, place)
-    finally:
-        for folder in ROOT.glob(".venv-new-*"):
-            shutil.rmtree(folder, ignore_errors=True)
+    """Make the environment anew, where it is: it may be a mount, as in the devcontainer."""
+    venv, making = ROOT / ".venv", ROOT / "third_party" / ".venv.making"
+    # What a killed run leaves, such as its ensurepip, has this for its standard input, and ends before the next begins.
+    with files.lock(making, "waiting for the end of a run that was killed") as file:
+        if venv.is_symlink() or venv.is_file():
+            venv.unlink()
+        (ROOT / READY).unlink(missing_ok=True)
+        proc.run([sys.executable, "-m", "venv", "--clear", "--prompt", venv.name, venv], stdin=file)
+        files.write_json(ROOT / READY, place)
 
 
 def register(subparsers: Subparsers) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -18,10 +17,9 @@ from tooling.image import digests, reference, tags
 from tooling.image.build import shorten_names
 from tooling.image.buildx import LABEL, OCI
 from tooling.image.digests import ImageLock, ImagePin
-from tooling.image.engine import Engine
-from tooling.image.reference import Reference
+from tooling.image.engine import Built, Engine
 from tooling.image.registry import Registry
-from tooling.image.request import Actions, Built, Request
+from tooling.image.request import Request
 from tooling.image.smoke import Check
 from tooling.sources import manifest
 from tooling.sources.manifest import Pins
@@ -135,20 +133,24 @@ def check_sources(
     ``labels`` are those that the image has or would get; ``changed`` the files that no commit holds, ``bases``
     the images without a digest that it is built from.
     """
-    actions, tag = request.actions, request.spec.reference.tag
-    if actions.release is not None:
-        check_release(actions.release, labels, load_locks(root), tag=tag, latest=actions.latest, bases=bases)
-    elif not actions.allow_dirty and (lines := _list_dirty(labels)):
+    if request.release is not None:
+        tag, latest = request.reference.tag, request.latest
+        check_release(request.release, labels, load_locks(root), tag=tag, latest=latest, bases=bases)
+    elif not request.allow_dirty and (lines := _list_dirty(labels)):
         names = f" ({shorten_names(changed)})" if changed else ""
         raise errors.SourceError(f"{lines[0]}{names}; or push it all the same with --allow-dirty")
 
 
-def check_place(root: Path, actions: Actions) -> None:
-    """Refuse a push whose ``release.json`` could not be written."""
-    place = (actions.release_file or root / RECORD).parent
+def check_push(
+    root: Path, request: Request, labels: Mapping[str, str], changed: Sequence[str] = (), bases: Sequence[str] = ()
+) -> None:
+    """Raise those errors, and where ``release.json`` cannot be written or this login may not push."""
+    check_sources(root, request, labels, changed, bases)
+    place = (request.release_file or root / RECORD).parent
     place.mkdir(parents=True, exist_ok=True)
     if not os.access(place, os.W_OK):
         raise errors.ToolingError(f"{place}: cannot be written, and release.json belongs there; make it writable")
+    Registry(request.reference.repository).check_push()
 
 
 def publish(root: Path, engine: Engine, built: Built, check: Check, request: Request) -> dict[str, Any]:
@@ -156,8 +158,8 @@ def publish(root: Path, engine: Engine, built: Built, check: Check, request: Req
 
     Until the last step every public tag is where it was.
     """
-    name, actions = request.spec.reference, request.actions
-    place, registry = actions.release_file or root / RECORD, Registry(name.repository)
+    name, place = request.reference, request.release_file or root / RECORD
+    registry = Registry(name.repository)
     candidate = name.tagged(tags.candidate(built.labels, built.image_id, checked=check.job != "none"))
     engine.tag(built.image_id, candidate)
     engine.push(candidate)
@@ -166,48 +168,23 @@ def publish(root: Path, engine: Engine, built: Built, check: Check, request: Req
         raise errors.EngineError(
             f"{candidate}: is another image than the one that was checked ({built.image_id[:19]}); build again"
         )
-    size = sum(image.bytes for image in registry.images(pushed))
-    document = describe_push(name, built, check, pushed.digest, size, candidate.tag)
-    files.write_json(place, document)
-    if actions.promote:
-        names = tags.public(name, latest=actions.latest, version=actions.release)
-        document["image"]["tags"] = [move._asdict() for move in tags.promote(registry, pushed.digest, names)]
-        files.write_json(place, document)
-    return document
-
-
-def describe_push(
-    name: Reference, built: Built, check: Check, digest: str, size: int, candidate: str
-) -> dict[str, Any]:
-    """Return the content of ``release.json`` before any tag moves."""
-    return {
-        "format": 4,
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "image": {
-            "repository": name.repository,
-            "digest": digest,
-            "id": built.image_id,
-            "bytes": size,
-            "pull": f"docker pull {name.at(digest)}",
-            "candidate": candidate,
-            "tags": [],
-        },
-        "check": {"job": check.job, "verdict": check.verdict},
-        "labels": dict(built.labels),
+    image: dict[str, Any] = {
+        "repository": name.repository,
+        "digest": pushed.digest,
+        "id": built.image_id,
+        "bytes": sum(image.bytes for image in registry.images(pushed)),
+        "pull": f"docker pull {name.at(pushed.digest)}",
+        "candidate": candidate.tag,
+        "tags": [],
     }
-
-
-def read(path: Path) -> dict[str, Any]:
-    """Return the content of a ``release.json``."""
-    import jsonschema
-
-    try:
-        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
-        jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker()).validate(document)
-    except (OSError, ValueError, jsonschema.ValidationError) as error:
-        reason = str(error).partition("\n")[0]
-        raise errors.OptionError(f"{path}: no release.json ({reason}); docker/build.py --upload writes it") from error
+    created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    passed = {"job": check.job, "verdict": check.verdict}
+    document = {"format": 4, "created": created, "image": image, "check": passed, "labels": built.labels}
+    files.write_json(place, document)
+    if request.promote:
+        names = tags.public(name, latest=request.latest, version=request.release)
+        image["tags"] = [move._asdict() for move in tags.promote(registry, pushed.digest, names)]
+        files.write_json(place, document)
     return document
 
 

@@ -37,15 +37,8 @@ class Recipe(NamedTuple):
     @property
     def key(self) -> str:
         """A digest of the recipe: the same for the same bytes."""
-        pin, component = self.pin, self.component
-        parts = [
-            component.path,
-            pin.commit,
-            pin.tree,
-            pin.patched_commit,
-            [*patch.sums(self.series).items()],
-            self.override,
-        ]
+        pin, sums = self.pin, [*patch.sums(self.series).items()]
+        parts = [self.component.path, pin.commit, pin.tree, pin.patched_commit, sums, self.override]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -62,10 +55,8 @@ class Record(NamedTuple):
 def read_record(place: Path) -> Record | None:
     """Return the record in a tree, or None for a tree that this tooling did not make."""
     fields = files.read_object(place / _RECORD)
-    if not fields.keys() >= {"commit", "version", "source"}:
-        return None
     # One of an earlier snapshot has no key, so that its tree is made anew.
-    return Record(**{name: fields.get(name) or "" for name in Record._fields})
+    return Record(**{name: fields.get(name) or "" for name in Record._fields}) if "commit" in fields else None
 
 
 def make_recipe(root: Path, component: Component, pins: Pins) -> Recipe:
@@ -115,8 +106,6 @@ def build(root: Path, recipe: Recipe, stage: Path, mirror: str | None = None, *,
         base = _make_base(repo, component, pin)
         git.run(repo, "update_ref", git.BASE, base)
         git.run(repo, "checkout", "--quiet", "--force", "--no-track", "-B", git.BRANCH, base)
-        if series:
-            console.note(f"{name}: applying {len(series)} patches")
         patch.apply_series(repo, series, name)
         commit = repo.head.commit
         if verify and not override:
@@ -142,18 +131,15 @@ def _obtain(repo: Repo, recipe: Recipe, present: Path, stage: Path, mirror: str 
     if component.wheel and component.wheel.file in pin.archives and pin.tree:
         label = f"{name}: tree of {component.wheel.file}"
         try:
-            path = download(
-                component, component.wheel, [pin.archives[component.wheel.file]], stage / f"{name}.download"
-            )
+            sums = [pin.archives[component.wheel.file]]
+            path = download(component, component.wheel, sums, stage / f"{name}.download")
             _expect(label, pin.tree, import_tree(repo, path, component.wheel.root, label=name))
             return "wheel"
         except errors.NotThereError as error:
             reason = f"{error}; and "
     url, commit = component.address(mirror), pin.commit
     if commit is None:
-        raise errors.NotThereError(
-            f"{reason}{name}: sources.lock has no commit; run `.venv/bin/python -m tooling bump`"
-        )
+        raise errors.NotThereError(f"{reason}{name}: no commit is locked; run `.venv/bin/python -m tooling bump`")
     try:
         git.fetch(repo, url, commit, name)
     except errors.NotThereError as error:

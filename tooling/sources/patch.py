@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tooling.core import errors
+from tooling.core import console, errors
 from tooling.sources import git
 
 if TYPE_CHECKING:
@@ -36,10 +36,10 @@ def sums(series: Series) -> dict[str, str]:
 
 def apply_series(repo: Repo, series: Series, component: str) -> None:
     """Commit each patch on top of what is checked out. git refuses paths and links that lead out of the tree."""
-    folder = Path(repo.git_dir) / "series"
-    folder.mkdir()
+    if series:
+        console.note(f"{component}: applying {len(series)} patches")
     for name, data in series.items():
-        path = folder / name
+        path = Path(repo.git_dir, name)
         path.write_bytes(_mail(name, data))
         try:
             git.run(repo, "am", "--quiet", "--keep-cr", "--no-scissors", "--whitespace=nowarn", str(path))
