@@ -13,12 +13,11 @@ from tooling.core import errors
 from tooling.image import build, buildx, digests
 from tooling.image.reference import make
 from tooling.image.request import Request
-from tooling.image.snapshot import Snapshot, Tree
+from tooling.image.snapshot import Snapshot
 
 REQUEST = Request(make("r.example/i", None, "T"))
 DIGEST = "sha256:" + "a" * 64
-CLEAN = Tree("c0ffee")
-SNAPSHOT = Snapshot(CLEAN, {"maxtext": CLEAN._replace(commit="beef")})
+SNAPSHOT = Snapshot("c0ffee", "beef")
 
 
 @pytest.fixture
@@ -92,16 +91,6 @@ def test_labels_name_revision_lock_and_versions(root: Path, pinned: digests.Imag
     assert labels(source="s")["org.opencontainers.image.source"] == "s"
     assert "org.opencontainers.image.source" not in usual
     assert "unknown" not in usual.values()
-
-
-def test_a_revision_counts_all_that_a_build_reads_but_maxtext_which_has_its_own() -> None:
-    dirty = CLEAN._replace(changed=("a",))
-    for components, revision in (
-        ({"maxtext": dirty}, "c0ffee"), ({"jax": dirty}, "c0ffee-dirty"),
-    ):  # fmt: skip
-        assert Snapshot(CLEAN, components).revision == revision
-    assert Snapshot(dirty, {}).revision == "c0ffee-dirty"
-    assert Snapshot(dirty, {"maxtext": dirty}).changed == ("a", "third_party/maxtext/a")
 
 
 @pytest.mark.parametrize(

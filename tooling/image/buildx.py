@@ -81,7 +81,7 @@ def labels(
         f"{LABEL}.jaxlib": f"{request.jaxlib} {request.build_type}" if request.jaxlib == "source" else "wheel",
         f"{LABEL}.jax": pins.find_newest(root, "jax")[0],
         f"{LABEL}.maxtext": maxtext.version,
-        f"{LABEL}.maxtext.revision": snapshot.components["maxtext"].revision,
+        f"{LABEL}.maxtext.revision": snapshot.maxtext,
         f"{LABEL}.python": python,
         f"{LABEL}.lock": digest_locks(root),
     }

@@ -73,9 +73,7 @@ def test_lock_takes_whole_hashes_only(root: Path, tmp_path: Path, field: str, va
     entry = {"version": "1", "commit": None, "tree": None, "archives": {}, "patches": {}}
     path.write_text(json.dumps({"components": {"alpha": entry | {field: value}}}))
 
-    with pytest.raises(
-        errors.SourceError, match=f"components.alpha.{field}: .* does not match .* with git"
-    ):
+    with pytest.raises(errors.SourceError, match=f"components.alpha.{field}: .* does not match .* with git"):
         manifest.load_lock(path)
 
 
