@@ -1,7 +1,7 @@
 """The command line: parses the options of a command, and turns errors into exit codes.
 
-Each of ``MODULES`` has ``register(subparsers)``, which adds its commands. It imports what is not of the standard library
-where that is used: a command starts fast, and ``bootstrap`` before anything is installed.
+Each of ``MODULES`` has ``register(subparsers)``, which adds its commands. It imports libraries where it uses them:
+a command starts fast, and ``bootstrap`` before anything is installed.
 """
 
 from __future__ import annotations
