@@ -113,6 +113,10 @@ def report(
     print(f"image   {names[0]}\nid      {built.image_id}\nsize    {built.bytes / 1e6:.0f} MB")
     print(f"built   {built.seconds:.1f} s\ncheck   {check.verdict}")
     if pushed is not None:
-        print(release.summarize(pushed))
+        image = pushed["image"]
+        states = {None: "new", image["digest"]: "as it was"}
+        moved = [f"{move['tag']} ({states.get(move['before'], 'moved')})" for move in image["tags"]]
+        print(f"digest  {image['digest']}\npushed  {image['bytes'] / 1e6:.1f} MB to pull")
+        print(f"tags    {', '.join([image['candidate'], *moved])}\npull    {image['pull']}")
     if built.target == "runtime":
         print(f"run     docker run --rm {names[0]} /opt/maxtext/validate-cpu.sh")

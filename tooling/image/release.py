@@ -186,14 +186,3 @@ def publish(root: Path, engine: Engine, built: Built, check: Check, request: Req
         image["tags"] = [move._asdict() for move in tags.promote(registry, pushed.digest, names)]
         files.write_json(place, document)
     return document
-
-
-def summarize(document: Mapping[str, Any]) -> str:
-    """Return the lines on a push that people read."""
-    image = document["image"]
-    states = {None: "new", image["digest"]: "as it was"}
-    names = [f"{move['tag']} ({states.get(move['before'], 'moved')})" for move in image["tags"]]
-    return (
-        f"digest  {image['digest']}\npushed  {image['bytes'] / 1e6:.1f} MB to pull\n"
-        f"tags    {', '.join([image['candidate'], *names])}\npull    {image['pull']}"
-    )
