@@ -34,35 +34,30 @@ GO_ON = "import sys; sys.path[0] = sys.argv.pop(1); import tooling.cli; sys.exit
 def make_and_go_on(options: Sequence[str]) -> int:
     """Make the environment if need be, then become ``python -m tooling bootstrap`` in it."""
     cli.parse(["bootstrap", *options])  # wrong options make nothing
-    python, label = ROOT / ".venv/bin/python", f"requirements/{TOOLS}.txt"
+    venv, label = ROOT / ".venv", f"requirements/{TOOLS}.txt"
+    python, ready = venv / "bin" / "python", ROOT / READY
     place = {"python": os.path.realpath(sys.executable), "root": str(ROOT)}  # an environment that moved is none
     note = place | {TOOLS: files.sha256(ROOT / label)}
 
     def lacks(values: dict[str, str]) -> bool:
-        return not (python.exists() and values.items() <= files.read_object(ROOT / READY).items())
+        return not (python.exists() and values.items() <= files.read_object(ready).items())
 
     if lacks(note):
-        with files.lock(ROOT / "third_party" / ".venv.lock", "waiting for another run that makes .venv"):
+        with files.lock(ROOT / "third_party" / ".venv.lock", "waiting for another run that makes .venv") as lock:
             if lacks(place):
                 console.note("making .venv")
-                _make(place)
+                if venv.is_symlink() or venv.is_file():
+                    venv.unlink()
+                ready.unlink(missing_ok=True)
+                # In its place, which may be a mount, as in the devcontainer. What a killed run leaves, such as an
+                # ensurepip, holds the lock until it ends: it is its standard input.
+                proc.run([sys.executable, "-m", "venv", "--clear", "--prompt", venv.name, venv], stdin=lock)
+                files.write_json(ready, place)
             if lacks(note):
                 console.note(f"{label}: installing")
                 pip(python, "--require-hashes", "-r", str(ROOT / label), label=label)
-                files.write_json(ROOT / READY, files.read_object(ROOT / READY) | note)
+                files.write_json(ready, files.read_object(ready) | note)
     return os.execv(python, [str(python), "-c", GO_ON, str(ROOT), "bootstrap", *options])  # noqa: S606
-
-
-def _make(place: dict[str, str]) -> None:
-    """Make the environment anew, where it is: it may be a mount, as in the devcontainer."""
-    venv, making = ROOT / ".venv", ROOT / "third_party" / ".venv.making"
-    # What a killed run leaves, such as its ensurepip, has this for its standard input, and ends before the next begins.
-    with files.lock(making, "waiting for the end of a run that was killed") as file:
-        if venv.is_symlink() or venv.is_file():
-            venv.unlink()
-        (ROOT / READY).unlink(missing_ok=True)
-        proc.run([sys.executable, "-m", "venv", "--clear", "--prompt", venv.name, venv], stdin=file)
-        files.write_json(ROOT / READY, place)
 
 
 def register(subparsers: Subparsers) -> None:
