@@ -172,7 +172,7 @@ def publish(root: Path, engine: Engine, built: Built, check: Check, request: Req
         "repository": name.repository,
         "digest": pushed.digest,
         "id": built.image_id,
-        "bytes": sum(image.bytes for image in registry.images(pushed)),
+        "bytes": sum(part.bytes for part in registry.images(pushed)),
         "pull": f"docker pull {name.at(pushed.digest)}",
         "candidate": candidate.tag,
         "tags": [],
