@@ -68,10 +68,9 @@ def main(argv: Sequence[str] | None = None, inner: Callable[[Sequence[str]], int
         code = inner(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
         return code
-    except errors.SeveralErrors as error:
-        return _fail(*error.messages, code=error.exit_code)
-    except errors.ToolingError as error:
-        return _fail(str(error), code=error.exit_code)
+    except (errors.ToolingError, ExceptionGroup) as error:
+        several = error.exceptions if isinstance(error, ExceptionGroup) else (error,)
+        return _fail(*map(str, several), code=getattr(several[0], "exit_code", 1))
     except KeyboardInterrupt:
         return _fail("interrupted; run the same command again to go on", code=INTERRUPTED)
     except BrokenPipeError:

@@ -66,7 +66,7 @@ def run_versions(args: argparse.Namespace) -> None:
     unpinned, source = buildx.bases(request, locks[1]).unpinned, request.jaxlib == "source"
     platform = request.platform or "linux/amd64"  # of GitHub's runners
     if lines := release.list_null_pins(locks, unpinned, jaxlib_from_source=source, platform=platform):
-        raise errors.SeveralErrors([f"no release: {line}" for line in lines], errors.SourceError.exit_code)
+        raise ExceptionGroup("no release", [errors.SourceError(f"no release: {line}") for line in lines])
     print(version)
 
 

@@ -75,12 +75,12 @@ def register(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Sync the sources, then install; a failed source does not keep the packages from coming."""
-    failure = None
+    failure: Exception | None = None
     try:
         sync.run(args)
     except errors.OptionError:
         raise
-    except errors.ToolingError as error:
+    except (errors.ToolingError, ExceptionGroup) as error:
         failure = error
     install(sync.choose_groups(args))
     if failure is not None:

@@ -26,7 +26,6 @@ from tooling.sources.manifest import Pins
 
 RECORD = Path("build/image/release.json")
 SCHEMA = Path(__file__).with_name("release.schema.json")
-USAGE, SOURCE = errors.OptionError.exit_code, errors.SourceError.exit_code
 
 
 def register(subparsers: Subparsers) -> None:
@@ -92,7 +91,7 @@ def check_release(
 ) -> None:
     """Refuse a release whose parts are not all pinned, or whose tags promise another image.
 
-    ``SeveralErrors``, with all reasons. ``labels`` are those that the image has or would get.
+    A group, with all reasons. ``labels`` are those that the image has or would get.
     """
     from_source = labels.get(f"{LABEL}.jaxlib", "").startswith("source")
     sha256 = labels.get(f"{LABEL}.python", "").partition("standalone sha256:")[2]
@@ -102,17 +101,20 @@ def check_release(
     lines = list_null_pins(locks, unpinned, jaxlib_from_source=from_source, platform=pythons.get(sha256, ""))
     if sha256 and sha256 not in pythons:
         lines.append(f"Python: sha256 {sha256} of the standalone one is not in images.lock; leave out --python-archive")
-    faults = [(line, SOURCE) for line in (*lines, *_list_dirty(labels))]
+    faults: list[errors.ToolingError] = [
+        errors.SourceError(f"no release: {line}") for line in (*lines, *_list_dirty(labels))
+    ]
     if (library := labels.get(f"{OCI}.version")) != version.removeprefix("v"):
-        faults.append((f"--release {version}: the library says {library}; make them agree", USAGE))
+        faults.append(errors.OptionError(f"no release: {version}: the library says {library}; make them agree"))
     target, accelerator = labels.get(f"{LABEL}.target", "runtime"), labels.get(f"{LABEL}.accelerator", "unknown")
     if target != "runtime" and not tag.endswith(f"-{version}"):
-        line = f"--release {version}: is of the image that runs, and this is {target}; add --tag {target}-{version}"
-        faults.append((line, USAGE))
+        line = f"no release: {version} is of the image that runs, and this is {target}; add --tag {target}-{version}"
+        faults.append(errors.OptionError(line))
     if latest and (target != "runtime" or accelerator == "cpu"):
-        faults.append((f"--latest: is the image for GPUs that runs, and this is {target}, {accelerator}", USAGE))
+        line = f"no release: --latest is the image for GPUs that runs, and this is {target}, {accelerator}"
+        faults.append(errors.OptionError(line))
     if faults:
-        raise errors.SeveralErrors([f"no release: {line}" for line, _ in faults], faults[0][1])
+        raise ExceptionGroup("no release", faults)
 
 
 def _list_dirty(labels: Mapping[str, str]) -> list[str]:

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> None:
     rows, failures = sync(ROOT, args)
     print(console.table(("component", "action", "detail", "commit"), rows))
     if failures:
-        raise errors.SeveralErrors([str(error) for error in failures], failures[0].exit_code)
+        raise ExceptionGroup("sync", failures)
 
 
 def read_override(text: str) -> tuple[str, str]:
