@@ -68,7 +68,7 @@ BUDGETS = {
     "tooling/core": 314,
     "tooling/environment": 239,
     "tooling/image": 1_820,
-    "tooling/sources": 1_006,
+    "tooling/sources": 994,
 }
 """Lines of Python of each room and package. Who needs more raises a number here, and says why in the commit."""
 

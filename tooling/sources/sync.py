@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 from tooling.core import console, errors, files
 from tooling.core.console import Subparsers, command
 from tooling.core.files import ROOT
-from tooling.sources import fetch, git, manifest, patch
+from tooling.sources import fetch, git, manifest
 from tooling.sources.fetch import Recipe, Record, make_recipe
 from tooling.sources.manifest import Component, Pin
 
@@ -108,7 +108,7 @@ def sync(root: Path, args: argparse.Namespace) -> tuple[list[Row], list[errors.T
             return make_recipe(root, component, pins)
         url, _, commit = overrides[component.name].rpartition("@")
         fork = Component(component.name, component.groups, url, commit, path=component.path)
-        series = patch.load_series(root, component.name)
+        series = fetch.load_series(root, component.name)
         return Recipe(fork, Pin(commit, commit, None), series, overrides[component.name])
 
     def keep(component: Component) -> Row | None:
@@ -232,7 +232,7 @@ def run_status(args: argparse.Namespace) -> int:
                 state = "unlocked"
         if record and record.override:
             state = "overridden"
-        version, count = component.version or (record.version if record else "-"), len(patch.load_series(ROOT, name))
+        version, count = component.version or (record.version if record else "-"), len(fetch.load_series(ROOT, name))
         state += f" ({len(tree.changed)} files)" if tree.changed else ""
         rows.append((name, ",".join(component.groups), version[:12], state, str(count), (tree.head or "-")[:12]))
     print(console.table(("component", "groups", "version", "state", "patches", "commit"), rows))
