@@ -170,9 +170,16 @@ def register(subparsers: Subparsers) -> None:
     text = "start: does nothing if it runs (default); stop: entries stay"
     add("action", nargs="?", default="start", choices=("start", "stop", "status"), help=text)
     add("--host", type=ipaddress.ip_address, default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    add("--port", type=int, default=9090, help="default: %(default)s")
+    add("--port", type=parse_port, default=9090, help="default: %(default)s")
     add("--max-size", type=parse_gib, default="50G", metavar="SIZE", help="e.g. 50G or 1T (default: %(default)s)")
     add("--folder", type=Path, help="where entries lie (default: ~/.cache/multimesh-jax/bazel)")
+
+
+def parse_port(text: str) -> int:
+    """Read the number of a port."""
+    if not text.isdecimal() or not 0 < int(text) < 2**16:
+        raise argparse.ArgumentTypeError(f"'{text}' is no port; give a number from 1 to 65535")
+    return int(text)
 
 
 def parse_gib(text: str) -> int:
