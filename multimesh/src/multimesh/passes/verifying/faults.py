@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,21 +29,13 @@ def show(of: Any) -> str:
     return f"{of}:{text}"
 
 
-def in_order(ops: Iterable[ir.Op], inputs: Iterable[ir.Value], where: str) -> Iterator[Fault]:
-    """Yield faults of operations that use, or wait for, a value that is neither given nor made before."""
-    values = set(inputs)
+def in_order(ops: Iterable[ir.Op], values: set[ir.Value], where: str) -> Iterator[Fault]:
+    """Yield faults of operations that use a value that is not there yet, or make one again. Add theirs to ``values``."""
     for op in ops:
         for v in op.needs:
             if v not in values:
                 yield Fault(f"{op.prim.name} reads {show(v)} {where}, before anything makes it", op.source)
-        values.update(op.outs)
-
-
-def twice(makers: Iterable[tuple[Sequence[ir.Value], Any]]) -> Iterator[Fault]:
-    """Yield faults of values that are made a second time. ``makers`` has values with the source of their producer."""
-    values: set[ir.Value] = set()
-    for outs, source in makers:
-        for v in outs:
+        for v in op.outs:
             if v in values:
-                yield Fault(f"{show(v)} is made twice", source)
+                yield Fault(f"{show(v)} is made twice", op.source)
             values.add(v)
