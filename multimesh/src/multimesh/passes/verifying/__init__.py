@@ -9,26 +9,12 @@ What a rule of the plan refuses in any case, such as a fragment that reads what 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-from multimesh import ir
 from multimesh.core import _compat
 from multimesh.errors import internal_error
-from multimesh.passes.cutting.parts import Parts
-from multimesh.passes.verifying import plans, programs
-from multimesh.passes.verifying.faults import Fault
-from multimesh.plan.plan import Plan
-
-RULES: Mapping[type, tuple[Callable[[Any], Iterator[Fault]], ...]] = {
-    ir.Program: (
-        programs.values_are_made_once_then_read,
-        programs.edges_are_of_one_type,
-        programs.tasks_are_at_home,
-    ),
-    Parts: (programs.leaves_are_given, programs.cells_run_once),
-    Plan: plans.RULES,
-}
+from multimesh.passes.verifying.rules import RULES, Fault, tasks_are_at_home
 
 
 def verify(name: str, result: Any) -> None:
@@ -46,5 +32,5 @@ def faults(name: str, result: Any) -> Iterator[tuple[str, Fault]]:
     """Yield each fault of a pass's result, with the name of the rule."""
     copied = name in ("recompute_transfers", "replace_schedules")  # operations of tasks, to where they are read
     for rule in RULES[type(result)]:
-        if not copied or rule is not programs.tasks_are_at_home:
+        if not copied or rule is not tasks_are_at_home:
             yield from ((rule.__name__, fault) for fault in rule(result))

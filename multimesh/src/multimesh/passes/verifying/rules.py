@@ -1,18 +1,109 @@
-"""Rules of a `Plan`: the use of slots by instructions, and the operations of kernels."""
+"""The rules of a program, of its parts and of its plan: each yields a `Fault` for each place where it is broken."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import collections
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from multimesh import ir
 from multimesh.core import specs
 from multimesh.core.grouping import group
-from multimesh.passes.verifying.faults import Fault, in_order, kind, show
+from multimesh.core.submesh import describe
+from multimesh.ir.program import all_ops
+from multimesh.passes.cutting.parts import Parts, Pipeline
 from multimesh.plan.instructions import Free, Instruction, Kernel, Recv, Run, Send
 from multimesh.plan.plan import Plan
 
-Rule = Callable[[Plan], Iterator[Fault]]
+
+@dataclass(frozen=True)
+class Fault:
+    """A broken rule: ``message`` names the value, ``source`` is that of the operation, or the line of a loop."""
+
+    message: str
+    source: Any = None
+
+
+def kind(of: Any) -> tuple[tuple[int, ...], Any]:
+    """Return the shape and dtype of a value, literal or slot."""
+    aval = getattr(of, "aval", of)
+    return tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", None)
+
+
+def show(of: Any) -> str:
+    """Format a value or literal with its type."""
+    text = of.aval.str_short(short_dtypes=True) if hasattr(of.aval, "str_short") else str(of.aval)
+    return f"{of}:{text}"
+
+
+def in_order(ops: Iterable[ir.Op], values: set[ir.Value], where: str) -> Iterator[Fault]:
+    """Yield faults of operations that read a value not among ``values``, or make one of these; add their results."""
+    for op in ops:
+        for v in op.needs:
+            if v not in values:
+                yield Fault(f"{op.prim.name} reads {show(v)} {where}, before anything makes it", op.source)
+        for v in op.outs:
+            if v in values:
+                yield Fault(f"{show(v)} is made twice", op.source)
+            values.add(v)
+
+
+def values_are_made_once_then_read(program: ir.Program) -> Iterator[Fault]:
+    """Check that each value has one producer, and that operations, loops and results read only earlier values."""
+    values = {*program.inputs, *program.consts}
+    for item in program.items:
+        if isinstance(item, ir.Op):
+            yield from in_order([item], values, "outside of loops")
+            continue
+        for v in item.reads:
+            if v not in values:
+                yield Fault(f"a loop reads {show(v)} before anything makes it", item.mark.where)
+        inner = {*item.consts, *item.slices, *item.linked, *item.carries, *program.consts}
+        yield from in_order(item.ops, inner, "in a loop")
+        values.update(item.outs)
+    for v in ir.values(program.outputs):
+        if v not in values:
+            yield Fault(f"result {show(v)} is made by nothing")
+
+
+def edges_are_of_one_type(program: ir.Program) -> Iterator[Fault]:
+    """Check that both sides of a loop's edge have one type; stacks have one dimension more."""
+    for loop in program.loops:
+        edges = [*loop.edges, *((s.init, s.out, 0) for s in loop.sums if s.init is not None and not s.over)]
+        for inner, outer, rows in edges:
+            shape, dtype = kind(inner)
+            if None not in (inner, outer) and kind(outer) != ((*(loop.mark.count,) * rows, *shape), dtype):
+                yield Fault(f"{show(inner)} inside a loop is {show(outer)} outside", loop.mark.where)
+
+
+def tasks_are_at_home(program: ir.Program) -> Iterator[Fault]:
+    """Check that an operation of a task is on the task's submesh. ``recompute_transfers`` repeats some elsewhere."""
+    for op in all_ops(program):
+        if op.mesh is not None and op.task is not None and op.task.mesh != op.mesh:
+            yield Fault(f"{op} of task {op.task.name!r} is on {describe(op.mesh)}", op.source)
+
+
+def leaves_are_given(parts: Parts) -> Iterator[Fault]:
+    """Check that every sum, stack and carry of an iteration is given by one of its fragments."""
+    for part in parts.parts:
+        if isinstance(part, Pipeline):
+            outs = {v for fragment in part.fragments for v in fragment.outs}
+            for leaf in part.loop.leaves:
+                if leaf not in outs:
+                    yield Fault(f"no fragment gives {leaf}, a result of an iteration", part.loop.mark.where)
+
+
+def cells_run_once(parts: Parts) -> Iterator[Fault]:
+    """Check that an ordered loop runs each of its fragments once for each microbatch."""
+    for part in parts.parts:
+        if isinstance(part, Pipeline) and part.cells:
+            times = collections.Counter(part.cells)
+            for n, f in enumerate(part.fragments):
+                for k in range(part.loop.mark.count):
+                    if times.pop((n, k), 0) != 1:
+                        yield Fault(f"{f.phase}{f.stage} does not run once for microbatch {k}")
+            yield from (Fault(f"a cell {cell} of no fragment or microbatch") for cell in times)
 
 
 def kernels_are_in_order(plan: Plan) -> Iterator[Fault]:
@@ -42,11 +133,7 @@ def slots_are_where_they_are_used(plan: Plan) -> Iterator[Fault]:
 
 
 def slots_are_used_in_order(plan: Plan) -> Iterator[Fault]:
-    """Check that a slot is written once, but for accumulators, then read, then freed once.
-
-    No result or constant is freed or overwritten, nothing is read that a kernel got as a donation, and each result has
-    a slot of its own.
-    """
+    """Check that a slot is written once, then read, then freed, no result is overwritten, and each has its own slot."""
     full, freed, gone = set(plan.initial_slots), set[int](), dict[int, Instruction]()
     never_freed = {slot for place, slot in plan.outputs if place == "slot"} | {slot for _, slot in plan.constants}
     for instruction in plan.instructions:
@@ -125,21 +212,8 @@ def layouts_fit(plan: Plan) -> Iterator[Fault]:
             yield Fault(f"the layout {layout.spec} of s{slot} does not divide {shape}")
 
 
-RULES: tuple[Rule, ...] = (
-    kernels_are_in_order,
-    slots_are_where_they_are_used,
-    slots_are_used_in_order,
-    slots_are_of_the_types_of_values,
-    transfers_are_sent_then_received,
-    layouts_fit,
-)
-
-
 def _values(kernel: Kernel) -> tuple[list[ir.Value | None], list[ir.Value]]:
-    """Return the values of a kernel's arguments, None for the microbatch number, and of its results.
-
-    For a sum that is the leaf, whose shape and dtype the accumulator has.
-    """
+    """Return the values of a kernel's arguments, None for the microbatch number, and results; for a sum its leaf."""
     rows = [None, *kernel.rows] if kernel.rows else []
     return [*kernel.sums, *rows, *kernel.ins], [*kernel.sums, *kernel.outs]
 
@@ -152,3 +226,17 @@ def _fault(plan: Plan, instruction: Instruction, problem: str) -> Fault:
     """Return a fault of an instruction. Its source is that of the last operation that it runs."""
     source = _source(plan.kernels[instruction.kernel]) if isinstance(instruction, Run) else None
     return Fault(f"'{instruction}' {problem}", source)
+
+
+RULES: Mapping[type, tuple[Callable[[Any], Iterator[Fault]], ...]] = {
+    ir.Program: (values_are_made_once_then_read, edges_are_of_one_type, tasks_are_at_home),
+    Parts: (leaves_are_given, cells_run_once),
+    Plan: (
+        kernels_are_in_order,
+        slots_are_where_they_are_used,
+        slots_are_used_in_order,
+        slots_are_of_the_types_of_values,
+        transfers_are_sent_then_received,
+        layouts_fit,
+    ),
+}
