@@ -261,31 +261,6 @@ def test_a_wrong_table_is_refused_before_anything_is_compiled():
         plan_of(schedules.custom(swapped), 2, 4)
 
 
-def live(row, end):
-    """The most (stage, microbatch) that have run F or a joined B and not yet ``end``."""
-    started, peak = set(), 0
-    for c in row:
-        key = (c.stage, c.microbatch)
-        started.add(key)
-        peak = max(peak, len(started))
-        if c.phase == end:
-            started.discard(key)
-    return peak
-
-
-def test_live_activations():
-    stages, count = 4, 12
-    peaks = {
-        s: [live(row, "B") for row in cells(plan_of(s, stages, count))]
-        for s in ("1f1b", "eager-1f1b", "wavefront", "gpipe")
-    }
-    assert peaks == {"1f1b": [4, 3, 2, 1], "eager-1f1b": [7, 5, 3, 1], "wavefront": [6, 4, 2, 1], "gpipe": [12] * 4}
-    first, *others = cells(plan_of("zb-h1", stages, count))
-    assert [live(first, "B"), *(live(row, "W") for row in others)] == [4] * 4
-    for r, row in enumerate(cells(plan_of("interleaved", 8, count, chunks=2))):
-        assert live(row, "B") <= 2 * (4 - r - 1) + 4 + 1
-
-
 def fronts_of_transfers(schedule, model=MLP):
     """For each transfer: front of the task that made the value, of the issue (that of the next task), of its reader."""
     plan = plan_of(schedule, 3, 4, model=model)

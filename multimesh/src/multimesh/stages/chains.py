@@ -25,10 +25,10 @@ _PIECES = 64  # of a scan, at most
 def orders(units: Units) -> Iterator[tuple[Unit, ...]]:
     """Yield orders to cut: as written, and depth first, which keeps independent towers apart.
 
-    Scans are in pieces. A unit whose results are no smaller than its operands comes right before its user. A small
-    result of a parameter, such as the decay of its weights, comes right after the layer that has this parameter.
+    Scans are in pieces. A small result of a parameter, such as the decay of its weights, comes right after the layer
+    that has this parameter.
     """
-    for order in (_late(units), _depth_first(units)):
+    for order in (units.units, _depth_first(units)):
         yield in_pieces(_beside(units, order))
 
 
@@ -90,23 +90,13 @@ def scan_over_time(units: Units, stages: Sequence[Sequence[Unit]]) -> str:
     """
     origin, weights = _origins(units), units.trained or set(units.arguments)
     readers: dict[Any, set[int]] = collections.defaultdict(set)
-    for number, stage in enumerate(stages):
-        for unit in stage:
-            if unit.rows:
-                readers[unit.eqn].add(number)
+    for number, unit in ((number, unit) for number, stage in enumerate(stages) for unit in stage if unit.rows):
+        readers[unit.eqn].add(number)
     for eqn in (eqn for eqn, numbers in readers.items() if len(numbers) > 1):
         consts, carries = _compat.scan_counts(eqn.params)
-        constants, rows = (
-            sum(
-                ir.nbytes(v)
-                for a in atoms
-                if not isinstance(a, _compat.Literal)
-                for v in origin.get(a, (a,))
-                if v in weights
-            )
-            for atoms in (eqn.invars[:consts], eqn.invars[consts + carries :])
-        )
-        if constants > rows:
+        sources = [() if isinstance(a, _compat.Literal) else origin.get(a, (a,)) for a in eqn.invars]
+        sizes = [sum(ir.nbytes(v) for v in values if v in weights) for values in sources]
+        if sum(sizes[:consts]) > sum(sizes[consts + carries :]):
             return _compat.user_line(eqn.source_info) or "a line that JAX did not record"
     return ""
 
@@ -152,30 +142,6 @@ def _origins(units: Units) -> dict[Any, frozenset[Any]]:
         for out in eqn.outvars:
             origins[out] = frozenset([out]) if 2 * ir.nbytes(out) <= size else sources
     return origins
-
-
-def _readers(units: Units) -> dict[Any, list[int]]:
-    readers: dict[Any, list[int]] = collections.defaultdict(list)
-    for i, unit in enumerate(units.units):
-        for v in unit.eqn.invars:
-            if not isinstance(v, _compat.Literal):
-                readers[v].append(i)
-    return readers
-
-
-def _late(units: Units) -> list[Unit]:
-    """Sort units so that one whose results are larger than its operands is right before its first user."""
-    readers = _readers(units)
-    arguments = set(units.arguments) | {o for eqn in units.free for o in eqn.outvars}
-    number = len(units.units)
-    anchor = list(range(number))
-    for i in reversed(range(number)):
-        unit = units.units[i]
-        used = [anchor[r] for v in unit.eqn.outvars for r in readers.get(v, ())]
-        read = {v for v in unit.eqn.invars if not isinstance(v, _compat.Literal) and v not in arguments}
-        if used and not unit.eqn.effects and sum(map(ir.nbytes, unit.eqn.outvars)) >= sum(map(ir.nbytes, read)):
-            anchor[i] = min(used)
-    return [units.units[i] for i in sorted(range(number), key=lambda i: (anchor[i], i))]
 
 
 def _beside(units: Units, order: Sequence[Unit]) -> list[Unit]:
