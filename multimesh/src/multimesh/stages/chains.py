@@ -23,11 +23,7 @@ _PIECES = 64  # of a scan, at most
 
 
 def orders(units: Units) -> Iterator[tuple[Unit, ...]]:
-    """Yield orders to cut: as written, and depth first, which keeps independent towers apart.
-
-    Scans are in pieces. A small result of a parameter, such as the decay of its weights, comes right after the layer
-    that has this parameter.
-    """
+    """Yield orders to cut, with scans in pieces: as written, and depth first, which keeps independent towers apart."""
     for order in (units.units, _depth_first(units)):
         yield in_pieces(_beside(units, order))
 
@@ -51,10 +47,7 @@ def chain_of(units: Units, order: Sequence[Unit], works: Sequence[Work]) -> Chai
 
 
 def count_state(units: Units, stages: Sequence[Sequence[Unit]]) -> list[float]:
-    """Return the bytes that each stage holds all the time.
-
-    It holds each argument that it reads; a trained one with its gradient, and where it is first read with its moments.
-    """
+    """Return the bytes of what each stage reads: of trained ones with a gradient, where first read with moments."""
     origin, trained = _origins(units), _gradients(units).active
     arguments = set(units.arguments) | set(origin)
     earlier: set[Any] = set()
@@ -84,10 +77,7 @@ def work_of(units: Units, order: Sequence[Unit]) -> list[Work]:
 
 
 def scan_over_time(units: Units, stages: Sequence[Sequence[Unit]]) -> str:
-    """Return the line of a scan that several stages run, and whose steps read the same weights; "" if there is none.
-
-    A scan over layers has its weights among its rows, not among its constants.
-    """
+    """Return the line of a scan that several stages run, and whose steps read the same weights; "" if there is none."""
     origin, weights = _origins(units), units.trained or set(units.arguments)
     readers: dict[Any, set[int]] = collections.defaultdict(set)
     for number, unit in ((number, unit) for number, stage in enumerate(stages) for unit in stage if unit.rows):
@@ -96,7 +86,7 @@ def scan_over_time(units: Units, stages: Sequence[Sequence[Unit]]) -> str:
         consts, carries = _compat.scan_counts(eqn.params)
         sources = [() if isinstance(a, _compat.Literal) else origin.get(a, (a,)) for a in eqn.invars]
         sizes = [sum(ir.nbytes(v) for v in values if v in weights) for values in sources]
-        if sum(sizes[:consts]) > sum(sizes[consts + carries :]):
+        if sum(sizes[:consts]) > sum(sizes[consts + carries :]):  # a scan over layers has its weights among its rows
             return _compat.user_line(eqn.source_info) or "a line that JAX did not record"
     return ""
 
@@ -145,7 +135,7 @@ def _origins(units: Units) -> dict[Any, frozenset[Any]]:
 
 
 def _beside(units: Units, order: Sequence[Unit]) -> list[Unit]:
-    """Sort units so that one with a small result of a parameter is beside the first user of that parameter."""
+    """Sort units so that a small result of a parameter, such as its decay, comes right after its first user."""
     origin = _origins(units)
     arguments = set(units.arguments)
     small: dict[Unit, Any] = {}

@@ -212,17 +212,14 @@ class PipelinedFunction(Generic[P, R]):
 
 @dataclass(frozen=True)
 class _Trace:
-    """A traced function, the tree of its results, the arrays that it is called with, and which have a gradient.
-
-    ``bind`` makes arguments and keywords of such arrays; ``loops`` says whether it has microbatch loops.
-    """
+    """A traced function."""
 
     closed: Any
-    tree: Any
-    arrays: tuple[Any, ...]
-    trained: tuple[int, ...]
-    bind: Callable[[Sequence[Any]], Any]
-    loops: bool
+    tree: Any  # of its results
+    arrays: tuple[Any, ...]  # that it is called with
+    trained: tuple[int, ...]  # those with a gradient
+    bind: Callable[[Sequence[Any]], Any]  # makes arguments and keywords of such arrays
+    loops: bool  # whether it has microbatch loops
 
 
 def _worth(new: ChainCut, old: ChainCut) -> bool:
