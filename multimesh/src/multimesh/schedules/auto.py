@@ -69,4 +69,4 @@ class Auto(Schedule):
         from multimesh.schedules import choose  # loaded by loops with ``auto`` alone
 
         shape = submeshes, chunks, microbatches, backward
-        return choose.choose(self, shape)
+        return choose.choose(self, shape, self.costs, self.memory, self.device, self.without)

@@ -14,11 +14,10 @@ from multimesh.core import checks
 from multimesh.core.text import amount, columns
 from multimesh.errors import UsageError
 from multimesh.observe.timelines.timeline import Timeline
-from multimesh.schedules.auto import Auto
 from multimesh.schedules.costs import CLOSE, UNIT_COSTS, StageCosts
 from multimesh.schedules.published import PUBLISHED
 from multimesh.schedules.simulate import simulate
-from multimesh.schedules.table import Table
+from multimesh.schedules.table import Schedule, Table
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Choice:
     Attributes
     ----------
     schedule
-        The `Auto`.
+        The `multimesh.schedules.Auto`.
     shape
         Submeshes, stages on each, microbatches, and whether there is a backward pass.
     costs
@@ -67,7 +66,7 @@ class Choice:
         Bytes of a device, if known.
     """
 
-    schedule: Auto
+    schedule: Schedule
     shape: tuple[int, int, int, bool]
     costs: StageCosts
     candidates: tuple[Candidate, ...]
@@ -133,21 +132,28 @@ class Choice:
 
 
 @functools.lru_cache(maxsize=32)
-def choose(auto: Auto, shape: tuple[int, int, int, bool]) -> Choice:
-    """Return the choice of ``auto`` for a shape."""
+def choose(
+    auto: Schedule,
+    shape: tuple[int, int, int, bool],
+    costs: StageCosts | None,
+    memory: float | None,
+    device: float | None,
+    without: tuple[str, ...],
+) -> Choice:
+    """Return the choice of `multimesh.schedules.Auto` with these values for a shape."""
     submeshes, chunks, microbatches, _ = shape
     auto.check_sizes(submeshes, chunks, microbatches)
-    stages, memory = submeshes * chunks, auto.memory
-    costs = auto.costs or StageCosts.alike(UNIT_COSTS, stages)
+    stages = submeshes * chunks
+    costs = costs or StageCosts.alike(UNIT_COSTS, stages)
     if len(costs.times) != stages:
         raise UsageError(f"schedule auto: costs are those of {len(costs.times)} stages, but the loop has {stages}")
     tables = _simulate_tables(auto.placement(submeshes), shape, costs)
     peaks = {name: timeline.peaks for name, (_, timeline) in tables.items()}
-    if memory is None and auto.device is None:  # the largest need of 1F1B
+    if memory is None and device is None:  # the largest need of 1F1B
         memory = max(peaks["1f1b"]) if "1f1b" in peaks else min(map(max, peaks.values()))
     candidates = []
     for name, (table, line) in tables.items():
-        fits = name not in auto.without and (memory is None or max(line.peaks) <= memory * (1 + CLOSE))
+        fits = name not in without and (memory is None or max(line.peaks) <= memory * (1 + CLOSE))
         candidates.append(Candidate(name, table, line.makespan, line.bubble, line.peaks, fits))
     if not any(candidate.fits for candidate in candidates):
         least = ", ".join(amount(size, costs.sizes) for size in min(peaks.values(), key=max))
@@ -156,7 +162,7 @@ def choose(auto: Auto, shape: tuple[int, int, int, bool]) -> Choice:
             f"submesh); the one that takes least takes {least}; give more memory, smaller microbatches, or recompute "
             "with jax.checkpoint"
         )
-    return Choice(auto, shape, costs, tuple(sorted(candidates, key=lambda c: c.makespan)), memory, auto.device)
+    return Choice(auto, shape, costs, tuple(sorted(candidates, key=lambda c: c.makespan)), memory, device)
 
 
 def _simulate_tables(

@@ -85,7 +85,7 @@ def cut_chain(chain: Chain, stages: int, places: Sequence[int] | None = None) ->
 
 
 def _places(chain: Chain, stages: int) -> list[int]:
-    """Return all operations of a short chain; of a long one, for speed, those in bins where the fewest bytes are alive."""
+    """Return all operations of a short chain; of a long one, for speed, those in bins where few bytes are alive."""
     number, before = len(chain.times), chain.ends
     if number <= max(_ALL, stages):
         return list(range(number + 1))
