@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 from killing import records
-from parity import ROOT, run_script, small_job
+from parity import ROOT, run_cases, small_job
 
-from multimesh_maxtext.command.check_flags import check_job, find_job_notes
+from multimesh_maxtext.command.check_flags import find_job_notes
 from multimesh_maxtext.command.cli import main
 from multimesh_maxtext.command.command_line import read
-from multimesh_maxtext.command.forecasting import planner_configuration
 from multimesh_maxtext.command.job import find_maxtext
 from multimesh_maxtext.command.steps import reference_job
 from multimesh_maxtext.command.translate import configuration
@@ -89,8 +88,7 @@ def test_a_step_reduces_each_gradient_once_and_gathers_each_parameter_once(tmp_p
     """After the loop, on each stage. As compiled for CPUs, where a reduce-scatter is an all-reduce and a slice."""
     sizes = "--cpus 4 --dp 2 --pp 2 --num-layers 2 --model-dims 64 --microbatch-size 2 dtype=float32"
     jobs = {str(zero): small_job([*sizes.split(), "--zero", str(zero)], 2, tmp_path) for zero in (0, 1, 2)}
-    script = Path(__file__).with_name("kernels.py")
-    found = {each["name"]: each for each in run_script(script, jobs, tmp_path / "kernels", find_maxtext(ROOT))}
+    found = {each["name"]: each for each in run_cases("compile", jobs, tmp_path / "kernels", find_maxtext(ROOT))}
     assert not any(each["error"] for each in found.values())
     matrices = {tuple(shape) for shape in found["0"]["parameters"]}
     times = {name: counts(each, matrices) for name, each in found.items()}
@@ -113,10 +111,3 @@ def counts(record: dict[str, Any], matrices: set[tuple[int, ...]]) -> collection
             assert not (shapes and kernel["looped"]), (kernel["name"], each)
             found.update((each["kind"], shape) for shape in shapes)
     return found
-
-
-def test_the_planner_is_told(maxtext: Path):
-    flags = "--gpus 1 --nodes 4 --dp 2 --pp 2 --batch-size 8"
-    for given, sharded in (("--zero 1", "optimizer"), ("--zero 2", "optimizer"), ("", "none")):
-        job = check_job(read([*flags.split(), *given.split()]), maxtext / "maxtext")
-        assert planner_configuration(job).sharded == sharded
