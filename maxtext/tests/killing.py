@@ -17,6 +17,44 @@ import pytest
 
 Moment = Callable[[subprocess.Popen[str], int], None]
 
+SMALL = (
+    *("--num-layers=2", "--model-dims=32", "--num-heads=2", "--sequence-length=32", "--batch-size=4", "--pp=2"),
+    *("--microbatch-size=2", "dtype=float32"),
+)
+
+
+class Job:
+    """A run of two processes in a folder; its output goes to a file, so that nothing holds it up."""
+
+    def __init__(self, root: Path, folder: Path, *words: Any, **variables: str) -> None:
+        self.folder, self.said = folder, folder / "said"
+        line = [sys.executable, str(root / "maxtext/run.py"), *SMALL, "--spawn", "--nodes=2", "--cpus=1"]
+        line += [f"--text={root / 'LICENSE'}", f"--output={folder / 'out'}", f"--checkpoint={folder / 'ck'}"]
+        folder.mkdir(exist_ok=True)
+        with self.said.open("w") as said:
+            self.process = subprocess.Popen(
+                [*line, *map(str, words)], stdout=said, stderr=said, env=os.environ | variables, start_new_session=True
+            )
+
+    def command_lines(self) -> dict[int, str]:
+        """Processes whose command line names the folder."""
+        named = {}
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                named[int(path.parent.name)] = path.read_text()
+        return {pid: words for pid, words in named.items() if str(self.folder) in words}
+
+    def children(self) -> list[int]:
+        """The commands that the launcher started; none once it has ended."""
+        with contextlib.suppress(FileNotFoundError):
+            children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+            return [int(pid) for pid in children.read_text().split()]
+        return []
+
+    def checkpoints(self) -> list[int]:
+        """Complete checkpoints."""
+        return sorted(int(path.name) for path in (self.folder / "ck").glob("*") if path.name.isdigit())
+
 
 def records(output: Path) -> list[dict[str, Any]]:
     """All that a run computed; times and memory differ from run to run."""

@@ -6,20 +6,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import random
 import re
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from killing import records, trainers
+from killing import Job, records, trainers
 
 from multimesh_maxtext.command.environment import CACHE_SWITCH
 
@@ -35,11 +35,7 @@ LIMIT = 240.0
 CODES = {0, 17, 18, 130, -signal.SIGKILL, -signal.SIGUSR1, -signal.SIGTERM, -signal.SIGINT}
 """Of a run that got a signal: it was done, lost a process, saved, was interrupted; or the launcher died of it."""
 
-LINE = (
-    *("--num-layers=2", "--model-dims=32", "--num-heads=2", "--sequence-length=32", "--batch-size=4", "--pp=2"),
-    *("--microbatch-size=2", f"checkpoint_period={EVERY}", f"--num-steps={STEPS}", "dtype=float32"),
-    *("--spawn", "--nodes=2", "--cpus=1"),
-)
+LINE = (f"checkpoint_period={EVERY}", f"--num-steps={STEPS}")
 
 
 @dataclass(frozen=True)
@@ -50,44 +46,6 @@ class Shot:
     place: str
     seconds: float
     step: int | None
-
-
-@dataclass(frozen=True)
-class Job:
-    """A run in a folder."""
-
-    root: Path
-    folder: Path
-    cache: Path
-
-    def start(self, *words: str) -> subprocess.Popen[bytes]:
-        """Start it; its output goes to files, so that nothing holds it up."""
-        argv = [sys.executable, str(self.root / "maxtext/run.py"), *LINE, f"--text={self.root / 'LICENSE'}"]
-        argv += [f"--output={self.folder / 'out'}", f"--checkpoint={self.folder / 'ck'}", *words]
-        self.folder.mkdir(exist_ok=True)
-        with self.said.open("w") as said:
-            variables = os.environ | {CACHE_SWITCH: "1", "XDG_CACHE_HOME": str(self.cache)}
-            return subprocess.Popen(argv, stdout=said, stderr=said, env=variables, start_new_session=True)
-
-    @property
-    def said(self) -> Path:
-        """The file with what the newest run printed."""
-        return self.folder / "said"
-
-    def processes(self) -> list[int]:
-        """All processes whose command line names the folder."""
-        return [pid for pid, words in command_lines() if str(self.folder) in words]
-
-    def checkpoints(self) -> list[int]:
-        """Complete checkpoints."""
-        folder = self.folder / "ck"
-        return sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit())
-
-
-def command_lines() -> Iterator[tuple[int, str]]:
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            yield int(path.parent.name), path.read_text()
 
 
 def learned(job: Job) -> list[str]:
@@ -104,8 +62,9 @@ def draw(chance: random.Random) -> Shot:
     return Shot(chance.choice(SIGNALS), chance.choice(PLACES), seconds, step)
 
 
-def shoot(shot: Shot, job: Job, launcher: subprocess.Popen[bytes]) -> list[int]:
+def shoot(shot: Shot, job: Job) -> list[int]:
     """Send the signal at its moment; return who was there to get it."""
+    launcher = job.process
     if shot.step is not None:
         while launcher.poll() is None and f"\nstep {shot.step} of " not in job.said.read_text().replace("\r", "\n"):
             time.sleep(0.002)
@@ -113,11 +72,7 @@ def shoot(shot: Shot, job: Job, launcher: subprocess.Popen[bytes]) -> list[int]:
     kind, _, rank = shot.place.partition(" ")
     targets = [launcher.pid]
     if kind == "command":
-        children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
-        try:
-            targets = [int(pid) for pid in children.read_text().split()][int(rank) : int(rank) + 1]
-        except FileNotFoundError:  # it has ended
-            targets = []
+        targets = job.children()[int(rank) : int(rank) + 1]
     elif kind == "trainer":
         targets = [*trainers(job.folder / "out", int(rank))]
     for pid in targets:
@@ -154,9 +109,9 @@ def check_end(job: Job, shot: Shot, code: int) -> None:
     assert code in CODES, job.said.read_text()
     by_signal = shot.place == "launcher" and code == -shot.signal  # nobody is there to print a last line
     until = time.monotonic() + 15
-    while job.processes() and time.monotonic() < until:
+    while job.command_lines() and time.monotonic() < until:
         time.sleep(0.1)
-    assert job.processes() == [], [words for _, words in command_lines() if str(job.folder) in words]
+    assert job.command_lines() == {}
     if not by_signal:
         check_last_line(job, code)
 
@@ -166,20 +121,21 @@ def check_end(job: Job, shot: Shot, code: int) -> None:
 @pytest.mark.timeout(6 * 3600)
 def test_a_random_signal_costs_no_step(root: Path, tmp_path: Path):
     print(f"\nKILL_LOOP_SEED={SEED} KILL_LOOP_RUNS={RUNS}")
-    chance, cache = random.Random(SEED), tmp_path / "cache"
-    reference = Job(root, tmp_path / "reference", cache)
-    assert reference.start().wait(LIMIT) in (0, 13)
+    chance, cache = random.Random(SEED), {CACHE_SWITCH: "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    reference = Job(root, tmp_path / "reference", *LINE, **cache)
+    assert reference.process.wait(LIMIT) in (0, 13)
     expected = learned(reference)
     wrong = []
     print("run  signal   to         moment           code  steps  newest  resumes  result")
     for number in range(RUNS):
-        shot, job = draw(chance), Job(root, tmp_path / f"run-{number}", cache)
+        shot, start = draw(chance), functools.partial(Job, root, tmp_path / f"run-{number}", *LINE, **cache)
+        job = start()
         try:
-            row, result = play(job, shot, expected), "equal"
+            row, result = play(job, start, shot, expected), "equal"
         except AssertionError as error:
             row, result = "", f"WRONG: {str(error).splitlines()[0]}"
             wrong.append((number, shot, str(error)[:2000]))
-            for pid in job.processes():
+            for pid in job.command_lines():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         moment = f"{shot.seconds:.2f} s" if shot.step is None else f"step {shot.step} + {shot.seconds:.2f} s"
@@ -187,11 +143,10 @@ def test_a_random_signal_costs_no_step(root: Path, tmp_path: Path):
     assert wrong == []
 
 
-def play(job: Job, shot: Shot, expected: list[str]) -> str:
-    """Start a run, send it a signal, go on; return a row of the table."""
-    launcher = job.start()
-    targets = shoot(shot, job, launcher)
-    code = wait_for_end(shot, targets, launcher)
+def play(job: Job, start: Callable[..., Job], shot: Shot, expected: list[str]) -> str:
+    """Send a run a signal, go on; return a row of the table."""
+    targets = shoot(shot, job)
+    code = wait_for_end(shot, targets, job.process)
     check_end(job, shot, code)
     metrics, newest = job.folder / "out/metrics.jsonl", job.checkpoints()[-1:]
     steps = (
@@ -200,7 +155,7 @@ def play(job: Job, shot: Shot, expected: list[str]) -> str:
     if code == 18:
         assert newest == [steps - 1], (newest, steps)
     assert steps - 1 - (newest[0] if newest else -1) <= EVERY, (newest, steps)
-    again = job.start("--resume").wait(LIMIT)
+    again = start("--resume").process.wait(LIMIT)
     said = job.said.read_text()
     assert again in (0, 13), said[-2000:]
     ran = [int(step) for step in re.findall(rf"^step (\d+) of {STEPS} ", said, re.MULTILINE)]

@@ -12,53 +12,28 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from killing import records, trainers
+from killing import SMALL, Job, records, trainers
 
-SMALL = (
-    *("--num-layers=2", "--model-dims=32", "--num-heads=2", "--sequence-length=32", "--batch-size=4", "--pp=2"),
-    *("--microbatch-size=2", "checkpoint_period=50", "dtype=float32", "learning_rate_schedule_steps=1000"),
-)
-TWO = ("--spawn", "--nodes=2", "--cpus=1")
+SEVERAL = ("checkpoint_period=50", "learning_rate_schedule_steps=1000")
 LIMIT = 240
 
 
-class Job:
-    """A run of two processes, whose output goes to a file."""
+def until(job: Job, condition: Callable[[], object]) -> None:
+    """Wait for a moment of a run."""
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert job.process.poll() is None, job.said.read_text()
+        assert time.monotonic() < deadline, job.said.read_text()
+        time.sleep(0.005)
 
-    def __init__(self, root: Path, folder: Path, *words: Any) -> None:
-        self.folder, self.said = folder, folder / "said"
-        line = [sys.executable, str(root / "maxtext/run.py"), *SMALL, *TWO, f"--text={root / 'LICENSE'}"]
-        line += [f"--output={folder / 'out'}", f"--checkpoint={folder / 'ck'}", *map(str, words)]
-        with self.said.open("w") as said:
-            self.process = subprocess.Popen(line, stdout=said, stderr=said, start_new_session=True)
 
-    def until(self, condition: Callable[[], object]) -> None:
-        """Wait for a moment of the run."""
-        deadline = time.monotonic() + LIMIT
-        while not condition():
-            assert self.process.poll() is None, self.said.read_text()
-            assert time.monotonic() < deadline, self.said.read_text()
-            time.sleep(0.005)
-
-    def log(self) -> str:
-        """The log of the trainer of process 0."""
-        with contextlib.suppress(FileNotFoundError):
-            return (self.folder / "out/maxtext.log").read_text(errors="replace")
-        return ""
-
-    def processes(self) -> list[Path]:
-        """Processes whose command line names the folder."""
-        named = []
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            with contextlib.suppress(OSError):
-                named += [path] * (str(self.folder).encode() in path.read_bytes())
-        return named
-
-    def checkpoints(self) -> list[int]:
-        return sorted(int(path.name) for path in (self.folder / "ck").glob("*") if path.name.isdigit())
+def log(job: Job) -> str:
+    """The log of the trainer of process 0."""
+    with contextlib.suppress(FileNotFoundError):
+        return (job.folder / "out/maxtext.log").read_text(errors="replace")
+    return ""
 
 
 def at_once(job: Job) -> None:
@@ -66,25 +41,25 @@ def at_once(job: Job) -> None:
 
 
 def at_check(job: Job) -> None:
-    job.until(lambda: any(b"multimesh\0check" in path.read_bytes() for path in job.processes()))
+    until(job, lambda: any("multimesh\0check" in words for words in job.command_lines().values()))
 
 
 def at_compilation(job: Job) -> None:
     """The trainers have met, and no step is done."""
-    job.until(lambda: "Gloo" in job.log() and len([*trainers(job.folder / "out", 0)]) > 0)
+    until(job, lambda: "Gloo" in log(job) and len([*trainers(job.folder / "out", 0)]) > 0)
 
 
 def at_restore(job: Job) -> None:
-    job.until(lambda: [*trainers(job.folder / "out", 0)])  # from here on the log is that of this run
-    job.until(lambda: re.search("restor", job.log(), re.IGNORECASE) and "Gloo" in job.log())
+    until(job, lambda: [*trainers(job.folder / "out", 0)])  # from here on the log is that of this run
+    until(job, lambda: re.search("restor", log(job), re.IGNORECASE) and "Gloo" in log(job))
 
 
 def at_step(job: Job) -> None:
-    job.until(lambda: "\nstep 7 of" in job.said.read_text())
+    until(job, lambda: "\nstep 7 of" in job.said.read_text())
 
 
 def at_save(job: Job) -> None:
-    job.until(lambda: any((job.folder / "ck").glob("[1-9]*-tmp*")))
+    until(job, lambda: any((job.folder / "ck").glob("[1-9]*-tmp*")))
 
 
 MOMENTS = {"1 s": at_once, "check": at_check, "compile": at_compilation, "restore": at_restore, "step": at_step}
@@ -108,15 +83,16 @@ def test_a_job_that_is_told_to_end_never_trains_again(root: Path, tmp_path: Path
     """
     resumed = moment == "restore"
     if resumed:
-        assert Job(root, tmp_path, "--num-steps=52").process.wait(LIMIT) in (0, 13)
+        assert Job(root, tmp_path, *SEVERAL, "--num-steps=52").process.wait(LIMIT) in (0, 13)
     before = len(records(tmp_path / "out")) if resumed else 0
-    job = Job(root, tmp_path, "--num-steps=100000", *["--check"] * (moment == "check"), *["--resume"] * resumed)
+    job = Job(
+        root, tmp_path, *SEVERAL, "--num-steps=100000", *["--check"] * (moment == "check"), *["--resume"] * resumed
+    )
     MOMENTS[moment](job)
-    children = Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text().split()
-    os.kill(int(children[-1]) if moment == "step, one process" else job.process.pid, signal.SIGTERM)
+    os.kill(job.children()[-1] if moment == "step, one process" else job.process.pid, signal.SIGTERM)
     code, said = job.process.wait(LIMIT), job.said.read_text()
     if moment == "1 s" and not said:  # Python was still loading, and nobody could listen
-        assert (code, job.processes()) == (-signal.SIGTERM, [])
+        assert (code, job.command_lines()) == (-signal.SIGTERM, {})
         return
     last = said.splitlines()[-1]
     metrics, checkpoints = tmp_path / "out/metrics.jsonl", job.checkpoints()
@@ -133,11 +109,11 @@ def test_a_job_that_is_told_to_end_never_trains_again(root: Path, tmp_path: Path
         assert (ended["cause"], ended["step"], ended["checkpoint"], checkpoints[-1]) == ("preempted", *[done] * 3)
     else:
         assert (len(records(tmp_path / "out")) if size else 0) == before
-    assert job.processes() == []
+    assert job.command_lines() == {}
     assert (metrics.stat().st_size if metrics.exists() else 0) == size
     if code == 18:
         steps = checkpoints[-1] + 3
-        assert Job(root, tmp_path, f"--num-steps={steps}", "--resume").process.wait(LIMIT) in (0, 13)
+        assert Job(root, tmp_path, *SEVERAL, f"--num-steps={steps}", "--resume").process.wait(LIMIT) in (0, 13)
         assert [record["step"] for record in records(tmp_path / "out")] == [*range(steps)]
 
 
@@ -146,7 +122,7 @@ def test_a_job_that_is_told_to_end_never_trains_again(root: Path, tmp_path: Path
 @pytest.mark.timeout(1800)
 def test_a_second_ctrl_c_waits_for_no_checkpoint_and_leaves_no_process(root: Path, tmp_path: Path):
     """The first one saves. Whoever presses again gets the prompt back when all processes have ended."""
-    job = Job(root, tmp_path, "--num-steps=100000")
+    job = Job(root, tmp_path, *SEVERAL, "--num-steps=100000")
     at_step(job)
     for pid in trainers(tmp_path / "out", 1):
         os.kill(pid, signal.SIGSTOP)  # a checkpoint that takes too long
@@ -154,18 +130,23 @@ def test_a_second_ctrl_c_waits_for_no_checkpoint_and_leaves_no_process(root: Pat
     time.sleep(2.5)
     job.process.send_signal(signal.SIGINT)
     code = job.process.wait(60)
-    assert job.processes() == []
+    assert job.command_lines() == {}
     last = job.said.read_text().splitlines()[-1]
     assert (code, "interrupted" in last or "SIGINT ended the run" in last) == (130, True), job.said.read_text()
     assert "no checkpoint is complete" in last or f"checkpoint {job.checkpoints()[-1]} is complete" in last
+
+
+def one_process(root: Path, folder: Path) -> list[str]:
+    """A run in one process, in a folder."""
+    line = [sys.executable, str(root / "maxtext/run.py"), *SMALL, *SEVERAL, "--cpus=2", "--num-steps=100000"]
+    return [*line, f"--text={root / 'LICENSE'}", f"--output={folder / 'out'}", f"--checkpoint={folder / 'ck'}"]
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 def test_output_that_nobody_reads_holds_up_no_end(root: Path, tmp_path: Path):
     """A pipe whose reader lives and does not read, as a pager that was stopped: its 64 KiB are full before the end."""
-    line = [sys.executable, str(root / "maxtext/run.py"), *SMALL, "--cpus=2", "--num-steps=100000"]
-    line += [f"--text={root / 'LICENSE'}", f"--output={tmp_path / 'out'}", f"--checkpoint={tmp_path / 'ck'}"]
+    line = one_process(root, tmp_path)
     job = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     metrics, deadline = tmp_path / "out/metrics.jsonl", time.monotonic() + LIMIT
     while not metrics.exists() or metrics.read_bytes().count(b"\n") < 2500:  # lines of 30 bytes: more than a pipe holds
@@ -188,8 +169,7 @@ def test_output_that_nobody_reads_holds_up_no_end(root: Path, tmp_path: Path):
 def test_a_disk_that_is_full_is_named_in_the_last_line(root: Path, tmp_path: Path, small: str, size: str):
     """A file system of its own for each folder in turn: with the output, and with the checkpoints."""
     (tmp_path / small).mkdir()
-    line = [sys.executable, str(root / "maxtext/run.py"), *SMALL, "--cpus=2", "--num-steps=100000"]
-    line += [f"--text={root / 'LICENSE'}", f"--output={tmp_path / 'out'}", f"--checkpoint={tmp_path / 'ck'}"]
+    line = one_process(root, tmp_path)
     space = ["unshare", "--mount", *["--map-root-user"] * (os.geteuid() != 0)]
     mount = ["sh", "-c", f'mount -t tmpfs -o size={size} none "$0" && exec "$@"', str(tmp_path / small)]
     done = subprocess.run([*space, *mount, *line], capture_output=True, text=True, timeout=LIMIT, check=False)
