@@ -81,7 +81,7 @@ FIELDS = {
 
 def planner_fields(flags: Flags, names: Iterable[str] = FIELDS) -> dict[str, Any]:
     """Return the fields of `Configuration` that flags fix."""
-    values = {"remat": recompute(flags.remat), "zero": "optimizer" if flags.zero else "none"}
+    values: dict[str, Any] = {"remat": recompute(flags.remat), "zero": "optimizer" if flags.zero else "none"}
     values |= {name: bool(getattr(flags, name)) for name in ("sequence_parallel", "gather_once")}
     return {FIELDS[name]: values.get(name, getattr(flags, name)) for name in names}
 
@@ -130,7 +130,7 @@ def describe_step(step: Step, costs: Sequence[Costs] = ()) -> dict[str, Any]:
     Where the kernels of the stages were compiled, with these ``costs`` on a device, the busiest stage takes at least
     the time of its kernels at the device's peaks.
     """
-    values = {
+    values: dict[str, Any] = {
         "seconds": step.seconds,
         "band": band(step),
         "tokens_per_second": step.tokens_per_second * step.how.devices,

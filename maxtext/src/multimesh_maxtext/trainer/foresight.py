@@ -71,8 +71,11 @@ def compile_stages(lowered: multimesh.Lowered, state: Any, target: Target) -> di
     devices = multimesh.topology(**asdict(target))
     begin = time.perf_counter()
     compiled = lowered.on(devices).compile()
-    effort = {"kernels": len(lowered.plan.kernels), "compiled": sum(took > 0 for took in compiled.compile_seconds)}
-    effort |= {"seconds": time.perf_counter() - begin}
+    effort = {
+        "kernels": len(lowered.plan.kernels),
+        "compiled": sum(took > 0 for took in compiled.compile_seconds),
+        "seconds": time.perf_counter() - begin,
+    }
     calls: list[collections.Counter[str]] = [collections.Counter() for _ in lowered.plan.submeshes]
     for kernel, counts in zip(lowered.plan.kernels, compiled.custom_calls(), strict=True):
         calls[kernel.submesh].update(counts)
