@@ -136,7 +136,8 @@ class _EndingWrite:
         try:
             return self._future.result(timeout)
         except Exception as error:  # noqa: BLE001 - whatever the file system and TensorStore raise
-            wrong = MultiMeshError(f"a checkpoint cannot be written: {str(error).splitlines()[0][:300]}")
+            first = next(iter(str(error).splitlines()), type(error).__name__)
+            wrong = MultiMeshError(f"a checkpoint cannot be written: {first[:300]}")
             wrong.__cause__ = error
             initialize.fail(wrong)
 
