@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -150,7 +151,8 @@ def measure_transfers(transport: str, bench: Bench) -> Any:
     pairs: dict[str, tuple[float, float]] = {}
     last = bench.stages - 1
     rounds = [[*range(0, last, 2)], [*range(1, last, 2)], [last] if last > 1 else []]  # pairs that share no stage
-    with mm.context(transport=transport):
+    with mm.context(transport=transport), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"arrays\[\d+\] ")  # moving its arguments is its purpose
         for stages in filter(None, rounds):
             ends = [(stage, (stage + 1) % bench.stages) for stage in stages]
             bench.doing = f"transfers by {transport} between stages {', '.join(f'{a} and {b}' for a, b in ends[:3])}"
