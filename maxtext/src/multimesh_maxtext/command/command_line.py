@@ -52,7 +52,7 @@ IGNORED = {
 GONE = {
     "--hlo": "read the file with XLA's own tools, such as hlo-opt",
     "--dump-all-passes": "set XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_text --xla_dump_hlo_pass_re=.*'",
-    "--budget": "use python -m multimesh suggest --budget",
+    "--budget": "compare the suggestions of several --nodes",
     "--num-kv-heads": "write base_num_kv_heads=N",
     "--head-dim": "write head_dim=N",
     "--vocab-size": "write vocab_size=N",
