@@ -60,6 +60,32 @@ def telling(checkpoints: Any) -> Any:
     return checkpoints
 
 
+def ending_failed_saves(handler: Any, end: Callable[[CheckpointError], object]) -> Any:
+    """Return a handler of one of several processes that calls ``end`` where its part of a checkpoint is not written.
+
+    Orbax would only raise the error after 20 minutes in a barrier, in which the others wait for this process.
+    """
+
+    class Handler(handler):
+        async def save(self, directory: Any, state: Any) -> Any:
+            written = await super().save(directory, state)
+
+            async def wait() -> None:
+                try:
+                    await written
+                except Exception as error:
+                    folder = Path(directory.path).resolve().parents[1]
+                    failure = CheckpointError(_unwritten(folder, reason(error)))
+                    failure.__cause__ = error
+                    end(failure)
+                    raise
+
+            return wait()
+
+    Handler.__module__, Handler.__qualname__ = handler.__module__, handler.__qualname__  # a checkpoint has its name
+    return Handler
+
+
 def _record(response: Any, path: Path) -> None:
     """Record the checksums of a checkpoint when it is complete. One that fails, or is removed, has none."""
     with suppress(Exception):  # what went wrong is raised where Orbax is asked next
