@@ -193,16 +193,12 @@ class Together(Iterator[dict[str, jax.Array]]):
             except Exception as error:  # noqa: BLE001 - raised once all processes know that this one has no batch
                 rows, self._failure = None, error
         batch = {name: self._lay_out(rows and rows[name], like) for name, like in self._types.items()}
-        flag = place(np.full(self._mesh.size, rows is not None, np.int32), self._flags)
-        there = self._least(flag)
+        flags, layout = np.full(self._mesh.size, rows is not None, np.int32), NamedSharding(self._mesh, P())
+        if has_device(layout):
+            there = jax.jit(jnp.min, out_shardings=layout)(place(flags, self._flags))
+        else:
+            there = absent(jax.ShapeDtypeStruct((), flags.dtype), layout)
         return batch, self._own_position(), everywhere(there)
-
-    def _least(self, flag: jax.Array) -> jax.Array:
-        """The least of numbers on each device of the mesh."""
-        layout = NamedSharding(self._mesh, P())
-        if not has_device(layout):
-            return absent(jax.ShapeDtypeStruct((), flag.dtype), layout)
-        return jax.jit(jnp.min, out_shardings=layout)(flag)
 
     def _lay_out(self, rows: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
         """Lay out an array of a batch, of which this process has some rows."""

@@ -154,8 +154,21 @@ def stacks(length: int, rngs: Any = None) -> list[tuple[str, int, Any]]:
 
 
 def stack(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the scan over a stack of layers a task on the submesh of its stage."""
-    return placement.apply_stack(_current(), name, fn)
+    """Make MaxText's scan over a stack of layers a task on the submesh of its stage."""
+    home = _current().of_layer(int(name.split("_")[1]))
+
+    def scan(stack: nnx.Module, y: Any, *args: Any) -> tuple[Any, nnx.Module, None]:
+        graph, params, others = nnx.split(stack, nnx.Param, ...)
+
+        def pure(params: Any, others: Any, y: Any, *args: Any) -> tuple[Any, Any]:
+            y, scanned, _ = fn(nnx.merge(graph, params, others), y, *args)
+            return y, nnx.state(scanned, nnx.Not(nnx.Param))
+
+        y, others = multimesh.task(pure, name, mesh=home)(params, others, y, *args)
+        nnx.update(stack, others)
+        return y, stack, None
+
+    return scan
 
 
 def accumulate(
