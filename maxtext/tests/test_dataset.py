@@ -206,32 +206,22 @@ def test_a_pipeline_trains_on_a_dataset_as_one_program_does(root: Path, tmp_path
 @pytest.mark.multiprocess
 @pytest.mark.timeout(1800)
 def test_processes_read_what_one_does_and_go_on_where_they_stopped(root: Path, tmp_path: Path, here: Path):
-    data = grain(here, corpora.array_records(tmp_path, corpora.documents()))
-    spawned = ("--spawn", "--nodes", 2, "--cpus", 1, "--pp", 2, *data)
-    assert train(root, tmp_path / "one", "--cpus", 2, "--pp", 2, *data) in (0, 13)
-    assert train(root, tmp_path / "two", *spawned) in (0, 13)
-    assert numbers(tmp_path / "two") == numbers(tmp_path / "one")
-    kept = ("--checkpoint", tmp_path / "ck", "--resume", "learning_rate_schedule_steps=6")
-    assert train(root, tmp_path / "parts", *spawned, *kept, "--num-steps", 3) in (0, 13)
-    assert train(root, tmp_path / "parts", *spawned, *kept) in (0, 13)
-    assert numbers(tmp_path / "parts") == numbers(tmp_path / "one")
-
-
-@pytest.mark.full
-@pytest.mark.multiprocess
-@pytest.mark.timeout(1800)
-def test_processes_evaluate_as_one_does(root: Path, tmp_path: Path, here: Path):
     """Both readers' evaluations too: they begin anew each time, and the last batch of a pass is not whole."""
     pattern = corpora.array_records(tmp_path, corpora.documents())
     data = (
         *(*grain(here, pattern), f"grain_eval_files={pattern}", "generate_padding_batch_eval=false"),
         *("--pp", 2, "eval_interval=2", "eval_steps=3"),
     )
+    spawned = ("--spawn", "--nodes", 2, "--cpus", 1, *data)
     assert train(root, tmp_path / "one", "--cpus", 2, *data) in (0, 13)
-    assert train(root, tmp_path / "two", "--spawn", "--nodes", 2, "--cpus", 1, *data) in (0, 13)
+    assert train(root, tmp_path / "two", *spawned) in (0, 13)
     assert len(evaluations(tmp_path / "one")) == 3
-    assert evaluations(tmp_path / "two") == evaluations(tmp_path / "one")
-    assert numbers(tmp_path / "two") == numbers(tmp_path / "one")
+    kept = ("--checkpoint", tmp_path / "ck", "--resume", "learning_rate_schedule_steps=6")
+    assert train(root, tmp_path / "parts", *spawned, *kept, "--num-steps", 3) in (0, 13)
+    assert train(root, tmp_path / "parts", *spawned, *kept) in (0, 13)
+    for name in ("two", "parts"):
+        assert evaluations(tmp_path / name) == evaluations(tmp_path / "one")
+        assert numbers(tmp_path / name) == numbers(tmp_path / "one")
 
 
 @pytest.mark.longer

@@ -168,26 +168,22 @@ def test_processes_that_do_not_pass_the_check_do_not_train(
 
 @pytest.mark.full
 @pytest.mark.multiprocess
-def test_processes_that_pass_the_check_train(root: Path, tmp_path: Path, capfd: pytest.CaptureFixture):
-    words = ["--spawn", "--nodes=2", "--cpus=1", "--pp=2", "--num-layers=2", "--check", f"--output={tmp_path / 'out'}"]
-    assert main([*words, *STEP], root=root) == 0
-    out, err = capfd.readouterr()
-    assert err.count("ok: these processes can run pipelines") == 1
-    assert out.splitlines()[-1].startswith("ok: 3 steps, loss ")
-    assert not (tmp_path / "out" / UNFIT).exists()
-
-
-@pytest.mark.full
-@pytest.mark.multiprocess
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("pp", "nodes"), [(2, 2), (4, 4), (2, 4)])
-def test_losses_are_those_of_one_process(root: Path, tmp_path: Path, pp: int, nodes: int):
-    """Also where a stage spans processes (pp 2 on 4 processes, dp 2). One writes the plan, and what all measured."""
+def test_losses_are_those_of_one_process(root: Path, tmp_path: Path, capfd: pytest.CaptureFixture, pp: int, nodes: int):
+    """Also where a stage spans processes (pp 2 on 4 processes, dp 2). One writes the plan, and what all measured.
+
+    They train once they have passed the check.
+    """
     job = ["--backend", "multimesh", "--pp", str(pp), "--dp", str(nodes // pp), *STEP]
     assert main([*job, "--cpus", str(nodes), "--output", str(tmp_path / "one")], root=root) == 0
     spawned = ["--spawn", "--nodes", str(nodes), "--cpus", "1", "--profile", "--output", str(tmp_path / "several")]
-    spawned += ["--dump", str(tmp_path / "dump")]
+    spawned += ["--dump", str(tmp_path / "dump"), "--check"]
     assert main([*job, *spawned], root=root) == 0
+    out, err = capfd.readouterr()
+    assert err.count("ok: these processes can run pipelines") == 1
+    assert out.splitlines()[-1].startswith("ok: 3 steps, loss ")
+    assert not (tmp_path / "several" / UNFIT).exists()
     want = losses(tmp_path / "one/metrics.jsonl")
     assert len(want) == 3
     for folder in ("several", "several/process-1"):

@@ -19,7 +19,6 @@ from multimesh_maxtext.checkpoint_folder import look
 from multimesh_maxtext.errors import CheckpointError, FlagError, UnsupportedError
 from multimesh_maxtext.trainer import checkpointer, processes
 from multimesh_maxtext.trainer.processes import absent, everywhere, has_device, place
-from multimesh_maxtext.trainer.relayout import relaid
 
 keeps_metrics = True
 """Only ``run.py`` empties the metrics file. MaxText does at every step 0, and each evaluation has one."""
@@ -52,7 +51,7 @@ def batches(config: Any, mesh: Mesh) -> tuple[Any, Any] | None:
 def place_state(abstract_state: Any, shardings: Any, checkpoints: Any) -> tuple[Any, Any, Any]:
     """Leave the train state as it is; check the checkpoints that it is read from."""
     if hasattr(checkpoints, "load_checkpointables"):  # Orbax's emergency checkpointers have an older API
-        checkpoints = checkpointer.telling(relaid(checkpoints))
+        checkpoints = checkpointer.telling(checkpoints)
     return abstract_state, shardings, checkpoints
 
 

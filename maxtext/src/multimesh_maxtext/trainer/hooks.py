@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 import multimesh
 from multimesh_maxtext.errors import LauncherError
 from multimesh_maxtext.handoff import TrainerConfig, find_schedule, receive
-from multimesh_maxtext.trainer import placement, processes, relayout, step
+from multimesh_maxtext.trainer import placement, processes, step
 from multimesh_maxtext.trainer.checkpointer import telling
 
 everywhere = processes.everywhere  # MaxText calls it for each scalar that it reads in all processes
@@ -94,7 +94,7 @@ def place_state(abstract_state: Any, shardings: Any, checkpoints: Any) -> tuple[
         )
     shardings = stages.shardings(shardings)
     types = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract_state, shardings)
-    return types, shardings, checkpoints and telling(relayout.relaid(checkpoints, stages.layers))
+    return types, shardings, checkpoints and telling(checkpoints, stages.layers)
 
 
 def init_state(fn: Callable[[], Any], *, in_shardings: None, out_shardings: Any) -> Callable[[], Any]:
