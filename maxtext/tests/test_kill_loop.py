@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import random
@@ -14,7 +13,6 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,19 +60,22 @@ def draw(chance: random.Random) -> Shot:
     return Shot(chance.choice(SIGNALS), chance.choice(PLACES), seconds, step)
 
 
-def shoot(shot: Shot, job: Job) -> list[int]:
+def shoot(shot: Shot, job: Job, launcher: subprocess.Popen[bytes]) -> list[int]:
     """Send the signal at its moment; return who was there to get it."""
-    launcher = job.process
     if shot.step is not None:
-        while launcher.poll() is None and f"\nstep {shot.step} of " not in job.said.read_text().replace("\r", "\n"):
+        while launcher.poll() is None and f"\nstep {shot.step} of " not in job.said.replace("\r", "\n"):
             time.sleep(0.002)
     time.sleep(shot.seconds)
     kind, _, rank = shot.place.partition(" ")
     targets = [launcher.pid]
     if kind == "command":
-        targets = job.children()[int(rank) : int(rank) + 1]
+        children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
+        try:
+            targets = [int(pid) for pid in children.read_text().split()][int(rank) : int(rank) + 1]
+        except FileNotFoundError:  # it has ended
+            targets = []
     elif kind == "trainer":
-        targets = [*trainers(job.folder / "out", int(rank))]
+        targets = trainers(job.folder / "out", int(rank))
     for pid in targets:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, shot.signal)
@@ -95,7 +96,7 @@ def wait_for_end(shot: Shot, targets: list[int], launcher: subprocess.Popen[byte
 
 def check_last_line(job: Job, code: int) -> None:
     """The last line says which checkpoint is complete, or that none is."""
-    last = job.said.read_text().strip().splitlines()[-1]
+    last = job.said.strip().splitlines()[-1]
     newest = job.checkpoints()[-1:]
     if code == 0:
         assert last.startswith(f"ok: {STEPS} steps"), last
@@ -106,12 +107,12 @@ def check_last_line(job: Job, code: int) -> None:
 
 
 def check_end(job: Job, shot: Shot, code: int) -> None:
-    assert code in CODES, job.said.read_text()
+    assert code in CODES, job.said
     by_signal = shot.place == "launcher" and code == -shot.signal  # nobody is there to print a last line
     until = time.monotonic() + 15
-    while job.command_lines() and time.monotonic() < until:
+    while job.processes() and time.monotonic() < until:
         time.sleep(0.1)
-    assert job.command_lines() == {}
+    assert job.processes() == [], job.processes()
     if not by_signal:
         check_last_line(job, code)
 
@@ -121,21 +122,21 @@ def check_end(job: Job, shot: Shot, code: int) -> None:
 @pytest.mark.timeout(6 * 3600)
 def test_a_random_signal_costs_no_step(root: Path, tmp_path: Path):
     print(f"\nKILL_LOOP_SEED={SEED} KILL_LOOP_RUNS={RUNS}")
-    chance, cache = random.Random(SEED), {CACHE_SWITCH: "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    reference = Job(root, tmp_path / "reference", *LINE, **cache)
-    assert reference.process.wait(LIMIT) in (0, 13)
+    chance = random.Random(SEED)
+    variables = {CACHE_SWITCH: "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    reference = Job(root, tmp_path / "reference", **variables)
+    assert reference.start(*LINE).wait(LIMIT) in (0, 13)
     expected = learned(reference)
     wrong = []
     print("run  signal   to         moment           code  steps  newest  resumes  result")
     for number in range(RUNS):
-        shot, start = draw(chance), functools.partial(Job, root, tmp_path / f"run-{number}", *LINE, **cache)
-        job = start()
+        shot, job = draw(chance), Job(root, tmp_path / f"run-{number}", **variables)
         try:
-            row, result = play(job, start, shot, expected), "equal"
+            row, result = play(job, shot, expected), "equal"
         except AssertionError as error:
             row, result = "", f"WRONG: {str(error).splitlines()[0]}"
             wrong.append((number, shot, str(error)[:2000]))
-            for pid in job.command_lines():
+            for pid in job.processes():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         moment = f"{shot.seconds:.2f} s" if shot.step is None else f"step {shot.step} + {shot.seconds:.2f} s"
@@ -143,10 +144,11 @@ def test_a_random_signal_costs_no_step(root: Path, tmp_path: Path):
     assert wrong == []
 
 
-def play(job: Job, start: Callable[..., Job], shot: Shot, expected: list[str]) -> str:
-    """Send a run a signal, go on; return a row of the table."""
-    targets = shoot(shot, job)
-    code = wait_for_end(shot, targets, job.process)
+def play(job: Job, shot: Shot, expected: list[str]) -> str:
+    """Start a run, send it a signal, go on; return a row of the table."""
+    launcher = job.start(*LINE)
+    targets = shoot(shot, job, launcher)
+    code = wait_for_end(shot, targets, launcher)
     check_end(job, shot, code)
     metrics, newest = job.folder / "out/metrics.jsonl", job.checkpoints()[-1:]
     steps = (
@@ -155,8 +157,8 @@ def play(job: Job, start: Callable[..., Job], shot: Shot, expected: list[str]) -
     if code == 18:
         assert newest == [steps - 1], (newest, steps)
     assert steps - 1 - (newest[0] if newest else -1) <= EVERY, (newest, steps)
-    again = start("--resume").process.wait(LIMIT)
-    said = job.said.read_text()
+    again = job.start(*LINE, "--resume").wait(LIMIT)
+    said = job.said
     assert again in (0, 13), said[-2000:]
     ran = [int(step) for step in re.findall(rf"^step (\d+) of {STEPS} ", said, re.MULTILINE)]
     assert ran[:1] in ([], [newest[0] + 1 if newest else 0]), (ran[:1], newest)

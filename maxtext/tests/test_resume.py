@@ -79,7 +79,7 @@ def test_a_run_killed_while_it_saves_resumes_bit_for_bit(whole: Whole, run: Run,
     assert f"resuming from checkpoint {step - 1}\n" in done.stderr
     assert not half.exists()
     continues(records(tmp_path), records(whole.output))
-    assert sorted(int(path.name) for path in (tmp_path / "ck").iterdir() if path.name.isdigit()) == [*range(STEPS)][-3:]
+    newest_are_kept(tmp_path / "ck")
 
 
 @pytest.mark.full
@@ -127,17 +127,14 @@ def test_one_program_goes_on_from_a_pipelines_checkpoint(whole: Whole, run: Run,
 def test_other_grids_go_on_from_a_checkpoint(whole: Whole, run: Run, tmp_path: Path, grid: tuple[Any, ...]):
     ck = whole.up_to(2, tmp_path / "ck")
     again = ("--checkpoint", ck, "--resume", f"learning_rate_schedule_steps={STEPS}", *whole.arguments)
-    done = run(*grid, "--output", tmp_path / "there", *again, "--num-steps", 5)
-    assert done.code == 0, done.stderr
-    back = run(*GRID, "--output", tmp_path / "back", "--checkpoint", ck, "--resume", *whole.arguments)
-    assert back.code == 0, back.stderr
-    losses = [
-        record["learning/loss"]
-        for name in ("there", "back")
-        for record in records(tmp_path / name)
-        if "learning/loss" in record
-    ]
-    expected = [record["learning/loss"] for record in records(whole.output) if "learning/loss" in record]
+    for name, flags in (("there", (*grid, *again, "--num-steps", 5)), ("back", (*GRID, *again))):
+        done = run(*flags, "--output", tmp_path / name)
+        assert done.code == 0, done.stderr
+    ours = [*records(tmp_path / "there"), *records(tmp_path / "back")]
+    losses, expected = (
+        [record["learning/loss"] for record in found if "learning/loss" in record]
+        for found in (ours, records(whole.output))
+    )
     assert losses == pytest.approx(expected[3:], rel=1e-5)
 
 
@@ -201,6 +198,19 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(whole: Whole, ru
     assert re.fullmatch(f"resuming from checkpoint 2\n{back}\nresuming from checkpoint 1\n", done.stderr)
     agree(records(tmp_path / "out")[-2:], records(whole.output)[-2:])
     assert {path.name for path in ck.iterdir() if path.name[0].isdigit()} == {*map(str, range(STEPS)), "2.damaged"}
+
+
+def newest_are_kept(folder: Path) -> None:
+    """Three of a run that ended."""
+    assert sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit()) == [*range(STEPS)][-3:]
+
+
+@pytest.mark.full
+def test_the_newest_checkpoints_of_one_program_are_kept(run: Run, tmp_path: Path):
+    arguments = ("--backend", "spmd", *TRAINING, "--cpus", 1, "--checkpoint", tmp_path / "ck", "checkpoint_period=1")
+    done = run(*arguments, "max_num_checkpoints_to_keep=3", "--output", tmp_path / "out")
+    assert done.code in (0, 13), done.stderr
+    newest_are_kept(tmp_path / "ck")
 
 
 def largest(step: Path) -> Path:

@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from killing import SMALL, Job, records, trainers
+from killing import Job, command_lines, records, trainers
 
-SEVERAL = ("checkpoint_period=50", "learning_rate_schedule_steps=1000")
+SETTINGS, ENDLESS = ("checkpoint_period=50", "learning_rate_schedule_steps=1000"), "--num-steps=100000"
 LIMIT = 240
-
-
-def until(job: Job, condition: Callable[[], object]) -> None:
-    """Wait for a moment of a run."""
-    deadline = time.monotonic() + LIMIT
-    while not condition():
-        assert job.process.poll() is None, job.said.read_text()
-        assert time.monotonic() < deadline, job.said.read_text()
-        time.sleep(0.005)
-
-
-def log(job: Job) -> str:
-    """The log of the trainer of process 0."""
-    with contextlib.suppress(FileNotFoundError):
-        return (job.folder / "out/maxtext.log").read_text(errors="replace")
-    return ""
 
 
 def at_once(job: Job) -> None:
@@ -41,25 +22,25 @@ def at_once(job: Job) -> None:
 
 
 def at_check(job: Job) -> None:
-    until(job, lambda: any("multimesh\0check" in words for words in job.command_lines().values()))
+    job.until(lambda: any("multimesh\0check" in words for _, words in command_lines()))
 
 
 def at_compilation(job: Job) -> None:
     """The trainers have met, and no step is done."""
-    until(job, lambda: "Gloo" in log(job) and len([*trainers(job.folder / "out", 0)]) > 0)
+    job.until(lambda: "Gloo" in job.log() and trainers(job.folder / "out", 0))
 
 
 def at_restore(job: Job) -> None:
-    until(job, lambda: [*trainers(job.folder / "out", 0)])  # from here on the log is that of this run
-    until(job, lambda: re.search("restor", log(job), re.IGNORECASE) and "Gloo" in log(job))
+    job.until(lambda: trainers(job.folder / "out", 0))  # from here on the log is that of this run
+    job.until(lambda: re.search("restor", job.log(), re.IGNORECASE) and "Gloo" in job.log())
 
 
 def at_step(job: Job) -> None:
-    until(job, lambda: "\nstep 7 of" in job.said.read_text())
+    job.until(lambda: "\nstep 7 of" in job.said)
 
 
 def at_save(job: Job) -> None:
-    until(job, lambda: any((job.folder / "ck").glob("[1-9]*-tmp*")))
+    job.until(lambda: any((job.folder / "ck").glob("[1-9]*-tmp*")))
 
 
 MOMENTS = {"1 s": at_once, "check": at_check, "compile": at_compilation, "restore": at_restore, "step": at_step}
@@ -81,18 +62,17 @@ def test_a_job_that_is_told_to_end_never_trains_again(root: Path, tmp_path: Path
 
     The launcher gets it, or one process of two, as where a node is taken away. The same line then goes on.
     """
-    resumed = moment == "restore"
+    resumed, job = moment == "restore", Job(root, tmp_path)
     if resumed:
-        assert Job(root, tmp_path, *SEVERAL, "--num-steps=52").process.wait(LIMIT) in (0, 13)
+        assert job.start(*SETTINGS, "--num-steps=52").wait(LIMIT) in (0, 13)
     before = len(records(tmp_path / "out")) if resumed else 0
-    job = Job(
-        root, tmp_path, *SEVERAL, "--num-steps=100000", *["--check"] * (moment == "check"), *["--resume"] * resumed
-    )
+    job.start(*SETTINGS, ENDLESS, *["--check"] * (moment == "check"), *["--resume"] * resumed)
     MOMENTS[moment](job)
-    os.kill(job.children()[-1] if moment == "step, one process" else job.process.pid, signal.SIGTERM)
-    code, said = job.process.wait(LIMIT), job.said.read_text()
+    children = Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text().split()
+    os.kill(int(children[-1]) if moment == "step, one process" else job.process.pid, signal.SIGTERM)
+    code, said = job.process.wait(LIMIT), job.said
     if moment == "1 s" and not said:  # Python was still loading, and nobody could listen
-        assert (code, job.command_lines()) == (-signal.SIGTERM, {})
+        assert (code, job.processes()) == (-signal.SIGTERM, [])
         return
     last = said.splitlines()[-1]
     metrics, checkpoints = tmp_path / "out/metrics.jsonl", job.checkpoints()
@@ -109,11 +89,11 @@ def test_a_job_that_is_told_to_end_never_trains_again(root: Path, tmp_path: Path
         assert (ended["cause"], ended["step"], ended["checkpoint"], checkpoints[-1]) == ("preempted", *[done] * 3)
     else:
         assert (len(records(tmp_path / "out")) if size else 0) == before
-    assert job.command_lines() == {}
+    assert job.processes() == []
     assert (metrics.stat().st_size if metrics.exists() else 0) == size
     if code == 18:
         steps = checkpoints[-1] + 3
-        assert Job(root, tmp_path, *SEVERAL, f"--num-steps={steps}", "--resume").process.wait(LIMIT) in (0, 13)
+        assert job.start(*SETTINGS, f"--num-steps={steps}", "--resume").wait(LIMIT) in (0, 13)
         assert [record["step"] for record in records(tmp_path / "out")] == [*range(steps)]
 
 
@@ -122,7 +102,8 @@ def test_a_job_that_is_told_to_end_never_trains_again(root: Path, tmp_path: Path
 @pytest.mark.timeout(1800)
 def test_a_second_ctrl_c_waits_for_no_checkpoint_and_leaves_no_process(root: Path, tmp_path: Path):
     """The first one saves. Whoever presses again gets the prompt back when all processes have ended."""
-    job = Job(root, tmp_path, *SEVERAL, "--num-steps=100000")
+    job = Job(root, tmp_path)
+    job.start(*SETTINGS, ENDLESS)
     at_step(job)
     for pid in trainers(tmp_path / "out", 1):
         os.kill(pid, signal.SIGSTOP)  # a checkpoint that takes too long
@@ -130,23 +111,17 @@ def test_a_second_ctrl_c_waits_for_no_checkpoint_and_leaves_no_process(root: Pat
     time.sleep(2.5)
     job.process.send_signal(signal.SIGINT)
     code = job.process.wait(60)
-    assert job.command_lines() == {}
-    last = job.said.read_text().splitlines()[-1]
-    assert (code, "interrupted" in last or "SIGINT ended the run" in last) == (130, True), job.said.read_text()
+    assert job.processes() == []
+    last = job.said.splitlines()[-1]
+    assert (code, "interrupted" in last or "SIGINT ended the run" in last) == (130, True), job.said
     assert "no checkpoint is complete" in last or f"checkpoint {job.checkpoints()[-1]} is complete" in last
-
-
-def one_process(root: Path, folder: Path) -> list[str]:
-    """A run in one process, in a folder."""
-    line = [sys.executable, str(root / "maxtext/run.py"), *SMALL, *SEVERAL, "--cpus=2", "--num-steps=100000"]
-    return [*line, f"--text={root / 'LICENSE'}", f"--output={folder / 'out'}", f"--checkpoint={folder / 'ck'}"]
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 def test_output_that_nobody_reads_holds_up_no_end(root: Path, tmp_path: Path):
     """A pipe whose reader lives and does not read, as a pager that was stopped: its 64 KiB are full before the end."""
-    line = one_process(root, tmp_path)
+    line = Job(root, tmp_path).line(*SETTINGS, "--cpus=2", ENDLESS)
     job = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     metrics, deadline = tmp_path / "out/metrics.jsonl", time.monotonic() + LIMIT
     while not metrics.exists() or metrics.read_bytes().count(b"\n") < 2500:  # lines of 30 bytes: more than a pipe holds
@@ -169,7 +144,7 @@ def test_output_that_nobody_reads_holds_up_no_end(root: Path, tmp_path: Path):
 def test_a_disk_that_is_full_is_named_in_the_last_line(root: Path, tmp_path: Path, small: str, size: str):
     """A file system of its own for each folder in turn: with the output, and with the checkpoints."""
     (tmp_path / small).mkdir()
-    line = one_process(root, tmp_path)
+    line = Job(root, tmp_path).line(*SETTINGS, "--cpus=2", ENDLESS)
     space = ["unshare", "--mount", *["--map-root-user"] * (os.geteuid() != 0)]
     mount = ["sh", "-c", f'mount -t tmpfs -o size={size} none "$0" && exec "$@"', str(tmp_path / small)]
     done = subprocess.run([*space, *mount, *line], capture_output=True, text=True, timeout=LIMIT, check=False)

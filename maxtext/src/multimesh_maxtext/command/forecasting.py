@@ -22,7 +22,7 @@ from multimesh_maxtext.command.flags import GRID_AXES, Flags
 from multimesh_maxtext.command.job import Job, Model, Paths, make_job
 from multimesh_maxtext.command.report import make_table, schedule_choice
 from multimesh_maxtext.command.steps import reference_job
-from multimesh_maxtext.command.training import StopRequest, Termination, log_tail, receiving, trainer
+from multimesh_maxtext.command.training import StopRequest, log_tail, receiving, trainer
 from multimesh_maxtext.command.translate import Launch, forecasting
 from multimesh_maxtext.command.values import DEVICES
 from multimesh_maxtext.errors import DoesNotFitError, TrainerFailedError
@@ -258,7 +258,7 @@ def inspect(start: Launch, paths: Paths, tell: Callable[[str], object] = lambda 
                 newest = lines[-1]
                 tell(newest)
     if stop.count:
-        raise Termination
+        raise KeyboardInterrupt
     if process.returncode:
         error = outcome.error() if (outcome := read_outcome(paths.outcome)) else None
         if error and not isinstance(error, TrainerFailedError):
