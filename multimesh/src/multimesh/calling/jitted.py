@@ -368,17 +368,7 @@ def jit(
     devices: Sequence[jax.Device] | None = None,
 ) -> Jitted[P, R]: ...
 @overload
-def jit(
-    fn: None = None,
-    *,
-    donate_argnums: int | Sequence[int] = (),
-    donate_argnames: str | Iterable[str] = (),
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Iterable[str] = (),
-    in_shardings: Any = None,
-    out_shardings: Any = None,
-    devices: Sequence[jax.Device] | None = None,
-) -> _Decorator: ...
+def jit(fn: None = None, **options: Any) -> _Decorator: ...
 def jit(
     fn: Callable[..., Any] | None = None,
     *,

@@ -36,7 +36,7 @@ def warn_of_costs(
     line, blocks = _compat.caller_line(), split_stacks(names, plan.stacks.arguments, repeat)
     for number, why in plan.stacks.remarks.items():
         _compat.warn_at(line, f"{names[number]}: {why}")
-    if lost := [names[leaf] for leaf in _lost_donations(plan, len(names), donated)]:
+    if lost := [names[leaf] for leaf in _find_lost_donations(plan, len(names), donated)]:
         more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
         _compat.warn_at(
             line,
@@ -61,7 +61,7 @@ def warn_of_costs(
         )
 
 
-def _lost_donations(plan: Plan, count: int, donated: Collection[int]) -> Iterator[int]:
+def _find_lost_donations(plan: Plan, count: int, donated: Collection[int]) -> Iterator[int]:
     replaced = {arg for args in plan.like.values() for arg in args}
     replaced |= {arg for kind, arg in plan.outputs if kind == "arg"}
     sizes = {arg: math.prod(plan.slots[slot].shape) for arg, slot in plan.inputs}
@@ -120,7 +120,7 @@ def _idle_axes(plan: Plan) -> Iterator[tuple[int, str, Any]]:
             for prim, params in _with_inner(op.prim, op.params):
                 if prim.name in _WORK:
                     first.setdefault(kernel.submesh, op)
-                axes.update(plan.submeshes[kernel.submesh].axis_names if prim.name in _ALL else _named_axes(params))
+                axes.update(plan.submeshes[kernel.submesh].axis_names if prim.name in _ALL else _axes_in(params))
     for submesh, op in first.items():
         for axis, size in plan.submeshes[submesh].shape.items():
             if size > 1 and axis not in used[submesh]:
@@ -135,7 +135,7 @@ def _with_inner(prim: Any, params: dict[str, Any]) -> Iterator[tuple[Any, dict[s
             yield from _with_inner(eqn.primitive, eqn.params)
 
 
-def _named_axes(params: dict[str, Any]) -> Iterator[str]:
+def _axes_in(params: dict[str, Any]) -> Iterator[str]:
     for value in params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
             spec = item.spec if isinstance(item, NamedSharding) else item

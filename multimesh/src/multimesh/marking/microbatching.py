@@ -56,18 +56,7 @@ def microbatch(
     accumulate: Any = None,
 ) -> Callable[A, R]: ...
 @overload
-def microbatch(
-    fn: Callable[..., R],
-    *,
-    dim: int = 0,
-    size: int | None,
-    argnum: int = 0,
-    schedule: str | schedules.Schedule = "1f1b",
-    reduce: Any = "sum",
-    index: str,
-    carry: int | None = None,
-    accumulate: Any = None,
-) -> Callable[..., R]: ...
+def microbatch(fn: Callable[..., R], *, size: int | None, index: str, **options: Any) -> Callable[..., R]: ...
 def microbatch(
     fn: Callable[..., Any],
     *,
