@@ -11,7 +11,7 @@ import multimesh as mm
 
 nnx = pytest.importorskip("flax.nnx")
 pytestmark = pytest.mark.flax
-WIDTH, ROWS, SIZE, LAYERS = 16, 8, 2, 4
+WIDTH, ROWS, SIZE, LAYERS = 8, 16, 8, 4
 X = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(np.float32)
 BATCH = {"x": X, "y": np.sin(X.sum(-1, keepdims=True))}
 
