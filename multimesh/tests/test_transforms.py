@@ -353,21 +353,6 @@ def test_a_constraint_between_tasks_is_transformed_as_the_identity(transform):
         assert_same(got(x), want(x))
 
 
-@pytest.mark.longer
-def test_operations_that_jax_writes_out_late():
-    """From jax 0.12 on, ``interp`` and ``searchsorted`` are primitives that say what they are when they are lowered."""
-
-    def make(stage, microbatch):
-        def loss(p, x):
-            h = stage(0, lambda p, x: jnp.interp(mlp_block(p, x), jnp.arange(3.0), jnp.arange(3.0) ** 2))(p[0], x)
-            bins = jnp.searchsorted(jnp.linspace(-1.0, 1.0, 4), h)
-            return stage(1, lambda p, h: jnp.mean(mlp_block(p, h) * bins))(p[1], h)
-
-        return microbatch(jax.value_and_grad(loss), size=SIZE, argnum=1)
-
-    both(make, MLP.init(2)["stages"], MLP.batch(ROWS, 0)["x"])
-
-
 def test_vmap_knows_which_results_have_no_rows():
     split = Split(submeshes(2), "wrapper")
     f = mm.jit(lambda w, x: (split(0, jnp.dot)(x, w), split(1, jnp.sum)(w)))

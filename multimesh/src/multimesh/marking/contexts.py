@@ -110,9 +110,10 @@ def context(**options: bool | str | None) -> Manager:
         if name not in _NAMES:
             raise UsageError(f"context: unknown option {name!r}; options are {', '.join(_NAMES)}")
     for name, value in changes.items():
-        if not (value in TRANSPORTS if name == "transport" else isinstance(value, bool)):
-            choices = f"one of {', '.join(TRANSPORTS)}" if name == "transport" else "True, False"
-            raise UsageError(f"{name}: give {choices} or None (as it is), not {value!r}")
+        if name == "transport" and value not in TRANSPORTS:
+            raise UsageError(f"transport: give one of {', '.join(TRANSPORTS)} or None (as it is), not {value!r}")
+        if name != "transport" and not isinstance(value, bool):
+            raise UsageError(f"{name}: give True, False or None (as it is), not {value!r}")
     return _apply_options(changes)
 
 

@@ -137,9 +137,9 @@ def inside(task: Placement) -> Iterator[None]:
         with _setting(_task, task), _compat.abstract_mesh_context(mesh, typed=_compat.is_typed(mesh)):
             yield
     except Exception as error:
-        if (text := _explain(error, task)) is None:
+        if (explained := _explain(error, task)) is None:
             raise
-        raise UsageError(f"{_compat.error_line(error)}: {text}") from error
+        raise explained from error
 
 
 @contextlib.contextmanager
@@ -176,35 +176,37 @@ _OF_KINDS = {
 """Remedies by patterns in JAX's errors: where an axis is Explicit, and where code is for other kinds of axes."""
 
 
-def _explain(error: Exception, task: Placement) -> str | None:
+def _explain(error: Exception, task: Placement) -> UsageError | None:
     """Return what an error of JAX about axes means in a task, with the remedy; None for any other error."""
     message, where, mesh = str(error), describe(task.mesh), task.types or task.mesh
-    here, says = f"task {task.name!r}:", f"JAX says: {message.strip().partition(chr(10))[0]}"
+    line, says = _compat.error_line(error), f"JAX says: {message.strip().partition(chr(10))[0]}"
     if _compat.is_typed(mesh) and not isinstance(error, UsageError):
         named = f"{type(error).__name__}: {message}"
         if remedy := next((remedy for pattern, remedy in _OF_TYPES.items() if re.search(pattern, named)), None):
-            return (
-                f"{here} {where} has Explicit axes, as jax.make_mesh makes them, so that types have layouts; {remedy}. "
-                f"{says}"
+            return UsageError(
+                f"{line}: task {task.name!r}: {where} has Explicit axes, as jax.make_mesh makes them, so that types "
+                f"have layouts; {remedy}. {says}"
             )
     if match := re.search(r"Resource axis: (\S+) of (P.*?\)) is not found in mesh", message):
-        return (
-            f"{here} {match[2]} names axis {match[1]!r}, which its submesh {where} does not have; make the submesh "
-            "with this axis, or leave it out of the spec. Names of Flax Linen (with_partitioning, "
+        return UsageError(
+            f"{line}: task {task.name!r}: {match[2]} names axis {match[1]!r}, which its submesh {where} does not have; "
+            "make the submesh with this axis, or leave it out of the spec. Names of Flax Linen (with_partitioning, "
             "with_logical_partitioning) are axes of the submesh: rename them by rules, or drop them with "
             "flax.linen.unbox"
         )
     if match := re.search(r"but (P.*\)) has duplicate entries for `?(\w+)", message):
-        return (
-            f"{here} {match[1]} lays out two dimensions along axis {match[2]!r} of its submesh {where}; name it once. "
-            "Two names of logical_axes for one axis can't meet in one array"
+        return UsageError(
+            f"{line}: task {task.name!r}: {match[1]} lays out two dimensions along axis {match[2]!r} of its submesh "
+            f"{where}; name it once. Two names of logical_axes for one axis can't meet in one array"
         )
     remedies = _OF_KINDS if isinstance(error, ValueError) else {}
     pattern = next((pattern for pattern in remedies if re.search(pattern, message)), None)
     if pattern is None or ("Auto" in pattern and task.mesh == _compat.auto(task.mesh)):
         return None
     kinds = ", ".join(f"{name} {kind.name}" for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return f"inside {here[:-1]} axes are as its submesh says, {kinds}; {remedies[pattern]}. {says}"
+    return UsageError(
+        f"{line}: inside task {task.name!r} axes are as its submesh says, {kinds}; {remedies[pattern]}. {says}"
+    )
 
 
 @contextlib.contextmanager
