@@ -73,7 +73,7 @@ def edges_are_of_one_type(program: ir.Program) -> Iterator[Fault]:
         edges = [*loop.edges, *((s.init, s.out, 0) for s in loop.sums if s.init is not None and not s.over)]
         for inner, outer, rows in edges:
             shape, dtype = kind(inner)
-            if None not in (inner, outer) and kind(outer) != ((*(loop.mark.count,) * rows, *shape), dtype):
+            if outer is not None and kind(outer) != ((*(loop.mark.count,) * rows, *shape), dtype):
                 yield Fault(f"{show(inner)} inside a loop is {show(outer)} outside", loop.mark.where)
 
 
