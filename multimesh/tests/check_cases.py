@@ -26,9 +26,9 @@ def have_another_folder() -> None:
 
 def be_slow() -> None:
     """Share one core with programs that spin and come first, while it computes."""
-    from multimesh.commands.check import compute
+    from multimesh.commands.check import rates
 
-    usual, spin = compute.products, "import os\nwhile os.getppid() != 1: pass"
+    usual, spin = rates.products, "import os\nwhile os.getppid() != 1: pass"
 
     def slow(bench: Any) -> Any:
         spinning = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(2)]
@@ -43,7 +43,7 @@ def be_slow() -> None:
             for each in spinning:
                 each.kill()
 
-    compute.products = slow
+    rates.products = slow
 
 
 def be_deaf() -> None:
@@ -61,15 +61,15 @@ def be_deaf() -> None:
 
 
 def be_stopped() -> None:
-    from multimesh.commands.check import compute
+    from multimesh.commands.check import rates
 
-    compute.products = lambda bench: os.kill(os.getpid(), signal.SIGSTOP)
+    rates.products = lambda bench: os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def hang() -> None:
-    from multimesh.commands.check import compute
+    from multimesh.commands.check import rates
 
-    compute.products = lambda bench: time.sleep(600)
+    rates.products = lambda bench: time.sleep(600)
 
 
 FAULTS = {each.__name__: each for each in (have_another_jax, have_another_folder, be_slow, be_deaf, be_stopped, hang)}
@@ -87,7 +87,7 @@ def main(fault: str, wanted: str, *flags: str) -> None:
     every = run.steps
     limit = 8.0 if fault in ("hang", "be_deaf") else 60.0
 
-    def steps(quick: bool) -> list[run.Probe]:
+    def steps(quick: bool) -> list[run.Step]:
         return [dataclasses.replace(s, limit=limit) for s in every(quick) if s.name in wanted.split(",")]
 
     run.steps = steps

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from multimesh.processes import arrays
-from multimesh.state import file_sums, handlers, saving
+from multimesh.processes import agree, arrays
+from multimesh.state import file_sums, handlers
 from process_arrays import REPLICATED, crossed, meshes, on
 from process_cases import is_key, main
 
@@ -108,8 +108,21 @@ def disk_full(folder: str, rank: str) -> None:
     assert list(Path(folder).iterdir()) == []
 
 
+def disk_full_for_orbax(folder: str, rank: str) -> None:
+    """A process can't write for Orbax's own checkpointer, in the background: it ends, and so do all others."""
+    from orbax.checkpoint import v1 as ocp
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if jax.process_index() == int(rank):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    ocp.handlers.register_handler(mm.distributed.orbax_state_handler(), checkpointable_name="items")
+    x = np.random.default_rng(0).normal(size=(64, 64))  # hardly gets smaller
+    tree = {str(n): on(mesh, x, P("data")) for n, mesh in enumerate(meshes())}
+    ocp.training.Checkpointer(folder).save_checkpointables_async(0, {"items": tree}).result()
+
+
 PHASES = {  # of a save: what is done in it, whether a process is killed before or after that, and who does it
-    "begin": (saving, "together", "before", "all"),
+    "begin": (agree, "run_in_all", "before", "all"),
     "in arrays": (handlers, "begin_write", "after", "all"),
     "sums": (file_sums, "sum_files", "before", "all"),
     "tree": (handlers, "finish_write", "before", "first"),

@@ -76,7 +76,7 @@ def test_processes_that_are_well_pass_every_row(tmp_path, count, flags):
     assert code == found["exit_code"] == 0, said
     assert {row["verdict"] for row in found["rows"]} <= {"ok", "-"}, found
     names = [row["name"] for row in found["rows"]]
-    assert names[:5] == ["meeting", "devices", "versions", "shared folder", "products"]
+    assert names[:6] == ["meeting", "devices", "GPUs", "versions", "shared folder", "products"]
     report = (tmp_path / "report.json").read_text()
     assert str(tmp_path) not in report
     assert [row["name"] for row in json.loads(report)["rows"]] == names

@@ -55,27 +55,6 @@ def test_each_loss_is_that_of_one_device(schedule):
     assert {i["microbatch"] for i in found["plan"]["instructions"] if i.get("phase")} == {0, 1, 2}
 
 
-@pytest.mark.longer
-def test_everything_is_divided_as_the_help_says():
-    """Parameters over their own stage's model axis, activations over its data axis."""
-    submeshes = demo.meshes()
-    step = mm.jit(demo.make_step(demo.Job(microbatches=2), submeshes), donate_argnums=0)
-    given = demo.place(demo.init(), submeshes), demo.place_batch(demo.batch(1, 2 * demo.ROWS), submeshes)
-    compiled = step.lower(*given).compile()
-    params, _ = compiled(*given)
-    for mesh, layers in zip(submeshes, params["stages"], strict=True):
-        for layer in layers:
-            assert all(w.devices() == set(mesh.devices.flat) for w in layer.values())
-            assert layer["up"].sharding.shard_shape(layer["up"].shape) == (demo.WIDTH, demo.HIDDEN // demo.MODEL)
-    assert params["embedding"].devices() == set(submeshes[0].devices.flat)
-    slots, layouts = compiled.plan.slots, compiled.plan.layouts
-    sent = {s for i in compiled.plan.instructions if i.kind == "SEND" and i.submesh == 0 for s in i.ins}
-    activations = [s for s in sent if slots[s].shape == (demo.ROWS, demo.SEQUENCE, demo.WIDTH)]
-    assert len(activations) == 2
-    for s in activations:
-        assert layouts[s].shard_shape(slots[s].shape)[0] == demo.ROWS // demo.DATA
-
-
 RIGHT = demo.StepLosses(1, 2.0, 2.000001)
 WRONG = demo.StepLosses(2, 1.9, 1.8)
 NO_NUMBER = demo.StepLosses(2, float("nan"), float("nan"))
@@ -145,7 +124,7 @@ def test_help_names_every_exit_code(capsys):
         main(["demo", "--help"])
     assert ended.value.code == 0
     shown = capsys.readouterr().out
-    for code in (0, 1, mm.UsageError.exit_code, demo.MissingPartError.exit_code, demo.LossesDifferError.exit_code, 130):
+    for code in (0, 1, mm.UsageError.exit_code, demo.MissingPartError.exit_code, demo.DisagreementError.exit_code, 130):
         assert f"\n{code:>5}  " in shown
 
 

@@ -245,24 +245,13 @@ def _demo(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    if options.processes:
+    if options.processes and "MULTIMESH_PROCESS" not in os.environ:  # its processes have the flag too
         from multimesh.commands import spawn
 
-        words = [word for word in argv if word != "check"]
-        return spawn.spawn(["-m", "multimesh", "check", *_without_count(words)], options.processes)
+        return spawn.spawn(["-m", "multimesh", *argv], options.processes)
     from multimesh.commands.check import run  # imports JAX
 
     return run.run(options)
-
-
-def _without_count(words: Sequence[str]) -> list[str]:
-    """Return the flags of `check` without the number of processes, for each of these."""
-    others, skip = [], False
-    for word in words:
-        if not skip and not word.startswith(("-n", "--processes")):
-            others.append(word)
-        skip = word in ("-n", "--processes")
-    return others
 
 
 def _compile(options: argparse.Namespace) -> dict[str, Any]:

@@ -14,15 +14,10 @@ from dataclasses import dataclass
 class Flag:
     """A flag of ``XLA_FLAGS`` on which a pipeline over several processes depends."""
 
-    # name, value: the flag, and the value that pipelines need
     name: str
-    value: str
-    default: str  # the value that XLA takes where nobody gives one
-    hangs: str  # pattern of the values that are known to hang, in small letters; empty where they depend on the jaxlib
-    # why, report: the fault with another value; who reported it
-    why: str
-    report: str
-    ours: str  # the measure that MultiMesh takes
+    hangs: str  # pattern of the values that are known to hang, in small letters
+    why: str  # the fault with such a value
+    report: str  # who reported it
 
 
 @dataclass(frozen=True)
@@ -38,34 +33,19 @@ class BadVersion:
 
 AUTOTUNING = Flag(
     "xla_gpu_shard_autotuning",
-    "false",
-    "true",
     r"(?!(false|0)$).*",
     "XLA deals out the tuning of a program to all processes and waits for all to compile the same one. Stages compile "
     "different ones, so all wait for ever, which looks like a slow compilation",
     "marin-community/marin issue 7024",
-    "plans are compiled with false; XLA_FLAGS=--xla_gpu_shard_autotuning=false does it for your own jax.jit too",
 )
 COMMAND_BUFFERS = Flag(
     "xla_gpu_enable_command_buffer",
-    "",
-    "FUSION,...",
     r"(.*[,+])?collectives.*",
     "runs on B200 hung after a CUDA graph could not be destroyed; with COLLECTIVES among the captured commands a run "
     "of 16 processes hung at step 838, with XLA's default set three runs of 1,000 steps did not",
     "marin-community/marin issue 5675 and pull request 8277",
-    "left to XLA, whose default captures no collectives; if a step fails or hangs, set it to nothing",
 )
-COMM_SPLITTING = Flag(
-    "xla_gpu_enable_nccl_comm_splitting",
-    "false",
-    "true",
-    "",
-    "some devices reuse a communicator and others split a new one from its parent, and wait for them for ever",
-    "openxla/xla pull request 36981; mended by 39372 in March 2026",
-    "left to XLA: a jaxlib from before that date needs false",
-)
-FLAGS = (AUTOTUNING, COMMAND_BUFFERS, COMM_SPLITTING)
+FLAGS = (AUTOTUNING, COMMAND_BUFFERS)
 
 BAD_VERSIONS = (
     BadVersion(
@@ -92,8 +72,8 @@ def find_overrides(environ: Mapping[str, str]) -> list[str]:
     flags = parse_flags(environ.get("XLA_FLAGS", ""))
     said = []
     for flag in FLAGS:
-        value = flags.get(flag.name, flag.value)
-        if flag.hangs and re.fullmatch(flag.hangs, value.lower()):
+        value = flags.get(flag.name)
+        if value is not None and re.fullmatch(flag.hangs, value.lower()):
             said.append(f"XLA_FLAGS has --{flag.name}={value}: {flag.why} ({flag.report}); leave it out")
     return said
 

@@ -54,8 +54,8 @@ def ignoring() -> bool:
     return _options.get().ignore_transforms
 
 
-TRANSPORTS: list[str] = []
-"""Names of transports. The classes of `runtime.between.transports` add theirs."""
+TRANSPORTS = ("pull", "device_put")
+"""Names of the classes of `runtime.between.transports`."""
 
 
 def context(**options: bool | str | None) -> Manager:

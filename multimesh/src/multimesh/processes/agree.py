@@ -14,7 +14,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from multimesh.core import _compat
 from multimesh.errors import DamagedError, LostProcessError, MultiMeshError, NoRecordError, UsageError
@@ -147,39 +147,44 @@ def first_says(name: str, value: T, timeout: float | None = None) -> T:
     return first
 
 
-def raise_together(
+def run_in_all(
     name: str,
-    error: MultiMeshError | None,
-    value: Any = None,
-    then: Callable[[Sequence[Any]], Any] = lambda _: None,
+    part: Callable[[], T],
+    then: Callable[[Sequence[T]], Any] | None = None,
     timeout: float | None = None,
 ) -> Any:
-    """Raise an error of one process in all of them, with the name of that process. Use each ``name`` once.
+    """Run a part in every process; raise an error of one in all of them, with its name. Use each ``name`` once.
 
-    All wait for all. Without an error process 0 calls ``then`` with the ``value`` of each; all return its result, or
-    raise its error. JSON must hold both.
+    All wait for all. Then process 0 calls ``then`` with the result of each, and all return its result, or raise its
+    error; JSON must hold both. Without it each returns what its part returned.
     """
-    report = pack([[type(error).__name__, str(error), socket.gethostname()] if error else [], value])
+    error, value = None, None
+    try:
+        value = part()
+    except MultiMeshError as wrong:
+        if not several():
+            raise
+        error = [type(wrong).__name__, str(wrong), socket.gethostname()]
+    if not several():
+        return then([cast("T", value)]) if then else value
 
     def decide(every: Sequence[bytes]) -> bytes:
         errors, values = zip(*map(unpack, every), strict=True)
         verdict, result = _verdict(errors), None
-        if not verdict:
+        if then and not verdict:
             try:
                 result = then(values)
             except MultiMeshError as wrong:
                 verdict = [type(wrong).__name__, str(wrong)]
         return json.dumps([verdict, result]).encode()
 
-    if not several():
-        if error:
-            raise error
-        return then([value])
-    verdict, result = json.loads(decide_together(name, report, decide, timeout, "errors"))
+    verdict, result = json.loads(
+        decide_together(name, pack([error, value if then else None]), decide, timeout, "errors")
+    )
     if verdict:
         kinds = {kind.__name__: kind for kind in (UsageError, DamagedError, NoRecordError)}
         raise kinds.get(verdict[0], MultiMeshError)(verdict[1])
-    return result
+    return result if then else value
 
 
 def _verdict(errors: Sequence[Any]) -> list[str]:

@@ -190,7 +190,7 @@ def initialize(
         lost_service.call_at_loss(functools.partial(_end_without_first, description))
     rendezvous.start_jax(address, count, rank, devices, bind, waits.start, waits.silence, options)
     try:
-        members = agree.raise_together("the start", None, description, rendezvous.compare, waits.start)
+        members = agree.run_in_all("the start", lambda: description, rendezvous.compare, waits.start)
     except jax.errors.JaxRuntimeError:
         if rank:
             time.sleep(GRACE)  # process 0 is gone, and `_end_without_first` says so in another thread

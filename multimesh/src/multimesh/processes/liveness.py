@@ -128,9 +128,10 @@ class Watch:
     def _tell(self, cause: Mapping[str, Any]) -> bool:
         """Tell for which cause the job ends, or that all are done; whether that is the first."""
         try:
-            return post.put_first(_END, json.dumps(cause).encode())
+            post.put(_END, json.dumps(cause).encode())
         except _FAILED:
             return False
+        return True
 
     def _cause(self, rank: int, how: str) -> dict[str, Any]:
         # process 0 is lost with its store

@@ -23,19 +23,8 @@ DONE = " done"
 
 
 def put(key: str, value: bytes) -> None:
-    """Leave a value for all processes; use each ``key`` once."""
+    """Leave a value for all processes; use each ``key`` once: JAX refuses a second value."""
     _compat.key_value_store().key_value_set_bytes(key, value)
-
-
-def put_first(key: str, value: bytes) -> bool:
-    """Leave a value unless another process has left one under this ``key``; returns whether this one has."""
-    try:
-        put(key, value)
-    except jax.errors.JaxRuntimeError as error:
-        if "ALREADY_EXISTS" not in str(error):
-            raise
-        return False
-    return True
 
 
 def look(key: str) -> bytes | None:

@@ -20,7 +20,7 @@ from multimesh.errors import DamagedError, NoRecordError, UsageError
 from multimesh.processes import agree
 from multimesh.state import file_sums, saving
 from multimesh.state.leaves import compare, has_sharding, kind_of, name_leaves
-from multimesh.state.saving import HALF, load_handlers, together
+from multimesh.state.saving import HALF, load_handlers
 
 TREE = "_METADATA"
 """Orbax's description of a tree. `save` notes the types of all leaves in it."""
@@ -43,8 +43,10 @@ def restore(path: Path, like: Any, *, partial: bool = False) -> Any:
     while leaves is None:
         folder = Path(names.pop(0))
         try:
-            together(f"{step}/{folder.name}/check", functools.partial(_check, folder))
-            leaves = together(f"{step}/{folder.name}", functools.partial(_read, folder, targets, kinds, partial))
+            agree.run_in_all(f"{step}/{folder.name}/check", functools.partial(_check, folder))
+            leaves = agree.run_in_all(
+                f"{step}/{folder.name}", functools.partial(_read, folder, targets, kinds, partial)
+            )
         except DamagedError as wrong:
             if not names:
                 raise
@@ -56,7 +58,7 @@ def restore(path: Path, like: Any, *, partial: bool = False) -> Any:
 def verify(path: Path) -> None:
     """See `multimesh.distributed.verify`."""
     saving.wait_for_save()
-    together(f"verify {next(_numbers)}", functools.partial(_check, path, strict=True))
+    agree.run_in_all(f"verify {next(_numbers)}", functools.partial(_check, path, strict=True))
 
 
 def record(path: Path) -> None:

@@ -19,11 +19,11 @@ import shutil
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import jax
 
@@ -41,7 +41,6 @@ HALF = ".half-written"
 
 _OF_TENSORSTORE = re.compile(r'local file "([^"]+)".*: ([^:\[]+) \[', re.DOTALL)
 _numbers = itertools.count(1)
-T = TypeVar("T")
 _thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="multimesh-save")
 _last: concurrent.futures.Future[None] | None = None
 
@@ -85,7 +84,7 @@ def save(path: Path, tree: Any, *, background: bool = False) -> None:
                 _refuse_existing(path)
                 half.mkdir(parents=True)
 
-    together(f"{step}/begin", begin)
+    agree.run_in_all(f"{step}/begin", begin)
     keys = {name: str(jax.random.key_impl(x)) for name, x in leaves.items() if is_key(x)}
     contents = {"records": jax.process_count(), "leaves": kinds, "keys": keys}
     written = handlers.begin_write(half, stored, contents)
@@ -119,20 +118,6 @@ def _wait_at_end() -> None:
 threading._register_atexit(_wait_at_end)  # type: ignore[attr-defined]
 
 
-def together(name: str, part: Callable[[], T], then: Callable[[Sequence[T]], None] | None = None) -> T:
-    """Run a part in every process, then ``then`` on all results in process 0; raise an error of one in all of them."""
-    error, result = None, None
-    try:
-        result = part()
-    except MultiMeshError as wrong:
-        error = wrong
-    if then is None:
-        agree.raise_together(name, error)
-    else:
-        agree.raise_together(name, error, result, then)
-    return cast("T", result)
-
-
 def _finish(step: str, path: Path, half: Path, futures: Sequence[Any], files: Sequence[str]) -> None:
     """Wait until this process has written its files; when all have, let process 0 name the checkpoint."""
     sums: dict[str, file_sums.Sums] = {}
@@ -158,7 +143,7 @@ def _finish(step: str, path: Path, half: Path, futures: Sequence[Any], files: Se
                 shutil.rmtree(remnant, ignore_errors=True)
 
     try:
-        together(f"{step}/finish", write, name)
+        agree.run_in_all(f"{step}/finish", write, name)
     except MultiMeshError:
         if jax.process_index() == 0:
             shutil.rmtree(half, ignore_errors=True)

@@ -7,16 +7,25 @@ read on any page.
 from __future__ import annotations
 
 import dataclasses
+import math
 import textwrap
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from html import escape
 
 from multimesh.core.text import amount
-from multimesh.observe.timelines.drawing import begin, box, coordinate, label, ticks
 from multimesh.observe.timelines.spans import Hop, Span, Spans
 
+_STYLE = """\
+{id} text{{font-family:Helvetica,Arial,'Liberation Sans',sans-serif;font-size:11px;fill:#1d2126}}
+{id} .card{{fill:#fff;stroke:#d5d9de}}
+{id} .idle{{fill:#eceef1}}
+{id} .grid{{stroke:#c4c9cf;stroke-width:1}}
+{id} .x{{stroke:#cc79a7;stroke-width:1.4;fill:none}}
+{id} .title{{font-size:15px;font-weight:bold}}
+{id} .soft{{fill:#545b64}}
+{id} .e{{text-anchor:end}}
+{id} .m{{text-anchor:middle}}"""
 _PHASES = {  # class in the picture, colour, meaning
     "F": ("F", "#0072b2", "forward"),
     "B": ("B", "#e69f00", "backward"),
@@ -33,23 +42,19 @@ _CHARACTER = 7.0  # widest average width of a character
 
 def draw(timeline: Spans) -> str:
     """Return the SVG of a timeline; see `multimesh.Plan.to_svg`."""
-    lengths = sorted(span.duration for span in timeline.spans if span.phases and span.duration)
-    short = timeline.makespan / lengths[len(lengths) // 10] if lengths else 0.0
-    readable = min(short * _ROOMY, max(_PAGE, short * _TIGHT))
-    plot = min(max(_NARROWEST, round(readable)), _WIDEST)
-    return "\n".join(_Picture(timeline, plot).lines()) + "\n"
+    return "\n".join(_Picture(timeline).lines()) + "\n"
 
 
-@dataclass(frozen=True)
 class _Picture:
     """Geometry and parts of one picture."""
 
-    timeline: Spans
-    plot: float  # width
-
-    @property
-    def width(self) -> float:
-        return _LEFT + self.plot + _RIGHT
+    def __init__(self, timeline: Spans) -> None:
+        lengths = sorted(span.duration for span in timeline.spans if span.phases and span.duration)
+        short = timeline.makespan / lengths[len(lengths) // 10] if lengths else 0.0
+        readable = min(short * _ROOMY, max(_PAGE, short * _TIGHT))
+        self.timeline = timeline
+        self.plot = min(max(_NARROWEST, round(readable)), _WIDEST)  # width
+        self.width = _LEFT + self.plot + _RIGHT
 
     def x(self, time: float) -> float:
         """Return the position of a time."""
@@ -67,34 +72,41 @@ class _Picture:
         legend, below = self.legend(self.y(len(numbers)) + 36)
         note = textwrap.wrap(timeline.note, int((self.width - 2 * _MARGIN) / 6))
         styles = [f"#{name} .{kind}{{fill:{colour}}}" for kind, colour, _ in _PHASES.values()]
-        styles.append(f"#{name} .on{{fill:#fff}}")
         height = below + 18 * len(note)
-        yield from begin(name, self.width, height, timeline.title, summary(timeline), "\n".join(styles))
+        wide, high, inner = _number(self.width), _number(height), (_number(self.width - 1), _number(height - 1))
+        yield (
+            f'<svg xmlns="http://www.w3.org/2000/svg" id="{name}" width="{wide}" height="{high}" '
+            f'viewBox="0 0 {wide} {high}" role="img" aria-labelledby="{name}t {name}d">'
+        )
+        yield f'<title id="{name}t">{escape(timeline.title)}</title>'
+        yield f'<desc id="{name}d">{escape(summary(timeline))}</desc>'
+        yield "\n".join([f"<style>{_STYLE.format(id='#' + name)}", *styles, f"#{name} .on{{fill:#fff}}</style>"])
+        yield '<rect class="card" x=".5" y=".5" width="{}" height="{}" rx="6"/>'.format(*inner)
         room = int((self.width - 2 * _MARGIN) / (_CHARACTER * 15 / 11))
-        yield label(_MARGIN, 26, textwrap.shorten(timeline.title, room, placeholder=" ..."), "title")
-        yield label(_MARGIN, 46, timeline.total, "soft")
+        yield _label(_MARGIN, 26, textwrap.shorten(timeline.title, room, placeholder=" ..."), "title")
+        yield _label(_MARGIN, 46, timeline.total, "soft")
         yield from self.axis(self.y(len(numbers)) - _GAP + 8)
-        yield label(_LEFT + self.plot + 52, _TOP - 10, "bubble", "soft e")
+        yield _label(_LEFT + self.plot + 52, _TOP - 10, "bubble", "soft e")
         if timeline.live:
-            yield label(self.width - _MARGIN, _TOP - 10, f"peak {timeline.live_unit}", "soft e")
+            yield _label(self.width - _MARGIN, _TOP - 10, f"peak {timeline.live_unit}", "soft e")
         for row in numbers:
             yield from self.track(row)
         yield from map(self.transfer, timeline.transfers)
         for row in numbers:
             yield from ("<g>", *self.boxes(row), "</g>")
         yield from legend
-        yield from (label(_MARGIN, below + 18 * number, text, "soft") for number, text in enumerate(note))
+        yield from (_label(_MARGIN, below + 18 * number, text, "soft") for number, text in enumerate(note))
         yield "</svg>"
 
     def track(self, row: int) -> Iterator[str]:
         """Yield the label of a row, its idle time as background, its figures on the right."""
         timeline, middle = self.timeline, self.y(row) + _ROW / 2 + 4
-        yield label(_MARGIN, middle, timeline.rows[row], "row")
-        yield box(_LEFT, self.y(row), self.plot, _ROW, "idle")
-        yield label(_LEFT + self.plot + 52, middle, f"{100 * timeline.bubbles[row]:.1f} %", "e")
+        yield _label(_MARGIN, middle, timeline.rows[row], "row")
+        yield _box(_LEFT, self.y(row), self.plot, _ROW, "idle")
+        yield _label(_LEFT + self.plot + 52, middle, f"{100 * timeline.bubbles[row]:.1f} %", "e")
         if timeline.live:
             unit = timeline.live_unit if timeline.live_unit == "bytes" else ""
-            yield label(self.width - _MARGIN, middle, amount(timeline.peaks[row], unit), "e")
+            yield _label(self.width - _MARGIN, middle, amount(timeline.peaks[row], unit), "e")
 
     def boxes(self, row: int) -> Iterator[str]:
         """Yield the boxes of one submesh, each with the number of its microbatch if there is room."""
@@ -105,20 +117,20 @@ class _Picture:
             x, width = self.x(span.start), self.plot * span.duration / self.timeline.makespan
             width -= min(0.8, width / 8)
             kind, words = _PHASES[_phase(span)][0], f"{span or 'kernel'}\n{self.times(span)}"
-            yield box(x, self.y(row), width, _ROW, f"c {kind}", words, 1 - 0.6 * later)
+            yield _box(x, self.y(row), width, _ROW, f"c {kind}", words, 1 - 0.6 * later)
             text = span.name if span.microbatch is None else str(span.microbatch)
             if len(text) * _CHARACTER <= width:
                 ink = "m on" if kind == "F" and not later else "m"
-                yield label(x + width / 2, self.y(row) + _ROW / 2 + 4, text, ink)
+                yield _label(x + width / 2, self.y(row) + _ROW / 2 + 4, text, ink)
 
     def transfer(self, hop: Hop) -> str:
         """Return the line of a transfer, which stands behind the boxes."""
         down, rows = hop.target > hop.source, self.timeline.rows
-        start = coordinate(self.y(hop.source) + (_ROW if down else 0))
-        end = coordinate(self.y(hop.target) + (0 if down else _ROW))
+        start = _number(self.y(hop.source) + (_ROW if down else 0))
+        end = _number(self.y(hop.target) + (0 if down else _ROW))
         size = "arrays" if hop.nbytes is None else amount(hop.nbytes, "bytes")
         words = f"{size} from {rows[hop.source]} to {rows[hop.target]}\n{self.times(hop)}"
-        path = f"M{coordinate(self.x(hop.start))} {start}L{coordinate(self.x(hop.end))} {end}"
+        path = f"M{_number(self.x(hop.start))} {start}L{_number(self.x(hop.end))} {end}"
         return f'<path class="x" d="{path}"><title>{escape(words)}</title></path>'
 
     def times(self, event: Span | Hop) -> str:
@@ -127,17 +139,21 @@ class _Picture:
         return "{} to {} ({})".format(*(amount(time, self.timeline.unit) for time in times))
 
     def axis(self, y: float) -> Iterator[str]:
-        """Yield a time axis with round numbers."""
+        """Yield a time axis with round numbers, at least 60 pixels apart."""
         scale, unit = 1.0, self.timeline.unit
         if unit == "s":
             unit = amount(self.timeline.makespan, "s").split()[1]
             scale = {"s": 1.0, "ms": 1e-3, "us": 1e-6}[unit]
-        yield f'<path class="grid" d="M{_LEFT} {coordinate(y)}h{coordinate(self.plot)}"/>'
-        for tick in ticks(self.timeline.makespan / scale, self.plot):
+        yield f'<path class="grid" d="M{_LEFT} {_number(y)}h{_number(self.plot)}"/>'
+        end = self.timeline.makespan / scale
+        least = end * 60 / self.plot or 1.0
+        power = 10.0 ** math.floor(math.log10(least))
+        step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least)
+        for tick in (round(i * step, 12) for i in range(math.floor(end / step * (1 + 1e-9)) + 1)):
             x = self.x(tick * scale)
-            yield f'<path class="grid" d="M{coordinate(x)} {coordinate(y)}v4"/>'
-            yield label(x, y + 17, f"{tick:g}", "soft m")
-        yield label(_LEFT + self.plot + 20, y + 17, unit or "time", "soft")
+            yield f'<path class="grid" d="M{_number(x)} {_number(y)}v4"/>'
+            yield _label(x, y + 17, f"{tick:g}", "soft m")
+        yield _label(_LEFT + self.plot + 20, y + 17, unit or "time", "soft")
 
     def legend(self, y: float) -> tuple[list[str], float]:
         """Return the meaning of the colours, in as many lines as it takes, and the position of the next part."""
@@ -155,13 +171,9 @@ class _Picture:
             wide = 36 + 6 * len(text)
             if x + wide > self.width - _MARGIN:
                 x, y = float(_MARGIN), y + 20
-            parts += [box(x, y - 10, 14, 12, kind, "", opacity), label(x + 20, y, text)]
+            parts += [_box(x, y - 10, 14, 12, kind, "", opacity), _label(x + 20, y, text)]
             x += wide
         return parts, y + 24
-
-
-def _phase(span: Span) -> str:
-    return span.phases if len(span.phases) < 2 else "FB"
 
 
 def summary(timeline: Spans) -> str:
@@ -173,3 +185,26 @@ def summary(timeline: Spans) -> str:
         for name, busy, idle, bubble in figures
     )
     return f"{timeline.total}. {'; '.join(rows)}."
+
+
+def _phase(span: Span) -> str:
+    return span.phases if len(span.phases) < 2 else "FB"
+
+
+def _label(x: float, y: float, words: str, kind: str = "") -> str:
+    """Return a line of text, of classes of the style."""
+    style = f' class="{kind}"' if kind else ""
+    return f'<text{style} x="{_number(x)}" y="{_number(y)}">{escape(words)}</text>'
+
+
+def _box(x: float, y: float, width: float, height: float, kind: str, words: str = "", opacity: float = 1.0) -> str:
+    """Return a rectangle. ``words`` are shown to readers who point at it."""
+    size = f'x="{_number(x)}" y="{_number(y)}" width="{_number(width)}" height="{_number(height)}"'
+    light = "" if opacity == 1 else f' fill-opacity="{_number(opacity)}"'
+    end = f"><title>{escape(words)}</title></rect>" if words else "/>"
+    return f'<rect class="{kind}" {size}{light}{end}'
+
+
+def _number(value: float) -> str:
+    """Return the shortest text of a coordinate, to a hundredth of a pixel."""
+    return f"{value:.2f}".rstrip("0").rstrip(".")

@@ -155,8 +155,7 @@ class Put:
         return send
 
 
-CLASSES: Mapping[str, Callable[[], Transport]] = {"pull": Pull, "device_put": Put}
-contexts.TRANSPORTS += CLASSES
+CLASSES: Mapping[str, Callable[[], Transport]] = dict(zip(contexts.TRANSPORTS, (Pull, Put), strict=True))
 
 
 def get_transport(name: str | None) -> Transport:
