@@ -1,7 +1,7 @@
-"""The command line: finds the module of a command, parses its options, and turns errors into exit codes.
+"""The command line: parses the options of a command, and turns errors into exit codes.
 
-A command module has ``register(subparsers)``, which adds its commands. Modules are imported when one of their commands
-is asked for, so that a command starts fast.
+Each of ``MODULES`` has ``register(subparsers)``, which adds its commands. It imports libraries where it uses them:
+a command starts fast, and ``bootstrap`` before anything is installed.
 """
 
 from __future__ import annotations
@@ -18,22 +18,16 @@ from typing import NoReturn
 
 from tooling.core import errors, proc
 
-_MODULES = {
-    "environment.install": ("bootstrap",),
-    "sources.sync": ("sync", "status"),
-    "sources.pins": ("lock", "bump"),
-    "image.bazel_cache": ("cache",),
-    "image.pipeline": ("image",),
-    "image.release": ("promote",),
-    "ci.steps": ("ci",),
-}
-COMMANDS = {name: f"tooling.{module}" for module, names in _MODULES.items() for name in names}
+MODULES = (
+    *("environment.install", "sources.sync", "sources.pins", "image.bazel_cache", "image.pipeline", "image.release"),
+    "ci.steps",
+)
 INTERRUPTED = 130
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
-def build_parser(modules: Sequence[str]) -> argparse.ArgumentParser:
-    """Return the parser with the commands of these modules."""
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
     parser = argparse.ArgumentParser(
         prog=".venv/bin/python -m tooling",
         description="  .venv/bin/python -m tooling status\n  .venv/bin/python -m tooling bump maxtext 0.2.5\n\n"
@@ -41,15 +35,14 @@ def build_parser(modules: Sequence[str]) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in modules:
-        importlib.import_module(module).register(subparsers)
+    for module in MODULES:
+        importlib.import_module(f"tooling.{module}").register(subparsers)
     return parser
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read a command with its options; leaves by ``SystemExit`` after help, or where they are wrong."""
-    module = COMMANDS.get(argv[0]) if argv else None
-    parser = build_parser([module] if module else list(dict.fromkeys(COMMANDS.values())))
+    parser = build_parser()
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         # The command's own parser: its name is the door that was called, as docker/build.py.
@@ -75,10 +68,9 @@ def main(argv: Sequence[str] | None = None, inner: Callable[[Sequence[str]], int
         code = inner(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
         return code
-    except errors.SeveralErrors as error:
-        return _fail(*error.messages, code=error.exit_code)
-    except errors.ToolingError as error:
-        return _fail(str(error), code=error.exit_code)
+    except (errors.ToolingError, ExceptionGroup) as error:
+        several = error.exceptions if isinstance(error, ExceptionGroup) else (error,)
+        return _fail(*map(str, several), code=getattr(several[0], "exit_code", 1))
     except KeyboardInterrupt:
         return _fail("interrupted; run the same command again to go on", code=INTERRUPTED)
     except BrokenPipeError:

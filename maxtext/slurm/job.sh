@@ -107,8 +107,13 @@ if ((${SLURM_RESTART_COUNT:-0})); then
   flags+=("$again")
 fi
 # Process 0 is on the first node; its address as Slurm has it. JAX's own choice of a port, another one each time.
-address=$(scontrol show node "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)" --oneliner | grep -o 'NodeAddr=[^ ]*')
-export JAX_COORDINATOR_ADDRESS="${address#*=}:$((61440 + (SLURM_JOB_ID + 97 * ${SLURM_RESTART_COUNT:-0}) % 4096))"
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p) || true
+if [[ -z $first ]]; then
+  echo "error: scontrol shows no node of $SLURM_JOB_NODELIST, so nothing says where process 0 is; let jobs call it" >&2
+  exit 5
+fi
+address=$(scontrol show node "$first" --oneliner | grep -o 'NodeAddr=[^ ]*') || address=$first
+export JAX_COORDINATOR_ADDRESS="${address#NodeAddr=}:$((61440 + (SLURM_JOB_ID + 97 * ${SLURM_RESTART_COUNT:-0}) % 4096))"
 # Who holds up the others for so many seconds ends the job; the log of process 0 says who.
 export MULTIMESH_STALL_TIMEOUT="${MULTIMESH_STALL_TIMEOUT:-1800}"
 # A node that is lost never says that its processes ended: srun waits so many seconds for it.

@@ -9,6 +9,14 @@ case ${0##*/} in
   run-original.sh) read -r -d '' -a flags < <(sed -n 's/^#ORIGINAL //p' "$folder/job.sbatch") || true ;;
   *) read -r -d '' -a flags < <(sed -n 's/^#FLAGS //p' "$folder/job.sbatch") || true ;;
 esac
+if [[ " ${flags[*]} $* " =~ \ --(nodes|gpus[=\ ]+([2-9]|1[0-9]))[=\ 0-9] ]]; then
+  if [[ ${SLURM_PROCID:-0} -ne 0 ]]; then
+    sleep 5 # the first one says it
+  else
+    echo "error: leave out --nodes and --gpus: sbatch's --nodes, --ntasks-per-node and --gpus-per-node say them here" >&2
+  fi
+  exit 2
+fi
 if [[ $(nproc --all) -eq 224 && -e /dev/nvidia7 ]]; then
   first=$((14 * SLURM_LOCALID)) # of the cores beside a GPU, and of their second threads
   cores=$first-$((first + 13)),$((first + 112))-$((first + 125))

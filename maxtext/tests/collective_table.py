@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from parity import ROOT, run_script, small_job
+from parity import ROOT, run_cases, small_job
 
 from multimesh.observe.hlo import KINDS
 from multimesh_maxtext.command.job import find_maxtext
@@ -49,10 +49,9 @@ Record = dict[str, Any]
 
 
 def compile_cases(folder: Path, cases: Iterable[str] = CASES) -> list[Record]:
-    """Compile the kernels of some cases; see kernels.py for what is told of each."""
+    """Compile the kernels of some cases; see trainings.py for what is told of each."""
     jobs = {case: small_job([*SIZES.split(), "--cpus", "8", *case.split()], 2, folder) for case in cases}
-    script = Path(__file__).with_name("kernels.py")
-    return run_script(script, jobs, folder / "kernels", find_maxtext(ROOT))
+    return run_cases("compile", jobs, folder / "kernels", find_maxtext(ROOT))
 
 
 def gathered_weights(record: Record) -> Iterator[str]:

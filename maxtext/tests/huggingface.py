@@ -136,11 +136,11 @@ def sample(folder: Path, tokenizer: Path, text: Path) -> None:
     print(json.dumps({"text": words.decode(made[0]), "loss": float(found)}))
 
 
-def to_huggingface(maxtext: Path, parameters: Path, target: Path, tokenizer: Path) -> None:
-    """Run MaxText's to_huggingface on parameters of a small llama whose layers are unrolled."""
+def to_huggingface(maxtext: Path, parameters: Path, target: Path, tokenizer: Path, scan: str = "false") -> None:
+    """Run MaxText's to_huggingface on parameters of a small llama."""
     tool: list[object] = [sys.executable, "-m", "maxtext.checkpoint_conversion.to_huggingface"]
     tool += [maxtext / "maxtext/configs/base.yml", "--override_model_architecture", f"--hf_model_path={tokenizer}"]
-    tool += [f"model_name={NAMES['llama']}", *settings("llama"), "override_model_config=true", "scan_layers=false"]
+    tool += [f"model_name={NAMES['llama']}", *settings("llama"), "override_model_config=true", f"scan_layers={scan}"]
     tool += ["skip_jax_distributed_system=true", f"load_parameters_path={parameters}"]
     tool += [f"base_output_directory={target}", "hardware=cpu"]
     environment = {**os.environ, "PYTHONPATH": str(maxtext), "JAX_PLATFORMS": "cpu"}

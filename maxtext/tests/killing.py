@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,70 @@ def records(output: Path) -> list[dict[str, Any]]:
     ]
 
 
-def trainers(folder: Path, rank: int) -> Iterator[int]:
-    """Processes that train as one rank of a run in a folder; not the launchers that wait for them."""
-    own = f"metrics_file={folder}/{f'process-{rank}/' if rank else ''}metrics.jsonl"
+def command_lines() -> Iterator[tuple[int, str]]:
+    """All processes, and the words of each."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            if own.encode() in path.read_bytes().split(b"\0"):
-                yield int(path.parent.name)
+            yield int(path.parent.name), path.read_text(errors="replace")
+
+
+def trainers(folder: Path, rank: int) -> list[int]:
+    """Processes that train as one rank of a run in a folder; not the launchers that wait for them."""
+    own = f"metrics_file={folder}/{f'process-{rank}/' if rank else ''}metrics.jsonl"
+    return [pid for pid, words in command_lines() if own in words.split("\0")]
+
+
+SMALL = (
+    *("--num-layers=2", "--model-dims=32", "--num-heads=2", "--sequence-length=32", "--batch-size=4", "--pp=2"),
+    *("--microbatch-size=2", "dtype=float32"),
+)
+TWO = ("--spawn", "--nodes=2", "--cpus=1")
+
+
+class Job:
+    """A small run on text in a folder, which starts two processes."""
+
+    def __init__(self, root: Path, folder: Path, **variables: str) -> None:
+        self.root, self.folder, self.variables = root, folder, variables
+
+    def line(self, *words: object) -> list[str]:
+        argv = [sys.executable, str(self.root / "maxtext/run.py"), *SMALL, f"--text={self.root / 'LICENSE'}"]
+        return [*argv, f"--output={self.folder / 'out'}", f"--checkpoint={self.folder / 'ck'}", *map(str, words)]
+
+    def start(self, *words: object) -> subprocess.Popen[bytes]:
+        """Start it; its output goes to a file, so that nothing holds it up."""
+        self.folder.mkdir(exist_ok=True)
+        with (self.folder / "said").open("w") as said:
+            argv, variables = self.line(*TWO, *words), os.environ | self.variables
+            self.process = subprocess.Popen(argv, stdout=said, stderr=said, env=variables, start_new_session=True)
+        return self.process
+
+    def until(self, condition: Callable[[], object], patience: float = 240.0) -> None:
+        """Wait for a moment of the run."""
+        deadline = time.monotonic() + patience
+        while not condition():
+            assert self.process.poll() is None, self.said
+            assert time.monotonic() < deadline, self.said
+            time.sleep(0.005)
+
+    def log(self) -> str:
+        """The log of the trainer of process 0."""
+        with contextlib.suppress(FileNotFoundError):
+            return (self.folder / "out/maxtext.log").read_text(errors="replace")
+        return ""
+
+    @property
+    def said(self) -> str:
+        """What the newest run printed."""
+        return (self.folder / "said").read_text()
+
+    def processes(self) -> list[int]:
+        """All processes whose command line names the folder."""
+        return [pid for pid, words in command_lines() if str(self.folder) in words]
+
+    def checkpoints(self) -> list[int]:
+        """Complete checkpoints."""
+        return sorted(int(path.name) for path in (self.folder / "ck").glob("*") if path.name.isdigit())
 
 
 def killed(root: Path, arguments: tuple[Any, ...], moment: Moment) -> str:

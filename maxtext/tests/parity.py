@@ -129,8 +129,8 @@ def published(folder: Path) -> Path:
     return folder / "src"
 
 
-def run_script(script: Path, jobs: Mapping[str, Job], folder: Path, maxtext: Path) -> list[dict[str, Any]]:
-    """Run a script on the cases of `trainings`, and return the JSON lines that it wrote."""
+def run_cases(kind: str, jobs: Mapping[str, Job], folder: Path, maxtext: Path) -> list[dict[str, Any]]:
+    """Train jobs in one process or compile their kernels, and return the JSON lines that `trainings` writes."""
     folder.mkdir(parents=True)
     (text,) = read_texts([CORPUS])
     cases, environment = [], dict[str, str]()
@@ -147,14 +147,15 @@ def run_script(script: Path, jobs: Mapping[str, Job], folder: Path, maxtext: Pat
     (devices,) = {job.devices for job in jobs.values()}
     environment["XLA_FLAGS"] = f"{XLA}{devices}"
     (folder / "cases.json").write_text(json.dumps(cases))
-    line = [sys.executable, "-P", str(script), str(folder / "cases.json"), str(folder / "results")]
+    script = str(Path(__file__).with_name("trainings.py"))
+    line = [sys.executable, "-P", script, kind, str(folder / "cases.json"), str(folder / "results")]
     with (folder / "log").open("w") as log:
         subprocess.run(line, env={**os.environ, **environment}, stdout=log, stderr=log, check=True)
     return [json.loads(line) for line in (folder / "results").read_text().splitlines()]
 
 
 def _run(jobs: Mapping[str, Job], folder: Path, maxtext: Path) -> dict[str, dict[str, Any]]:
-    found = run_script(Path(__file__).with_name("trainings.py"), jobs, folder, maxtext)
+    found = run_cases("train", jobs, folder, maxtext)
     for number, record in enumerate(found):
         metrics = folder / str(number) / "metrics.jsonl"
         record["steps"] = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []

@@ -130,7 +130,7 @@ def test_a_position_of_other_processes_is_refused(job: MakeJob, tmp_path: Path):
     flags = [*GRAIN, "--cpus", "1", "--checkpoint", str(tmp_path / "ck"), "--resume"]
     spawned = ["--spawn", "--nodes", "2"]
     with beginning(job([*flags, *spawned, "--pp", "2"]), tmp_path / "a/checkpoints") as begin:
-        assert begin.step == 6
+        assert begin == 6
     for words in ([*spawned, "--dp", "2"], ["--num-layers", "1"]):
         with (
             pytest.raises(

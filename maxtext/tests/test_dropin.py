@@ -11,7 +11,7 @@ import original
 import pytest
 import yaml
 
-from multimesh_maxtext.command.command_line import GONE, parse, read
+from multimesh_maxtext.command.command_line import GONE, read
 from multimesh_maxtext.command.job import Job
 from multimesh_maxtext.command.settings import find_wrong_settings, setting_names
 from multimesh_maxtext.errors import FlagError, UnsupportedError
@@ -56,7 +56,7 @@ def test_flags_of_the_original_keep_their_form(job: Callable[[Sequence[str]], Jo
             value |= {"--network": "ucx", "--debug": "info", "--attention-type": "chunk"}
             wrong = read([name, value.get(name, "1")]).wrong  # a switch is followed by a word too many
             assert name in GONE or not any(name in str(error) for error in wrong), name
-    flags = parse(["--backend", "legate", "--collective-matmul", "512", "--compile-topology-num-slices", "2"])
+    flags = read(["--backend", "legate", "--collective-matmul", "512", "--compile-topology-num-slices", "2"]).flags
     assert (flags.backend, flags.collective_matmul, flags.ignored) == (
         "multimesh", 512, ("--compile-topology-num-slices",)
     )  # fmt: skip
@@ -93,7 +93,7 @@ def test_kernels_that_need_transformer_engine_have_a_substitute(job: Callable[[S
     ],
 )
 def test_settings_are_known_to_maxtext_and_do_something(maxtext: Path, setting: str, message: str | None):
-    errors = [str(error) for error in find_wrong_settings(parse([setting]), maxtext / "maxtext")]
+    errors = [str(error) for error in find_wrong_settings(read([setting]).flags, maxtext / "maxtext")]
     assert len(errors) == (message is not None)
     assert all(str(message) in line for line in errors)
 

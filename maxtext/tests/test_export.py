@@ -9,10 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import corpora
+import huggingface
 import jax
 import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
+from safetensors.numpy import load_file
 from test_checkpoint import KERNEL, UNROLLED, write
 
 from multimesh_maxtext.errors import CheckpointError, FileError
@@ -65,46 +68,25 @@ def test_layers_that_are_scanned_in_groups_stay_so(tmp_path: Path):
     np.testing.assert_equal(ocp.load(tmp_path / "out", checkpointable_name="items"), state)
 
 
-SIZES = {"num_decoder_layers": 4, "emb_dim": 64, "mlp_dim": 128, "num_query_heads": 4, "num_kv_heads": 4}
-MODEL = [*(f"base_{name}={size}" for name, size in SIZES.items()), "head_dim=16", "vocab_size=256"]
-
-
-def huggingface(maxtext: Path, parameters: Path, target: Path) -> dict[str, np.ndarray]:
-    """What MaxText's own tool makes of parameters; with a tokenizer of our own, for want of a network."""
-    from safetensors.numpy import load_file
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(target / "tokenizer")
-    tool: list[Any] = [
-        sys.executable,
-        "-m",
-        "maxtext.checkpoint_conversion.to_huggingface",
-        maxtext / "maxtext/configs/base.yml",
-    ]
-    tool += ["--override_model_architecture", f"--hf_model_path={target / 'tokenizer'}", "model_name=llama3.1-8b"]
-    tool += [*MODEL, "override_model_config=true", "scan_layers=true", "skip_jax_distributed_system=true"]
-    tool += [f"load_parameters_path={parameters}", f"base_output_directory={target}"]
-    subprocess.run(tool, env={**os.environ, "PYTHONPATH": str(maxtext)}, check=True, capture_output=True)
-    return load_file(target / "model.safetensors")
+MODEL = huggingface.settings("llama")
+FLAGS = ["--model-name", huggingface.NAMES["llama"], *huggingface.flags(MODEL), "dtype=float32", "--num-steps", "3"]
+FLAGS += ["--sequence-length", "32", "--batch-size", "8", "--microbatch-size", "2", "--attention", "dot_product"]
 
 
 @pytest.mark.full
 def test_what_a_pipeline_of_stacks_trained_is_exported_as_what_one_program_trained(
     run: Callable[..., Any], maxtext: Path, tmp_path: Path
 ):
-    flags = "--model-name llama3.1-8b --num-layers 4 --model-dims 64 --mlp-dims 128 --num-heads 4 vocab_size=256"
-    flags += " --sequence-length 32 --batch-size 8 --microbatch-size 2 --num-steps 3 dtype=float32 --scan-layers"
-    made = []
+    made, tokenizer = [], corpora.huggingface(tmp_path, corpora.documents())
     for grid in ("--cpus 2 --pp 2", "--backend spmd --cpus 1"):
         folder = tmp_path / str(len(made))
-        training = [*flags.split(), *grid.split(), "--attention", "dot_product", "--output", folder / "out"]
+        training = [*FLAGS, *grid.split(), "--scan-layers", "--output", folder / "out"]
         done = run(*training, "--checkpoint", folder / "ck")
         assert done.code == 0, done.stderr
         done = run("--checkpoint", folder / "ck", "--export", folder / "parameters", "--json")
         assert (done.code, done.json["scan_layers"]) == (0, True), done.stderr
-        made.append(huggingface(maxtext, folder / "parameters/items", folder / "hf"))
+        huggingface.to_huggingface(maxtext, folder / "parameters/items", folder / "hf", tokenizer, scan="true")
+        made.append(load_file(folder / "hf/model.safetensors"))
     assert made[0].keys() == made[1].keys()
     assert len(made[0]) == 3 + 9 * 4
     for name, array in made[0].items():
@@ -115,9 +97,7 @@ def test_what_a_pipeline_of_stacks_trained_is_exported_as_what_one_program_train
 def test_maxtext_takes_the_parameters_out_of_a_pipelines_checkpoint(
     run: Callable[..., Any], maxtext: Path, tmp_path: Path
 ):
-    flags = "--cpus 2 --pp 2 --model-name llama3.1-8b --num-layers 4 --model-dims 64 --mlp-dims 128 --num-heads 4"
-    flags += " vocab_size=256 --sequence-length 32 --batch-size 8 --microbatch-size 2 --num-steps 3 dtype=float32"
-    done = run(*flags.split(), "--checkpoint", tmp_path / "ck", "--output", tmp_path / "out")
+    done = run(*FLAGS, "--cpus", 2, "--pp", 2, "--checkpoint", tmp_path / "ck", "--output", tmp_path / "out")
     assert done.code == 0, done.stderr
     tool: list[Any] = [sys.executable, "-m", "maxtext.utils.generate_param_only_checkpoint"]
     tool += [maxtext / "maxtext/configs/base.yml", "model_name=llama3.1-8b", *MODEL, "override_model_config=true"]

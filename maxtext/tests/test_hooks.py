@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,15 +27,27 @@ MICROBATCHES, ROWS, WIDTH = 4, 16, 8
 
 
 @pytest.fixture
-def handoff(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainerConfig]:
-    given = TrainerConfig(
-        stages=2, interleave=1, schedule="1f1b", table=None, placement=str(tmp_path / "placement.json")
-    )
-    monkeypatch.setenv(VARIABLE, given.variables()[VARIABLE])
+def configure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., TrainerConfig]]:
+    """Give the hooks their configuration, of two stages."""
+
+    def hand_over(**values: Any) -> TrainerConfig:
+        config = TrainerConfig(stages=2, placement=str(tmp_path / "placement.json"), **values)
+        monkeypatch.setenv(VARIABLE, config.variables()[VARIABLE])
+        hooks._config.cache_clear()
+        return config
+
     monkeypatch.setattr(hooks, "_stages", None)
+    hand_over()
+    yield hand_over
     hooks._config.cache_clear()
-    yield given
-    hooks._config.cache_clear()
+
+
+def set_mesh(*names: str) -> Mesh:
+    """Give the hooks the mesh of the first of the two stages, as MaxText does."""
+    shape = (2, 2) if len(names) > 1 else (4,)
+    mesh = Mesh(np.array(hooks.stage_devices()).reshape(shape), names)
+    assert hooks.model_mesh(SimpleNamespace(num_decoder_layers=2, first_num_dense_layers=0), mesh) == mesh.abstract_mesh
+    return mesh
 
 
 def split(x: jax.Array) -> jax.Array:
@@ -97,17 +108,13 @@ def batch() -> Any:
     ("schedule", "limit"), [("1f1b", 0), ("auto", 0), pytest.param("auto", 10**6, marks=pytest.mark.longer)]
 )
 def test_a_step_in_maxtexts_manner_becomes_a_pipeline(
-    handoff: TrainerConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str, limit: int
+    configure: Callable[..., TrainerConfig], tmp_path: Path, schedule: str, limit: int
 ):
     """With the schedule ``auto`` it is measured before it runs, and made again."""
     chosen = tmp_path / "schedule.json"
-    given = replace(handoff, schedule=schedule, limit=limit, chosen=str(chosen) if schedule == "auto" else "")
-    monkeypatch.setenv(VARIABLE, given.variables()[VARIABLE])
-    hooks._config.cache_clear()
-    devices = hooks.stage_devices()
-    assert devices == jax.devices()[:4]
-    mesh = Mesh(np.array(devices).reshape(2, 2), ("data", "tensor"))
-    assert hooks.model_mesh(SimpleNamespace(num_decoder_layers=2, first_num_dense_layers=0), mesh) == mesh.abstract_mesh
+    config = configure(schedule=schedule, limit=limit, chosen=str(chosen) if schedule == "auto" else "")
+    assert hooks.stage_devices() == jax.devices()[:4]
+    mesh = set_mesh("data", "tensor")
     assert hooks.first_device(mesh.abstract_mesh).platform == "cpu"
 
     replicated = jax.tree.map(lambda _: NamedSharding(mesh, P()), jax.eval_shape(init))
@@ -131,7 +138,7 @@ def test_a_step_in_maxtexts_manner_becomes_a_pipeline(
         np.testing.assert_allclose(found["params"][name], expected["params"][name], rtol=1e-5, atol=1e-6)
     assert found["random"]["count"] == expected["random"]["count"] == 3 * MICROBATCHES
     assert jnp.all(jax.random.key_data(found["random"]["key"]) == jax.random.key_data(jax.random.key(3)))
-    written = json.loads(Path(handoff.placement).read_text())
+    written = json.loads(Path(config.placement).read_text())
     arrays = {key: [0, 1, 2, 3] for key in ("['params']['layers_0']", "['random']['count']", "['random']['key']")}
     arrays |= {key: [4, 5, 6, 7] for key in ("['params']['layers_1']", "['random']['layers_1']['count']")}
     assert written["created"]["arrays"] == written["stepped"]["arrays"] == arrays
@@ -148,10 +155,12 @@ def test_a_step_in_maxtexts_manner_becomes_a_pipeline(
     [lambda state, x: x, lambda state, x: 2 * state, lambda state, x: state + jnp.uint32(jnp.sum(x))],
     ids=["data", "no sum", "sum of data"],
 )
-def test_a_state_that_does_more_than_count_is_refused(handoff: TrainerConfig, advance: Any):
+@pytest.mark.usefixtures("configure")
+def test_a_state_that_does_more_than_count_is_refused(advance: Any):
     def body(carry: Any, rows: Any) -> Any:
         return carry | {"rest_state": {"mean": advance(carry["rest_state"]["mean"], rows)}}, None
 
+    set_mesh("data")
     init = {"loss": 0.0, "ga_params": {}, "rest_state": {"mean": jnp.zeros((), jnp.uint32)}}
     with pytest.raises(
         UnsupportedError, match=r"\['mean'\] changes with every microbatch, but counts nothing"
@@ -162,14 +171,10 @@ def test_a_state_that_does_more_than_count_is_refused(handoff: TrainerConfig, ad
 
 @pytest.mark.parametrize("written", ["dump", "profile"])
 def test_a_step_that_was_dumped_or_profiled_compiles_again_for_other_types(
-    handoff: TrainerConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str
+    configure: Callable[..., TrainerConfig], tmp_path: Path, written: str
 ):
-    monkeypatch.setenv(VARIABLE, replace(handoff, **{written: str(tmp_path / "out")}).variables()[VARIABLE])
-    hooks._config.cache_clear()
-    hooks.model_mesh(
-        SimpleNamespace(num_decoder_layers=2, first_num_dense_layers=0),
-        Mesh(np.array(hooks.stage_devices()), ("data",)),
-    )
+    configure(**{written: str(tmp_path / "out")})
+    set_mesh("data")
     traced = []
 
     def train(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -185,13 +190,9 @@ def test_a_step_that_was_dumped_or_profiled_compiles_again_for_other_types(
     assert list((tmp_path / "out").iterdir())
 
 
-def test_small_arrays_of_the_state_lie_whole_where_that_is_asked_for(
-    handoff: TrainerConfig, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv(VARIABLE, replace(handoff, replicate_below=64).variables()[VARIABLE])
-    mesh = Mesh(np.array(jax.devices()[:4]), ("tensor",))
-    hooks.model_mesh(SimpleNamespace(num_decoder_layers=2, first_num_dense_layers=0), mesh)
-    split = NamedSharding(mesh, P("tensor"))
+def test_small_arrays_of_the_state_lie_whole_where_that_is_asked_for(configure: Callable[..., TrainerConfig]):
+    configure(replicate_below=64)
+    split = NamedSharding(set_mesh("tensor"), P("tensor"))
     state = {"layers_1": {name: jax.ShapeDtypeStruct((n,), float, sharding=split) for name, n in (("w", 64), ("b", 8))}}
     types, shardings, _ = hooks.place_state(state, jax.tree.map(lambda x: x.sharding, state), None)
     for name, spec in (("w", P("tensor")), ("b", P())):
@@ -200,7 +201,7 @@ def test_small_arrays_of_the_state_lie_whole_where_that_is_asked_for(
         assert shardings["layers_1"][name].device_set == set(jax.devices()[4:8])
 
 
-def test_layers_of_a_forecast_are_copies_of_the_first(handoff: TrainerConfig, monkeypatch: pytest.MonkeyPatch):
+def test_layers_of_a_forecast_are_copies_of_the_first(configure: Callable[..., TrainerConfig]):
     class Decoder:
         made = 0
 
@@ -210,8 +211,7 @@ def test_layers_of_a_forecast_are_copies_of_the_first(handoff: TrainerConfig, mo
 
     decoder = Decoder()
     for forecast, made in (("", 2), ("file", 4)):
-        hooks._config.cache_clear()
-        monkeypatch.setenv(VARIABLE, replace(handoff, forecast=forecast).variables()[VARIABLE])
+        configure(forecast=forecast)
         one, two = (hooks.new_layer(decoder.make, "a") for _ in range(2))
         assert one is not two
         assert one.kernel is not two.kernel  # as parameters they are two
@@ -220,24 +220,23 @@ def test_layers_of_a_forecast_are_copies_of_the_first(handoff: TrainerConfig, mo
         decoder.made = 2
 
 
-def test_layouts_that_a_model_leaves_open_are_derived(handoff: TrainerConfig):
+def test_layouts_that_a_model_leaves_open_are_derived(configure: Callable[..., TrainerConfig]):
     seen = []
-    StepFunction(lambda state, batch: (seen.append(contexts.current()), state), (), handoff, print)(
-        jnp.zeros(2), jnp.zeros(2)
-    )
+    step = StepFunction(lambda state, batch: (seen.append(contexts.current()), state), (), configure(), print)
+    step(jnp.zeros(2), jnp.zeros(2))
     assert seen[0].autoshard
 
 
-def test_an_evaluation_gives_nothing_up_and_writes_no_placement(handoff: TrainerConfig):
-    mesh = Mesh(np.array(hooks.stage_devices()).reshape(2, 2), ("data", "tensor"))
-    hooks.model_mesh(SimpleNamespace(num_decoder_layers=2, first_num_dense_layers=0), mesh)
+def test_an_evaluation_gives_nothing_up_and_writes_no_placement(configure: Callable[..., TrainerConfig]):
+    set_mesh("data", "tensor")
     evaluate = hooks.jit(lambda state, x: hooks.layer(1, lambda w, x: jnp.sum(x @ w))(state, x), donate_argnums=())
     weights = jax.device_put(jnp.eye(WIDTH), NamedSharding(hooks._current().of_layer(1), P()))
     assert evaluate(weights, jnp.ones((4, WIDTH))) == 4 * WIDTH
     assert not weights.is_deleted()
-    assert not Path(handoff.placement).exists()
+    assert not Path(configure().placement).exists()
 
 
-def test_a_model_without_a_mesh_is_refused(handoff: TrainerConfig):
+@pytest.mark.usefixtures("configure")
+def test_a_model_without_a_mesh_is_refused():
     with pytest.raises(LauncherError, match=r"MaxText built a model before its mesh; .* run ./bootstrap.sh"):
         hooks.layer(0, init)

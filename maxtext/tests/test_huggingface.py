@@ -26,7 +26,9 @@ def torch_python() -> str:
         words = [python, "-c", "import torch, transformers"]
         if subprocess.run(words, capture_output=True, check=False).returncode == 0:
             return python
-    pytest.skip("no Python here has torch; put one onto PATH (requirements/torch.txt)")
+    pytest.skip(
+        "no Python here has torch; put one onto PATH: a venv with `pip install torch transformers sentencepiece`"
+    )
 
 
 def script(python: str, maxtext: Path | None, *words: object) -> str:

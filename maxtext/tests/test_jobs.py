@@ -85,10 +85,11 @@ def test_a_process_of_a_job_starts_with_flags_that_fit(folder: str, script: str,
 
 
 SCONTROL = """#!/bin/sh
-case "$*" in
-  "show job 7") echo "   Command=$FOLDER/job.sbatch --text x" ;;
-  "show hostnames"*) echo n1 ;;
-  "show node"*) echo "NodeName=n1 NodeAddr=10.0.0.1" ;;
+case "$MUTE $*" in
+  "all "* | "nodes show "[hn]*) ;;
+  *" show job 7") echo "   Command=$FOLDER/job.sbatch --text x" ;;
+  *" show hostnames"*) echo n1 ;;
+  *" show node"*) echo "NodeName=n1 NodeAddr=10.0.0.1" ;;
   *) echo "scontrol $*" ;;
 esac
 """
@@ -115,7 +116,9 @@ def submitted(folder: Path, tmp_path: Path, *flags: str, programs: Any = (), **v
     environment = {f"SLURM_{name}": value for name, value in slurm.items()} | {"FOLDER": str(folder), **variables}
     environment |= {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "HOME": str(tmp_path)}
     line = ["bash", str(folder / "job.sbatch"), *flags]
-    return subprocess.run(line, env=environment, capture_output=True, text=True, check=False).stdout
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
+    assert bool(done.returncode) == bool(done.stderr or int(variables.get("CODE", 0)))  # nothing fails without a word
+    return done.stdout + done.stderr
 
 
 @pytest.mark.stand_in("programs of a cluster that print their words")
@@ -156,6 +159,24 @@ def test_a_job_comes_again_where_it_can_go_on(tmp_path: Path, code: str, flags: 
     assert settings("gpt3-175b-64gpus", "ORIGINAL") in said
 
 
+@pytest.mark.stand_in("programs of a cluster that print their words")
+@pytest.mark.parametrize(
+    ("mute", "said"),
+    [("nodes", "scontrol shows no node of n[1-2], so nothing says where"), ("all", "error: no job.sh in '.'")],
+)
+def test_a_scontrol_that_prints_nothing_is_named(tmp_path: Path, mute: str, said: str):
+    assert said in submitted(JOBS / "slurm", tmp_path, MUTE=mute, CHECKOUT=str(ROOT))
+
+
+@pytest.mark.parametrize("flag", ["--nodes 2", "--nodes=16", "--gpus 8", "--gpus=16"])
+def test_a_process_refuses_what_the_options_of_sbatch_say(flag: str):
+    variables = {**os.environ, "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_PROCID": "0"}
+    line = [str(JOBS / "slurm/run.sh"), "--dry-run", *flag.split(), "--pp", "2"]
+    done = subprocess.run(line, env=variables, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: leave out --nodes and --gpus: sbatch's ")
+
+
 FIELDS = """
 apiVersion kind metadata.name spec.network.enableDNSHostnames spec.network.publishNotReadyAddresses
 spec.failurePolicy.maxRestarts spec.failurePolicy.rules.name spec.failurePolicy.rules.action
@@ -167,7 +188,7 @@ podFailurePolicy.rules.onExitCodes.operator podFailurePolicy.rules.onExitCodes.v
 """
 POD = """
 containers.name containers.image containers.command containers.args containers.env.name containers.env.value
-containers.env.valueFrom.fieldRef.fieldPath containers.resources.limits.nvidia.com/gpu containers.volumeMounts.name
+containers.resources.limits.nvidia.com/gpu containers.volumeMounts.name
 containers.volumeMounts.mountPath volumes.name volumes.persistentVolumeClaim.claimName volumes.emptyDir.medium
 """
 """Fields of a JobSet, as its CustomResourceDefinition has them (v1alpha2, August 2026), of a Job, and of a pod."""
@@ -201,7 +222,7 @@ def test_a_jobset_starts_the_processes_of_a_folder(folder: str, maxtext: Path, t
     assert set(rule["onExitCodes"]["values"]) == {kind.exit_code for kind in kinds} | ended  # those that start again
     assert part["template"]["spec"]["completions"] == nodes
     assert container["resources"]["limits"]["nvidia.com/gpu"] == each
-    given = {entry["name"]: entry.get("value", "1") for entry in container["env"]}  # its index is 1
+    given = {entry["name"]: entry["value"] for entry in container["env"]} | {"JOB_COMPLETION_INDEX": "1"}
     name = manifest["metadata"]["name"]
     assert given["JAX_COORDINATOR_ADDRESS"] == f"{name}-{part['name']}-0-0.{name}:61440"
     (line,) = container["args"]

@@ -12,14 +12,12 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from killing import records, trainers
+from killing import Job, records, trainers
 
 from multimesh_maxtext.command.environment import CACHE_SWITCH
 
@@ -35,11 +33,7 @@ LIMIT = 240.0
 CODES = {0, 17, 18, 130, -signal.SIGKILL, -signal.SIGUSR1, -signal.SIGTERM, -signal.SIGINT}
 """Of a run that got a signal: it was done, lost a process, saved, was interrupted; or the launcher died of it."""
 
-LINE = (
-    *("--num-layers=2", "--model-dims=32", "--num-heads=2", "--sequence-length=32", "--batch-size=4", "--pp=2"),
-    *("--microbatch-size=2", f"checkpoint_period={EVERY}", f"--num-steps={STEPS}", "dtype=float32"),
-    *("--spawn", "--nodes=2", "--cpus=1"),
-)
+LINE = (f"checkpoint_period={EVERY}", f"--num-steps={STEPS}")
 
 
 @dataclass(frozen=True)
@@ -50,44 +44,6 @@ class Shot:
     place: str
     seconds: float
     step: int | None
-
-
-@dataclass(frozen=True)
-class Job:
-    """A run in a folder."""
-
-    root: Path
-    folder: Path
-    cache: Path
-
-    def start(self, *words: str) -> subprocess.Popen[bytes]:
-        """Start it; its output goes to files, so that nothing holds it up."""
-        argv = [sys.executable, str(self.root / "maxtext/run.py"), *LINE, f"--text={self.root / 'LICENSE'}"]
-        argv += [f"--output={self.folder / 'out'}", f"--checkpoint={self.folder / 'ck'}", *words]
-        self.folder.mkdir(exist_ok=True)
-        with self.said.open("w") as said:
-            variables = os.environ | {CACHE_SWITCH: "1", "XDG_CACHE_HOME": str(self.cache)}
-            return subprocess.Popen(argv, stdout=said, stderr=said, env=variables, start_new_session=True)
-
-    @property
-    def said(self) -> Path:
-        """The file with what the newest run printed."""
-        return self.folder / "said"
-
-    def processes(self) -> list[int]:
-        """All processes whose command line names the folder."""
-        return [pid for pid, words in command_lines() if str(self.folder) in words]
-
-    def checkpoints(self) -> list[int]:
-        """Complete checkpoints."""
-        folder = self.folder / "ck"
-        return sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit())
-
-
-def command_lines() -> Iterator[tuple[int, str]]:
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            yield int(path.parent.name), path.read_text()
 
 
 def learned(job: Job) -> list[str]:
@@ -107,7 +63,7 @@ def draw(chance: random.Random) -> Shot:
 def shoot(shot: Shot, job: Job, launcher: subprocess.Popen[bytes]) -> list[int]:
     """Send the signal at its moment; return who was there to get it."""
     if shot.step is not None:
-        while launcher.poll() is None and f"\nstep {shot.step} of " not in job.said.read_text().replace("\r", "\n"):
+        while launcher.poll() is None and f"\nstep {shot.step} of " not in job.said.replace("\r", "\n"):
             time.sleep(0.002)
     time.sleep(shot.seconds)
     kind, _, rank = shot.place.partition(" ")
@@ -119,7 +75,7 @@ def shoot(shot: Shot, job: Job, launcher: subprocess.Popen[bytes]) -> list[int]:
         except FileNotFoundError:  # it has ended
             targets = []
     elif kind == "trainer":
-        targets = [*trainers(job.folder / "out", int(rank))]
+        targets = trainers(job.folder / "out", int(rank))
     for pid in targets:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, shot.signal)
@@ -140,7 +96,7 @@ def wait_for_end(shot: Shot, targets: list[int], launcher: subprocess.Popen[byte
 
 def check_last_line(job: Job, code: int) -> None:
     """The last line says which checkpoint is complete, or that none is."""
-    last = job.said.read_text().strip().splitlines()[-1]
+    last = job.said.strip().splitlines()[-1]
     newest = job.checkpoints()[-1:]
     if code == 0:
         assert last.startswith(f"ok: {STEPS} steps"), last
@@ -151,12 +107,12 @@ def check_last_line(job: Job, code: int) -> None:
 
 
 def check_end(job: Job, shot: Shot, code: int) -> None:
-    assert code in CODES, job.said.read_text()
+    assert code in CODES, job.said
     by_signal = shot.place == "launcher" and code == -shot.signal  # nobody is there to print a last line
     until = time.monotonic() + 15
     while job.processes() and time.monotonic() < until:
         time.sleep(0.1)
-    assert job.processes() == [], [words for _, words in command_lines() if str(job.folder) in words]
+    assert job.processes() == [], job.processes()
     if not by_signal:
         check_last_line(job, code)
 
@@ -166,14 +122,15 @@ def check_end(job: Job, shot: Shot, code: int) -> None:
 @pytest.mark.timeout(6 * 3600)
 def test_a_random_signal_costs_no_step(root: Path, tmp_path: Path):
     print(f"\nKILL_LOOP_SEED={SEED} KILL_LOOP_RUNS={RUNS}")
-    chance, cache = random.Random(SEED), tmp_path / "cache"
-    reference = Job(root, tmp_path / "reference", cache)
-    assert reference.start().wait(LIMIT) in (0, 13)
+    chance = random.Random(SEED)
+    variables = {CACHE_SWITCH: "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    reference = Job(root, tmp_path / "reference", **variables)
+    assert reference.start(*LINE).wait(LIMIT) in (0, 13)
     expected = learned(reference)
     wrong = []
     print("run  signal   to         moment           code  steps  newest  resumes  result")
     for number in range(RUNS):
-        shot, job = draw(chance), Job(root, tmp_path / f"run-{number}", cache)
+        shot, job = draw(chance), Job(root, tmp_path / f"run-{number}", **variables)
         try:
             row, result = play(job, shot, expected), "equal"
         except AssertionError as error:
@@ -189,7 +146,7 @@ def test_a_random_signal_costs_no_step(root: Path, tmp_path: Path):
 
 def play(job: Job, shot: Shot, expected: list[str]) -> str:
     """Start a run, send it a signal, go on; return a row of the table."""
-    launcher = job.start()
+    launcher = job.start(*LINE)
     targets = shoot(shot, job, launcher)
     code = wait_for_end(shot, targets, launcher)
     check_end(job, shot, code)
@@ -200,8 +157,8 @@ def play(job: Job, shot: Shot, expected: list[str]) -> str:
     if code == 18:
         assert newest == [steps - 1], (newest, steps)
     assert steps - 1 - (newest[0] if newest else -1) <= EVERY, (newest, steps)
-    again = job.start("--resume").wait(LIMIT)
-    said = job.said.read_text()
+    again = job.start(*LINE, "--resume").wait(LIMIT)
+    said = job.said
     assert again in (0, 13), said[-2000:]
     ran = [int(step) for step in re.findall(rf"^step (\d+) of {STEPS} ", said, re.MULTILINE)]
     assert ran[:1] in ([], [newest[0] + 1 if newest else 0]), (ran[:1], newest)

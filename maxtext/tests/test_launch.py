@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from multimesh_maxtext.command.check_flags import find_wrong_flags
-from multimesh_maxtext.command.command_line import parse
+from multimesh_maxtext.command.command_line import read
 from multimesh_maxtext.command.environment import memory_limit
 from multimesh_maxtext.command.job import Job, Paths
 from multimesh_maxtext.command.member import Member, find_repeats, member
@@ -26,7 +26,7 @@ from multimesh_maxtext.handoff import PIPELINE, TrainerConfig, receive
 
 ROOT = Path(__file__).resolve().parents[2]
 SLURM = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_PROCID": "9", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1"}
-SPAWNED = {f"MULTIMESH_MAXTEXT_{name}": value for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("SIZE", "16"))}
+SPAWNED = {"MULTIMESH_PROCESS": "1", "MULTIMESH_PROCESSES": "16", "JAX_COORDINATOR_ADDRESS": "127.0.0.1:6000"}
 MPI = {"OMPI_COMM_WORLD_RANK": "9", "OMPI_COMM_WORLD_SIZE": "16", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 MPI |= {"OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:5"}
 MPICH = {"PMI_RANK": "9", "PMI_SIZE": "16", "MPI_LOCALRANKID": "1", "JAX_COORDINATOR_ADDRESS": "n1:6000"}
@@ -50,27 +50,18 @@ def test_a_forecast_needs_neither_dataset_nor_checkpoint(job: Callable[..., Job]
 @pytest.mark.parametrize("launcher", [SLURM, MPI, MPICH, SHELL | MPI], ids=["srun", "mpirun", "mpich", "in a shell"])
 def test_a_launcher_says_which_process_this_is(launcher: dict[str, str]):
     """The innermost does: ``--spawn`` and mpirun also start processes in a step of Slurm."""
-    assert member(parse(["--nodes", "16"]), launcher) == Member(9, 16, 1)
-    assert member(parse(["--nodes", "16"]), launcher | SPAWNED) == Member(1, 16, 1)
-    assert member(parse([]), launcher) == Member()  # a job of one process may run anywhere
-    assert list(find_repeats(parse(["--nodes", "16"]), launcher)) == []
-    (line,) = find_repeats(parse([]), {**launcher, **SPAWNED, "MULTIMESH_MAXTEXT_RANK": "0"})
+    assert member(read(["--nodes", "16"]).flags, launcher) == Member(9, 16, 1)
+    assert member(read(["--nodes", "16"]).flags, launcher | SPAWNED) == Member(1, 16, 1)
+    assert member(read([]).flags, launcher) == Member()  # a job of one process may run anywhere
+    assert list(find_repeats(read(["--nodes", "16"]).flags, launcher)) == []
+    (line,) = find_repeats(read([]).flags, {**launcher, **SPAWNED, "MULTIMESH_PROCESS": "0"})
     assert line.endswith("with --nodes 16 they train together")
-
-
-def test_the_first_process_writes_where_the_user_says(paths: Paths):
-    assert paths.of_process(0) == paths
-    assert paths.of_process(2).metrics == paths.output / "process-2" / "metrics.jsonl"
 
 
 @pytest.mark.parametrize(
     ("argv", "launcher", "message"),
     [
-        (
-            "--nodes 2",
-            {},
-            "no launcher started this process; use `srun --ntasks=2 ...` or `mpirun -n 2 ...`, or --spawn",
-        ),
+        ("--nodes 2", {}, "no launcher started this process; use `srun --ntasks=2 ...` or `mpirun -n 2 ...`, or"),
         ("--nodes 2", {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "no launcher"),  # a batch script, outside of srun
         ("--nodes 2", SHELL, "no launcher"),  # srun --pty bash
         ("--nodes 2", SLURM, "but Slurm started 16 processes; make them agree"),
@@ -87,17 +78,17 @@ def test_the_first_process_writes_where_the_user_says(paths: Paths):
 )
 def test_processes_that_cannot_meet_are_refused(argv: str, launcher: dict[str, str], message: str):
     with pytest.raises(FlagError) as raised:
-        member(parse(argv.split()), launcher)
+        member(read(argv.split()).flags, launcher)
     assert message in str(raised.value)
 
 
 def test_what_several_processes_cannot_do_is_refused():
     """At once with all else that is wrong with the command line; a forecast is made by one process."""
     flags = ["--pp", "2", "--verify", "--gpus", "1"]
-    (error,) = find_wrong_flags(parse(["--nodes", "16", *flags]))
+    (error,) = find_wrong_flags(read(["--nodes", "16", *flags]).flags)
     assert str(error).startswith("--verify is for one process so far")
-    assert not [*find_wrong_flags(parse(["--nodes", "16", *flags, "--forecast"]))]
-    assert not [*find_wrong_flags(parse(flags))]
+    assert not [*find_wrong_flags(read(["--nodes", "16", *flags, "--forecast"]).flags)]
+    assert not [*find_wrong_flags(read(flags).flags)]
 
 
 @pytest.mark.parametrize("nodes", ["1", "2"])
@@ -162,34 +153,24 @@ def test_every_process_gets_its_own_devices(job: Callable[[Sequence[str]], Job],
 
 @pytest.mark.full
 def test_two_processes_train_what_one_does(maxtext: Path, tmp_path: Path):
+    """MaxText alone, as srun starts it."""
     flags = "--backend spmd --dp 2 --pp 2 --num-layers 2 --batch-size 8 --sequence-length 32 --num-steps 3"
 
     def start(name: str, *more: str, **env: str) -> subprocess.Popen[bytes]:
-        argv = [
-            sys.executable,
-            str(ROOT / "maxtext" / "run.py"),
-            "--output",
-            str(tmp_path / name),
-            *more,
-            *flags.split(),
-        ]
+        argv = [sys.executable, str(ROOT / "maxtext/run.py"), "--output", str(tmp_path / name), *more, *flags.split()]
         with (tmp_path / f"{name}.{env.get('SLURM_PROCID', 'alone')}").open("wb") as said:
             return subprocess.Popen(argv, stdout=said, stderr=said, env=os.environ | env)
 
-    def losses(place: Path) -> list[float]:
-        return [json.loads(line)["learning/loss"] for line in place.read_text().splitlines()]
+    def losses(folder: Path) -> list[float]:
+        return [json.loads(line)["learning/loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
     step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
-    ranks = [
-        start("two", "--nodes", "2", "--cpus", "2", **step, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank))
-        for rank in range(2)
-    ]
-    assert [each.wait(600) for each in ranks] == [0, 0], (tmp_path / "two.0").read_text()
+    ids = [{"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
+    ranks = [start("two", "--nodes", "2", "--cpus", "2", **step, **numbers) for numbers in ids]
+    assert [process.wait(600) for process in ranks] == [0, 0], (tmp_path / "two.0").read_text()
     assert start("one", "--cpus", "4").wait(600) == 0
-
-    alone = losses(tmp_path / "one" / "metrics.jsonl")
-    for place in (tmp_path / "two", tmp_path / "two" / "process-1"):
-        assert losses(place / "metrics.jsonl") == pytest.approx(alone, rel=1e-6)
+    for folder in (tmp_path / "two", tmp_path / "two/process-1"):
+        assert losses(folder) == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
     assert (tmp_path / "two.0").read_text().count("ok: 3 steps") == 1
     assert (tmp_path / "two.1").read_text() == ""
 
@@ -199,7 +180,7 @@ def followed(paths: Paths, program: str, *, steps: int = 0) -> tuple[int, StopRe
     paths.output.mkdir(parents=True, exist_ok=True)
     stop, done = StopRequest(), [Step(n, 1.0, 1.0, 1.0, 1.0) for n in range(steps)]
     start, follower = Launch(("sh", "-c", program), {}, {}), Follower(paths.metrics)
-    return follow(follower, done, print, start, paths, (), stop, saves=steps > 0), stop
+    return follow(follower, done, print, start, paths, stop, saves=steps > 0), stop
 
 
 ME = os.getpid()

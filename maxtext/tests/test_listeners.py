@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from multimesh_maxtext.command.listeners import GAUGES, Exposition, MetricsHook, Watch, load_hook
+from multimesh_maxtext.command.listeners import GAUGES, Exposition, Watch, load_hook, tell_once
 from multimesh_maxtext.errors import FileError, FlagError, LauncherError
 from multimesh_maxtext.handoff import MEMORY, SECONDS, TIME, UTILIZATION
 
+GOES_ON = "training goes on with its next record"
 SMALL = "--cpus 2 --pp 2 --num-layers 2 --model-dims 32 --mlp-dims 32 --sequence-length 32 --attention dot_product"
 
 
@@ -70,13 +71,6 @@ def test_what_is_not_known_is_left_out_and_a_loss_that_is_no_number_is_there(tmp
     assert math.isnan(metrics["multimesh_loss"])
 
 
-def test_a_file_that_cannot_be_written_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture):
-    tell = Exposition(tmp_path / "none/run.prom", steps=100, watch=Watch())
-    tell(record(0))
-    tell(record(1))
-    assert capsys.readouterr().err.count("run.prom: No such file or directory; training goes on") == 1
-
-
 def test_alerts_are_lines_of_a_stable_shape_one_for_steps_that_follow_one_another(capsys: pytest.CaptureFixture):
     watch = Watch()
     losses = [9.0, 5.0, *[3.0] * 18, 4.6, 4.7, 4.8, 3.0, math.nan, math.nan, 3.0, math.inf]
@@ -110,17 +104,21 @@ def test_a_hook_that_is_not_there_is_named(name: str, kind: type[LauncherError],
         load_hook(name)
 
 
-def test_what_a_hook_raises_is_told_once_and_ends_nothing(capsys: pytest.CaptureFixture[str]):
+def test_what_a_listener_raises_is_told_once_and_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     def log(record: Any) -> None:
         raise RuntimeError(f"no network for {record.pop('step')}")
 
-    hook = MetricsHook("mine:log", log)
-    record = {"step": 3, "learning/loss": 1.0}
-    hook(record)
-    hook(record)
-    assert record == {"step": 3, "learning/loss": 1.0}
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("warning: --metrics-hook mine:log: RuntimeError at step 3: no network for 3; training goes")
+    sample, file = record(3), tmp_path / "none/run.prom"
+    write = Exposition(file, steps=9, watch=Watch())
+    for name, tell in (("--metrics-hook mine:log", log), (f"--prometheus {file}", write)):
+        listener = tell_once(name, tell)
+        listener(sample)
+        listener(sample)
+    assert sample == record(3)
+    hook, missing = capsys.readouterr().err.splitlines()
+    assert hook == "warning: --metrics-hook mine:log: RuntimeError at step 3: no network for 3; " + GOES_ON
+    assert missing.startswith(f"warning: --prometheus {file}: FileNotFoundError at step 3: ")
+    assert missing.endswith(GOES_ON)
 
 
 def with_packages(*folders: Path) -> dict[str, str]:

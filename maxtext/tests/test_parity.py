@@ -123,17 +123,3 @@ def test_combinations_agree_closely(tmp_path: Path):
     assert {name: result.error for name, result in results.items() if result.error} == {}
     gaps = {name: max(map(result.gap, METRICS[:3])) for name, result in results.items()}
     assert {name: gap for name, gap in gaps.items() if gap > grid.CLOSE} == {}, gaps
-
-
-def test_a_section_of_the_file_is_renewed():
-    steps = [(dict.fromkeys(METRICS, 1.0), dict.fromkeys(METRICS, 1.0))] * 2
-    results = {
-        "--pp 2 dtype=float32": Result(None, steps, [({"w": 1.00002}, {"w": 1.0})], {}, 60.0),
-        "--pp 8 dtype=float32": Result("ValueError: no", [], [], {}, 0.0),
-    }
-    rows = grid.table("x", results, origin="maxtext 1")
-    assert rows == [
-        ["x", "--pp 2", "0e+00", "0e+00", "0e+00", "2e-05", "maxtext 1"],
-        ["x", "--pp 8", "ValueError: no", "", "", "", "maxtext 1"],
-    ]
-    assert grid.renewed([["section"], ["x", "old"], ["y", "other"]], "x", rows) == [["section"], *rows, ["y", "other"]]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from multimesh_maxtext.trainer.placement import Stages, stage_meshes
+from multimesh_maxtext.trainer.placement import Stages, list_stacks, stage_meshes
 
 
 @pytest.fixture
@@ -19,66 +22,55 @@ def stages() -> Stages:
     return Stages(stage_meshes(first, 4, devices), layers=8)
 
 
+def two_stages(**layout: Any) -> Stages:
+    return Stages(stage_meshes(Mesh(np.array(jax.devices()[:4]), ("data",)), 2, jax.devices()), **layout)
+
+
+def located(stages: Stages, tree: Any) -> Any:
+    """The number of the stage of each leaf."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: stages.meshes.index(stages.of_path(path)), tree)
+
+
 def test_stages_are_alike_but_for_their_devices(stages: Stages):
     ids = [[d.id for d in mesh.devices.flat] for mesh in stages.meshes]
     assert ids == [[1, 0], [3, 2], [5, 4], [7, 6]]
     assert {mesh.abstract_mesh for mesh in stages.meshes} == {stages.meshes[0].abstract_mesh}
 
 
-def test_layers_are_dealt_in_contiguous_shares(stages: Stages):
-    assert [stages.meshes.index(stages.of_layer(n)) for n in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
-
-
-def test_pieces_are_dealt_to_the_stages_in_turn():
-    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
-    interleaved = Stages(stage_meshes(mesh, 2, jax.devices()), layers=8, interleave=2)
-    assert interleaved.pieces == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
-    assert [interleaved.meshes.index(interleaved.of_layer(n)) for n in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
-    stacks = {f"layers_{p.start}_{p.stop - 1}": {"mlp": 0} for p in interleaved.pieces}
-    found = jax.tree_util.tree_map_with_path(
-        lambda path, _: interleaved.meshes.index(interleaved.of_path(path)), stacks
-    )
-    assert found == {name: {"mlp": n % 2} for n, name in enumerate(stacks)}
-
-
-def test_pieces_are_dealt_as_a_schedule_says():
-    """In a V the first and the last piece are on one stage, and so are the embedding and the logits."""
-    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
-    v = Stages(stage_meshes(mesh, 2, jax.devices()), layers=8, interleave=2, placement=(0, 1, 1, 0))
-    assert [v.meshes.index(v.of_layer(n)) for n in range(8)] == [0, 0, 1, 1, 1, 1, 0, 0]
-    paths = jax.tree_util.tree_leaves_with_path({"embedding": 0, "decoder_norm": 0, "layers_4": 0})
-    assert {jax.tree_util.keystr(path): v.meshes.index(v.of_path(path)) for path, _ in paths} == {
-        "['embedding']": 0,
-        "['decoder_norm']": 0,
-        "['layers_4']": 1,
+@pytest.mark.parametrize(
+    ("layout", "pieces", "stage_of"),
+    [
+        ({"layers": 8}, [4, 4], [0, 0, 0, 0, 1, 1, 1, 1]),
+        ({"layers": 8, "interleave": 2}, [2, 2, 2, 2], [0, 0, 1, 1, 0, 0, 1, 1]),
+        ({"layers": 8, "interleave": 2, "placement": (0, 1, 1, 0)}, [2, 2, 2, 2], [0, 0, 1, 1, 1, 1, 0, 0]),
+        ({"layers": 6, "interleave": 2, "sizes": (2, 1, 2, 1)}, [2, 1, 2, 1], [0, 0, 1, 0, 0, 1]),
+    ],
+    ids=["shares", "in turn", "in a V", "uneven"],
+)
+def test_pieces_are_dealt_as_a_schedule_says(layout: dict[str, Any], pieces: list[int], stage_of: list[int]):
+    """The embedding lies with the first layer, the final norm with the last, a stack of a piece with its first one."""
+    stages = two_stages(**layout)
+    firsts = list(itertools.accumulate([0, *pieces[:-1]]))
+    assert stages.pieces == [range(first, first + size) for first, size in zip(firsts, pieces, strict=True)]
+    assert [stages.meshes.index(stages.of_layer(n)) for n in range(layout["layers"])] == stage_of
+    names = [name for name, *_ in list_stacks(stages.pieces, None)]
+    assert names == [f"layers_{first}_{first + size - 1}" for first, size in zip(firsts, pieces, strict=True)]
+    found = located(stages, {"embedding": 0, "decoder_norm": 0, **{name: {"mlp": 0} for name in names}})
+    assert found == {
+        "embedding": stage_of[0],
+        "decoder_norm": stage_of[-1],
+        **{name: {"mlp": stage_of[first]} for name, first in zip(names, firsts, strict=True)},
     }
 
 
-def test_pieces_of_unequal_sizes():
-    """Their stacks are named by their first and last layers, also that of one layer."""
-    from multimesh_maxtext.trainer.placement import list_stacks
-
-    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
-    uneven = Stages(stage_meshes(mesh, 2, jax.devices()), layers=6, interleave=2, sizes=(2, 1, 2, 1))
-    assert uneven.pieces == [range(0, 2), range(2, 3), range(3, 5), range(5, 6)]
-    assert [uneven.meshes.index(uneven.of_layer(n)) for n in range(6)] == [0, 0, 1, 0, 0, 1]
-    names = ["layers_0_1", "layers_2_2", "layers_3_4", "layers_5_5"]
-    assert [name for name, *_ in list_stacks(uneven.pieces, None)] == names
-
-
 def test_layers_that_are_counted_apart_are_dealt_in_one_row():
-    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
-    stages = Stages(stage_meshes(mesh, 2, jax.devices()), layers=4, dense=1)
     paths = {"dense_layers_0": 0, "moe_layers_0": 0, "moe_layers_1": 0, "moe_layers_2": 0}
-    found = jax.tree_util.tree_map_with_path(lambda path, _: stages.meshes.index(stages.of_path(path)), paths)
-    assert [*found.values()] == [0, 0, 1, 1]
+    assert [*located(two_stages(layers=4, dense=1), paths).values()] == [0, 0, 1, 1]
 
 
 @pytest.mark.flax
 def test_the_layers_of_a_piece_get_the_random_numbers_of_one_stack():
     from flax import nnx
-
-    from multimesh_maxtext.trainer.placement import list_stacks
 
     pieces = [range(0, 3), range(3, 6)]
     assert [(name, length) for name, length, _ in list_stacks(pieces, None)] == [("layers_0_2", 3), ("layers_3_5", 3)]
@@ -93,7 +85,7 @@ def test_parameters_and_their_moments_go_with_their_layer(stages: Stages):
     layers = {f"layers_{n}": {"mlp": {"kernel": 0}} for n in (0, 3, 7)}
     params = {"decoder": {**layers, "decoder_norm": {"scale": 0}, "logits_dense": {"kernel": 0}}, "embedding": 0}
     state = {"model": params, "optimizer": [{"mu": params, "nu": params, "count": 0}], "step": 0}
-    found = jax.tree_util.tree_map_with_path(lambda path, _: stages.meshes.index(stages.of_path(path)), state)
+    found = located(stages, state)
     for part in (found["model"], found["optimizer"][0]["mu"], found["optimizer"][0]["nu"]):
         decoder = part["decoder"]
         assert [decoder[f"layers_{n}"]["mlp"]["kernel"] for n in (0, 3, 7)] == [0, 1, 3]

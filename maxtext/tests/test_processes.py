@@ -17,14 +17,8 @@ from multimesh_maxtext.command.spawning import UNFIT
 from multimesh_maxtext.errors import UnfitError
 
 ROOT = Path(__file__).resolve().parents[2]
-STEP = (
-    "--num-steps=3",
-    "--batch-size=8",
-    "--microbatch-size=2",
-    "--sequence-length=32",
-    "--model-dims=32",
-    "--num-heads=2",
-)
+STEP = ("--num-steps=3", "--batch-size=8", "--microbatch-size=2", "--sequence-length=32", "--model-dims=32")
+STEP += ("--num-heads=2",)
 
 
 def losses(metrics: Path) -> list[tuple[float, float]]:
@@ -32,14 +26,7 @@ def losses(metrics: Path) -> list[tuple[float, float]]:
     return [(r["learning/loss"], r["learning/raw_grad_norm"]) for r in records if "learning/loss" in r]
 
 
-RESUMED = (
-    *STEP[1:],
-    "--num-layers=4",
-    "--backend=multimesh",
-    "checkpoint_period=2",
-    "eval_interval=2",
-    "eval_steps=2",
-)
+RESUMED = (*STEP[1:], "--num-layers=4", "checkpoint_period=2", "eval_interval=2", "eval_steps=2")
 WHOLE = 6
 
 
@@ -153,28 +140,21 @@ def test_the_code_of_the_process_that_fails_is_that_of_all(root: Path, tmp_path:
 
 
 @pytest.mark.multiprocess
-def test_processes_that_do_not_pass_the_check_do_not_train(
-    root: Path, tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fit", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_processes_train_if_they_pass_the_check(
+    root: Path, tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, fit: bool
 ):
-    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_shard_autotuning=true")
     words = ["--spawn", "--nodes=2", "--cpus=1", "--pp=2", "--num-layers=2", "--check", f"--output={tmp_path / 'out'}"]
-    assert main([*words, *STEP, "--json"], root=root) == UnfitError.exit_code
+    if not fit:
+        monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_shard_autotuning=true")
+    code = main([*words, *STEP, "--json"], root=root)
     out, err = capfd.readouterr()
-    assert json.loads(out)["exit_code"] == UnfitError.exit_code  # and no table
-    assert "FAILED: versions: XLA_FLAGS has --xla_gpu_shard_autotuning=true" in err
-    assert err.count("error: --check: these processes cannot run pipelines; the table above says why") == 1
-    assert not (tmp_path / "out/maxtext.log").exists()
-
-
-@pytest.mark.full
-@pytest.mark.multiprocess
-def test_processes_that_pass_the_check_train(root: Path, tmp_path: Path, capfd: pytest.CaptureFixture):
-    words = ["--spawn", "--nodes=2", "--cpus=1", "--pp=2", "--num-layers=2", "--check", f"--output={tmp_path / 'out'}"]
-    assert main([*words, *STEP], root=root) == 0
-    out, err = capfd.readouterr()
-    assert err.count("ok: these processes can run pipelines") == 1
-    assert out.splitlines()[-1].startswith("ok: 3 steps, loss ")
-    assert not (tmp_path / "out" / UNFIT).exists()
+    assert json.loads(out)["exit_code"] == code == (0 if fit else UnfitError.exit_code)
+    assert err.count("ok: these processes can run pipelines") == fit
+    assert ("FAILED: versions: XLA_FLAGS has --xla_gpu_shard_autotuning=true" in err) != fit
+    assert err.count("error: --check: these processes cannot run pipelines; the table above says why") == (not fit)
+    assert (tmp_path / "out/maxtext.log").exists() == fit
+    assert not (fit and (tmp_path / "out" / UNFIT).exists())
 
 
 @pytest.mark.full

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from killing import command_lines
 
 from multimesh_maxtext.command import cli
 from multimesh_maxtext.command.cli import main
@@ -125,6 +126,13 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def running(start: Start, folder: Path, kind: str) -> tuple[subprocess.Popen[str], int]:
+    """A launcher, and its trainer that has done a step."""
+    one = start("--output", folder, STAND_IN=kind)
+    (trainer,) = wait_for(lambda: children(one.pid) if (folder / "metrics.jsonl").exists() else [])
+    return one, trainer
+
+
 def gone(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
@@ -216,7 +224,7 @@ def test_what_is_wrong_for_all_processes_is_told_by_the_first(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: tuple[str, ...]
 ):
     """What only one finds, such as a file that its machine lacks, it tells after a while, and who it is."""
-    monkeypatch.setattr(cli, "_HOLD", 0.0)
+    monkeypatch.setattr(cli, "HOLD", 0.0)
     for name, value in zip(launcher, ("1", "2", "1"), strict=False):
         monkeypatch.setenv("SLURM_STEP_NODELIST", "n1")
         monkeypatch.setenv(name, value)
@@ -238,45 +246,38 @@ def test_overwrite_removes_all_that_a_run_made(command: Command, tmp_path: Path)
 
 
 def test_two_runs_in_one_folder_are_refused(start: Start, tmp_path: Path):
-    one = start("--output", tmp_path, STAND_IN="hangs")
-    wait_for(lambda: children(one.pid) if (tmp_path / "metrics.jsonl").exists() else [])
+    running(start, tmp_path, "hangs")
     code, _, errors = finished(start("--output", tmp_path, "--overwrite"))
     assert (code, errors.count("\n")) == (2, 1)
     assert f"--output {tmp_path}: another run writes here (`fuser " in errors
     assert (tmp_path / "metrics.jsonl").exists()
 
 
-def test_a_killed_launcher_takes_its_trainer_along_and_what_stays_keeps_the_folder(start: Start, tmp_path: Path):
-    one = start("--output", tmp_path, STAND_IN="leaves a child")
-    (trainer,) = wait_for(lambda: children(one.pid) if (tmp_path / "metrics.jsonl").exists() else [])
-    (left,) = wait_for(lambda: children(trainer))
+@pytest.mark.parametrize("stays", ["leaves a child", "reads data"])
+def test_a_killed_launcher_takes_its_trainer_along_and_what_stays_keeps_the_folder(
+    start: Start, tmp_path: Path, stays: str
+):
+    """Also those that read data for it; but not what left its session."""
+    one, trainer = running(start, tmp_path, stays)
+    (child,) = wait_for(lambda: children(trainer))
     one.send_signal(signal.SIGKILL)
     wait_for(lambda: gone(trainer))
-    try:
-        code, _, errors = finished(start("--output", tmp_path, "--overwrite"))
-        assert (code, "another run writes here" in errors) == (2, True)
-    finally:
-        os.kill(left, signal.SIGKILL)
-    wait_for(lambda: gone(left))
+    if stays == "leaves a child":
+        try:
+            code, _, errors = finished(start("--output", tmp_path, "--overwrite"))
+            assert (code, "another run writes here" in errors) == (2, True)
+        finally:
+            os.kill(child, signal.SIGKILL)
+    wait_for(lambda: gone(child))
     code, _, errors = finished(start("--output", tmp_path, "--overwrite"))
     assert code == 0, errors
 
 
-def test_a_killed_launcher_takes_those_along_that_read_data_for_its_trainer(start: Start, tmp_path: Path):
-    one = start("--output", tmp_path, STAND_IN="reads data")
-    (trainer,) = wait_for(lambda: children(one.pid) if (tmp_path / "metrics.jsonl").exists() else [])
-    (reader,) = wait_for(lambda: children(trainer))
-    one.send_signal(signal.SIGKILL)
-    wait_for(lambda: gone(trainer) and gone(reader))
-
-
 def test_no_guard_is_left_of_a_run(start: Start, tmp_path: Path):
-    one = start("--output", tmp_path, STAND_IN="hangs")
-    (trainer,) = wait_for(lambda: children(one.pid) if (tmp_path / "metrics.jsonl").exists() else [])
+    one, trainer = running(start, tmp_path, "hangs")
 
-    def guards() -> list[Path]:
-        lines = {path: _words(path) for path in Path("/proc").glob("[0-9]*/cmdline")}
-        return [path for path, words in lines.items() if words[-2:] == [b"guard", str(trainer).encode()]]
+    def guards() -> list[int]:
+        return [pid for pid, words in command_lines() if words.endswith(f"guard\0{trainer}\0")]
 
     assert wait_for(guards)
     one.send_signal(signal.SIGTERM)
@@ -319,13 +320,6 @@ def test_memory_of_the_machine_that_does_not_suffice_is_told_in_a_line(
     assert words in errors
     assert " after 2 of 2 steps" in errors
     assert "--mem of Slurm" in errors
-
-
-def _words(path: Path) -> list[bytes]:
-    try:
-        return path.read_bytes().rstrip(b"\0").split(b"\0")
-    except OSError:  # it has ended
-        return []
 
 
 def test_a_finished_job_that_is_run_again_has_nothing_left_to_do(start: Start, tmp_path: Path):

@@ -12,7 +12,7 @@ import pytest
 from multimesh import planner
 from multimesh.__main__ import main
 from multimesh_maxtext.command import cli, suggesting
-from multimesh_maxtext.command.command_line import parse, read, write_words
+from multimesh_maxtext.command.command_line import read, write_words
 from multimesh_maxtext.command.forecasting import planner_configuration, precision, recompute, transformer
 from multimesh_maxtext.command.job import Job, describe_model
 from multimesh_maxtext.command.suggesting import POLICIES, Request
@@ -41,10 +41,10 @@ def test_devices_are_those_of_the_library():
 def test_sizes_are_those_of_the_models(maxtext: Path):
     known = {"llama3-8b": 8.03e9, "llama3-70b": 70.6e9, "gpt3-175b": 175e9, "mixtral-8x7b": 46.7e9}
     for name, parameters in known.items():
-        model = transformer(describe_model(parse(["--model-name", name]), maxtext / "maxtext"))
+        model = transformer(describe_model(read(["--model-name", name]).flags, maxtext / "maxtext"))
         assert model.parameters == pytest.approx(parameters, rel=0.01)
     words = ["--model-dims", "64", "--mlp-dims", "256", "num_experts=8"]  # MaxText's base_moe_mlp_dim is -1
-    assert transformer(describe_model(parse(words), maxtext / "maxtext")).expert == 256
+    assert transformer(describe_model(read(words).flags, maxtext / "maxtext")).expert == 256
 
 
 def test_the_best_is_a_command_line_that_is_accepted(
@@ -145,11 +145,11 @@ def test_long_sequences_are_cut_over_devices(maxtext: Path, capsys: pytest.Captu
 
 def test_experts_share_the_axis_of_data(maxtext: Path):
     argv = (*CLUSTER, "--model-name", "mixtral-8x7b", "--batch-size", "64")
-    request = Request(parse(argv), frozenset(), maxtext, describe_model(parse(argv), maxtext / "maxtext"))
+    request = Request(read(argv).flags, frozenset(), maxtext, describe_model(read(argv).flags, maxtext / "maxtext"))
     how = Configuration(64, 128, dp=4, ep=2, tp=2, pp=2, microbatch=2, recompute="full")
     words = write_words(request.change(how))
     assert words[words.index("--dp") + 1] == words[words.index("--ep") + 1] == "2"
-    assert parse(words).parallelism == 16
+    assert read(words).flags.parallelism == 16
 
 
 def test_policies_have_names_of_the_planner():
@@ -162,7 +162,7 @@ def test_policies_have_names_of_the_planner():
 
 def test_what_would_be_refused_is_left_out(maxtext: Path):
     argv = (*JOB, "mtp_num_layers=1")
-    request = Request(parse(argv), frozenset(), maxtext, describe_model(parse(argv), maxtext / "maxtext"))
+    request = Request(read(argv).flags, frozenset(), maxtext, describe_model(read(argv).flags, maxtext / "maxtext"))
     assert request.accepts(Configuration(64, 4096, fsdp=16, recompute="full"))
     assert not request.accepts(Configuration(64, 4096, fsdp=8, pp=2, recompute="full"))
     assert "mtp_num_layers=1" in request.refused[0]

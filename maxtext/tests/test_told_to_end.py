@@ -2,63 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from killing import records, trainers
+from killing import Job, command_lines, records, trainers
 
-SMALL = (
-    *("--num-layers=2", "--model-dims=32", "--num-heads=2", "--sequence-length=32", "--batch-size=4", "--pp=2"),
-    *("--microbatch-size=2", "checkpoint_period=50", "dtype=float32", "learning_rate_schedule_steps=1000"),
-)
-TWO = ("--spawn", "--nodes=2", "--cpus=1")
+SETTINGS, ENDLESS = ("checkpoint_period=50", "learning_rate_schedule_steps=1000"), "--num-steps=100000"
 LIMIT = 240
-
-
-class Job:
-    """A run of two processes, whose output goes to a file."""
-
-    def __init__(self, root: Path, folder: Path, *words: Any) -> None:
-        self.folder, self.said = folder, folder / "said"
-        line = [sys.executable, str(root / "maxtext/run.py"), *SMALL, *TWO, f"--text={root / 'LICENSE'}"]
-        line += [f"--output={folder / 'out'}", f"--checkpoint={folder / 'ck'}", *map(str, words)]
-        with self.said.open("w") as said:
-            self.process = subprocess.Popen(line, stdout=said, stderr=said, start_new_session=True)
-
-    def until(self, condition: Callable[[], object]) -> None:
-        """Wait for a moment of the run."""
-        deadline = time.monotonic() + LIMIT
-        while not condition():
-            assert self.process.poll() is None, self.said.read_text()
-            assert time.monotonic() < deadline, self.said.read_text()
-            time.sleep(0.005)
-
-    def log(self) -> str:
-        """The log of the trainer of process 0."""
-        with contextlib.suppress(FileNotFoundError):
-            return (self.folder / "out/maxtext.log").read_text(errors="replace")
-        return ""
-
-    def processes(self) -> list[Path]:
-        """Processes whose command line names the folder."""
-        named = []
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            with contextlib.suppress(OSError):
-                named += [path] * (str(self.folder).encode() in path.read_bytes())
-        return named
-
-    def checkpoints(self) -> list[int]:
-        return sorted(int(path.name) for path in (self.folder / "ck").glob("*") if path.name.isdigit())
 
 
 def at_once(job: Job) -> None:
@@ -66,21 +22,21 @@ def at_once(job: Job) -> None:
 
 
 def at_check(job: Job) -> None:
-    job.until(lambda: any(b"multimesh\0check" in path.read_bytes() for path in job.processes()))
+    job.until(lambda: any("multimesh\0check" in words for _, words in command_lines()))
 
 
 def at_compilation(job: Job) -> None:
     """The trainers have met, and no step is done."""
-    job.until(lambda: "Gloo" in job.log() and len([*trainers(job.folder / "out", 0)]) > 0)
+    job.until(lambda: "Gloo" in job.log() and trainers(job.folder / "out", 0))
 
 
 def at_restore(job: Job) -> None:
-    job.until(lambda: [*trainers(job.folder / "out", 0)])  # from here on the log is that of this run
+    job.until(lambda: trainers(job.folder / "out", 0))  # from here on the log is that of this run
     job.until(lambda: re.search("restor", job.log(), re.IGNORECASE) and "Gloo" in job.log())
 
 
 def at_step(job: Job) -> None:
-    job.until(lambda: "\nstep 7 of" in job.said.read_text())
+    job.until(lambda: "\nstep 7 of" in job.said)
 
 
 def at_save(job: Job) -> None:
@@ -106,15 +62,15 @@ def test_a_job_that_is_told_to_end_never_trains_again(root: Path, tmp_path: Path
 
     The launcher gets it, or one process of two, as where a node is taken away. The same line then goes on.
     """
-    resumed = moment == "restore"
+    resumed, job = moment == "restore", Job(root, tmp_path)
     if resumed:
-        assert Job(root, tmp_path, "--num-steps=52").process.wait(LIMIT) in (0, 13)
+        assert job.start(*SETTINGS, "--num-steps=52").wait(LIMIT) in (0, 13)
     before = len(records(tmp_path / "out")) if resumed else 0
-    job = Job(root, tmp_path, "--num-steps=100000", *["--check"] * (moment == "check"), *["--resume"] * resumed)
+    job.start(*SETTINGS, ENDLESS, *["--check"] * (moment == "check"), *["--resume"] * resumed)
     MOMENTS[moment](job)
     children = Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text().split()
     os.kill(int(children[-1]) if moment == "step, one process" else job.process.pid, signal.SIGTERM)
-    code, said = job.process.wait(LIMIT), job.said.read_text()
+    code, said = job.process.wait(LIMIT), job.said
     if moment == "1 s" and not said:  # Python was still loading, and nobody could listen
         assert (code, job.processes()) == (-signal.SIGTERM, [])
         return
@@ -137,7 +93,7 @@ def test_a_job_that_is_told_to_end_never_trains_again(root: Path, tmp_path: Path
     assert (metrics.stat().st_size if metrics.exists() else 0) == size
     if code == 18:
         steps = checkpoints[-1] + 3
-        assert Job(root, tmp_path, f"--num-steps={steps}", "--resume").process.wait(LIMIT) in (0, 13)
+        assert job.start(*SETTINGS, f"--num-steps={steps}", "--resume").wait(LIMIT) in (0, 13)
         assert [record["step"] for record in records(tmp_path / "out")] == [*range(steps)]
 
 
@@ -146,7 +102,8 @@ def test_a_job_that_is_told_to_end_never_trains_again(root: Path, tmp_path: Path
 @pytest.mark.timeout(1800)
 def test_a_second_ctrl_c_waits_for_no_checkpoint_and_leaves_no_process(root: Path, tmp_path: Path):
     """The first one saves. Whoever presses again gets the prompt back when all processes have ended."""
-    job = Job(root, tmp_path, "--num-steps=100000")
+    job = Job(root, tmp_path)
+    job.start(*SETTINGS, ENDLESS)
     at_step(job)
     for pid in trainers(tmp_path / "out", 1):
         os.kill(pid, signal.SIGSTOP)  # a checkpoint that takes too long
@@ -155,8 +112,8 @@ def test_a_second_ctrl_c_waits_for_no_checkpoint_and_leaves_no_process(root: Pat
     job.process.send_signal(signal.SIGINT)
     code = job.process.wait(60)
     assert job.processes() == []
-    last = job.said.read_text().splitlines()[-1]
-    assert (code, "interrupted" in last or "SIGINT ended the run" in last) == (130, True), job.said.read_text()
+    last = job.said.splitlines()[-1]
+    assert (code, "interrupted" in last or "SIGINT ended the run" in last) == (130, True), job.said
     assert "no checkpoint is complete" in last or f"checkpoint {job.checkpoints()[-1]} is complete" in last
 
 
@@ -164,8 +121,7 @@ def test_a_second_ctrl_c_waits_for_no_checkpoint_and_leaves_no_process(root: Pat
 @pytest.mark.timeout(1800)
 def test_output_that_nobody_reads_holds_up_no_end(root: Path, tmp_path: Path):
     """A pipe whose reader lives and does not read, as a pager that was stopped: its 64 KiB are full before the end."""
-    line = [sys.executable, str(root / "maxtext/run.py"), *SMALL, "--cpus=2", "--num-steps=100000"]
-    line += [f"--text={root / 'LICENSE'}", f"--output={tmp_path / 'out'}", f"--checkpoint={tmp_path / 'ck'}"]
+    line = Job(root, tmp_path).line(*SETTINGS, "--cpus=2", ENDLESS)
     job = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     metrics, deadline = tmp_path / "out/metrics.jsonl", time.monotonic() + LIMIT
     while not metrics.exists() or metrics.read_bytes().count(b"\n") < 2500:  # lines of 30 bytes: more than a pipe holds
@@ -188,8 +144,7 @@ def test_output_that_nobody_reads_holds_up_no_end(root: Path, tmp_path: Path):
 def test_a_disk_that_is_full_is_named_in_the_last_line(root: Path, tmp_path: Path, small: str, size: str):
     """A file system of its own for each folder in turn: with the output, and with the checkpoints."""
     (tmp_path / small).mkdir()
-    line = [sys.executable, str(root / "maxtext/run.py"), *SMALL, "--cpus=2", "--num-steps=100000"]
-    line += [f"--text={root / 'LICENSE'}", f"--output={tmp_path / 'out'}", f"--checkpoint={tmp_path / 'ck'}"]
+    line = Job(root, tmp_path).line(*SETTINGS, "--cpus=2", ENDLESS)
     space = ["unshare", "--mount", *["--map-root-user"] * (os.geteuid() != 0)]
     mount = ["sh", "-c", f'mount -t tmpfs -o size={size} none "$0" && exec "$@"', str(tmp_path / small)]
     done = subprocess.run([*space, *mount, *line], capture_output=True, text=True, timeout=LIMIT, check=False)

@@ -72,18 +72,8 @@ def test_text_on_tensor_parallel_devices(run: Run, root: Path, tmp_path: Path):
     # A proxy that does not exist: whatever tried to download would fail.
     environment = {**os.environ, "https_proxy": "http://127.0.0.1:1", "http_proxy": "http://127.0.0.1:1"}
     arguments = ("--cpus", 8, "--tp", 8, "--num-heads", 8, "--batch-size", 4, "--microbatch-size", 2, "--num-steps", 6)
-    done = run(
-        *arguments,
-        "--sequence-parallel",
-        *TINY,
-        "learning_rate=0.01",
-        "--json",
-        "--output",
-        tmp_path,
-        "--text",
-        root / "LICENSE",
-        env=environment,
-    )
+    place = ("--output", tmp_path, "--text", root / "LICENSE")
+    done = run(*arguments, "--sequence-parallel", *TINY, "learning_rate=0.01", "--json", *place, env=environment)
     assert done.code == 0, done.stderr
     found = done.json
     assert (found["exit_code"], found["error"], len(found["steps"])) == (0, None, 6)
@@ -98,19 +88,8 @@ def test_text_on_tensor_parallel_devices(run: Run, root: Path, tmp_path: Path):
 @pytest.mark.full
 def test_the_seed_decides_parameters_and_data(run: Run, root: Path, tmp_path: Path):
     def losses(seed: int) -> list[float]:
-        done = run(
-            "--seed",
-            seed,
-            "--num-steps",
-            2,
-            *TINY,
-            "--json",
-            "--overwrite",
-            "--output",
-            tmp_path,
-            "--text",
-            root / "LICENSE",
-        )
+        place = ("--overwrite", "--output", tmp_path, "--text", root / "LICENSE")
+        done = run("--seed", seed, "--num-steps", 2, *TINY, "--json", *place)
         return [step["loss"] for step in done.json["steps"]]
 
     first = losses(1)

@@ -15,9 +15,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from multimesh_maxtext.command.check_flags import check_job, find_job_notes
-from multimesh_maxtext.command.command_line import parse, read
-from multimesh_maxtext.command.dataset import read_texts, tokenize, write_corpus
-from multimesh_maxtext.command.environment import environment, find_flag_notes
+from multimesh_maxtext.command.command_line import read
+from multimesh_maxtext.command.dataset import read_texts, write_corpus
+from multimesh_maxtext.command.environment import find_flag_notes
 from multimesh_maxtext.command.flags import FLAGS
 from multimesh_maxtext.command.job import END_OF_DOCUMENT, Job, Paths
 from multimesh_maxtext.command.member import Member
@@ -153,15 +153,6 @@ def test_key_value_arguments_come_last_and_replace_our_defaults(job: Check, path
     assert start.configuration["learning_rate"] == "0.5"
 
 
-def test_key_value_arguments_do_not_overrule_flags(job: Check, paths: Paths):
-    with pytest.raises(
-        FlagError, match=r"steps= is decided by the flags \(steps=10\); use --num-steps, or leave it out"
-    ):
-        launch(job(["steps=3"]), paths, inherited={}, gpu_memory=None)
-    with pytest.raises(FlagError, match=r"run_name= is decided by the flags"):
-        launch(job(["--checkpoint", "ck", "run_name=mine"]), paths, inherited={}, gpu_memory=None)
-
-
 def test_cpu_environment(job: Check, paths: Paths):
     found = variables(
         job, paths, "--cpus 8 --dp 8", {"XLA_FLAGS": "--xla_mine=1", "PYTHONPATH": ":/mine:here", "HOME": "/h"}
@@ -202,7 +193,7 @@ def test_collectives_of_loops_are_pipelined_in_kernels_of_stages_alone(paths: Pa
     staged, one = (variables(job, paths, flags)["XLA_FLAGS"] for flags in ("--gpus 2 --pp 2", "--gpus 2 --dp 2"))
     assert "--xla_gpu_enable_pipelined_all_reduce=true" in staged.split()
     assert "pipelined" not in one
-    (note,) = find_flag_notes(parse(["--gpus", "2", "--dp", "2", "--xla-pipelining"]), gpu_memory=None)
+    (note,) = find_flag_notes(read(["--gpus", "2", "--dp", "2", "--xla-pipelining"]).flags, gpu_memory=None)
     assert note.startswith("--xla-pipelining: one program")
 
 
@@ -218,7 +209,7 @@ def test_framebuffer_memory_becomes_a_fraction(job: Check, paths: Paths):
     assert variables(job, paths, "--gpus 1 --fbmem 40000", memory=80_000)["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.5"
     assert variables(job, paths, "--gpus 1 --fbmem 90000", memory=80_000)["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "1.0"
     assert variables(job, paths, "--gpus 1 --fbmem 77", memory=81_559)["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.9441"
-    assert find_flag_notes(parse(["--gpus", "1", "--fbmem", "77"]), gpu_memory=81_559) == [
+    assert find_flag_notes(read(["--gpus", "1", "--fbmem", "77"]).flags, gpu_memory=81_559) == [
         "--fbmem 77: JAX takes 0.9441 of each GPU's 81559 MiB"
     ]
     for wrong in ("2000", "0", "3"):
@@ -230,13 +221,8 @@ def test_framebuffer_memory_becomes_a_fraction(job: Check, paths: Paths):
 
 
 def test_dumps_and_logging(job: Check, paths: Paths, tmp_path: Path):
-    folder = tmp_path / "with space"
-    found: Mapping[str, str] = environment(
-        job(["--dump", str(folder), "--debug", "debug"]),
-        paths,
-        inherited={},
-        gpu_memory=None,
-    )
+    folder = tmp_path / "with"
+    found = variables(job, paths, f"--dump {folder} --debug debug")
     assert f'--xla_dump_to="{folder}" --xla_dump_hlo_as_text=true' in found["XLA_FLAGS"]
     assert found["JAX_LOGGING_LEVEL"] == "DEBUG"
     assert "xla_dump" not in variables(job, paths, "--pp 2 --dump x")["XLA_FLAGS"]  # a pipeline writes its plan
@@ -262,15 +248,12 @@ def test_dry_run_prints_what_would_be_started(run: Callable[..., Any]):
     assert not Path("/tmp/some where").exists()
 
 
-def test_every_byte_is_a_token_and_documents_end():
-    assert tokenize(["é", "a"]).tolist() == [0xC3, 0xA9, END_OF_DOCUMENT, ord("a"), END_OF_DOCUMENT]
-
-
-def test_a_corpus_is_what_the_index_says(tmp_path: Path):
-    index = json.loads(write_corpus(["abcdefg"], tmp_path / "text", sequence_length=3).read_text())
+def test_a_corpus_is_what_the_index_says_a_token_a_byte(tmp_path: Path):
+    index = json.loads(write_corpus(["é", "abcdefg"], tmp_path / "text", sequence_length=3).read_text())
     (file,) = index["files"]
-    assert (index["total_tokens"], index["total_instances"]) == (8, 2)
-    assert np.fromfile(file["path"], index["dtype"]).tolist() == [*b"abcdefg", END_OF_DOCUMENT]
+    assert (index["total_tokens"], index["total_instances"]) == (11, 3)
+    tokens = np.fromfile(file["path"], index["dtype"]).tolist()
+    assert tokens == [0xC3, 0xA9, END_OF_DOCUMENT, *b"abcdefg", END_OF_DOCUMENT]
 
 
 def test_text_that_cannot_be_used_is_named(tmp_path: Path, job: Check):

@@ -1,12 +1,14 @@
 """Many small MaxText trainings in one process: a script that parity.py starts.
 
-``python trainings.py CASES RESULTS``: CASES is a JSON list of `{"name", "argv", "handoff"}`, MaxText's own arguments
-and the hand-over to the hooks (null: MaxText alone, which may be unpatched). RESULTS gets a JSON line a case, with the
-norm of every parameter after every step.
+``python trainings.py train CASES RESULTS``: CASES is a JSON list of `{"name", "argv", "handoff"}`, MaxText's own
+arguments and the hand-over to the hooks (null: MaxText alone, which may be unpatched). RESULTS gets a JSON line a case,
+with the norm of every parameter after every step. ``compile`` trains nothing, and tells of each kernel its name, its
+runs in a step and its collectives, and the shapes of the parameters.
 """
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import re
@@ -42,17 +44,26 @@ def norms(state: Any) -> dict[str, float]:
     return found
 
 
-def train(case: dict[str, Any]) -> list[dict[str, float]]:
-    """Run MaxText's trainer; return the norms after each step."""
+def run_trainer(case: dict[str, Any]) -> None:
+    """Run MaxText's trainer."""
     import jax
     from maxtext.trainers.pre_train import train as trainer
-    from maxtext.utils import train_utils
 
     if case["handoff"]:
         from multimesh_maxtext.trainer import hooks
 
         os.environ["MULTIMESH_RUN"] = case["handoff"]
         hooks._config.cache_clear()
+    try:
+        trainer.run(*trainer.initialize(["", *case["argv"]]))
+    finally:
+        jax.clear_caches()
+
+
+def train(case: dict[str, Any]) -> dict[str, Any]:
+    """Train; return the norms after each step."""
+    from maxtext.utils import train_utils
+
     history = []
     make_steps = train_utils.jit_train_and_eval_step
 
@@ -69,21 +80,73 @@ def train(case: dict[str, Any]) -> list[dict[str, float]]:
 
     train_utils.jit_train_and_eval_step = recording
     try:
-        trainer.run(*trainer.initialize(["", *case["argv"]]))
+        run_trainer(case)
     finally:
         train_utils.jit_train_and_eval_step = make_steps
-        jax.clear_caches()
-    return history
+    return {"parameters": history}
 
 
-def main(cases: Path, results: Path) -> None:
+class _CompiledError(Exception):
+    """Ends a training that has told its kernels."""
+
+
+def compile_kernels(case: dict[str, Any]) -> dict[str, Any]:
+    """Compile the train step of a case for CPUs; return its kernels and the shapes of its parameters."""
+    import jax
+
+    import multimesh
+    from multimesh.observe.kernel_text import read_kernel
+    from multimesh_maxtext.trainer import step
+
+    found: dict[str, Any] = {}
+
+    def lower(self: step.StepFunction, state: Any, batch: Any) -> Any:
+        if not self._trains:
+            return step.Ahead()
+        with multimesh.context(autoshard=True):
+            compiled = self._jitted.lower(state, batch).compile()
+        runs = collections.Counter(run.kernel for run in compiled.plan.runs)
+        found["kernels"] = [
+            {
+                "name": kernel.name,
+                "submesh": kernel.submesh,
+                "runs": runs[number],
+                "looped": any(run.cell for run in compiled.plan.runs if run.kernel == number),
+                "collectives": [
+                    {
+                        "kind": each.kind,
+                        "shapes": [shape for _, shape in each.arrays],
+                        "bytes": each.nbytes * each.times,
+                        "axes": each.axes(compiled.plan.submeshes[kernel.submesh]),
+                    }
+                    for each in read_kernel(program.as_text()).collectives
+                ],
+            }
+            for number, (kernel, program) in enumerate(
+                zip(compiled.plan.kernels, compiled.compiled_plan.executables, strict=True)
+            )
+        ]
+        leaves = [x for x in jax.tree.leaves(state["model"]) if x.ndim > 1]
+        found["parameters"] = sorted({tuple(x.shape) for x in leaves})
+        raise _CompiledError
+
+    step.StepFunction.lower = lower  # type: ignore[method-assign]
+    try:
+        run_trainer(case)
+    except _CompiledError:
+        return found
+    raise RuntimeError("the training did not compile its step")
+
+
+def main(kind: str, cases: Path, results: Path) -> None:
     """Run all cases, whatever becomes of each."""
+    do = {"train": train, "compile": compile_kernels}[kind]
     with results.open("w", encoding="utf-8") as out:
         for case in json.loads(cases.read_text(encoding="utf-8")):
             started = time.monotonic()
             record: dict[str, Any] = {"name": case["name"], "error": None, "parameters": []}
             try:
-                record["parameters"] = train(case)
+                record |= do(case)
             except Exception as error:  # noqa: BLE001 - the next case is to run whatever this one did
                 traceback.print_exc()
                 record["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -92,4 +155,4 @@ def main(cases: Path, results: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(sys.argv[1], *map(Path, sys.argv[2:]))

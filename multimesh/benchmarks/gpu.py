@@ -10,6 +10,7 @@ times until the result is there, of contenders that take turns. The table also g
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import os
@@ -31,7 +32,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import report
-import turns
 from jax.scipy.linalg import cho_factor, cho_solve
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -45,9 +45,14 @@ ON_CPU = "--cpu" in sys.argv
 
 
 def seconds(ours: Callable[[], Any], single: Callable[[], Any], runs: int) -> tuple[float, float]:
-    """Median wall seconds of both."""
-    times = turns.measure({"ours": ours, "single": single}, runs, time.perf_counter)
-    return statistics.median(times["ours"]) / 1e3, statistics.median(times["single"]) / 1e3
+    """Median wall seconds of both, which take turns, after a round that is not counted."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(runs + 1):
+        for call, noted in zip((ours, single), times, strict=True):
+            start = time.perf_counter()
+            jax.block_until_ready(call())
+            noted.append(time.perf_counter() - start)
+    return statistics.median(times[0][1:]), statistics.median(times[1][1:])
 
 
 def row(work: str, ours: float, single: float | None = None, difference: float | None = None) -> report.Row:
@@ -101,13 +106,8 @@ def numerics(count: int, order: int, edge: int, runs: int) -> list[report.Row]:
         ("fftn", cube, mm.fft.fftn, jnp.fft.fftn),
         ("rfftn", cube.real, mm.fft.rfftn, jnp.fft.rfftn),
     ):
-        x, on_one, run, run_on_one = (
-            jax.device_put(values, spread),
-            jax.device_put(values, devices[0]),
-            ours,
-            jax.jit(theirs),
-        )
-        rows.append(compare(f"{name}, {edge}^3", lambda run=run, x=x: run(x), lambda run=run_on_one, x=on_one: run(x)))
+        run, x = functools.partial(ours, jax.device_put(values, spread)), jax.device_put(values, devices[0])
+        rows.append(compare(f"{name}, {edge}^3", run, functools.partial(jax.jit(theirs), x)))
     return rows
 
 
@@ -116,20 +116,18 @@ def maxtext(count: int) -> list[report.Row]:
     launcher = [sys.executable, str(ROOT / "maxtext" / "run.py"), "dtype=float32"]
     where = ["--cpus" if ON_CPU else "--gpus", str(count)]
     small = ["--num-steps", "5", "--attention", "dot_product", "--sequence-length", "128", "--batch-size", str(count)]
-    commands = {
-        "MaxText: run.py --pp": [*launcher, *where, "--pp", str(count), "--num-layers", str(count), *small, "--verify"]
-    }
     script = "validate-cpu.sh" if ON_CPU else "validate-gpu.sh"
+    commands = {f"MaxText: {script}": [str(ROOT / "maxtext" / script)]}
+    if count > 1:
+        sizes = ["--pp", str(count), "--num-layers", str(count), *small]
+        commands["MaxText: run.py --pp"] = [*launcher, *where, *sizes, "--verify"]
     rows = []
-    for work, command in (
-        {f"MaxText: {script}": [str(ROOT / "maxtext" / script)]} | (commands if count > 1 else {})
-    ).items():
+    for work, command in commands.items():
         with tempfile.TemporaryDirectory() as folder:
             done = subprocess.run([*command, "--output", f"{folder}/out", "--json"], capture_output=True, text=True)
         if done.returncode:
-            sys.exit(
-                f"error: {work} failed ({done.returncode}): {(done.stderr.strip().splitlines() or ['no word'])[-1]}"
-            )
+            said = (done.stderr.strip().splitlines() or ["no word"])[-1]
+            sys.exit(f"error: {work} failed ({done.returncode}): {said}")
         rows.append(verified(work, json.loads(done.stdout)))
     return rows
 

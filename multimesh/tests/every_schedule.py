@@ -2,9 +2,9 @@
 
 Each trains one step of a chain of ``2 p`` layers on single devices, beside plain ``jax.jit``. ``error`` is the largest
 difference of the loss and of a gradient, relative to the largest element. ``plan`` is the idle time of the plan that
-ran, in the simulator. ``live`` is the most that a device holds in the step beyond its arguments, measured from the live
-arrays, and ``bytes`` what the simulated peak of activations comes to: the input of each stage that is held, and the
-result of each layer.
+ran, in the simulator, and ``simulated`` that of the table. ``live`` is the most that each device holds in the step
+beyond its arguments, measured from the live arrays, and ``peaks`` what the simulated peak of activations comes to: the
+input of each stage that is held, and the result of each layer.
 """
 
 from __future__ import annotations
@@ -61,18 +61,15 @@ def measure(name: str, p: int, m: int) -> dict[str, Any]:
     want = jax.jit(jax.value_and_grad(loss))(weights, np.asarray(x))
     peaks = peak_bytes(lambda: jax.block_until_ready(step(placed, x)), every=max(10, p * m // 8))
     plan = step.plan(placed, x).simulate(dict.fromkeys("FBW", 1 / chunks))
-    known = found.published
+    in_a_row = found.published is not None and found.published.in_a_row
     one = ROWS * WIDTH * 4 * (1 + layers) * chunks
     return {
-        "schedule": name + (f", v={chunks}" if chunks > 1 else ""),
-        "published": "-" if known is None or known.unless else known.idle,
-        "simulated": found.in_a_row if known is not None and known.in_a_row else found.idle,
-        "agrees": "-" if found.agrees is None else "yes" if found.agrees else "NO",
-        "plan": plan.period - max(plan.busy) if known is not None and known.in_a_row else max(plan.idle),
-        "activations": " ".join(f"{peak:g}" for peak in found.peaks),
+        "agrees": found.agrees,
+        "simulated": found.in_a_row if in_a_row else found.idle,
+        "plan": plan.period - max(plan.busy) if in_a_row else max(plan.idle),
         "error": max(map(_error, jax.tree.leaves(got), jax.tree.leaves(want))),
-        "live MB": " ".join(f"{peaks[mesh.devices.flat[0]] / 1e6:.2f}" for mesh in meshes),
-        "bytes MB": " ".join(f"{peak * one / 1e6:.2f}" for peak in found.peaks),
+        "live": [peaks[mesh.devices.flat[0]] for mesh in meshes],
+        "peaks": [peak * one for peak in found.peaks],
     }
 
 

@@ -113,17 +113,6 @@ def test_one_process_has_every_action_and_as_few_calls_as_can_be():
     assert sum(map(len, (s.ins for s in part if s.kernel is None))) == plan.traffic()[0]
 
 
-def test_grouping_does_not_depend_on_the_process():
-    """A process that is no party to the first of two transfers still gives the second the number of the others."""
-    plan = pipeline("zb-h1")
-    for owner in OWNERS.values():
-        numbers = collections.defaultdict(set)
-        for process in range(8):
-            for action in project(plan, process, owner):
-                numbers[action.number].add((action.kernel, action.ins, action.outs))
-        assert all(len(found) == 1 for found in numbers.values())
-
-
 def test_every_byte_crosses_once_where_cuts_fit():
     devices = np.array(jax.devices())
     source = NamedSharding(Mesh(devices[:4], ("data",)), P("data"))

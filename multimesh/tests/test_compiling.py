@@ -17,11 +17,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import MLP, TRANSFORMER, Model
 from multimesh.core._compat import executables
-from multimesh.runtime import compile_options
 from pipelines import Split, gradient, submeshes
 
 import multimesh as mm
-from multimesh import ir
 
 ROWS, SIZE, STAGES = 8, 2, 4
 
@@ -166,29 +164,6 @@ def test_a_choice_of_the_user_about_ynnpack_stays(monkeypatch, products: Any, gi
     monkeypatch.setenv("XLA_FLAGS", flags)  # XLA itself has read it before
     compiled = products.compile(given).compiled_plan
     assert all("__ynn_fusion" in executable.as_text() for executable in compiled.executables)
-
-
-@pytest.mark.parametrize(
-    ("rows", "width", "heads", "devices", "loses"),
-    [
-        (128, 64, 8, 1, True),
-        (128, 64, 0, 1, False),  # equal: XLA's own choice stays
-        (128, 192, 8, 1, False),
-        (512, 256, 32, 1, False),
-        (512, 256, 32, 64, True),  # each device has a small part of the large product
-    ],
-)
-def test_small_matrices_of_a_batch_weigh_against_large_products(rows, width, heads, devices, loses):
-    def f(x: jax.Array, w: jax.Array) -> jax.Array:
-        y = x @ w
-        if heads:
-            y = y.reshape(heads, -1, 32)
-            y = y @ y.mT
-        return y
-
-    (call,) = jax.make_jaxpr(jax.jit(f))(jnp.ones((rows, width)), jnp.ones((width, width))).eqns
-    op = ir.Op(call.primitive, call.params, tuple(call.invars), tuple(call.outvars))
-    assert compile_options.loses_by_ynnpack([op], devices) == loses
 
 
 def scaled_by(halve: Callable[..., Any]) -> Any:

@@ -227,13 +227,9 @@ def test_what_stages_hold_is_what_xla_is_given():
     stats = jax.jit(step).lower(adapters, frozen, state, batch).compile().memory_analysis()
     grads = sum(leaf.nbytes for leaf in jax.tree.leaves(adapters))
     cuts = mm.pipeline(adapted, submeshes(4, (1,))).cuts(adapters, frozen, batch)
-    assert sum(s.held for s in cuts.stages) == stats.argument_size_in_bytes + grads
-
-
-def test_frozen_arguments_are_held_once():
-    (adapters, frozen), batch = adapters_and_weights(), regression()
+    assert sum(s.state for s in cuts.stages) == stats.argument_size_in_bytes + grads
     stages = mm.pipeline(adapted, submeshes(4, (1,)), argnums=()).cuts(adapters, frozen, batch).stages
-    assert sum(s.held for s in stages) == sum(leaf.nbytes for leaf in jax.tree.leaves((adapters, frozen, batch)))
+    assert sum(s.state for s in stages) == sum(leaf.nbytes for leaf in jax.tree.leaves((adapters, frozen, batch)))
 
 
 def test_marks_inside_are_an_error():
@@ -291,13 +287,8 @@ def test_a_loop_that_jax_jit_keeps_is_told():
     ("meshes", "options", "match"),
     [
         ([None], {}, "a mesh must be a jax.sharding.Mesh"),
-        (2, {"interleave": 0}, "interleave must be at least 1"),
         (2, {"placement": (0, 2)}, "must name each of submeshes 0 to 1, and no other"),
-        (2, {"placement": (0, 0)}, "must name each of submeshes 0 to 1, and no other"),
-        (2, {"placement": 3}, "placement must be a sequence of ints"),
-        (2, {"placement": [[0], [1]]}, "placement: a submesh must be an int"),
         (2, {"memory": 10.0}, r"memory= is gone; memory_estimate\(\)"),
-        (2, {"argnums": -1}, "argnums must be at least 0"),
         (2, {"argnums": "params"}, "argnums must be numbers of arguments"),
         (2, {"interleave": 500}, "operations cannot make 1000 stages"),
     ],

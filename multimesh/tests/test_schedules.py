@@ -91,12 +91,12 @@ def test_adamw(model, schedule, stages):
 def test_idle_time_numerics_and_live_bytes(name, p, m):
     """Of the plan that runs, the idle time is that of the table."""
     found = every_schedule.measure(name, p, m)
-    assert found["agrees"] != "NO"
+    assert found["agrees"] is not False
     assert found["plan"] == pytest.approx(found["simulated"], abs=1e-6)
     assert found["error"] <= 1e-5
-    cut = m * every_schedule.ROWS * every_schedule.WIDTH * 4 / 1e6  # the batch, in microbatches
-    for live, held in zip(found["live MB"].split(), found["bytes MB"].split(), strict=True):
-        assert float(live) <= cut + 1.25 * float(held) + 0.1
+    cut = m * every_schedule.ROWS * every_schedule.WIDTH * 4  # the batch, in microbatches
+    for live, peak in zip(found["live"], found["peaks"], strict=True):
+        assert live <= cut + 1.25 * peak + 1e5
 
 
 def test_the_order_does_not_change_a_bit():
@@ -259,31 +259,6 @@ def test_a_wrong_table_is_refused_before_anything_is_compiled():
         mm.UsageError, match=r"test_schedules\.py:\d+: .*submesh 1, position 0: B1 of microbatch 0 waits"
     ):
         plan_of(schedules.custom(swapped), 2, 4)
-
-
-def live(row, end):
-    """The most (stage, microbatch) that have run F or a joined B and not yet ``end``."""
-    started, peak = set(), 0
-    for c in row:
-        key = (c.stage, c.microbatch)
-        started.add(key)
-        peak = max(peak, len(started))
-        if c.phase == end:
-            started.discard(key)
-    return peak
-
-
-def test_live_activations():
-    stages, count = 4, 12
-    peaks = {
-        s: [live(row, "B") for row in cells(plan_of(s, stages, count))]
-        for s in ("1f1b", "eager-1f1b", "wavefront", "gpipe")
-    }
-    assert peaks == {"1f1b": [4, 3, 2, 1], "eager-1f1b": [7, 5, 3, 1], "wavefront": [6, 4, 2, 1], "gpipe": [12] * 4}
-    first, *others = cells(plan_of("zb-h1", stages, count))
-    assert [live(first, "B"), *(live(row, "W") for row in others)] == [4] * 4
-    for r, row in enumerate(cells(plan_of("interleaved", 8, count, chunks=2))):
-        assert live(row, "B") <= 2 * (4 - r - 1) + 4 + 1
 
 
 def fronts_of_transfers(schedule, model=MLP):

@@ -25,30 +25,6 @@ def idle(name, submeshes, chunks, microbatches, costs, transfer=0.0):
     return forecast.simulate_schedule(name, Shape(submeshes, chunks, microbatches), costs, transfer).timeline.idle
 
 
-FLAT = [(p, 1, m) for p, m in ((1, 3), (2, 2), (3, 7), (4, 4), (4, 8), (8, 32))]
-FORMULAS = {  # submeshes, stages on each and microbatches; and of costs the idle time for each submesh but one
-    "gpipe": ([*FLAT, (4, 1, 2)], lambda f, b, w, v: f + b + w),
-    "1f1b": ([*FLAT, (4, 1, 2)], lambda f, b, w, v: f + b + w),
-    "zb-h1": (FLAT, lambda f, b, w, v: f + b - w),
-    "interleaved": (
-        [(2, 2, 2), (2, 3, 8), (4, 2, 4), (4, 2, 8), (4, 4, 12), (8, 2, 32)],
-        lambda f, b, w, v: (f + b + w) / v,
-    ),
-    "wavefront": (  # where p divides m; with others the last group is not full
-        [(p, v, n * p) for p, v in ((2, 1), (2, 3), (4, 1), (4, 2), (8, 12)) for n in (1, 2, 4)],
-        lambda f, b, w, v: (f + b + w) / v,
-    ),
-}
-
-
-@pytest.mark.parametrize("costs", COSTS, ids=str)
-@pytest.mark.parametrize("name", FORMULAS)
-def test_idle_time_is_that_of_the_formula(name, costs):
-    shapes, formula = FORMULAS[name]
-    for p, v, m in shapes:
-        assert idle(name, p, v, m, costs) == pytest.approx([(p - 1) * formula(*costs.values(), v)] * p)
-
-
 @pytest.mark.parametrize("name", NAMED)
 def test_idle_time_is_the_published(name):
     """Over p in {2, 4, 8}, m in {p, 2p, 4p} and costs that a formula is for."""

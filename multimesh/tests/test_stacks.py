@@ -124,7 +124,7 @@ def test_state_says_so():
     """``cuts`` of the function and the plan's arguments agree."""
     cuts = mm.pipeline(scanned, MESHES).cuts(WEIGHTS, {k: x[:SIZE] for k, x in BATCH.items()})
     _, (params, state) = check()
-    told = [stage.held for stage in cuts.stages]
+    told = [stage.state for stage in cuts.stages]
     for claimed, real in zip(told, held((params, state)), strict=True):
         assert abs(claimed * 3 / 4 - real) <= 4 * SIZE * WIDTH + 16  # of four states a gradient is no argument
 

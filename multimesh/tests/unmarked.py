@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from models import (
-    HIDDEN,
     SEQUENCE,
     VOCAB,
     WIDTH,
@@ -155,35 +154,6 @@ def vit(params: Any, batch: Any) -> Any:
     return error(x.mean(1) @ params["head"], batch["y"])
 
 
-class _Frame:
-    """Parameters by the path of the module that asks for them, as Haiku keeps them; made where they are missing."""
-
-    def __init__(self, params: Any = None) -> None:
-        self.params, self.made = {} if params is None else params, params is None
-
-    def linear(self, path: str, x: Any, width: int) -> Any:
-        if self.made:
-            self.params[path] = {"w": normal(len(self.params), x.shape[-1], width), "b": np.zeros(width, np.float32)}
-        return x @ self.params[path]["w"] + self.params[path]["b"]
-
-
-def modules(frame: _Frame, x: Any) -> Any:
-    for i in range(DEPTH):
-        up = jax.nn.gelu(frame.linear(f"mlp/layer_{i}/up", x, HIDDEN))
-        x = x + frame.linear(f"mlp/layer_{i}/down", up, WIDTH)
-    return x
-
-
-def transformed(params: Any, batch: Any) -> Any:
-    """A function that asks for its parameters while it is traced, as those of Haiku do."""
-    return error(modules(_Frame(params), batch["x"]), batch["y"])
-
-
-def initialized() -> Any:
-    modules(frame := _Frame(), regression()["x"])
-    return frame.params
-
-
 def _mamba_layer(seed: int) -> dict[str, np.ndarray]:
     return {name: normal(seed + i, WIDTH, WIDTH) for i, name in enumerate(("decay", "input", "out"))}
 
@@ -233,7 +203,6 @@ MODELS = {
         tokens,
         3 * ROW * SEQUENCE + VOCAB * WIDTH * 4,
     ),
-    "haiku": Unmarked(transformed, initialized, hand=3 * ROW),
     "vit": Unmarked(
         vit,
         lambda: {

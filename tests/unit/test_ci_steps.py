@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,13 +17,17 @@ from tooling.image import buildx
 def test_notes_say_how_to_begin_and_which_commits_nobody_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    image = {"repository": "ghcr.io/some-lab/multimesh-jax", "pull": "docker pull it"}
+    image: dict[str, Any] = {"repository": "ghcr.io/some-lab/multimesh-jax", "pull": "docker pull it"}
     labels = {f"{buildx.OCI}.version": "0.1.0", f"{buildx.LABEL}.accelerator": "cpu"}
-    monkeypatch.setattr(steps.release, "read", lambda file: {"labels": labels, "image": image})
+    digest = "sha256:" + "ab" * 32
+    image |= {"digest": digest, "id": digest, "bytes": 1, "candidate": "sha-x", "tags": []}
+    check = {"job": "small", "verdict": "ok"}
+    document = {"format": 4, "created": "2026-01-01", "image": image, "check": check, "labels": labels}
+    (tmp_path / "release.json").write_text(json.dumps(document))
     pin = {"version": "0.2.5", "commit": None, "tree": "f" * 40, "archives": {}, "patches": {}}
     (tmp_path / "sources.lock").write_text(json.dumps({"components": {"maxtext": pin}}))
     monkeypatch.setattr(steps, "ROOT", tmp_path)
-    steps.run_notes(argparse.Namespace(tag="v0.1.0", file=None, gpu=False))
+    steps.run_notes(argparse.Namespace(tag="v0.1.0", file=tmp_path / "release.json", gpu=False))
     text = capsys.readouterr().out
     assert f"maxtext 0.2.5 is pinned by its bytes (tree {'f' * 40}); the commit of its tag was read nowhere." in text
     assert text.startswith("```console\ndocker pull it\ndocker run --rm ghcr.io/some-lab/multimesh-jax:v0.1.0 /opt/")

@@ -12,20 +12,12 @@ from tests import locks
 from tooling.core import errors
 from tooling.image import build, buildx, digests
 from tooling.image.reference import make
-from tooling.image.request import ImageSpec, Means
-from tooling.image.snapshot import Snapshot, Tree
+from tooling.image.request import Request
+from tooling.image.snapshot import Snapshot
 
-MEANS = Means(None, None, "default", True, True, None, False)
+REQUEST = Request(make("r.example/i", None, "T"))
 DIGEST = "sha256:" + "a" * 64
-CLEAN = Tree("c0ffee")
-SNAPSHOT = Snapshot(CLEAN, {"maxtext": CLEAN._replace(commit="beef")})
-
-
-def spec(**changes: object) -> ImageSpec:
-    plain = ImageSpec(
-        make("r.example/i", None, "T"), "runtime", "cuda12", "wheel", "12.8.1", None, "Release", None, None, None
-    )
-    return plain._replace(**changes)  # type: ignore[arg-type]
+SNAPSHOT = Snapshot("c0ffee", "beef")
 
 
 @pytest.fixture
@@ -36,21 +28,15 @@ def pinned(root: Path) -> digests.ImageLock:
     return lock._replace(images=images)
 
 
-def argv(means: Means = MEANS, **changes: object) -> list[str]:
-    base = buildx.Bases(digests.ImagePin("x:1", None), digests.ImagePin("x:1", None))
-    todo = build.Plan(spec(**changes), means, base, {"A": "1"}, {"l": "v"}, (), "here")
-    return todo.argv("runtime", "--load")
-
-
 def test_the_base_is_cuda_on_ubuntu_by_digest(pinned: digests.ImageLock) -> None:
-    base = buildx.bases(spec(), pinned)
+    base = buildx.bases(REQUEST, pinned)
     assert base.build.exact == f"docker.io/nvidia/cuda:12.8.1-cudnn-devel-ubuntu22.04@{DIGEST}"
     assert base.runtime.exact == f"docker.io/nvidia/cuda:12.8.1-base-ubuntu22.04@{DIGEST}"
     assert base.unpinned == ()
-    assert "ubuntu:22.04" in buildx.bases(spec(accelerator="cpu"), pinned).build.exact
-    assert buildx.bases(spec(base_image=f"debian@{DIGEST}"), pinned).unpinned == ()
-    assert buildx.bases(spec(base_image="debian:12"), pinned).unpinned == ("debian:12",)
-    other = buildx.bases(spec(cuda_version="12.6.3"), pinned)
+    assert "ubuntu:22.04" in buildx.bases(REQUEST._replace(accelerator="cpu"), pinned).build.exact
+    assert buildx.bases(REQUEST._replace(base_image=f"debian@{DIGEST}"), pinned).unpinned == ()
+    assert buildx.bases(REQUEST._replace(base_image="debian:12"), pinned).unpinned == ("debian:12",)
+    other = buildx.bases(REQUEST._replace(cuda_version="12.6.3"), pinned)
     assert other.build.exact == "docker.io/nvidia/cuda:12.6.3-cudnn-devel-ubuntu22.04"
     assert other.unpinned == (other.build.reference, other.runtime.reference), "nobody pinned it"
 
@@ -59,8 +45,7 @@ def test_each_platform_has_its_python_and_a_file_is_held_against_its_own_checksu
     pinned: digests.ImageLock, tmp_path: Path
 ) -> None:
     def arguments(**changes: object) -> dict[str, str]:
-        base, options = buildx.bases(spec(), pinned), {"machine": "linux/amd64"}
-        return buildx.make_arguments(spec(**changes), pinned, base, **options)
+        return buildx.make_arguments(REQUEST._replace(**changes), pinned, buildx.bases(REQUEST, pinned))
 
     for platform, word in (("linux/amd64", "x86_64"), ("linux/arm64", "aarch64")):
         assert word in arguments(platform=platform)["PYTHON_URL"]
@@ -70,19 +55,27 @@ def test_each_platform_has_its_python_and_a_file_is_held_against_its_own_checksu
     assert (archived["PYTHON_URL"], archived["PYTHON_SHA256"][:12]) == ("", "11a4a60b518b")
 
 
-def test_platform_network_and_cache_are_options() -> None:
-    assert argv() == [
-        *("docker", "buildx", "build", "--progress=plain", "--file", "here/docker/Dockerfile"),
-        *("--build-arg", "A=1", "--label", "l=v", "--target", "runtime", "--load", "here"),
-    ]
-    words = argv(means=MEANS._replace(network="host", layer_cache=False), platform="linux/arm64")
-    assert words[6:11] == ["--platform", "linux/arm64", "--network", "host", "--no-cache"]
+def test_platform_network_and_cache_are_options(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*build._CA_VARIABLES, *build._PROXIES, "PIP_CONFIG_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    request = REQUEST._replace(network="host", layer_cache=False, platform="linux/arm64")
+    for asked, options in (
+        (REQUEST, []),
+        (request, ["--platform", "linux/arm64", "--no-cache", "--network", "host"]),
+    ):
+        plan = build.make_plan(root, asked, SNAPSHOT, Path("here"), tmp_path)
+        words = plan._replace(arguments={"A": "1"}, labels={"l": "v"}).argv("runtime", "--load")
+        assert words[:6] == ["docker", "buildx", "build", "--progress=plain", "--file", "here/docker/Dockerfile"]
+        end = ["--build-arg", "A=1", "--label", "l=v", "--target", "runtime", "--load", "here"]
+        assert words[6:] == [*options, *end]
 
 
 def test_labels_name_revision_lock_and_versions(root: Path, pinned: digests.ImageLock) -> None:
     def labels(snapshot: Snapshot = SNAPSHOT, source: str | None = None, **changes: object) -> dict[str, str]:
-        base = buildx.bases(spec(**changes), pinned)
-        return buildx.labels(root, spec(**changes), base, snapshot, python="3.13.5 of the base", source=source)
+        base = buildx.bases(REQUEST._replace(**changes), pinned)
+        return buildx.labels(
+            root, REQUEST._replace(**changes), base, snapshot, python="3.13.5 of the base", source=source
+        )
 
     usual = labels()
     assert usual["org.opencontainers.image.revision"] == "c0ffee"
@@ -98,16 +91,6 @@ def test_labels_name_revision_lock_and_versions(root: Path, pinned: digests.Imag
     assert labels(source="s")["org.opencontainers.image.source"] == "s"
     assert "org.opencontainers.image.source" not in usual
     assert "unknown" not in usual.values()
-
-
-def test_a_revision_counts_all_that_a_build_reads_but_maxtext_which_has_its_own() -> None:
-    dirty = CLEAN._replace(changed=("a",))
-    for components, revision in (
-        ({"maxtext": dirty}, "c0ffee"), ({"jax": dirty}, "c0ffee-dirty"),
-    ):  # fmt: skip
-        assert Snapshot(CLEAN, components).revision == revision
-    assert Snapshot(dirty, {}).revision == "c0ffee-dirty"
-    assert Snapshot(dirty, {"maxtext": dirty}).changed == ("a", "third_party/maxtext/a")
 
 
 @pytest.mark.parametrize(
@@ -131,25 +114,25 @@ def test_a_malformed_lock_is_named(tmp_path: Path) -> None:
     (tmp_path / digests.FILE).parent.mkdir()
     for fault in ({"reference": "a"}, "text"):
         (tmp_path / digests.FILE).write_text(json.dumps({"images": {"x": fault}, "files": {}}), encoding="utf-8")
-        with pytest.raises(errors.SourceError, match=r"images\.lock: is malformed"):
+        with pytest.raises(errors.SourceError, match=r"images\.lock: images\.x: .*; restore it with git"):
             digests.load(tmp_path)
 
 
 def test_a_configuration_with_a_password_is_handed_over_as_a_file(tmp_path: Path) -> None:
     config, other = tmp_path / "pip.conf", tmp_path / "other.conf"
     config.write_text("[global]\nindex-url = https://user:hunter2@index.example/simple\n")
-    path = ("--secret", f"id=pip.conf,src={config}")
-    assert build.find_access(MEANS._replace(pip_config=config), {}) == path
-    assert build.find_access(MEANS, {"PIP_CONFIG_FILE": str(config)}) == path
-    first = build.find_access(MEANS._replace(pip_config=other), {"PIP_CONFIG_FILE": str(config)})
-    assert first == ("--secret", f"id=pip.conf,src={other}")
+    path = ["--secret", f"id=pip.conf,src={config}"]
+    assert build.find_access(REQUEST._replace(pip_config=config), {}) == path
+    assert build.find_access(REQUEST, {"PIP_CONFIG_FILE": str(config)}) == path
+    first = build.find_access(REQUEST._replace(pip_config=other), {"PIP_CONFIG_FILE": str(config)})
+    assert first == ["--secret", f"id=pip.conf,src={other}"]
     for variable in ("PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "CURL_CA_BUNDLE"):
-        assert build.find_access(MEANS, {variable: str(config)}) == ("--secret", f"id=ca.pem,src={config}")
-        assert build.find_access(MEANS, {variable: str(tmp_path / "none")}) == ()
+        assert build.find_access(REQUEST, {variable: str(config)}) == ["--secret", f"id=ca.pem,src={config}"]
+        assert build.find_access(REQUEST, {variable: str(tmp_path / "none")}) == []
     comma = tmp_path / "a,b"
     comma.write_text("x")
-    assert build.find_access(MEANS, {"PIP_CERT": str(comma)}) == (), "an engine would read two fields"
-    assert build.find_access(MEANS, {"HTTPS_PROXY": "http://u:hunter2@p.example"}) == ("--build-arg", "HTTPS_PROXY")
+    assert build.find_access(REQUEST, {"PIP_CERT": str(comma)}) == [], "an engine would read two fields"
+    assert build.find_access(REQUEST, {"HTTPS_PROXY": "http://u:hunter2@p.example"}) == ["--build-arg", "HTTPS_PROXY"]
 
 
 def test_a_bazel_that_jax_does_not_want_is_refused_at_once(tmp_path: Path) -> None:

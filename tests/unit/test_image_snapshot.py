@@ -90,7 +90,7 @@ def test_changed_and_new_files_are_in_it_and_in_the_label(clone: Path) -> None:
     view = look(clone)
     assert view.changed == ("docs/id_rsa", "run", "src/library", "third_party/maxtext/src/train")
     assert view.revision.endswith("-dirty")
-    assert view.components["maxtext"].revision.endswith("-dirty")
+    assert view.maxtext.endswith("-dirty")
     files = read(clone, view)
     assert (files["src/library"], files["third_party/maxtext/src/train"], files["docs/id_rsa"]) == (
         "changed", "changed", "new",
@@ -99,7 +99,9 @@ def test_changed_and_new_files_are_in_it_and_in_the_label(clone: Path) -> None:
     assert git(clone, "count-objects") == objects, "a secret that lies there is not in the clone's history"
     git(clone, "checkout", "-q", ".")
     (clone / "docs/id_rsa").unlink()
-    assert "docs/id_rsa" not in read(clone, look(clone))
+    view = look(clone)
+    assert "docs/id_rsa" not in read(clone, view)
+    assert (view.revision.endswith("-dirty"), view.maxtext.endswith("-dirty")) == (False, True), "MaxText has its own"
 
 
 def test_data_beside_the_files_of_a_build_is_not_read(clone: Path) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tooling.core import errors
 from tooling.image import digests, reference
@@ -104,6 +106,18 @@ def test_an_injection_is_refused(injection: Callable[[], object]) -> None:
         injection()
     assert "pass@" not in str(refused.value)
     assert "u:p@" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "start", ["https://example.org:8443", "http://[::1]:80", "ssh://git@r.example", "git://r", "file://"]
+)
+def test_ordinary_addresses_pass(start: str) -> None:
+    assert git.url_fault(f"{start}/a b/c.git") is None
+
+
+@given(st.text(alphabet="-uox:/@.=e ext[]\n\\", max_size=20))
+def test_an_accepted_address_is_no_option_and_no_helper(url: str) -> None:
+    assert git.url_fault(url) or url.startswith(tuple(f"{scheme}://" for scheme in git.SCHEMES))
 
 
 def entry(name: str, data: bytes = b"x", mode: int = 0o100644) -> tuple[str, bytes, int]:

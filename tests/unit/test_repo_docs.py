@@ -168,7 +168,7 @@ def test_a_notebook_runs_and_has_its_output(name: str, tmp_path: Path) -> None:
 def helps() -> dict[str, str]:
     """Help of every command, by its program."""
     found = {"maxtext/run.py": command_line.parser(), "python -m multimesh": commands_of_library.parser()}
-    found["python -m tooling"] = cli.build_parser(list(dict.fromkeys(cli.COMMANDS.values())))
+    found["python -m tooling"] = cli.build_parser()
     shown = {}
     for parser in found.values():
         inner = [action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)]

@@ -8,7 +8,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from tooling.core import errors
+from tooling.core import errors, files
 from tooling.core.console import Subparsers, command
 from tooling.core.files import ROOT
 from tooling.image import buildx, reference, release, tags
@@ -62,11 +62,11 @@ def run_versions(args: argparse.Namespace) -> None:
         raise errors.OptionError(f"tag {args.tag}: {', '.join(wrong)}; change them, or tag the version that they name")
     parser = argparse.ArgumentParser("docker/build.py", allow_abbrev=False)
     add_options(parser)
-    spec, locks = from_options(parser.parse_args(args.options)).spec, release.load_locks(ROOT)
-    unpinned, source = buildx.bases(spec, locks[1]).unpinned, spec.jaxlib == "source"
-    platform = spec.platform or "linux/amd64"  # of GitHub's runners
+    request, locks = from_options(parser.parse_args(args.options)), release.load_locks(ROOT)
+    unpinned, source = buildx.bases(request, locks[1]).unpinned, request.jaxlib == "source"
+    platform = request.platform or "linux/amd64"  # of GitHub's runners
     if lines := release.list_null_pins(locks, unpinned, jaxlib_from_source=source, platform=platform):
-        raise errors.SeveralErrors([f"no release: {line}" for line in lines], errors.SourceError.exit_code)
+        raise ExceptionGroup("no release", [errors.SourceError(f"no release: {line}") for line in lines])
     print(version)
 
 
@@ -80,7 +80,7 @@ def read_versions(root: Path) -> dict[str, str]:
 
 def run_notes(args: argparse.Namespace) -> None:
     """Print the first part of release notes: how to pull, run and install it, and which commits nobody told."""
-    tag, image = args.tag, release.read(args.file)
+    tag, image = args.tag, files.read_document(args.file, release.SCHEMA, "docker/build.py --upload writes it")
     if (version := image["labels"].get(f"{buildx.OCI}.version")) != tag[1:]:
         raise errors.OptionError(f"release.json is of version {version}, not of {tag}; take that of its image")
     name, on_gpus = f"{image['image']['repository']}:{tag}", image["labels"][f"{buildx.LABEL}.accelerator"] != "cpu"

@@ -1,12 +1,12 @@
 """Every error that ends a command of this package. Its exit code says where the remedy is.
 
-Messages are one line: the component or file, the fault, and the remedy. Only ``cli.main`` prints them.
+Messages are one line: the component or file, the fault, and the remedy. Only ``cli.main`` prints them. Errors that do
+not depend on each other are raised as a group, whose first has the exit code.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
 
 
 class ToolingError(Exception):
@@ -41,14 +41,6 @@ class SmokeError(ToolingError):
     """An image was built but failed its check; no public tag was moved."""
 
     exit_code = 5
-
-
-class SeveralErrors(ToolingError):
-    """Errors of pieces of work that do not depend on each other. The exit code is that of the first."""
-
-    def __init__(self, messages: Sequence[str], exit_code: int) -> None:
-        super().__init__("; ".join(messages))
-        self.messages, self.exit_code = tuple(messages), exit_code
 
 
 def disk_message(error: OSError) -> str:

@@ -7,11 +7,10 @@ import fcntl
 import hashlib
 import json
 import os
-import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tooling.core import errors
 
@@ -46,11 +45,21 @@ def read_object(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def check_values(name: str, values: Mapping[str, object], pattern: str, kind: str) -> None:
-    """Raise ``SourceError`` unless each value of a lock has the shape of its kind, or is null: not known yet."""
-    for where, value in values.items():
-        if value is not None and not (isinstance(value, str) and re.fullmatch(pattern, value)):
-            raise errors.SourceError(f"{name}: {where} is no {kind}; restore it with git")
+def read_document(path: Path, schema: Path, remedy: str = "restore it with git") -> dict[str, Any]:
+    """Return the document in a YAML or JSON file. ``SourceError``: it cannot be read, or is not as its schema says."""
+    import jsonschema
+    import yaml
+
+    try:
+        document = yaml.safe_load(path.read_bytes().decode("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        said = " ".join(str(error).split())
+        raise errors.SourceError(f"{path.name}: cannot be read ({said}); {remedy}") from error
+    rules = jsonschema.Draft202012Validator(json.loads(schema.read_text(encoding="utf-8")))
+    if fault := jsonschema.exceptions.best_match(rules.iter_errors(document)):
+        where, said = ".".join(map(str, fault.absolute_path)) or "the document", " ".join(fault.message.split())[:300]
+        raise errors.SourceError(f"{path.name}: {where}: {said}; {remedy}")
+    return dict(document)
 
 
 def sha256(path: Path) -> str:
@@ -60,8 +69,8 @@ def sha256(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def lock(path: Path, waiting: str = "") -> Iterator[None]:
-    """Hold the lock of a file, which the system drops with its holder; print ``waiting`` where another has it."""
+def lock(path: Path, waiting: str = "") -> Iterator[IO[str]]:
+    """Hold the lock of a file, which the system drops with its holders; print ``waiting`` where others have it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+") as file:
         try:
@@ -70,4 +79,4 @@ def lock(path: Path, waiting: str = "") -> Iterator[None]:
             if waiting:
                 print(waiting, file=sys.stderr, flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        yield file

@@ -12,7 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from tooling.core import errors
 
@@ -48,16 +48,17 @@ def run(
     *,
     env: Mapping[str, str] | None = None,
     check: bool = True,
+    stdin: int | IO[str] = subprocess.DEVNULL,
     on_line: Callable[[str], None] | None = None,
 ) -> Result:
-    """Run a program to its end; no shell sees its arguments, and it reads nothing.
+    """Run a program to its end; no shell sees its arguments, and it has nothing to read.
 
     ``check``: raise ``ToolingError`` when the program fails. ``on_line``: called with every line of its output while it
     runs.
     """
     command, lines = tuple(map(str, argv)), list[bytes]()
-    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
-    streams["stderr"] = subprocess.STDOUT if on_line else subprocess.PIPE
+    errors_to = subprocess.STDOUT if on_line else subprocess.PIPE
+    streams: dict[str, Any] = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": errors_to}
     try:
         with subprocess.Popen(command, env=env, preexec_fn=_die_with_parent, **streams) as process:
             for line in process.stdout if on_line and process.stdout else ():

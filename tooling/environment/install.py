@@ -6,13 +6,11 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import hashlib
 import os
 import shutil
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -36,49 +34,30 @@ GO_ON = "import sys; sys.path[0] = sys.argv.pop(1); import tooling.cli; sys.exit
 def make_and_go_on(options: Sequence[str]) -> int:
     """Make the environment if need be, then become ``python -m tooling bootstrap`` in it."""
     cli.parse(["bootstrap", *options])  # wrong options make nothing
-    python, label = ROOT / ".venv" / "bin" / "python", f"requirements/{TOOLS}.txt"
+    venv, label = ROOT / ".venv", f"requirements/{TOOLS}.txt"
+    python, ready = venv / "bin" / "python", ROOT / READY
     place = {"python": os.path.realpath(sys.executable), "root": str(ROOT)}  # an environment that moved is none
     note = place | {TOOLS: files.sha256(ROOT / label)}
 
     def lacks(values: dict[str, str]) -> bool:
-        return not (python.exists() and values.items() <= files.read_object(ROOT / READY).items())
+        return not (python.exists() and values.items() <= files.read_object(ready).items())
 
     if lacks(note):
-        with files.lock(ROOT / "third_party" / ".venv.lock", "waiting for another run that makes .venv"):
+        with files.lock(ROOT / "third_party" / ".venv.lock", "waiting for another run that makes .venv") as lock:
             if lacks(place):
                 console.note("making .venv")
-                _make(place)
+                if venv.is_symlink() or venv.is_file():
+                    venv.unlink()
+                ready.unlink(missing_ok=True)
+                # In its place, which may be a mount, as in the devcontainer. What a killed run leaves, such as an
+                # ensurepip, holds the lock until it ends: it is its standard input.
+                proc.run([sys.executable, "-m", "venv", "--clear", "--prompt", venv.name, venv], stdin=lock)
+                files.write_json(ready, place)
             if lacks(note):
                 console.note(f"{label}: installing")
                 pip(python, "--require-hashes", "-r", str(ROOT / label), label=label)
-                files.write_json(ROOT / READY, files.read_object(ROOT / READY) | note)
+                files.write_json(ready, files.read_object(ready) | note)
     return os.execv(python, [str(python), "-c", GO_ON, str(ROOT), "bootstrap", *options])  # noqa: S606
-
-
-def _make(place: dict[str, str]) -> None:
-    """Make an environment aside and rename it: what a killed run leaves, such as its ensurepip, writes nowhere else."""
-    venv, aside = ROOT / ".venv", Path(tempfile.mkdtemp(prefix=".venv-new-", dir=ROOT))
-    try:
-        aside.chmod(0o755)
-        proc.run([sys.executable, "-m", "venv", "--prompt", venv.name, aside])
-        for path in (aside / "pyvenv.cfg", *(aside / "bin").iterdir()):
-            if not path.is_symlink():
-                path.write_bytes(path.read_bytes().replace(os.fsencode(aside), os.fsencode(venv)))
-        files.write_json(aside / Path(READY).name, place)
-        try:
-            if os.path.lexists(venv):
-                venv.rename(f"{aside}-old")
-            aside.rename(venv)
-        except OSError as error:
-            if error.errno != errno.EBUSY:
-                raise
-            # A mount, as in the devcontainer, stays where it is.
-            (ROOT / READY).unlink(missing_ok=True)
-            proc.run([sys.executable, "-m", "venv", "--clear", "--prompt", venv.name, venv])
-            files.write_json(ROOT / READY, place)
-    finally:
-        for folder in ROOT.glob(".venv-new-*"):
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def register(subparsers: Subparsers) -> None:
@@ -96,12 +75,12 @@ def register(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Sync the sources, then install; a failed source does not keep the packages from coming."""
-    failure = None
+    failure: Exception | None = None
     try:
         sync.run(args)
     except errors.OptionError:
         raise
-    except errors.ToolingError as error:
+    except (errors.ToolingError, ExceptionGroup) as error:
         failure = error
     install(sync.choose_groups(args))
     if failure is not None:

@@ -201,13 +201,8 @@ def run(args: argparse.Namespace) -> int:
             done = "started; " if fresh else "runs already; "
         elif args.action == "stop":
             done = "stopped; " if stop(folder) else "was not running; "
-        settings = look(folder)
-    address, _, bound = settings.partition(" ")
-    print(
-        f"{done}state running, address {address}, at most {bound} GiB in {folder}"
-        if settings
-        else f"{done}state stopped"
-    )
-    if settings:
+        address, _, bound = look(folder).partition(" ")
+    print(f"{done}state {f'running, address {address}, at most {bound} GiB in {folder}' if address else 'stopped'}")
+    if address:
         print(f"use it: bazel --bazelrc={folder / 'bazelrc'} build ...")
-    return int(bool(settings) == (args.action == "stop"))
+    return int(bool(address) == (args.action == "stop"))

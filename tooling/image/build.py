@@ -14,12 +14,11 @@ from typing import NamedTuple
 
 from tooling.core import console, errors, files, proc
 from tooling.image import bazel_cache, buildx, digests, snapshot
-from tooling.image.engine import Engine
-from tooling.image.request import Built, ImageSpec, Means, fits_an_option
+from tooling.image.engine import Built, Engine
+from tooling.image.request import Request, fits_an_option
 from tooling.image.snapshot import Snapshot
 
 FOLDER, ARCHIVE = Path("build/image"), Path("docker/context/python.tar.gz")
-_PLATFORMS = {"x86_64": "linux/amd64", "aarch64": "linux/arm64"}
 _CA_VARIABLES = ("PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "CURL_CA_BUNDLE")
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
 # Labels say what buildx would ask git.
@@ -50,52 +49,48 @@ _CAUSES: tuple[tuple[str, type[errors.ToolingError], str], ...] = (
 
 
 class Plan(NamedTuple):
-    """One build, ready to run: the command without its output, and what it goes by."""
+    """One build, ready to run: the options of its command without the output, and what it goes by."""
 
-    spec: ImageSpec
-    means: Means
     base: buildx.Bases
     arguments: dict[str, str]
     labels: dict[str, str]
-    access: tuple[str, ...]
+    options: list[str]
     context: str
 
     def argv(self, target: str, *output: str) -> list[str]:
         """Return the command that builds a target."""
         argv = ["docker", "buildx", "build", "--progress=plain", "--file", f"{self.context}/{buildx.DOCKERFILE}"]
-        argv += ["--platform", self.spec.platform] if self.spec.platform else []
-        argv += ["--network", self.means.network] if self.means.network != "default" else []
-        argv += [] if self.means.layer_cache else ["--no-cache"]
-        argv += [word for pair in self.arguments.items() for word in ("--build-arg", "=".join(pair))]
-        argv += [word for pair in self.labels.items() for word in ("--label", "=".join(pair))]
-        return [*argv, *self.access, "--target", target, *output, self.context]
+        argv += self.options
+        for flag, pairs in (("--build-arg", self.arguments), ("--label", self.labels)):
+            argv += [word for pair in pairs.items() for word in (flag, "=".join(pair))]
+        return [*argv, "--target", target, *output, self.context]
 
-    def to_image(self, result: Path, archive: Path | None) -> list[str]:
+    def to_image(self, target: str, result: Path, archive: Path | None) -> list[str]:
         """Return the command that makes the image: in the engine, or in a file with the times of all files set."""
         output = ["--load"]  # a separate builder keeps its image, unless it is told to hand it over
         if archive:
             output = ["--build-arg", f"SOURCE_DATE_EPOCH={buildx.EPOCH}"]
             output += ["--output", f"type=docker,compression=gzip,rewrite-timestamp=true,dest={archive}"]
-        return self.argv(self.spec.target, *output, "--metadata-file", str(result))
+        return self.argv(target, *output, "--metadata-file", str(result))
 
 
-def make_plan(root: Path, spec: ImageSpec, means: Means, view: Snapshot, context: Path, secrets: Path) -> Plan:
-    """Return the build of a spec from the files in ``context``; the file of a Bazel cache lies in ``secrets``."""
-    pins = digests.load(root)
-    base = buildx.bases(spec, pins)
-    machine = _PLATFORMS.get(os.uname().machine, "linux/amd64")
-    arguments = buildx.make_arguments(spec, pins, base, machine=machine, cached=means.use_bazel_cache)
-    if spec.jaxlib == "source":
-        _check_bazel(root, arguments)
+def make_plan(root: Path, request: Request, view: Snapshot, context: Path, secrets: Path) -> Plan:
+    """Return the build of a request from the files in ``context``; the file of a Bazel cache lies in ``secrets``."""
+    pins, from_source = digests.load(root), request.jaxlib == "source"
+    base = buildx.bases(request, pins)
+    arguments = buildx.make_arguments(request, pins, base)
     python = "of the base"
-    if not spec.base_image or spec.python_archive:  # the pinned bases have older ones
+    if not request.base_image or request.python_archive:  # the pinned bases have older ones
         python = f"standalone sha256:{arguments['PYTHON_SHA256']}"
-    labels = buildx.labels(root, spec, base, view, python=python, source=find_source(root))
-    access = find_access(means, os.environ)
-    if spec.jaxlib == "source" and means.use_bazel_cache:
-        means, secret = _reach_cache(means, secrets)
-        access += secret
-    return Plan(spec, means, base, arguments, labels, access, str(context))
+    labels = buildx.labels(root, request, base, view, python=python, source=find_source(root))
+    options = ["--platform", request.platform] if request.platform else []
+    options += [] if request.layer_cache else ["--no-cache"]
+    options += find_access(request, os.environ)
+    if from_source:
+        _check_bazel(root, arguments)
+    if from_source and request.use_bazel_cache:
+        options += _reach_cache(request, secrets)
+    return Plan(base, arguments, labels, options, str(context))
 
 
 def _check_bazel(root: Path, arguments: Mapping[str, str]) -> None:
@@ -108,49 +103,50 @@ def _check_bazel(root: Path, arguments: Mapping[str, str]) -> None:
         )
 
 
-def find_access(means: Means, environ: Mapping[str, str]) -> tuple[str, ...]:
+def find_access(request: Request, environ: Mapping[str, str]) -> list[str]:
     """Return the options by which a build reaches its packages; they name files and variables, never their content."""
 
     def find_file(*variables: str) -> Path | None:
         path = next((Path(environ[name]) for name in variables if environ.get(name)), None)
         return path if path and path.is_file() and fits_an_option(path) else None
 
-    options: list[str] = []
-    if config := means.pip_config or find_file("PIP_CONFIG_FILE"):
+    options = ["--network", request.network] if request.network != "default" else []
+    if config := request.pip_config or find_file("PIP_CONFIG_FILE"):
         options += ["--secret", f"id=pip.conf,src={config.absolute()}"]
-    if bundle := means.ca_bundle or find_file(*_CA_VARIABLES):
+    if bundle := request.ca_bundle or find_file(*_CA_VARIABLES):
         options += ["--secret", f"id=ca.pem,src={bundle.absolute()}"]
     for name in filter(environ.get, _PROXIES):
         options += ["--build-arg", name]  # without a value: buildx takes it from the environment
-    return tuple(options)
+    return options
 
 
-def _reach_cache(means: Means, secrets: Path) -> tuple[Means, tuple[str, ...]]:
-    """Return means that reach the Bazel cache, if one answers, and the option that hands its settings over."""
-    server = bazel_cache.find_server(means.bazel_cache)
+def _reach_cache(request: Request, secrets: Path) -> list[str]:
+    """Return the options that hand over the settings of the Bazel cache, if one answers."""
+    server = bazel_cache.find_server(request.bazel_cache)
     if server is None:
         console.note("no Bazel cache of yours runs here; the build goes on without (docker/start-cache.sh starts one)")
-        return means, ()
-    console.note(f"Bazel cache {server.address}: {'read and written' if means.bazel_cache_write else 'read only'}")
-    server.write_rc(secrets / "bazelrc", write=means.bazel_cache_write)
+        return []
+    console.note(f"Bazel cache {server.address}: {'read and written' if request.bazel_cache_write else 'read only'}")
+    server.write_rc(secrets / "bazelrc", write=request.bazel_cache_write)
     # One on this machine's loopback is seen from the host network only.
     on_loopback = server.address.startswith(("127.", "localhost", "[::1]"))
-    secret = ("--secret", f"id=bazelrc,src={secrets / 'bazelrc'}")
-    return means._replace(network="host") if on_loopback else means, secret
+    return ["--secret", f"id=bazelrc,src={secrets / 'bazelrc'}", *(["--network", "host"] if on_loopback else [])]
 
 
-def name_components(spec: ImageSpec) -> tuple[str, ...]:
+def name_components(request: Request) -> tuple[str, ...]:
     """Return the components whose files a build reads."""
-    return ("maxtext", "jax", "xla") if spec.jaxlib == "source" else ("maxtext",)
+    return ("maxtext", "jax", "xla") if request.jaxlib == "source" else ("maxtext",)
 
 
 def run(
-    root: Path, engine: Engine, spec: ImageSpec, means: Means,
-    allow: Callable[[Plan, Snapshot], None] = lambda plan, view: None, *, same_bytes: bool = False,
-) -> Built:  # fmt: skip
+    root: Path,
+    engine: Engine,
+    request: Request,
+    allow: Callable[[Plan, Snapshot], None] = lambda plan, view: None,
+) -> Built:
     """Build an image, with all that it needs beside it; it has no name yet.
 
-    ``allow`` gets what will be built, and raises where that may not be. ``same_bytes``: without the times of the build,
+    ``allow`` gets what will be built, and raises where that may not be. An image for a push has no times of its build,
     so that another build of the commit has the same digest, where the engine can.
     """
     started, folder = time.monotonic(), root / FOLDER
@@ -160,26 +156,26 @@ def run(
         files.lock(folder / "lock", waiting="another build runs in this clone; this one waits for its end"),
     ):
         place, context = Path(temporary), folder / "context"
-        view = snapshot.take_snapshot(root, folder, name_components(spec))
-        if spec.python_archive:
-            shutil.copyfile(spec.python_archive, context / ARCHIVE)
-        plan = make_plan(root, spec, means, view, context, place)
+        view = snapshot.take_snapshot(root, folder, name_components(request))
+        if request.python_archive:
+            shutil.copyfile(request.python_archive, context / ARCHIVE)
+        plan = make_plan(root, request, view, context, place)
         allow(plan, view)
-        if spec.base_image:
+        if request.base_image:
             plan.labels[f"{buildx.LABEL}.python"] = _ask_python(plan, place)
         if view.changed:
             console.note(f"not committed, and read by the build: {shorten_names(view.changed)}")
         for reference in plan.base.unpinned:
             console.note(f"{reference}: not pinned by digest; a release refuses that")
-        archive = place / "image.tar" if same_bytes and engine.rewrites_times else None
-        _run(plan.to_image(place / "result", archive), plan)
+        archive = place / "image.tar" if request.upload and engine.rewrites_times else None
+        _run(plan.to_image(request.target, place / "result", archive), plan)
         answer = json.loads((place / "result").read_text(encoding="utf-8"))
         if archive:
             with archive.open("rb") as file:
                 engine.client.images.load(file)
     # By the configuration or, in a containerd store, by the manifest.
     names = [answer[key] for key in ("containerimage.config.digest", "containerimage.digest") if key in answer]
-    return describe(engine, spec, *names)._replace(seconds=time.monotonic() - started)
+    return engine.describe(request.target, *names)._replace(seconds=time.monotonic() - started)
 
 
 def _run(argv: Sequence[str], plan: Plan) -> None:
@@ -224,15 +220,6 @@ def explain(result: proc.Result, base: buildx.Bases) -> errors.ToolingError:
         if re.search(pattern, "\n".join([*lines, reason])):
             return kind(f"{where}: {remedy.format(last=last)}")
     return errors.EngineError(f"{where} failed: {last}")
-
-
-def describe(engine: Engine, spec: ImageSpec, *names: str) -> Built:
-    """Ask the engine about an image that it has under one of these names."""
-    image = next((answer for answer in map(engine.inspect, names) if answer is not None), None)
-    if image is None:
-        raise errors.EngineError(f"{' or '.join(names)}: the engine has no such image; build it first")
-    labels = dict((image.get("Config") or {}).get("Labels") or {})
-    return Built(spec, str(image["Id"]), int(image.get("Size") or 0), labels)
 
 
 def find_source(root: Path) -> str | None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import NamedTuple
 
-from tooling.core import errors, files
+from tooling.core import files
 
-FILE = "docker/images.lock"
+FILE, SCHEMA = "docker/images.lock", Path(__file__).with_name("images.schema.json")
 
 
 class ImagePin(NamedTuple):
@@ -44,18 +43,6 @@ class ImageLock(NamedTuple):
 
 def load(root: Path) -> ImageLock:
     """Read and check ``images.lock``."""
-    try:
-        raw = json.loads((root / FILE).read_text(encoding="utf-8"))
-        images = {name: ImagePin(entry["reference"], entry["digest"]) for name, entry in raw["images"].items()}
-        downloads = {name: FilePin(entry["url"], entry["sha256"]) for name, entry in raw["files"].items()}
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise errors.SourceError(f"{FILE}: is malformed ({error}); restore it with git") from error
-    for pins, field, pattern in (
-        (images, "digest", "sha256:[0-9a-f]{64}"),
-        (images, "reference", r"\w[\w.:/-]*:[\w.-]+"),
-        (downloads, "sha256", "[0-9a-f]{64}"),
-        (downloads, "url", r"https:/{2}[\w.:/%+~-]+"),
-    ):
-        values = {f"{name}.{field}": getattr(pin, field) for name, pin in pins.items()}
-        files.check_values(FILE, values, pattern, field)
-    return ImageLock(images, downloads)
+    lock = files.read_document(root / FILE, SCHEMA)
+    images = {name: ImagePin(entry["reference"], entry["digest"]) for name, entry in lock["images"].items()}
+    return ImageLock(images, {name: FilePin(entry["url"], entry["sha256"]) for name, entry in lock["files"].items()})

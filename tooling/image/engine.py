@@ -7,8 +7,8 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, NamedTuple
 
 from tooling.core import console, errors, proc
 from tooling.image.reference import Reference, split
@@ -25,24 +25,37 @@ _PASSES = re.compile(
 )
 
 
+class Built(NamedTuple):
+    """An image in the engine that built it, of a target; it gets its public name when it passed its check."""
+
+    target: str
+    image_id: str  # of the engine; a registry gives a manifest digest when it is pushed
+    bytes: int
+    labels: dict[str, str]
+    user: str = ""
+    seconds: float = 0.0
+
+
 class Engine(NamedTuple):
     """An engine that answered."""
 
     client: DockerClient
 
-    def inspect(self, image: str) -> dict[str, Any] | None:
-        """Return the engine's description of an image; None if it has none of that name."""
+    def describe(self, target: str, *names: str) -> Built:
+        """Return the image that the engine has under one of these names."""
         from docker.errors import ImageNotFound
 
-        try:
-            return dict(self.client.api.inspect_image(image))
-        except ImageNotFound:
-            return None
+        for name in names:
+            with suppress(ImageNotFound):
+                image = self.client.api.inspect_image(name)
+                config = image.get("Config") or {}
+                labels = dict(config.get("Labels") or {})
+                return Built(target, str(image["Id"]), int(image.get("Size") or 0), labels, config.get("User") or "")
+        raise errors.EngineError(f"{' or '.join(names)}: the engine has no such image; build it first")
 
     def tag(self, image_id: str, name: Reference) -> None:
-        """Give an image a name, unless it has it."""
-        if str(name) not in (self.inspect(image_id) or {}).get("RepoTags", ()):
-            self.client.api.tag(image_id, name.repository, name.tag)
+        """Give an image a name."""
+        self.client.api.tag(image_id, name.repository, name.tag)
 
     def push(self, name: Reference) -> None:
         """Push a tag, again after faults that pass. ``EngineError``: refused, or out of reach to the last attempt."""

@@ -6,17 +6,16 @@ import argparse
 import json
 import shlex
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tooling.core.console import Subparsers, command
 from tooling.core.files import ROOT
 from tooling.image import build, engine, release, smoke, snapshot, tags
-from tooling.image.engine import Engine
+from tooling.image.engine import Built, Engine
 from tooling.image.reference import Reference
-from tooling.image.registry import Registry
-from tooling.image.request import Built, Request, add_options, from_options
+from tooling.image.request import Request, add_options, from_options
 
 
 def register(subparsers: Subparsers) -> None:
@@ -35,13 +34,12 @@ def register(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> None:
     """Run a command line."""
     request = from_options(args)
-    actions = request.actions
-    smoke.check_means(actions.validate)
-    if actions.upload and actions.promote:  # impossible tags are refused without an engine
-        tags.public(request.spec.reference, latest=actions.latest, version=actions.release)
-    if actions.dry_run:
+    smoke.check_means(request.validate)
+    if request.upload and request.promote:  # impossible tags are refused without an engine
+        tags.public(request.reference, latest=request.latest, version=request.release)
+    if request.dry_run:
         commands = plan_commands(request)
-        print(json.dumps({"commands": commands}) if actions.json else "\n".join(map(shlex.join, commands)))
+        print(json.dumps({"commands": commands}) if request.json else "\n".join(map(shlex.join, commands)))
     else:
         with engine.name_faults():
             make_image(engine.connect(), request)
@@ -49,38 +47,28 @@ def run(args: argparse.Namespace) -> None:
 
 def make_image(where: Engine, request: Request) -> None:
     """Do all that a command line asks for."""
-    spec, actions, names = request.spec, request.actions, _names(request)
 
     def allow(plan: build.Plan, view: snapshot.Snapshot) -> None:
-        if actions.upload:
-            check_push(request, plan.labels, view.changed, plan.base.unpinned)
+        if request.upload:
+            release.check_push(ROOT, request, plan.labels, view.changed, plan.base.unpinned)
 
-    if actions.build:
-        built = build.run(ROOT, where, spec, request.means, allow, same_bytes=actions.upload)
+    if request.build:
+        built = build.run(ROOT, where, request, allow)
     else:
-        built = build.describe(where, spec, str(spec.reference))
-        if actions.upload:
-            check_push(request, built.labels)
-    check = smoke.check(ROOT, where, built, actions.validate)
-    for name in names:
+        built = where.describe(request.target, str(request.reference))
+        if request.upload:
+            release.check_push(ROOT, request, built.labels)
+    check = smoke.check(ROOT, where, built, request.validate)
+    for name in _names(request):
         where.tag(built.image_id, name)
-    pushed = release.publish(ROOT, where, built, check, request) if actions.upload else None
-    report(built, check, names, pushed, as_json=actions.json)
-
-
-def check_push(
-    request: Request, labels: Mapping[str, str], changed: Sequence[str] = (), bases: Sequence[str] = ()
-) -> None:
-    """Raise all errors that would stop a push after the build: changed files, open pins, no right to push."""
-    release.check_sources(ROOT, request, labels, changed, bases)
-    release.check_place(ROOT, request.actions)
-    Registry(request.spec.reference.repository).check_push()
+    pushed = release.publish(ROOT, where, built, check, request) if request.upload else None
+    report(built, check, _names(request), pushed, as_json=request.json)
 
 
 def _names(request: Request) -> list[Reference]:
     """Return the names that a checked image gets in the engine."""
-    name = request.spec.reference
-    return [name, *([name.tagged("latest")] if request.actions.latest else [])]
+    name = request.reference
+    return [name, *([name.tagged("latest")] if request.latest else [])]
 
 
 def plan_commands(request: Request) -> list[list[str]]:
@@ -89,26 +77,25 @@ def plan_commands(request: Request) -> list[list[str]]:
     IMAGE and ID stand for the id that the build gives, COMMIT for ours, DIGEST for what the registry answers, and
     RESULT for a file that the builder writes.
     """
-    spec, actions, name = request.spec, request.actions, str(request.spec.reference)
-    commands, image = list[list[str]](), name
-    if actions.build:
+    name, commands, image = request.reference, list[list[str]](), str(request.reference)
+    if request.build:
         with tempfile.TemporaryDirectory(prefix="multimesh-image-") as folder:
-            view = snapshot.take_snapshot(ROOT, Path(folder), build.name_components(spec))
-            plan = build.make_plan(ROOT, spec, request.means, view, build.FOLDER / "context", Path(folder))
-        if actions.upload:
+            view = snapshot.take_snapshot(ROOT, Path(folder), build.name_components(request))
+            plan = build.make_plan(ROOT, request, view, build.FOLDER / "context", Path(folder))
+        if request.upload:
             release.check_sources(ROOT, request, plan.labels, view.changed, plan.base.unpinned)
-        commands, image = [plan.to_image(Path("RESULT"), None)], "IMAGE"
-    if spec.target != "devcontainer" and actions.validate != "none":
-        means = ["--gpus", "all"] if actions.validate == "medium" else ["--network", "none"]
-        words = ["--entrypoint", "/opt/entrypoint.sh", image, f"/opt/maxtext/{smoke.JOBS[actions.validate]}"]
+        commands, image = [plan.to_image(request.target, Path("RESULT"), None)], "IMAGE"
+    if request.target != "devcontainer" and request.validate != "none":
+        means = ["--gpus", "all"] if request.validate == "medium" else ["--network", "none"]
+        words = ["--entrypoint", "/opt/entrypoint.sh", image, f"/opt/maxtext/{smoke.JOBS[request.validate]}"]
         commands.append(["docker", "run", "--rm", "--init", *means, *words])
     commands += [["docker", "tag", image, str(each)] for each in _names(request)]
-    if actions.upload:
-        candidate = f"{spec.reference.repository}:sha-COMMIT-ID"
+    if request.upload:
+        candidate = f"{name.repository}:sha-COMMIT-ID"
         commands += [["docker", "tag", image, candidate], ["docker", "push", candidate]]
-    if actions.upload and actions.promote:
-        more = [*["--latest"] * actions.latest, *(["--release", actions.release] if actions.release else [])]
-        words = [f"{spec.reference.repository}@DIGEST", "--tag", spec.reference.tag, *more]
+    if request.upload and request.promote:
+        more = [*["--latest"] * request.latest, *(["--release", request.release] if request.release else [])]
+        words = [f"{name.repository}@DIGEST", "--tag", name.tag, *more]
         commands.append([".venv/bin/python", "-m", "tooling", "promote", *words])
     return commands
 
@@ -126,6 +113,10 @@ def report(
     print(f"image   {names[0]}\nid      {built.image_id}\nsize    {built.bytes / 1e6:.0f} MB")
     print(f"built   {built.seconds:.1f} s\ncheck   {check.verdict}")
     if pushed is not None:
-        print(release.summarize(pushed))
-    if built.spec.target == "runtime":
+        image = pushed["image"]
+        states = {None: "new", image["digest"]: "as it was"}
+        moved = [f"{move['tag']} ({states.get(move['before'], 'moved')})" for move in image["tags"]]
+        print(f"digest  {image['digest']}\npushed  {image['bytes'] / 1e6:.1f} MB to pull")
+        print(f"tags    {', '.join([image['candidate'], *moved])}\npull    {image['pull']}")
+    if built.target == "runtime":
         print(f"run     docker run --rm {names[0]} /opt/maxtext/validate-cpu.sh")

@@ -44,11 +44,6 @@ class Manifest(NamedTuple):
         return dict(json.loads(self.content))
 
     @property
-    def media_type(self) -> str:
-        """The kind of the document, as a registry names it."""
-        return str(self.document.get("mediaType", "application/vnd.oci.image.manifest.v1+json"))
-
-    @property
     def bytes(self) -> int:
         """The size of configuration and layers, as they are sent."""
         return sum(int(part["size"]) for part in (self.document["config"], *self.document["layers"]))
@@ -103,8 +98,8 @@ class Registry:
 
     def put(self, tag: str, manifest: Manifest) -> None:
         """Give a tag to a manifest that the repository holds; nothing is sent besides."""
-        headers = {"Content-Type": manifest.media_type}
-        self._ask("PUT", f"manifests/{tag}", data=manifest.content, headers=headers)
+        kind = str(manifest.document.get("mediaType", "application/vnd.oci.image.manifest.v1+json"))
+        self._ask("PUT", f"manifests/{tag}", data=manifest.content, headers={"Content-Type": kind})
 
     def check_push(self) -> None:
         """Raise ``EngineError`` unless this login may push: begin an upload, and take it back. Nothing stays."""

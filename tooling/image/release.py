@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -18,17 +17,15 @@ from tooling.image import digests, reference, tags
 from tooling.image.build import shorten_names
 from tooling.image.buildx import LABEL, OCI
 from tooling.image.digests import ImageLock, ImagePin
-from tooling.image.engine import Engine
-from tooling.image.reference import Reference
+from tooling.image.engine import Built, Engine
 from tooling.image.registry import Registry
-from tooling.image.request import Actions, Built, Request
+from tooling.image.request import Request
 from tooling.image.smoke import Check
 from tooling.sources import manifest
 from tooling.sources.manifest import Pins
 
 RECORD = Path("build/image/release.json")
 SCHEMA = Path(__file__).with_name("release.schema.json")
-USAGE, SOURCE = errors.OptionError.exit_code, errors.SourceError.exit_code
 
 
 def register(subparsers: Subparsers) -> None:
@@ -94,7 +91,7 @@ def check_release(
 ) -> None:
     """Refuse a release whose parts are not all pinned, or whose tags promise another image.
 
-    ``SeveralErrors``, with all reasons. ``labels`` are those that the image has or would get.
+    A group, with all reasons. ``labels`` are those that the image has or would get.
     """
     from_source = labels.get(f"{LABEL}.jaxlib", "").startswith("source")
     sha256 = labels.get(f"{LABEL}.python", "").partition("standalone sha256:")[2]
@@ -104,17 +101,20 @@ def check_release(
     lines = list_null_pins(locks, unpinned, jaxlib_from_source=from_source, platform=pythons.get(sha256, ""))
     if sha256 and sha256 not in pythons:
         lines.append(f"Python: sha256 {sha256} of the standalone one is not in images.lock; leave out --python-archive")
-    faults = [(line, SOURCE) for line in (*lines, *_list_dirty(labels))]
+    faults: list[errors.ToolingError] = [
+        errors.SourceError(f"no release: {line}") for line in (*lines, *_list_dirty(labels))
+    ]
     if (library := labels.get(f"{OCI}.version")) != version.removeprefix("v"):
-        faults.append((f"--release {version}: the library says {library}; make them agree", USAGE))
+        faults.append(errors.OptionError(f"no release: {version}: the library says {library}; make them agree"))
     target, accelerator = labels.get(f"{LABEL}.target", "runtime"), labels.get(f"{LABEL}.accelerator", "unknown")
     if target != "runtime" and not tag.endswith(f"-{version}"):
-        line = f"--release {version}: is of the image that runs, and this is {target}; add --tag {target}-{version}"
-        faults.append((line, USAGE))
+        line = f"no release: {version} is of the image that runs, and this is {target}; add --tag {target}-{version}"
+        faults.append(errors.OptionError(line))
     if latest and (target != "runtime" or accelerator == "cpu"):
-        faults.append((f"--latest: is the image for GPUs that runs, and this is {target}, {accelerator}", USAGE))
+        line = f"no release: --latest is the image for GPUs that runs, and this is {target}, {accelerator}"
+        faults.append(errors.OptionError(line))
     if faults:
-        raise errors.SeveralErrors([f"no release: {line}" for line, _ in faults], faults[0][1])
+        raise ExceptionGroup("no release", faults)
 
 
 def _list_dirty(labels: Mapping[str, str]) -> list[str]:
@@ -135,20 +135,24 @@ def check_sources(
     ``labels`` are those that the image has or would get; ``changed`` the files that no commit holds, ``bases``
     the images without a digest that it is built from.
     """
-    actions, tag = request.actions, request.spec.reference.tag
-    if actions.release is not None:
-        check_release(actions.release, labels, load_locks(root), tag=tag, latest=actions.latest, bases=bases)
-    elif not actions.allow_dirty and (lines := _list_dirty(labels)):
+    if request.release is not None:
+        tag, latest = request.reference.tag, request.latest
+        check_release(request.release, labels, load_locks(root), tag=tag, latest=latest, bases=bases)
+    elif not request.allow_dirty and (lines := _list_dirty(labels)):
         names = f" ({shorten_names(changed)})" if changed else ""
         raise errors.SourceError(f"{lines[0]}{names}; or push it all the same with --allow-dirty")
 
 
-def check_place(root: Path, actions: Actions) -> None:
-    """Refuse a push whose ``release.json`` could not be written."""
-    place = (actions.release_file or root / RECORD).parent
+def check_push(
+    root: Path, request: Request, labels: Mapping[str, str], changed: Sequence[str] = (), bases: Sequence[str] = ()
+) -> None:
+    """Raise those errors, and where ``release.json`` cannot be written or this login may not push."""
+    check_sources(root, request, labels, changed, bases)
+    place = (request.release_file or root / RECORD).parent
     place.mkdir(parents=True, exist_ok=True)
     if not os.access(place, os.W_OK):
         raise errors.ToolingError(f"{place}: cannot be written, and release.json belongs there; make it writable")
+    Registry(request.reference.repository).check_push()
 
 
 def publish(root: Path, engine: Engine, built: Built, check: Check, request: Request) -> dict[str, Any]:
@@ -156,8 +160,8 @@ def publish(root: Path, engine: Engine, built: Built, check: Check, request: Req
 
     Until the last step every public tag is where it was.
     """
-    name, actions = request.spec.reference, request.actions
-    place, registry = actions.release_file or root / RECORD, Registry(name.repository)
+    name, place = request.reference, request.release_file or root / RECORD
+    registry = Registry(name.repository)
     candidate = name.tagged(tags.candidate(built.labels, built.image_id, checked=check.job != "none"))
     engine.tag(built.image_id, candidate)
     engine.push(candidate)
@@ -166,57 +170,21 @@ def publish(root: Path, engine: Engine, built: Built, check: Check, request: Req
         raise errors.EngineError(
             f"{candidate}: is another image than the one that was checked ({built.image_id[:19]}); build again"
         )
-    size = sum(image.bytes for image in registry.images(pushed))
-    document = describe_push(name, built, check, pushed.digest, size, candidate.tag)
+    image: dict[str, Any] = {
+        "repository": name.repository,
+        "digest": pushed.digest,
+        "id": built.image_id,
+        "bytes": sum(part.bytes for part in registry.images(pushed)),
+        "pull": f"docker pull {name.at(pushed.digest)}",
+        "candidate": candidate.tag,
+        "tags": [],
+    }
+    created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    passed = {"job": check.job, "verdict": check.verdict}
+    document = {"format": 4, "created": created, "image": image, "check": passed, "labels": built.labels}
     files.write_json(place, document)
-    if actions.promote:
-        names = tags.public(name, latest=actions.latest, version=actions.release)
-        document["image"]["tags"] = [move._asdict() for move in tags.promote(registry, pushed.digest, names)]
+    if request.promote:
+        names = tags.public(name, latest=request.latest, version=request.release)
+        image["tags"] = [move._asdict() for move in tags.promote(registry, pushed.digest, names)]
         files.write_json(place, document)
     return document
-
-
-def describe_push(
-    name: Reference, built: Built, check: Check, digest: str, size: int, candidate: str
-) -> dict[str, Any]:
-    """Return the content of ``release.json`` before any tag moves."""
-    return {
-        "format": 4,
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "image": {
-            "repository": name.repository,
-            "digest": digest,
-            "id": built.image_id,
-            "bytes": size,
-            "pull": f"docker pull {name.at(digest)}",
-            "candidate": candidate,
-            "tags": [],
-        },
-        "check": {"job": check.job, "verdict": check.verdict},
-        "labels": dict(built.labels),
-    }
-
-
-def read(path: Path) -> dict[str, Any]:
-    """Return the content of a ``release.json``."""
-    import jsonschema
-
-    try:
-        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
-        jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker()).validate(document)
-    except (OSError, ValueError, jsonschema.ValidationError) as error:
-        reason = str(error).partition("\n")[0]
-        raise errors.OptionError(f"{path}: no release.json ({reason}); docker/build.py --upload writes it") from error
-    return document
-
-
-def summarize(document: Mapping[str, Any]) -> str:
-    """Return the lines on a push that people read."""
-    image = document["image"]
-    states = {None: "new", image["digest"]: "as it was"}
-    names = [f"{move['tag']} ({states.get(move['before'], 'moved')})" for move in image["tags"]]
-    return (
-        f"digest  {image['digest']}\npushed  {image['bytes'] / 1e6:.1f} MB to pull\n"
-        f"tags    {', '.join([image['candidate'], *names])}\npull    {image['pull']}"
-    )

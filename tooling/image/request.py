@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from tooling.core import errors
 from tooling.image import reference
 from tooling.image.reference import Reference
 
-T = TypeVar("T")
 CUDA_VERSION, CACHE_PORT = "12.8.1", 9090
 _IMAGES = {"dev": "dev", "opt": "runtime"}
 _STAGES = {"devcontainer": "devcontainer", "dev": "dev", "runtime": "runtime", "final_image": "runtime"}
@@ -19,39 +18,32 @@ _VERSION = r"\d{1,3}(\.\d{1,3}){1,3}"
 _ADDRESS = r"(?:[A-Za-z0-9][A-Za-z0-9.-]{0,251}|\[[0-9A-Fa-f:]+\])(:\d{1,5})?"
 
 
-class ImageSpec(NamedTuple):
-    """All that decides the bytes of an image. It gets ``reference``, its public name, when it has passed its check.
+class Request(NamedTuple):
+    """All that one command line asks for. The image gets ``reference``, its public name, when it has passed its check.
 
-    None for ``platform`` is the engine's own; for the others, what is pinned.
+    None for ``platform`` is the engine's own; for versions and ``base_image``, what is pinned.
     """
 
     reference: Reference
-    target: str
-    accelerator: str
-    jaxlib: str
-    cuda_version: str
-    cudnn_version: str | None
-    build_type: str
-    base_image: str | None
-    platform: str | None
-    python_archive: Path | None
-
-
-class Means(NamedTuple):
-    """How the build reaches packages and sources. Nothing of this stays in the image."""
-
-    pip_config: Path | None
-    ca_bundle: Path | None
-    network: str
-    layer_cache: bool
-    use_bazel_cache: bool
-    bazel_cache: str | None
-    bazel_cache_write: bool
-
-
-class Actions(NamedTuple):
-    """The steps after the build."""
-
+    # What decides the bytes of the image.
+    target: str = "runtime"
+    accelerator: str = "cuda12"
+    jaxlib: str = "wheel"
+    cuda_version: str = CUDA_VERSION
+    cudnn_version: str | None = None
+    build_type: str = "Release"
+    base_image: str | None = None
+    platform: str | None = None
+    python_archive: Path | None = None
+    # How the build reaches packages and sources. Nothing of this stays in the image.
+    pip_config: Path | None = None
+    ca_bundle: Path | None = None
+    network: str = "default"
+    layer_cache: bool = True
+    use_bazel_cache: bool = True
+    bazel_cache: str | None = None
+    bazel_cache_write: bool = False
+    # The steps after the build.
     build: bool = True
     validate: str = "small"
     upload: bool = False
@@ -62,24 +54,6 @@ class Actions(NamedTuple):
     release_file: Path | None = None
     dry_run: bool = False
     json: bool = False
-
-
-class Request(NamedTuple):
-    """All that one command line asks for."""
-
-    spec: ImageSpec
-    means: Means
-    actions: Actions
-
-
-class Built(NamedTuple):
-    """An image in the engine that built it; it gets its public name when it passed its check."""
-
-    spec: ImageSpec
-    image_id: str  # of the engine; a registry gives a manifest digest when it is pushed
-    bytes: int
-    labels: dict[str, str]
-    seconds: float = 0.0
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -144,20 +118,15 @@ def from_options(args: argparse.Namespace) -> Request:
         if broken:
             raise errors.OptionError(reason)
     _check_values(args)
-    name = reference.make(args.repo, args.name, args.tag)
-    target = _STAGES[args.stage] if args.stage else _IMAGES[args.image or "opt"]
     cache = args.bazel_cache and (args.bazel_cache + f":{CACHE_PORT}" * (not re.search(r":\d+$", args.bazel_cache)))
-    version, uses = args.cuda_version or CUDA_VERSION, args.use_bazel_cache and not args.release
-    return Request(
-        _record(ImageSpec, args, reference=name, target=target, cuda_version=version),
-        _record(Means, args, use_bazel_cache=uses, bazel_cache=cache),
-        _record(Actions, args),
-    )
-
-
-def _record(kind: type[T], args: argparse.Namespace, **values: object) -> T:
-    """Return a record whose fields are these values, or else the options of the same name."""
-    return kind(**{name: values.get(name, getattr(args, name, None)) for name in kind._fields})  # type: ignore[attr-defined]
+    values = vars(args) | {
+        "reference": reference.make(args.repo, args.name, args.tag),
+        "target": _STAGES[args.stage] if args.stage else _IMAGES[args.image or "opt"],
+        "cuda_version": args.cuda_version or CUDA_VERSION,
+        "use_bazel_cache": args.use_bazel_cache and not args.release,
+        "bazel_cache": cache,
+    }
+    return Request(**{name: values[name] for name in Request._fields})
 
 
 def _contradictions(args: argparse.Namespace) -> tuple[tuple[object, str], ...]:

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from tooling.core import errors, files, proc
 from tooling.image.buildx import LABEL
-from tooling.image.engine import Engine
-from tooling.image.request import Built
+from tooling.image.engine import Built, Engine
 
 _CHECKED, _RECENT = Path("build/image/checked.json"), 20
 JOBS = {"small": "validate-cpu.sh", "medium": "validate-gpu.sh"}
@@ -48,7 +47,7 @@ def check(root: Path, engine: Engine, built: Built, job: str) -> Check:
         return Check(**before)
     started, verdict = time.monotonic(), "its content is as promised; no job ran"
     _check_contents(root, engine, built)
-    if built.spec.target != "devcontainer" and job != "none":
+    if built.target != "devcontainer" and job != "none":
         verdict = _run_job(engine, built.image_id, job)
     passed = Check(job, round(time.monotonic() - started, 1), verdict)
     (root / _CHECKED).parent.mkdir(parents=True, exist_ok=True)
@@ -58,11 +57,10 @@ def check(root: Path, engine: Engine, built: Built, job: str) -> Check:
 
 def _check_contents(root: Path, engine: Engine, built: Built) -> None:
     """Compare the content of an image with the promise of its target."""
-    user = str(((engine.inspect(built.image_id) or {}).get("Config") or {}).get("User") or "root")
-    if user.partition(":")[0] in ("root", "0"):
+    if built.user.partition(":")[0] in ("", "root", "0"):
         raise errors.SmokeError(f"{built.image_id}: runs as root; the last USER of its stage must be another")
     script, labels = (root / "docker/scripts/contents.sh").read_text(encoding="utf-8"), built.labels
-    words = [built.spec.target, labels.get(f"{LABEL}.accelerator", "cpu").split()[0], labels.get(f"{LABEL}.python", "")]
+    words = [built.target, labels.get(f"{LABEL}.accelerator", "cpu").split()[0], labels.get(f"{LABEL}.python", "")]
     entry = ["/bin/sh", "-c", script, "contents.sh"]
     status, lines = _run(engine, built.image_id, words, network_mode="none", user="0", entrypoint=entry)
     if status:

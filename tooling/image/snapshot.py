@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,35 +19,15 @@ from tooling.sources import fetch, manifest
 IGNORE = "docker/Dockerfile.dockerignore"
 
 
-class Tree(NamedTuple):
-    """The commit that a tree began from, and the files in which they differ."""
-
-    commit: str
-    changed: tuple[str, ...] = ()
-
-    @property
-    def revision(self) -> str:
-        """The commit, marked where the tree differs from it."""
-        return f"{self.commit}-dirty" if self.changed else self.commit
-
-
 class Snapshot(NamedTuple):
-    """This repository, and the components below ``third_party/`` that a build reads."""
+    """The commits of this repository and of MaxText, marked where files differ, and those files: no commit holds them.
 
-    ours: Tree
-    components: Mapping[str, Tree]
+    A file that differs in another component marks this repository.
+    """
 
-    @property
-    def revision(self) -> str:
-        """The commit of this repository, marked where anything but MaxText, which has a label, differs from its pin."""
-        dirty = any(tree.changed for name, tree in self.components.items() if name != "maxtext")
-        return f"{self.ours.commit}-dirty" if dirty and not self.ours.changed else self.ours.revision
-
-    @property
-    def changed(self) -> tuple[str, ...]:
-        """The files that no commit holds."""
-        below = [f"third_party/{name}/{file}" for name, tree in self.components.items() for file in tree.changed]
-        return (*self.ours.changed, *below)
+    revision: str
+    maxtext: str
+    changed: tuple[str, ...] = ()
 
 
 def take_snapshot(root: Path, folder: Path, names: Sequence[str]) -> Snapshot:
@@ -60,25 +40,33 @@ def take_snapshot(root: Path, folder: Path, names: Sequence[str]) -> Snapshot:
     # Data that lies beside the files of a build is not read.
     lines = (root / IGNORE).read_text(encoding="utf-8").split() if (root / IGNORE).is_file() else ["!."]
     read = [line[1:] for line in lines if line.startswith("!") and line != "!third_party"]
-    ours = _copy(root, context, [name for name in read if (root / name).exists()])
-    return Snapshot(ours, {name: _copy_component(root, context, name) for name in names})
+    commit, changed = _copy(root, context, [name for name in read if (root / name).exists()])
+    dirty, maxtext = bool(changed), ""
+    for name in names:
+        pin, files = _copy_component(root, context, name)
+        changed += [f"third_party/{name}/{file}" for file in files]
+        if name == "maxtext":
+            maxtext = f"{pin}-dirty" if files else pin
+        else:
+            dirty = dirty or bool(files)
+    return Snapshot(f"{commit}-dirty" if dirty else commit, maxtext, tuple(changed))
 
 
-def _copy_component(root: Path, context: Path, name: str) -> Tree:
+def _copy_component(root: Path, context: Path, name: str) -> tuple[str, list[str]]:
     place = root / "third_party" / name
     remedy = f"run ./bootstrap.sh --group {'image' if name == 'maxtext' else 'source'}"
     if not place.is_dir():
         raise errors.NotThereError(f"third_party/{name} is not there; {remedy}")
-    tree, record = _copy(place, context / "third_party" / name, ["."]), fetch.read_record(place)
-    component = manifest.find(manifest.load(root / "sources.yaml"), name)
+    commit, changed = _copy(place, context / "third_party" / name, ["."])
+    component, record = manifest.find(manifest.load(root / "sources.yaml"), name), fetch.read_record(place)
     recipe = fetch.make_recipe(root, component, manifest.load_lock(root / "sources.lock"))
-    if record is None or (tree.commit, record.key) != (record.commit, recipe.key):
-        raise errors.SourceError(f"third_party/{name} is at {tree.commit[:12]}, which is not its pin; {remedy}")
-    return tree
+    if record is None or (commit, record.key) != (record.commit, recipe.key):
+        raise errors.SourceError(f"third_party/{name} is at {commit[:12]}, which is not its pin; {remedy}")
+    return commit, changed
 
 
-def _copy(place: Path, target: Path, paths: Sequence[str]) -> Tree:
-    """Copy the files of a clone as they are now, and return their tree.
+def _copy(place: Path, target: Path, paths: Sequence[str]) -> tuple[str, list[str]]:
+    """Copy the files of a clone as they are now; return its commit, and the files that differ from it.
 
     New files count below ``paths`` alone, and ignored ones nowhere. A file that git was told not to look at has the
     content that was committed.
@@ -109,4 +97,4 @@ def _copy(place: Path, target: Path, paths: Sequence[str]) -> Tree:
         changed = git("diff-tree", "-r", "-z", "--name-only", commit, tree)
         index.unlink()
         git(f"--work-tree={target}", "read-tree", "--reset", "-u", tree)
-    return Tree(commit, tuple(filter(None, changed.split("\0"))))
+    return commit, list(filter(None, changed.split("\0")))

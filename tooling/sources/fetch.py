@@ -1,4 +1,7 @@
-"""Builds one component in a stage folder: its upstream tree, its patches, its checked-out files."""
+"""Builds one component in a stage folder: its upstream tree, its patches, its checked-out files.
+
+``patches/<component>/series`` names the patches in their order; ``git am`` makes one commit of each.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from tooling.core import console, errors, files, proc
-from tooling.sources import git, manifest, patch
+from tooling.sources import git, manifest
 from tooling.sources.manifest import CommitFile, Component, Pin, Pins, Wheel
 
 if TYPE_CHECKING:
@@ -24,6 +27,9 @@ if TYPE_CHECKING:
 # Files that running the sources leaves beside them. Without this every tree would be dirty after its first use.
 _EXCLUDE = "__pycache__/\n*.pyc\n*.egg-info/\n"
 _RECORD = Path(".git", "multimesh.json")
+_AUTHOR = b"From: MultiMesh <patches@multimesh.invalid>\nDate: Sat, 1 Jan 2000 00:00:00 +0000\n"
+Series = dict[str, bytes]
+"""Patches by file name, in their order; paths in them are relative to ``third_party/<component>``."""
 
 
 class Recipe(NamedTuple):
@@ -31,21 +37,14 @@ class Recipe(NamedTuple):
 
     component: Component
     pin: Pin
-    series: patch.Series
+    series: Series
     override: str = ""
 
     @property
     def key(self) -> str:
         """A digest of the recipe: the same for the same bytes."""
-        pin, component = self.pin, self.component
-        parts = [
-            component.path,
-            pin.commit,
-            pin.tree,
-            pin.patched_commit,
-            [*patch.sums(self.series).items()],
-            self.override,
-        ]
+        pin, sums = self.pin, [*sum_patches(self.series).items()]
+        parts = [self.component.path, pin.commit, pin.tree, pin.patched_commit, sums, self.override]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -62,10 +61,24 @@ class Record(NamedTuple):
 def read_record(place: Path) -> Record | None:
     """Return the record in a tree, or None for a tree that this tooling did not make."""
     fields = files.read_object(place / _RECORD)
-    if not fields.keys() >= {"commit", "version", "source"}:
-        return None
     # One of an earlier snapshot has no key, so that its tree is made anew.
-    return Record(**{name: fields.get(name) or "" for name in Record._fields})
+    return Record(**{name: fields.get(name) or "" for name in Record._fields}) if "commit" in fields else None
+
+
+def load_series(root: Path, component: str) -> Series:
+    """Read the patch series of a component; no folder and an empty series are the same."""
+    folder = root / "patches" / component
+    patches = {path.name: path for path in folder.glob("*.patch")}
+    lines = (folder / "series").read_text(encoding="utf-8").split("\n") if (folder / "series").is_file() else []
+    names = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    if odd := sorted({*names} ^ {*patches}) or [name for name in patches if names.count(name) > 1]:
+        raise errors.SourceError(f"patches/{component}/series: name each .patch file beside it once, not {odd[0]}")
+    return {name: patches[name].read_bytes() for name in names}
+
+
+def sum_patches(series: Series) -> dict[str, str]:
+    """Return the sha256 of each patch by its name, in order."""
+    return {name: hashlib.sha256(data).hexdigest() for name, data in series.items()}
 
 
 def make_recipe(root: Path, component: Component, pins: Pins) -> Recipe:
@@ -73,7 +86,7 @@ def make_recipe(root: Path, component: Component, pins: Pins) -> Recipe:
 
     ``NotThereError``: another component's tree names its commit, and is not there.
     """
-    name, series = component.name, patch.load_series(root, component.name)
+    name, series = component.name, load_series(root, component.name)
     if component.follows and component.commit:
         path = Path("third_party", component.follows, component.commit.file)
         try:
@@ -83,7 +96,7 @@ def make_recipe(root: Path, component: Component, pins: Pins) -> Recipe:
             raise errors.NotThereError(f"{name}: {path} names its commit, and is not there; {remedy}") from None
         return Recipe(component._replace(version=commit), Pin(commit, commit, None), series)
     pin, remedy = manifest.pin_of(component, pins), f"run `.venv/bin/python -m tooling lock {name}`"
-    on_disk, locked = [*patch.sums(series).items()], [*pin.patches.items()]
+    on_disk, locked = [*sum_patches(series).items()], [*pin.patches.items()]
     if on_disk != locked:
         names = sorted({file for file, _ in {*on_disk} ^ {*locked}}) or ["their order"]
         raise errors.SourceError(
@@ -115,9 +128,7 @@ def build(root: Path, recipe: Recipe, stage: Path, mirror: str | None = None, *,
         base = _make_base(repo, component, pin)
         git.run(repo, "update_ref", git.BASE, base)
         git.run(repo, "checkout", "--quiet", "--force", "--no-track", "-B", git.BRANCH, base)
-        if series:
-            console.note(f"{name}: applying {len(series)} patches")
-        patch.apply_series(repo, series, name)
+        apply_series(repo, series, name)
         commit = repo.head.commit
         if verify and not override:
             remedy = f"run `.venv/bin/python -m tooling lock {name}` if you changed the patches"
@@ -142,18 +153,15 @@ def _obtain(repo: Repo, recipe: Recipe, present: Path, stage: Path, mirror: str 
     if component.wheel and component.wheel.file in pin.archives and pin.tree:
         label = f"{name}: tree of {component.wheel.file}"
         try:
-            path = download(
-                component, component.wheel, [pin.archives[component.wheel.file]], stage / f"{name}.download"
-            )
+            sums = [pin.archives[component.wheel.file]]
+            path = download(component, component.wheel, sums, stage / f"{name}.download")
             _expect(label, pin.tree, import_tree(repo, path, component.wheel.root, label=name))
             return "wheel"
         except errors.NotThereError as error:
             reason = f"{error}; and "
     url, commit = component.address(mirror), pin.commit
     if commit is None:
-        raise errors.NotThereError(
-            f"{reason}{name}: sources.lock has no commit; run `.venv/bin/python -m tooling bump`"
-        )
+        raise errors.NotThereError(f"{reason}{name}: no commit is locked; run `.venv/bin/python -m tooling bump`")
     try:
         git.fetch(repo, url, commit, name)
     except errors.NotThereError as error:
@@ -193,6 +201,30 @@ def _make_base(repo: Repo, component: Component, pin: Pin) -> str:
         tree = git.run(repo, "write_tree")
     message = f"{component.name} {component.version}\n\nUpstream: {component.url}\nCommit: {pin.commit}"
     return git.run(repo, "commit_tree", tree, "-m", message)
+
+
+def apply_series(repo: Repo, series: Series, component: str) -> None:
+    """Commit each patch on top of what is checked out. git refuses paths and links that lead out of the tree."""
+    if series:
+        console.note(f"{component}: applying {len(series)} patches")
+    for name, data in series.items():
+        path = Path(repo.git_dir, name)
+        path.write_bytes(_mail(name, data))
+        try:
+            git.run(repo, "am", "--quiet", "--keep-cr", "--no-scissors", "--whitespace=nowarn", str(path))
+        except errors.SourceError as error:
+            raise errors.SourceError(
+                f"patches/{component}/{name}: does not apply ({error}); adapt it to the pinned source, or remove it if "
+                "that has the change"
+            ) from error
+
+
+def _mail(name: str, data: bytes) -> bytes:
+    """Return a patch as ``git am`` reads it: with an author, and the file's name where it has no subject."""
+    head, separator, diff = data.partition(b"diff --git ")
+    if not re.search(rb"(?m)^Subject: ", head):
+        head = b"Subject: " + name.removesuffix(".patch").encode() + b"\n\n---\n"
+    return (b"" if re.search(rb"(?m)^From: ", head) else _AUTHOR) + head + separator + diff
 
 
 def download(component: Component, wheel: Wheel, hashes: Iterable[str], folder: Path) -> Path:

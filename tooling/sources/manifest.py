@@ -14,7 +14,7 @@ GROUPS = ("run", "source", "dev")
 CUDA = ("cuda12", "cuda13")  # only where asked for: packages of 5 GB, for GPUs
 COMPILER = "compile-gpu"  # of cuda12 only what compiles: without a GPU no more can be loaded
 ALL_GROUPS = (*GROUPS, "image", *CUDA, COMPILER, "data")  # data, too, is 2 GB; image is what building an image needs
-SCHEMA = Path(__file__).with_name("manifest.schema.json")
+SCHEMA, LOCK_SCHEMA = (Path(__file__).with_name(f"{name}.schema.json") for name in ("manifest", "lock"))
 _ABOUT = [
     "The exact bytes of third_party/; written by `.venv/bin/python -m tooling lock` and `bump`.",
     "null: no source was read that says. A commit fixes its tree, and a tree its bytes.",
@@ -90,18 +90,7 @@ Pins = dict[str, Pin]
 
 def load(path: Path) -> Sources:
     """Read and check ``sources.yaml``: components by name, in the order of the file."""
-    import jsonschema
-    import yaml
-
-    try:
-        document = yaml.safe_load(path.read_bytes().decode("utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise errors.SourceError(f"{path.name}: cannot be read ({' '.join(str(error).split())})") from error
-    rules = json.loads(SCHEMA.read_text(encoding="utf-8"))
-    fault = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(rules).iter_errors(document))
-    if fault is not None:
-        where = ".".join(map(str, fault.absolute_path)) or "the document"
-        raise errors.SourceError(f"{path.name}: {where}: {' '.join(fault.message.split())[:300]}")
+    document = files.read_document(path, SCHEMA, "correct it")
     sources = {name: _component(name, entry) for name, entry in document["components"].items()}
     for name, component in sources.items():
         if component.follows and find(sources, component.follows).follows:
@@ -110,13 +99,13 @@ def load(path: Path) -> Sources:
 
 
 def _component(name: str, entry: dict[str, Any]) -> Component:
-    def fill(value: Any) -> Any:
-        return value.replace("{version}", entry.get("version", "")) if isinstance(value, str) else value
-
-    fields = {key: fill(value) for key, value in entry.items() if key not in ("groups", "wheel", "commit")}
-    wheel = Wheel(**{key: fill(value) for key, value in entry["wheel"].items()}) if "wheel" in entry else None
-    commit = CommitFile(**entry["commit"]) if "commit" in entry else None
-    return Component(name, tuple(entry["groups"]), wheel=wheel, commit=commit, **fields)
+    entry = json.loads(json.dumps(entry).replace("{version}", entry.get("version", "")))
+    entry["groups"] = tuple(entry["groups"])
+    if "wheel" in entry:
+        entry["wheel"] = Wheel(**entry["wheel"])
+    if "commit" in entry:
+        entry["commit"] = CommitFile(**entry["commit"])
+    return Component(name, **entry)
 
 
 def find(sources: Sources, name: str) -> Component:
@@ -128,25 +117,7 @@ def find(sources: Sources, name: str) -> Component:
 
 def load_lock(path: Path) -> Pins:
     """Read and check ``sources.lock``."""
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))["components"]
-        pins = {name: Pin(**entry) for name, entry in entries.items()}
-        hashes = {
-            f"components.{name}.{field}": value
-            for name, pin in pins.items()
-            for field, value in pin._asdict().items()
-            if field.endswith(("commit", "tree"))
-        }
-        sums = {
-            f"{name}: {file}": sha
-            for name, pin in pins.items()
-            for file, sha in (*pin.archives.items(), *pin.patches.items())
-        }
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise errors.SourceError(f"{path.name}: is malformed ({error}); restore it with git") from error
-    files.check_values(path.name, hashes, "[0-9a-f]{40}", "hash of git")
-    files.check_values(path.name, sums, "[0-9a-f]{64}", "sha256")
-    return pins
+    return {name: Pin(**entry) for name, entry in files.read_document(path, LOCK_SCHEMA)["components"].items()}
 
 
 def pin_of(component: Component, pins: Pins) -> Pin:

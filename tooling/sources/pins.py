@@ -12,7 +12,7 @@ from pathlib import Path
 from tooling.core import console, errors, files
 from tooling.core.console import Subparsers, command
 from tooling.core.files import ROOT
-from tooling.sources import fetch, git, manifest, patch, sync
+from tooling.sources import fetch, git, manifest, sync
 from tooling.sources.fetch import Recipe
 from tooling.sources.manifest import CommitFile, Component, Pin, Wheel
 
@@ -37,8 +37,8 @@ def run_lock(args: argparse.Namespace) -> None:
     for component in [manifest.find(sources, name) for name in args.names] or sources.values():
         if component.follows:
             continue
-        pin, series = manifest.pin_of(component, pins), patch.load_series(ROOT, component.name)
-        sums = patch.sums(series)
+        pin, series = manifest.pin_of(component, pins), fetch.load_series(ROOT, component.name)
+        sums = fetch.sum_patches(series)
         if args.names or [*sums.items()] != [*pin.patches.items()] or not pin.patched_commit:
             pins[component.name] = _build(component, pin._replace(patches=sums), series)
             manifest.save_lock(ROOT / "sources.lock", sources, pins)
@@ -67,9 +67,8 @@ def _with_version(path: Path, name: str, version: str) -> str:
     """Return the manifest's text with one version changed and all else, comments too, as it was."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]*", version):
         raise errors.OptionError(f"'{version}' is no version; write letters, digits, dots, dashes or underscores")
-    before = rf"^  {re.escape(name)}:[ ]*\n(?:(?:    .*|[ ]*#.*|[ ]*)\n)*?    version:\s+"
-    place = re.compile(rf"({before})(?:\"[^\"]*\"|'[^']*'|[^\s#]+)", re.MULTILINE)
-    text, changed = place.subn(rf'\g<1>"{version}"', path.read_text(encoding="utf-8"))
+    place = rf"(?ms)^(  {re.escape(name)}:\s*\n(?:    .*?\n)?    version:\s+)(?:\"[^\"]*\"|'[^']*'|[^\s#]+)"
+    text, changed = re.subn(place, rf'\g<1>"{version}"', path.read_text(encoding="utf-8"), count=1)
     if changed != 1:
         raise errors.SourceError(f"sources.yaml: {name} has no line 'version:' of its own; write one, indented by four")
     return text
@@ -77,12 +76,12 @@ def _with_version(path: Path, name: str, version: str) -> str:
 
 def _resolve(component: Component, mirror: str | None) -> Pin:
     """Find the pins of a version, with the commit and tree that the patches give on it."""
-    series = patch.load_series(ROOT, component.name)
+    series = fetch.load_series(ROOT, component.name)
     commit = _commit_in_wheel(component, component.commit) if component.commit else _commit_of_tag(component, mirror)
-    return _build(component, Pin(component.version, commit, None, patches=patch.sums(series)), series, mirror)
+    return _build(component, Pin(component.version, commit, None, patches=fetch.sum_patches(series)), series, mirror)
 
 
-def _build(component: Component, pin: Pin, series: patch.Series, mirror: str | None = None) -> Pin:
+def _build(component: Component, pin: Pin, series: fetch.Series, mirror: str | None = None) -> Pin:
     """Return a pin with what its patches give, built aside, and with its tree and wheel."""
     if not series and not fetch.is_wrapped(component):  # there is nothing to try: a commit fixes all
         return pin._replace(patched_commit=pin.commit, patched_tree=pin.tree)

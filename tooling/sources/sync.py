@@ -15,9 +15,11 @@ from typing import Literal, NamedTuple
 from tooling.core import console, errors, files
 from tooling.core.console import Subparsers, command
 from tooling.core.files import ROOT
-from tooling.sources import fetch, git, manifest, patch
+from tooling.sources import fetch, git, manifest
 from tooling.sources.fetch import Recipe, Record, make_recipe
-from tooling.sources.manifest import Component, Pin, Pins
+from tooling.sources.manifest import Component, Pin
+
+Row = tuple[str, str, str, str]
 
 
 class Tree(NamedTuple):
@@ -32,16 +34,6 @@ class Tree(NamedTuple):
     record: Record | None = None
     changed: tuple[str, ...] = ()
     branches: tuple[str, ...] = ()  # and a stash: refs that a new tree would not have
-
-
-class Outcome(NamedTuple):
-    """The outcome for one component: it was kept, created, replaced, or failed."""
-
-    name: str
-    action: str
-    detail: str = "in place"
-    commit: str = "-"
-    error: errors.ToolingError | None = None
 
 
 def register(subparsers: Subparsers) -> None:
@@ -77,16 +69,15 @@ def choose_groups(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Bring components in; print the outcomes."""
+    """Bring components in; print the outcomes. A component that fails does not keep the others from coming."""
     if args.mirror and (fault := git.url_fault(args.mirror)):
         raise errors.OptionError(f"--mirror '{git.hide_password(args.mirror)}': {fault}")
     if getattr(args, "names", ()) and args.groups:
         raise errors.OptionError("--group and names of components exclude each other: leave one out")
-    outcomes = sync(ROOT, args)
-    rows = [(outcome.name, outcome.action, outcome.detail, outcome.commit[:12]) for outcome in outcomes]
+    rows, failures = sync(ROOT, args)
     print(console.table(("component", "action", "detail", "commit"), rows))
-    if failures := [outcome.error for outcome in outcomes if outcome.error]:
-        raise errors.SeveralErrors([str(error) for error in failures], failures[0].exit_code)
+    if failures:
+        raise ExceptionGroup("sync", failures)
 
 
 def read_override(text: str) -> tuple[str, str]:
@@ -100,8 +91,8 @@ def read_override(text: str) -> tuple[str, str]:
     return name, value
 
 
-def sync(root: Path, args: argparse.Namespace) -> list[Outcome]:
-    """Bring components into place; failures are outcomes, so that the others still arrive."""
+def sync(root: Path, args: argparse.Namespace) -> tuple[list[Row], list[errors.ToolingError]]:
+    """Bring components into place; return a row for each, and the errors of those that failed."""
     sources, pins = manifest.load(root / "sources.yaml"), manifest.load_lock(root / "sources.lock")
     overrides, groups = dict(map(read_override, args.override)), {*choose_groups(args)}
     components = [manifest.find(sources, name) for name in dict.fromkeys(getattr(args, "names", ()))]
@@ -112,27 +103,41 @@ def sync(root: Path, args: argparse.Namespace) -> list[Outcome]:
             raise errors.OptionError(f"--override {name}: is not among {there}; add it")
     components.sort(key=lambda component: bool(component.follows))  # after the trees that name their commits
 
-    ways = {
-        component.name: partial(_choose, root, component, pins, overrides.get(component.name))
-        for component in components
-    }
-    trees = {name: observe(root, name) for name in ways}
+    def choose(component: Component) -> Recipe:
+        if component.name not in overrides:
+            return make_recipe(root, component, pins)
+        url, _, commit = overrides[component.name].rpartition("@")
+        fork = Component(component.name, component.groups, url, commit, path=component.path)
+        series = fetch.load_series(root, component.name)
+        return Recipe(fork, Pin(commit, commit, None), series, overrides[component.name])
+
+    def keep(component: Component) -> Row | None:
+        """Return the row of a component whose place has what its recipe gives."""
+        tree = observe(root, component.name)
+        with contextlib.suppress(errors.SourceError):
+            if tree.state == "clean" and tree.record and tree.record.key == choose(component).key:
+                return (component.name, "kept", "in place", tree.head[:12])
+        return None
+
+    rows, failures = list(filter(None, map(keep, components))), list[errors.ToolingError]()
     killed = (root / "third_party" / ".stage").exists()  # what a run left there
-    if not killed and all(_is_right(ways[name], tree) for name, tree in trees.items()):
-        return [Outcome(name, "kept", commit=tree.head) for name, tree in trees.items()]  # looking needs no writing
+    if len(rows) == len(components) and not killed:
+        return rows, []  # looking needs no writing
     with stage(root) as folder:
+        rows = []
         library = root / "third_party" / "multimesh"
         if not os.path.lexists(library):
             library.symlink_to("../multimesh")
-        return [_bring(root, name, choose, folder, args) for name, choose in ways.items()]
-
-
-def _choose(root: Path, component: Component, pins: Pins, override: str | None) -> Recipe:
-    if override is None:
-        return make_recipe(root, component, pins)
-    url, _, commit = override.rpartition("@")
-    fork = Component(component.name, component.groups, url, commit, path=component.path)
-    return Recipe(fork, Pin(commit, commit, None), patch.load_series(root, component.name), override)
+        for component in components:
+            try:
+                rows.append(keep(component) or _bring(root, component.name, partial(choose, component), folder, args))
+                continue
+            except errors.ToolingError as error:
+                failures.append(error)
+            except OSError as error:
+                failures.append(errors.ToolingError(f"{component.name}: {errors.disk_message(error)}"))
+            rows.append((component.name, "failed", "left as it was", "-"))
+    return rows, failures
 
 
 def observe(root: Path, name: str) -> Tree:
@@ -157,40 +162,22 @@ def observe(root: Path, name: str) -> Tree:
     )
 
 
-def _is_right(choose: Callable[[], Recipe], tree: Tree) -> bool:
-    """Return whether a place has what its recipe gives."""
-    try:
-        return tree.state == "clean" and tree.record is not None and tree.record.key == choose().key
-    except errors.SourceError:
-        return False
-
-
-def _bring(root: Path, name: str, choose: Callable[[], Recipe], folder: Path, args: argparse.Namespace) -> Outcome:
-    """Bring one component into place."""
-    try:
-        tree = observe(root, name)
-        if _is_right(choose, tree):
-            return Outcome(name, "kept", commit=tree.head)
-        recipe = None
+def _bring(root: Path, name: str, choose: Callable[[], Recipe], folder: Path, args: argparse.Namespace) -> Row:
+    """Build one component in ``folder``, and move it into place."""
+    tree, recipe, place = observe(root, name), None, root / "third_party" / name
+    if not args.force:
         with contextlib.suppress(errors.SourceError):
             recipe = choose()
-        if not args.force:
-            _refuse(root, name, tree, recipe.pin if recipe else None)
-        recipe = recipe or choose()
-        record = fetch.build(root, recipe, folder, args.mirror)
-        if tree.state != "missing":
-            (root / "third_party" / name).rename(folder / f"{name}.old")
-        (folder / name).rename(root / "third_party" / name)
-        detail = f"{record.version[:12]}, {len(recipe.series)} patches, from {record.source}"
-        return Outcome(name, "created" if tree.state == "missing" else "replaced", detail, record.commit)
-    except errors.ToolingError as error:
-        failure = error
-    except OSError as error:
-        failure = errors.ToolingError(f"{name}: {errors.disk_message(error)}")
-    return Outcome(name, "failed", "left as it was", error=failure)
+        _refuse(root, name, tree, recipe)
+    record = fetch.build(root, recipe := recipe or choose(), folder, args.mirror)
+    if tree.state != "missing":
+        place.rename(folder / f"{name}.old")
+    (folder / name).rename(place)
+    detail = f"{record.version[:12]}, {len(recipe.series)} patches, from {record.source}"
+    return (name, "created" if tree.state == "missing" else "replaced", detail, record.commit[:12])
 
 
-def _refuse(root: Path, name: str, tree: Tree, pin: Pin | None) -> None:
+def _refuse(root: Path, name: str, tree: Tree, recipe: Recipe | None) -> None:
     """Raise ``SourceError`` where a place has content that nobody could make again."""
     reason = "was not made by this tooling"
     if tree.state == "dirty":
@@ -200,7 +187,7 @@ def _refuse(root: Path, name: str, tree: Tree, pin: Pin | None) -> None:
         reason = f"has branches or a stash of yours ({', '.join(tree.branches[:3])})"
     elif tree.state == "commits":
         with git.open_repo(root / "third_party" / name) as repo:
-            if pin and pin.patched_tree and git.find_object(repo, "HEAD^{tree}") == pin.patched_tree:
+            if recipe and git.find_object(repo, "HEAD^{tree}") == (recipe.pin.patched_tree or ""):
                 return  # the patches give the same files
         reason = f"is at {tree.head[:12]}, which nobody locked"
     elif tree.state != "unknown":
@@ -245,7 +232,7 @@ def run_status(args: argparse.Namespace) -> int:
                 state = "unlocked"
         if record and record.override:
             state = "overridden"
-        version, count = component.version or (record.version if record else "-"), len(patch.load_series(ROOT, name))
+        version, count = component.version or (record.version if record else "-"), len(fetch.load_series(ROOT, name))
         state += f" ({len(tree.changed)} files)" if tree.changed else ""
         rows.append((name, ",".join(component.groups), version[:12], state, str(count), (tree.head or "-")[:12]))
     print(console.table(("component", "groups", "version", "state", "patches", "commit"), rows))

@@ -41,10 +41,7 @@ class Checkpoints:
         return layers_of(self.paths())
 
     def paths(self) -> frozenset[tuple[str, ...]]:
-        """Return the paths of the leaves of the newest checkpoint.
-
-        Raises ``CheckpointError`` where Orbax's description of the checkpoint cannot be read.
-        """
+        """Return the paths of the leaves of the newest checkpoint."""
         items = self.folder / str(self.steps[-1]) / "items"
         try:
             return leaf_paths(items)
@@ -67,10 +64,7 @@ def layers_of(paths: Iterable[tuple[str, ...]]) -> frozenset[str]:
 
 
 def look(folder: Path) -> Checkpoints:
-    """Return the checkpoints in a folder.
-
-    Raises ``CheckpointError`` for a folder that cannot be read, or one with a checkpoint that was copied in part.
-    """
+    """Return the checkpoints in a folder; refuse one with a checkpoint that was copied in part."""
     try:
         steps = sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit()) if folder.exists() else []
     except OSError as error:
@@ -90,10 +84,7 @@ def aside(path: Path) -> None:
 
 
 def going_back(error: DamagedCheckpointError, folder: Path) -> str:
-    """Say from where a run goes on whose newest checkpoint was damaged and set aside.
-
-    Raises ``CheckpointError`` if no checkpoint is left.
-    """
+    """Say from where a run goes on whose newest checkpoint was damaged and set aside; refuse to where none is left."""
     steps = look(folder).steps
     if not steps:
         raise CheckpointError(

@@ -100,28 +100,19 @@ class UnreadError(LauncherError, exit_code=141):
 
 def error_classes() -> dict[str, type[LauncherError]]:
     """Return every class of errors by its cause."""
-    classes, index = [LauncherError], 0
-    while index < len(classes):
-        classes += classes[index].__subclasses__()
-        index += 1
+    classes = [LauncherError]
+    for kind in classes:
+        classes += kind.__subclasses__()
     return {kind.cause: kind for kind in classes}
 
 
-class Several(LauncherError):
-    """More than one thing wrong with a command line, a line each; the exit code is that of the first."""
-
-    def __init__(self, errors: Iterable[LauncherError]) -> None:
-        """Take at least one."""
-        self.errors = tuple(errors)
-        self.exit_code = self.errors[0].exit_code
-        self.shared = all(error.shared for error in self.errors)
-        super().__init__("\n".join(map(str, self.errors)))
-
-
 def raise_all(errors: Iterable[LauncherError]) -> None:
-    """Raise all errors at once; return if there are none."""
+    """Raise all errors at once, a line each, with the exit code of the first; return if there are none."""
     distinct = list(dict.fromkeys(errors))
-    if len(distinct) > 1:
-        raise Several(distinct)
-    if distinct:
+    if len(distinct) == 1:
         raise distinct[0]
+    if distinct:
+        several = LauncherError("\n".join(map(str, distinct)))
+        several.exit_code = distinct[0].exit_code
+        several.shared = all(error.shared for error in distinct)
+        raise several

@@ -1,7 +1,7 @@
 """Messages between the command and the trainer: variables of the environment, and files.
 
 The command writes a `TrainerConfig` into the environment of the trainer. A trainer that only forecasts answers with a
-file of `Need`.
+file of JSON, of which the command prints what `--json` asks for: see `trainer.foresight`.
 """
 
 from __future__ import annotations
@@ -89,75 +89,3 @@ def receive(environment: Mapping[str, str]) -> TrainerConfig:
 def find_schedule(name: str, table: Path | str | None) -> multimesh.schedules.Schedule:
     """Return a schedule by its name, or that of a user's table."""
     return multimesh.schedules.get(name) if table is None else multimesh.schedules.load(table)
-
-
-@dataclass(frozen=True)
-class Need:
-    """Bytes on each device of one stage."""
-
-    # parameters, optimizer: held all the time
-    parameters: int
-    optimizer: int
-    batch: int  # rows of the step and its other arguments, copies of parameters for other stages among them
-    # gradients, activations, workspace: at the moment of the step when most memory is in use: sums of gradients,
-    # values that the schedule keeps between kernels, and the running kernel's own memory
-    gradients: int
-    activations: int
-    workspace: int
-
-    @property
-    def total(self) -> int:
-        """Bytes at the peak of the step."""
-        return sum(asdict(self).values())
-
-
-@dataclass(frozen=True)
-class CompiledStages:
-    """The stages as XLA compiled them."""
-
-    needs: tuple[Need, ...]  # the memory of each stage, with the workspace of kernels by XLA's buffer assignment
-    # kernels, compiled: number of kernels, and how many of them had to be compiled: those of equal stages are equal
-    kernels: int
-    compiled: int
-    seconds: float  # time that the compilation took
-    # of each stage, in how many places its kernels call cuBLASLt, cuDNN, Triton and the like
-    calls: tuple[Mapping[str, int], ...]
-    # of each stage, on a device in a step, by the names of `multimesh.count_costs`
-    costs: tuple[Mapping[str, float], ...]
-
-
-@dataclass(frozen=True)
-class HostCalls:
-    """The calls that the main thread of a process of one stage makes in a step."""
-
-    kernels: int
-    arrays: int  # arguments and results of the kernels
-    transfers: int  # arrays sent or received
-
-    @property
-    def seconds(self) -> float:
-        """Time of that thread, as measured with CPU devices (docs/performance.md#the-hosts-share)."""
-        return 11e-6 * self.kernels + 1e-6 * self.arrays + 51e-6 * self.transfers
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """The memory of each stage, and the share of a step that devices wait for each other, by operations of kernels.
-
-    ``host`` counts what the processes of each stage call. ``stages`` is set if the kernels were compiled.
-    """
-
-    needs: tuple[Need, ...]
-    bubble: float
-    host: tuple[HostCalls, ...] = ()
-    stages: CompiledStages | None = None
-
-
-def write_forecast(forecast: Forecast, file: Path) -> None:
-    """Write a forecast to a file, for `read_forecast`."""
-    file.write_text(json.dumps(asdict(forecast)))
-
-
-def read_forecast(file: Path) -> Forecast:
-    """Return a forecast."""
-    return TypeAdapter(Forecast).validate_json(file.read_bytes())

@@ -6,18 +6,23 @@ The trainer writes it where it knows; then `run.py`, which also knows how far th
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from multimesh_maxtext import errors
-from multimesh_maxtext.errors import LauncherError
+from multimesh_maxtext.errors import LauncherError, NoSpaceError
 
 NAME = "outcome.json"
 _ROOM = 4096  # bytes that the file has from the start: a full disk then still takes the reason why it is full
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_LONGEST = 300
+_FILE_OF_TENSORSTORE = re.compile(r'local file "([^"]+)"')
 _PATIENCE = 3.0  # seconds that a process which doubts its own outcome waits for that of another one
 
 
@@ -74,11 +79,6 @@ def read(file: Path) -> Outcome | None:
     return None
 
 
-def outcome_file(folder: Path, rank: int) -> Path:
-    """Return the file of a process; the output folder is that of process 0."""
-    return folder / NAME if rank == 0 else folder / f"process-{rank}" / NAME
-
-
 def doubt(cause: str) -> int:
     """Return how likely another process knows better why all ended: 0 for a cause of its own."""
     follows = {"preempted": 1, "interrupted-run": 1, "trainer-failed": 2, "process-lost": 3}
@@ -88,10 +88,9 @@ def doubt(cause: str) -> int:
 def find_first(folder: Path, count: int, since: float = 0.0, code: int = 0) -> Outcome | None:
     """Return the outcome of a job's process that is least likely to follow from that of another one.
 
-    ``since``: outcomes written before that are those of an earlier run.
-    ``code``: of several that may all follow from another one, one with this exit code comes first.
+    Outcomes written before ``since`` are those of an earlier run; among doubtful ones that with this ``code`` is first.
     """
-    files = [outcome_file(folder, rank) for rank in range(count)]
+    files = [folder / (f"process-{rank}" if rank else "") / NAME for rank in range(count)]
     ended = [end for file in files if (end := read(file)) and end.cause and file.stat().st_mtime >= since]
 
     def order(outcome: Outcome) -> tuple[bool, bool, int]:
@@ -113,3 +112,21 @@ def find_cause(folder: Path, count: int, error: LauncherError) -> LauncherError:
             return cause
         time.sleep(0.05)
     return error
+
+
+def full_file(error: BaseException) -> NoSpaceError | None:
+    """Return the error of a file that could not be written for want of room; none for any other exception."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number not in _FULL:
+        number = next((candidate for candidate in _FULL if os.strerror(candidate) in str(error)), None)
+    if number is None or isinstance(error, LauncherError):
+        return None
+    text = str(error).strip().partition("\n")[0][:_LONGEST]
+    of_tensorstore = _FILE_OF_TENSORSTORE.search(str(error))
+    name = of_tensorstore[1] if of_tensorstore else getattr(error, "filename", None)
+    name = name or (text if "/" in text else "a file of --output, --checkpoint or --metrics-file")
+    if Path(name).is_absolute():
+        name = str(Path(name).resolve())  # MaxText writes checkpoints through a link
+    return NoSpaceError(
+        f"{name}: {os.strerror(number)} ({errno.errorcode[number]}); make room, or raise the limit, and start again"
+    )

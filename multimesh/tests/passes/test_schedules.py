@@ -152,23 +152,12 @@ def test_wavefronts_start_p_microbatches_and_the_next_p_half_the_tasks_later(p):
             assert min(ahead, default=1) == (0 if (cell.phase, cell.stage) == ("B", stages - 1) else 1)
 
 
-def test_wavefront_is_not_the_gpipe_of_a_large_job():
-    """Stage 0 of llama3-70b on 64 GPUs, pp 16 and interleave 5: 94 forwards of 320, and not 286."""
-    peaks = [alive(row) for row in schedules.get("prefetch-wavefront").table(16, 5, 64, True)]
-    assert peaks == [94 - 2 * r for r in range(15)] + [65]
-
-
 @pytest.mark.parametrize("name", schedules.names())
 def test_forward_only(name):
     chunks = chunks_of(name, 1)
     rows = [row.split() for row in drawn(name, 2, 3, backward=False, chunks=chunks)]
     assert [len(row) for row in rows] == [3 * chunks] * 2
     assert {cell[0] for row in rows for cell in row} == {"F"}
-
-
-def test_gpipe_with_two_stages_on_a_submesh():
-    (row, _) = schedules.get("gpipe").table(2, 2, 1, True)
-    assert [(c.phase, c.stage) for c in row] == [("F", 0), ("F", 2), ("B", 2), ("B", 0)]
 
 
 @pytest.mark.parametrize("name", schedules.names())

@@ -20,7 +20,7 @@ from multimesh_planner.hardware.software import Software, software
 from multimesh_planner.models import model
 from multimesh_planner.space import Training
 from multimesh_planner.step import Step, step_time
-from multimesh_planner.suggesting import fewest, suggest
+from multimesh_planner.suggesting import suggest
 from multimesh_planner.suggestions import Suggestions
 from multimesh_planner.transformer import Transformer
 
@@ -45,7 +45,6 @@ __all__ = [
     "band",
     "device",
     "devices",
-    "fewest",
     "model",
     "software",
     "step_time",

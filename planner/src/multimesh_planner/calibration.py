@@ -8,7 +8,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from multimesh.errors import UsageError
 
@@ -23,7 +22,6 @@ from multimesh_planner.transformer import Transformer
 _SPREAD = {"products": 0.10, "traffic": 0.25, "rest": 0.40}  # standard deviations of the logarithms before the run
 _NOISE = 0.01  # of the measured run
 _TURNS = 6
-_MEASURED = {"matmul_bf16": "bf16", "memory": "bandwidth", "link": "link", "network": "network"}
 _PRODUCTS = ("matmul_bf16", "matmul_fp8", "matmul_fp4", "attention", "flash2")
 _REST = ("passes", "kernel", "expert_layer", "step")
 
@@ -39,15 +37,13 @@ class Calibration:
     # before, after: forecast over measured seconds of the run, with the constants before and after
     before: float = 1.0
     after: float = 1.0
-    run: Step | None = None  # the forecast of the run before; None: only rates were measured
-    rates: tuple[tuple[str, float], ...] = ()  # shares of a device's rates that were measured in place
+    run: Step | None = None  # the forecast of the run before
 
     def device(self, on: Device) -> Device:
         """Return a device with the constants of the run."""
-        rates = dataclasses.replace(on.rates, **dict(self.rates))
-        faster = {name: min(1.5, getattr(rates, name) / self.products) for name in _PRODUCTS}
-        slower = {name: min(1.0, getattr(rates, name) / self.traffic) for name in ("link", "network")}
-        return dataclasses.replace(on, rates=dataclasses.replace(rates, **faster, **slower))
+        faster = {name: min(1.5, getattr(on.rates, name) / self.products) for name in _PRODUCTS}
+        slower = {name: min(1.0, getattr(on.rates, name) / self.traffic) for name in ("link", "network")}
+        return dataclasses.replace(on, rates=dataclasses.replace(on.rates, **faster, **slower))
 
     def software(self, software: Software) -> Software:
         """Return software with the constants of the run."""
@@ -59,8 +55,6 @@ class Calibration:
         return dataclasses.replace(job, device=device, software=software, run=self.run)
 
     def __str__(self) -> str:
-        if self.run is None:
-            return f"rates measured in place: {', '.join(f'{name} {share:.2f}' for name, share in self.rates)}"
         return (
             f"calibrated: products take {self.products:.2f} times, traffic {self.traffic:.2f}, all else "
             f"{self.rest:.2f}; your run was forecast {100 * (self.before - 1):+.0f} % off, and is now "
@@ -72,8 +66,7 @@ def read(file: Path, on: Device, software: Software) -> Calibration:
     """Return the calibration of a JSON file.
 
     The file has a run: ``model`` (a name, or fields of `Transformer`), ``configuration`` (fields of `Configuration`)
-    and ``seconds`` of a step; or ``rates`` that were measured in place: operations a second of ``matmul_bf16``, and
-    bytes a second of ``memory``, ``link`` and ``network``; or both.
+    and ``seconds`` of a step.
 
     Raises ``UsageError`` if it cannot be read, or says something else.
     """
@@ -81,11 +74,8 @@ def read(file: Path, on: Device, software: Software) -> Calibration:
         data = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"calibrate: {file} cannot be read: {error}") from None
-    if not isinstance(data, dict) or not ({"rates", "seconds"} & data.keys()):
-        raise UsageError(f"calibrate: {file} has neither rates nor a run with its seconds; see planner/README.md")
-    start = Calibration(rates=_read_rates(data.get("rates") or {}, on, file))
-    if "seconds" not in data:
-        return start
+    if not isinstance(data, dict) or "seconds" not in data:
+        raise UsageError(f"calibrate: {file} has no run with its seconds; see planner/README.md")
     check_positive(f"calibrate: {file}: seconds", data["seconds"])
     try:
         name = data.get("model")
@@ -93,20 +83,10 @@ def read(file: Path, on: Device, software: Software) -> Calibration:
         how = Configuration(**data["configuration"])
     except (TypeError, KeyError) as error:
         raise UsageError(f"calibrate: {file}: model and configuration: {error}") from None
-    return fit(model, how, on, software, float(data["seconds"]), start)
+    return fit(model, how, on, software, float(data["seconds"]))
 
 
-def _read_rates(rates: Mapping[str, Any], on: Device, file: Path) -> tuple[tuple[str, float], ...]:
-    for name, value in rates.items():
-        if name not in _MEASURED:
-            raise UsageError(f"calibrate: {file}: rates has {name!r} = {value!r}; known are {', '.join(_MEASURED)}")
-        check_positive(f"calibrate: {file}: rates: {name}", value)
-    return tuple((name, float(value) / getattr(on, _MEASURED[name])) for name, value in rates.items())
-
-
-def fit(
-    model: Transformer, how: Configuration, on: Device, software: Software, seconds: float, start: Calibration
-) -> Calibration:
+def fit(model: Transformer, how: Configuration, on: Device, software: Software, seconds: float) -> Calibration:
     """Return the most probable factors for a run that took ``seconds``: each moves as far as it is unsure.
 
     Gauss-Newton steps, for one measurement and a prior of each factor.
@@ -114,7 +94,7 @@ def fit(
 
     def move(at: Mapping[str, float]) -> Calibration:
         products, traffic, rest = (math.exp(at[name]) for name in _SPREAD)
-        return dataclasses.replace(start, products=products, traffic=traffic, rest=rest)
+        return Calibration(products, traffic, rest)
 
     def error(at: Mapping[str, float]) -> float:
         now = move(at)

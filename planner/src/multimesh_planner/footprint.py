@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
@@ -143,11 +144,20 @@ class Footprint:
 def peak_bytes(model: Transformer, how: Configuration, software: Software) -> tuple[Footprint, ...]:
     """Return the bytes of a device of each submesh at the peak."""
     if how.pp == 1:
-        in_flight: tuple[int, ...] = (how.stages,)
-    else:
-        few = min(how.microbatches, 4 * how.pp + how.microbatches % how.pp)  # as many in flight as of all
-        in_flight = pipeline_seconds.in_flight(how.schedule, how.pp, how.interleave, few)
-    return of_rows(model, how, software, dict(enumerate(in_flight)), layer_bytes(model, how, software))
+        return of_rows(model, how, software, {0: how.stages}, layer_bytes(model, how, software))
+    few = min(how.microbatches, 4 * how.pp + how.microbatches % how.pp)  # as many in flight as of all
+    shape = how.schedule, how.pp, how.interleave, few
+    in_flight = dict(enumerate(pipeline_seconds.in_flight(*shape)))
+    rows = of_rows(model, how, software, in_flight, layer_bytes(model, how, software))
+    if how.recompute != "full" or list_names(how) or not schedules.get(how.schedule).splits:
+        return rows
+    # B computed a layer again and does not leave it to W: what it computed waits
+    one = residual_bytes(model, how.with_policy(recompute="none"), software) * model.layers / how.stages
+    late = pipeline_seconds.late_weights(*shape)
+    return tuple(
+        dataclasses.replace(row, activations=row.activations + (number * one if number > 1 else 0.0))  # one is no wait
+        for row, number in zip(rows, late, strict=True)
+    )
 
 
 def layer_bytes(model: Transformer, how: Configuration, software: Software) -> tuple[float, float]:

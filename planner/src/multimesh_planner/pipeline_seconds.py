@@ -39,6 +39,14 @@ def _peak(row: Sequence[schedules.Cell]) -> int:
     return peak
 
 
+@functools.lru_cache(maxsize=4096)
+def late_weights(schedule: str, pp: int, chunks: int, microbatches: int) -> tuple[int, ...]:
+    """Return the largest number of microbatches whose W each submesh has yet to run after their B."""
+    steps = {"F": 0, "B": 1, "W": -1}
+    table = schedules.get(schedule).table(pp, chunks, microbatches, True)
+    return tuple(max(itertools.accumulate(steps[cell.phase] for cell in row)) for row in table)
+
+
 @functools.lru_cache(maxsize=64)
 def _cells(schedule: str, pp: int, chunks: int, microbatches: int) -> tuple[schedules.Table, Cells, Mapping[Any, str]]:
     """Return the table of a schedule, the cells that each cell needs, and the phases that it covers."""

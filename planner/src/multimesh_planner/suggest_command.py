@@ -21,7 +21,7 @@ from multimesh_planner.hardware import devices
 from multimesh_planner.hardware.software import software, software_names
 from multimesh_planner.pasting import paste
 from multimesh_planner.space import Training
-from multimesh_planner.suggesting import fewest, suggest
+from multimesh_planner.suggesting import suggest
 from multimesh_planner.suggestions import Suggestions
 from multimesh_planner.transformer import Transformer
 
@@ -45,7 +45,7 @@ A device of your own, as a TOML file:
 
 EXIT_CODES = """\
     0  there are configurations that fit
-    2  flags that do not fit together, or a budget that no number of these devices reaches
+    2  flags that do not fit together
    16  no configuration fits into memory"""
 
 _AXES = (*AXES, "etp", "interleave", "microbatch")
@@ -57,8 +57,8 @@ _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
 _NUMBER = re.compile(r"([0-9.]+(?:e[+-]?\d+)?)\s*([kmgbt]?)(b?)(?:/s)?", re.IGNORECASE)
 
 
-def size_of(least: float, examples: str, unit: str = "") -> Callable[[str], float]:
-    """Return a type of numbers such as ``70e9``, ``7B`` and ``80GB``. After a number, ``Gb`` are bits of a network."""
+def size_of(examples: str, unit: str = "") -> Callable[[str], float]:
+    """Return a type of numbers such as ``70e9`` and ``80GB``. After a number, ``Gb`` are bits of a network."""
 
     def parse(text: str) -> float:
         match = _NUMBER.fullmatch(text.strip())
@@ -68,8 +68,8 @@ def size_of(least: float, examples: str, unit: str = "") -> Callable[[str], floa
             number = -1.0
         if match and unit == "network" and match[3] == "b":
             number /= 8
-        if not least <= number < float("inf"):
-            raise argparse.ArgumentTypeError(f"must be at least {least:g}, such as {examples}, got {text!r}")
+        if not 1e6 <= number < float("inf"):
+            raise argparse.ArgumentTypeError(f"must be at least 1e6, such as {examples}, got {text!r}")
         return number
 
     return parse
@@ -90,8 +90,8 @@ def _list_flags() -> Mapping[str, Sequence[Flag]]:
     """Return the flags, by the heading of their group."""
     public, accelerators = ", ".join(models.names()), ", ".join(devices.device_names())
     classes = "; ".join(f"{name}: {software(name).about}" for name in software_names())
-    memory, network = size_of(1e6, "72e9 or 72GB"), size_of(1e6, "50e9 bytes, 50GB or 400Gb a second", "network")
-    tokens, load = size_of(1, "1e6 or 1M"), values.at_least(1, float, "a number")
+    memory, network = size_of("72e9 or 72GB"), size_of("50e9 bytes, 50GB or 400Gb a second", "network")
+    load = values.at_least(1, float, "a number")
     measured = "JSON file of a run of yours, to which three constants are fitted: what makes a forecast most certain"
     return {
         "model": (
@@ -118,7 +118,6 @@ def _list_flags() -> Mapping[str, Sequence[Flag]]:
             Flag("sequence-length", "default: 8192", default=8192),
             Flag("batch-size", "sequences of a step (default: 2 x devices)"),
             Flag("memory", "of a device that may be used (default: 3/4, as JAX takes)", memory, "BYTES"),
-            Flag("budget", "find the fewest nodes up to --nodes that reach so many a second", tokens, "TOKENS"),
         ),
         "what stays as you say; all else is searched": (
             *map(Flag, _AXES),
@@ -178,15 +177,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         calibrated = calibration.read(options.calibrate, job.device, job.software)
         job = calibrated.apply(job)
     count, progress = options.gpus * options.nodes, Progress()
-    if options.budget is not None:
-        count, _ = fewest(job, count, options.gpus, options.budget, progress)
     suggestions = suggest(job, count, progress=progress)
     suggestions = suggestions.changed(suggestions.options, list(_notes(options, job, suggestions, calibrated)))
     end = paste(job, suggestions, -(-count // options.gpus))
     if not options.json:
-        if options.budget is not None:
-            reached = suggestions.best.tokens_per_second * count
-            print(f"{count} devices reach {reached:,.0f} tokens/s, of {options.budget:,.0f} wanted\n")
         text, encoding = f"{suggestions}\n\n{end}", sys.stdout.encoding or "utf-8"
         print(text if encoding.lower().startswith("utf") else text.replace("±", "+-"))
     return {"devices": count, **suggestions.to_json(), "paste": end}

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from multimesh.core import checks, names
+from multimesh.core import checks
 from multimesh.core.text import amount
 from multimesh.errors import DoesNotFitError, UsageError
 
@@ -30,7 +30,6 @@ _SIMPLE: tuple[Where, ...] = (
 _TIMES = (2, 4, 8, 16, 32, 64)  # so many times the devices are tried to find out what would fit
 
 
-@names.accept_former("told", "progress")
 def suggest(
     job: Training,
     devices: int,
@@ -47,7 +46,9 @@ def suggest(
     Raises ``DoesNotFitError`` if none fits, with the nearest, and what would make it fit; ``UsageError`` if what is
     fixed, the batch and the devices leave no configuration.
     """
-    search = _search(job, checks.integer("suggest: devices", devices, 1), progress)
+    search = Search(spread(job, checks.integer("suggest: devices", devices, 1)), progress)
+    if not search.candidates:
+        raise UsageError(f"suggest: {search.space.impossible()}")
     options = search.best(count, accepts=accepts)
     if not options:
         raise DoesNotFitError(_too_large(job, devices, search))
@@ -67,18 +68,6 @@ def suggest(
     )
 
 
-def _search(job: Training, devices: int, progress: Progress | None = None) -> Search:
-    """Search all configurations of so many devices.
-
-    Raises ``UsageError`` if there is none.
-    """
-    space = spread(job, devices)
-    search = Search(space, progress)
-    if not search.candidates:
-        raise UsageError(f"suggest: {space.impossible()}")
-    return search
-
-
 def _simplest(search: Search, fastest: Option, accepts: Where) -> Option:
     """Return the fastest of the simplest configurations that are about as fast as the fastest of all."""
     within = (1 + EQUAL) * fastest.seconds
@@ -88,36 +77,6 @@ def _simplest(search: Search, fastest: Option, accepts: Where) -> Option:
         if options := search.best(1, simple, accepts=accepts, within=within, goal="the simplest"):
             return options[0]
     return fastest
-
-
-@names.accept_former("told", "progress")
-def fewest(job: Training, most: int, each: int, tokens: float, progress: Progress | None = None) -> tuple[int, Option]:
-    """Find the fewest devices that reach so many tokens a second, of all, and their best configuration.
-
-    Whole nodes of ``each`` devices are tried, ``most`` devices at most; ``progress`` is as in `suggest`.
-
-    Raises ``UsageError`` if no number of devices reaches it.
-    """
-    if not tokens > 0:
-        raise checks.refuse("suggest: budget", "a number of tokens a second above 0", tokens)
-    seconds = job.batch * job.sequence / tokens
-    peak = max(job.device.peak(str(job.fixed.get("precision", name))) for name in job.precisions)
-    least = int(tokens * job.model.operations(job.sequence) / peak)
-    fastest: Option | None = None
-    for devices in range(max(1, least // each) * each, most + 1, each):
-        try:
-            search = _search(job, devices, progress)
-        except UsageError:
-            continue
-        if options := search.best(1, within=seconds, goal=f"{devices} devices"):
-            return devices, options[0]
-        if devices + each > most:
-            fastest = next(iter(search.best(1)), None)
-    reached = f"; {most} reach {fastest.tokens_per_second * most:,.0f}" if fastest else ""
-    raise UsageError(
-        f"suggest: no {most} devices or fewer reach {tokens:,.0f} tokens a second with a batch of {job.batch} "
-        f"sequences{reached}; allow more nodes, or use a larger batch"
-    )
 
 
 def _too_large(job: Training, devices: int, search: Search) -> str:

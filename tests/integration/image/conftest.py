@@ -14,7 +14,7 @@ import pytest
 
 from tests.integration.parts import packages
 from tooling.image.reference import make
-from tooling.image.request import ImageSpec, Means
+from tooling.image.request import Request
 
 NAME = "multimesh-test/image"
 STANDALONE = "/opt/python"
@@ -75,21 +75,14 @@ def image(repository: Repository, trixie: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def spec(trixie: str) -> Callable[..., ImageSpec]:
-    """Make the spec of an image on the stand-in base."""
+def ask(trixie: str) -> Callable[..., Request]:
+    """Ask for a target on the stand-in base."""
 
-    def of(target: str, **changes: Any) -> ImageSpec:
-        name = make(NAME, None, "T")
-        plain = ImageSpec(name, target, "cpu", "wheel", "12.8.1", None, "Release", trixie, None, None)
+    def of(target: str, **changes: Any) -> Request:
+        plain = Request(make(NAME, None, "T"), target, "cpu", base_image=trixie)
         return plain._replace(**changes)
 
     return of
-
-
-@pytest.fixture(scope="session")
-def means() -> Means:
-    """The build's usual way to its packages."""
-    return Means(None, None, "default", True, True, None, False)
 
 
 @pytest.fixture(scope="session")

@@ -23,11 +23,11 @@ from tests.integration.parts import engine as engines
 from tooling.core import errors
 from tooling.image import build, engine
 from tooling.image.engine import Engine
-from tooling.image.request import ImageSpec, Means
+from tooling.image.request import Request
 
 PASSWORD = "hunter2-hunter2"
 Docker = Callable[..., str]
-Specs = Callable[..., ImageSpec]
+Asks = Callable[..., Request]
 
 
 def running(words: str) -> list[int]:
@@ -68,7 +68,7 @@ def test_a_killed_build_leaves_nothing_behind(
 
 
 def test_a_full_disk_is_named(
-    repository: Repository, docker_engine: None, spec: Specs, means: Means, parts_folder: Path, tmp_path: Path,
+    repository: Repository, docker_engine: None, ask: Asks, parts_folder: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     folder = parts_folder / "small"
@@ -79,7 +79,7 @@ def test_a_full_disk_is_named(
         monkeypatch.setenv("DOCKER_HOST", host)
         # The sources alone: a stage that starts from nothing, so that this engine needs no base image.
         with pytest.raises(errors.ToolingError, match="the engine's disk is full; free some space"):
-            build.run(repository.path, engine.connect(), spec("sources", base_image=None), means)
+            build.run(repository.path, engine.connect(), ask("sources", base_image=None))
 
 
 class Index(SimpleHTTPRequestHandler):
@@ -121,13 +121,13 @@ def index(root: Path, tmp_path: Path) -> Iterator[str]:
 
 
 def test_a_companys_index_serves_the_build_and_its_password_stays_out(
-    changed: Repository, index: str, engine: Engine, docker: Docker, spec: Specs, means: Means, tmp_path: Path
+    changed: Repository, index: str, engine: Engine, docker: Docker, ask: Asks, tmp_path: Path
 ) -> None:
     config = tmp_path / "pip.conf"
     config.write_text(f"[global]\nindex-url = {index}\n")
     locked = changed.path / "requirements" / "tooling.txt"
     locked.write_text(locked.read_text(encoding="utf-8") + f"# {tmp_path}\n", encoding="utf-8")  # no layer of before
-    built = build.run(changed.path, engine, spec("installer"), means._replace(network="host", pip_config=config))
+    built = build.run(changed.path, engine, ask("installer", network="host", pip_config=config))
     assert any(path.endswith(".whl") for path in Index.served)
     assert PASSWORD not in docker("image", "inspect", built.image_id)
     assert PASSWORD not in docker("history", "--no-trunc", built.image_id)
@@ -135,14 +135,12 @@ def test_a_companys_index_serves_the_build_and_its_password_stays_out(
     docker("run", "--rm", "--user", "0", "--entrypoint", "/bin/sh", built.image_id, "-c", find)
 
 
-def test_evil_names_stay_data(
-    changed: Repository, engine: Engine, docker: Docker, spec: Specs, means: Means, tmp_path: Path
-) -> None:
+def test_evil_names_stay_data(changed: Repository, engine: Engine, docker: Docker, ask: Asks, tmp_path: Path) -> None:
     config = tmp_path / "$(touch evil) ; touch evil `touch evil` 'a' --privileged"
     config.write_text("[global]\n")
     evil = changed.path.rename(tmp_path / "$(touch evil) --output=type=local ;")
     (evil / "docs" / "--privileged $(touch evil)").write_text("data\n")
-    build.run(evil, engine, spec("sources"), means._replace(pip_config=config))
+    build.run(evil, engine, ask("sources", pip_config=config))
     assert not [*tmp_path.rglob("evil"), *Path.cwd().glob("evil")]
     poisoned = ("--tag=$(touch evil)", "--repo=--privileged", "--base-image=a\nRUN touch evil", "--cuda-version=a b")
     for option in poisoned:

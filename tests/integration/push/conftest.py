@@ -90,8 +90,7 @@ def send(engine: Engine, there: Registry, target: Reference) -> Callable[[Tiny],
     """Push an image under its candidate's tag."""
 
     def send(image: Tiny) -> Manifest:
-        labels = (engine.inspect(image.id) or {})["Config"]["Labels"] or {}
-        tag = tags.candidate(labels, image.id, checked=True)
+        tag = tags.candidate(engine.describe("runtime", image.id).labels, image.id, checked=True)
         engine.tag(image.id, target.tagged(tag))
         engine.push(target.tagged(tag))
         return there.get(tag)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tooling.core import files
+from tooling.image import release
 from tooling.image.buildx import LABEL, OCI
 from tooling.image.reference import Reference
 from tooling.image.registry import Registry
@@ -23,7 +25,7 @@ def test_upload(make_tiny, upload, target: Reference, there: Registry, tmp_path:
     done = upload(make_tiny("words"))
 
     assert done.returncode == 0, done.stderr
-    document = json.loads((tmp_path / "release.json").read_text())
+    document = files.read_document(tmp_path / "release.json", release.SCHEMA)
     digest = document["image"]["digest"]
     assert f"digest  {digest}" in done.stdout
     assert re.search(r"^pushed  \d+\.\d MB to pull$", done.stdout, re.MULTILINE)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.integration.sources.git_server import GitServer
 
@@ -106,6 +107,15 @@ class Clone:
         """Write manifest and lock (JSON is YAML)."""
         for file, entries in (("sources.yaml", self.components), ("sources.lock", self.pins)):
             (self.root / file).write_text(json.dumps({"format": 1, "components": entries}, indent=1) + "\n")
+
+    def write_yaml(self) -> None:
+        """Write the manifest in block style, as people do."""
+        document = {"format": 1, "components": self.components}
+        (self.root / "sources.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
+
+    def pin(self, name: str) -> dict[str, Any]:
+        """What the lock on disk says of a component."""
+        return dict(json.loads((self.root / "sources.lock").read_text())["components"][name])
 
     def patch(self, name: str, **patches: str | bytes) -> None:
         """Replace the patch series of a component; keywords are file names without ``.patch``."""

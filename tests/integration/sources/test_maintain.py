@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from .conftest import ROOT, Clone, Upstream, git, make_clone, patch_text
 
@@ -20,12 +19,6 @@ def commit(clone: Clone, path: str, text: str, message: str) -> None:
 
 def series(clone: Clone) -> list[str]:
     return (clone.root / "patches" / "alpha" / "series").read_text().split()
-
-
-def pin(clone: Clone) -> dict[str, Any]:
-    import yaml
-
-    return yaml.safe_load((clone.root / "sources.lock").read_text())["components"]["alpha"]
 
 
 def contributing() -> str:
@@ -78,7 +71,7 @@ def test_bump_moves_everything(clone: Clone, alpha: Upstream) -> None:
 
     text = (clone.root / "sources.yaml").read_text()
     assert text == before.replace('version: "1.0"', 'version: "2.0"')
-    assert (pin(clone)["commit"], pin(clone)["tree"]) == (alpha.head, alpha.tree())
+    assert (clone.pin("alpha")["commit"], clone.pin("alpha")["tree"]) == (alpha.head, alpha.tree())
     assert clone.state("alpha") == "outdated"
     clone.ok("sync", "--group", "run")
     assert (clone.place("alpha") / "README").read_text() == "later\n"
@@ -88,7 +81,7 @@ def test_bump_moves_everything(clone: Clone, alpha: Upstream) -> None:
 def test_bump_whose_patches_conflict_changes_nothing(clone: Clone, alpha: Upstream) -> None:
     clone.patch("alpha", only=patch_text("README", "hello", "patched"))
     clone.ok("lock")
-    rewrite_as_yaml(clone)
+    clone.write_yaml()
     before = [(clone.root / name).read_bytes() for name in ("sources.yaml", "sources.lock")]
 
     assert "only.patch: does not apply" in clone.refused(3, "bump", "alpha", "2.0")
@@ -97,20 +90,12 @@ def test_bump_whose_patches_conflict_changes_nothing(clone: Clone, alpha: Upstre
     assert clone.leftovers == []
 
 
-def rewrite_as_yaml(clone: Clone) -> None:
-    """Write the manifest in block style, as people do."""
-    import yaml
-
-    document = {"format": 1, "components": clone.components}
-    (clone.root / "sources.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
-
-
 def test_bump_to_a_version_that_does_not_exist(clone: Clone, alpha: Upstream) -> None:
-    rewrite_as_yaml(clone)
+    clone.write_yaml()
 
     assert "has no tag v9.9" in clone.refused(3, "bump", "alpha", "9.9")
     assert "is no version" in clone.refused(2, "bump", "alpha", "../9")
-    assert pin(clone)["version"] == "1.0"
+    assert clone.pin("alpha")["version"] == "1.0"
 
 
 def test_status_is_one_table(clone: Clone, alpha: Upstream) -> None:

@@ -71,19 +71,6 @@ def locked_wheel(clone: Clone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     return offer
 
 
-def as_yaml(clone: Clone) -> None:
-    import yaml
-
-    document = {"format": 1, "components": clone.components}
-    (clone.root / "sources.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
-
-
-def pin(clone: Clone, name: str = "jax") -> dict[str, Any]:
-    import json
-
-    return json.loads((clone.root / "sources.lock").read_text())["components"][name]
-
-
 def test_the_tree_of_jax_brings_its_xla(clone: Clone, jax: Upstream, xla: Upstream) -> None:
     assert clone.state("xla") == "missing"
     clone.ok("sync", "--group", "source")
@@ -92,7 +79,7 @@ def test_the_tree_of_jax_brings_its_xla(clone: Clone, jax: Upstream, xla: Upstre
     assert (clone.state("jax"), clone.state("xla")) == ("clean", "clean")
     assert clone.ok("sync", "--group", "source").count(" kept ") == 2
 
-    as_yaml(clone)
+    clone.write_yaml()
     clone.components["jax"]["version"] = "2.0"
     clone.pins["jax"] |= {"version": "2.0", "commit": jax.head, "patched_commit": jax.head}
     clone.write()
@@ -128,7 +115,7 @@ def test_patches_of_jax_and_xla_are_applied(clone: Clone, jax: Upstream, xla: Up
     clone.patch("jax", mine=new_file("added", "line"))
     clone.patch("xla", mine=patch_text("BUILD", "one", "ours"))
     clone.ok("lock", "jax")
-    assert pin(clone)["patched_commit"] != pin(clone)["commit"]
+    assert clone.pin("jax")["patched_commit"] != clone.pin("jax")["commit"]
     clone.ok("sync", "--group", "source")
     assert (clone.place("jax") / "added").read_text() == "line\n"
     assert (clone.place("xla") / "BUILD").read_text() == "ours\n"
@@ -148,10 +135,10 @@ def test_another_jax_brings_another_xla(clone: Clone, jax: Upstream, xla: Upstre
 
 def test_bump_reads_the_commit_in_the_locked_wheel(clone: Clone, jax: Upstream, locked_wheel: Any) -> None:
     """Git is asked where patches must be tried, and only there."""
-    as_yaml(clone)
+    clone.write_yaml()
     locked_wheel("2.0", jax.head)
     clone.ok("bump", "jax", "2.0")
-    assert (pin(clone)["commit"], pin(clone)["patched_commit"]) == (jax.head, jax.head)
+    assert (clone.pin("jax")["commit"], clone.pin("jax")["patched_commit"]) == (jax.head, jax.head)
     assert "requirements/run.txt has jax 2.0" in clone.refused(PIN_ERROR, "bump", "jax", "1.0")
     assert "the tree of jax names its commit" in clone.refused(2, "bump", "xla", "1" * 40)
     locked_wheel("2.0", "no commit")
@@ -159,4 +146,4 @@ def test_bump_reads_the_commit_in_the_locked_wheel(clone: Clone, jax: Upstream, 
     clone.patch("jax", mine=new_file("added", "line"))
     locked_wheel("4.0", "4" * 40)
     clone.refused(NETWORK, "bump", "jax", "4.0")
-    assert pin(clone)["version"] == "2.0"
+    assert clone.pin("jax")["version"] == "2.0"

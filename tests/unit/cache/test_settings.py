@@ -25,6 +25,7 @@ def test_sizes() -> None:
     ("options", "line"),
     [
         (["--host", "localhost"], "argument --host: invalid ip_address value: 'localhost'"),
+        (["--port", "70000"], "argument --port: '70000' is no port; give a number from 1 to 65535"),
         (["--max-size", "5"], "argument --max-size: '5': write a whole number and G or T, e.g. 50G"),
     ],
 )

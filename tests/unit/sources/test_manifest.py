@@ -73,7 +73,7 @@ def test_lock_takes_whole_hashes_only(root: Path, tmp_path: Path, field: str, va
     entry = {"version": "1", "commit": None, "tree": None, "archives": {}, "patches": {}}
     path.write_text(json.dumps({"components": {"alpha": entry | {field: value}}}))
 
-    with pytest.raises(errors.SourceError, match=f"components.alpha.{field} is no hash of git"):
+    with pytest.raises(errors.SourceError, match=f"components.alpha.{field}: .* does not match .* with git"):
         manifest.load_lock(path)
 
 
@@ -82,5 +82,5 @@ def test_lock_takes_whole_hashes_only(root: Path, tmp_path: Path, field: str, va
 )
 def test_a_malformed_lock_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "sources.lock").write_text(text)
-    with pytest.raises(errors.SourceError, match=r"sources\.lock: is malformed .*; restore it with git"):
+    with pytest.raises(errors.SourceError, match=r"sources\.lock: .*; restore it with git"):
         manifest.load_lock(tmp_path / "sources.lock")

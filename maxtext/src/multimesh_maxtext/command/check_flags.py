@@ -33,9 +33,6 @@ from multimesh_maxtext.errors import FileError, FlagError, LauncherError, Missin
 from multimesh_maxtext.handoff import find_schedule
 from multimesh_planner import targets
 
-GPU_ATTENTION = ("flash", "cudnn_flash_te", "cudnn_flash_jax")
-"""Kernels that CPU devices lack."""
-
 SUBSTITUTE = "cudnn_flash_jax"
 """Kernel of attention in place of TransformerEngine's."""
 
@@ -74,13 +71,11 @@ _REASONS = {
 
 
 def check_job(parsed: CommandLine, package: Path) -> Job:
-    """Return the job of a command line.
-
-    ``package``: MaxText's package folder; its ``configs`` are read.
+    """Return the job of a command line. ``package``: MaxText's package folder; its ``configs`` are read.
 
     Raises ``LauncherError`` with all errors, but for those that may only follow from a flag that could not be read.
     """
-    flags, errors, job = parsed.flags, [*find_wrong_flags(parsed.flags)], None
+    flags, errors = parsed.flags, [*find_wrong_flags(parsed.flags)]
     errors += find_wrong_settings(flags, package)
     if flags.attention == "cudnn_flash_te" and flags.cp == 1 and not has_package("transformer_engine"):
         flags = replace(flags, attention=SUBSTITUTE)  # which has the same results
@@ -90,8 +85,6 @@ def check_job(parsed: CommandLine, package: Path) -> Job:
     except LauncherError as error:
         errors.append(error)
     raise_all([*parsed.wrong, *(error for error in errors if not _follows(error, parsed.doubtful))])
-    if job is None:
-        raise errors[-1]
     return job
 
 
@@ -159,7 +152,7 @@ def _find_wrong_combinations(o: Flags) -> Iterator[LauncherError]:
             "MaxText's own pipeline scans over layers; remove --no-scan-layers or --pp",
         ),
         (
-            o.platform == "cpu" and o.attention in GPU_ATTENTION,
+            o.platform == "cpu" and "flash" in o.attention,
             f"--attention {o.attention} is a GPU kernel; on CPU devices use --attention dot_product",
         ),
         ("checkpoint_period" in o.values and not saves, "checkpoint_period= needs --checkpoint; add it"),
@@ -172,12 +165,9 @@ def _find_wrong_combinations(o: Flags) -> Iterator[LauncherError]:
         if wrong:
             yield FlagError(text)
     if o.forecast and not (o.staged or o.compile):
-        if o.backend == "multimesh":
-            yield FlagError("--forecast is about pipeline stages; add --pp, or --compile for MaxText's one program")
-        else:
-            yield UnsupportedError(
-                f"--backend {o.backend} has no use for --forecast: no plan; leave it out, or add --compile"
-            )
+        about = "is about pipeline stages; add --pp, or --compile for MaxText's one program"
+        useless = f"--backend {o.backend} has no use for --forecast: no plan; leave it out, or add --compile"
+        yield FlagError(f"--forecast {about}") if o.backend == "multimesh" else UnsupportedError(useless)
     if o.verify and o.gpus and o.nodes > 1 and o.staged and not o.forecast:
         yield UnsupportedError(
             "--verify is for one process so far on GPUs: the reference trains on all GPUs of a stage; leave it out, or "
@@ -227,30 +217,22 @@ def find_wrong_sizes(job: Job) -> Iterator[LauncherError]:
 def _wrong_schedule(job: Job) -> Iterator[LauncherError]:
     """Yield why a schedule cannot order these stages: the flag to change, or the cell of the table."""
     name, path, pp, interleave = job.schedule, job.flags.custom_schedule_path, job.flags.pp, job.flags.interleave
-    if (name == "custom") != (path is not None):
-        yield FlagError(
-            "--schedule custom needs a table; add --custom-schedule-path FILE"
-            if path is None
-            else f"--custom-schedule-path {path} is for --schedule custom; add that or leave it out"
-        )
-        return
-    if name == multimesh.schedules.Auto.name:
-        return  # some order there always is
-    try:
-        schedule = find_schedule(name, path)
-    except multimesh.UsageError as error:
-        yield FlagError(str(error))
-        return
-    if schedule.usual > interleave == 1:
-        yield FlagError(f"--schedule {name} is for stages of several pieces; add --interleave 2 or use 1f1b")
-        return
-    shape = pp, interleave, job.microbatches
-    try:
-        placement = schedule.placement(pp)
-        multimesh.schedules.validate(schedule.table(*shape, backward=True), *shape, placement=placement)
-    except multimesh.UsageError as error:
+    if name == "custom" and path is None:
+        yield FlagError("--schedule custom needs a table; add --custom-schedule-path FILE")
+    elif path and name != "custom":
+        yield FlagError(f"--custom-schedule-path {path} is for --schedule custom; add that or leave it out")
+    elif name != multimesh.schedules.Auto.name:  # which some order there always is for
         where = f"--custom-schedule-path {path}" if path else f"--schedule {name}"
-        yield FlagError(f"{where}, --pp {pp}, --interleave {interleave}, {job.microbatches} microbatches: {error}")
+        shape = pp, interleave, job.microbatches
+        try:
+            schedule = find_schedule(name, path)
+            if schedule.usual > interleave == 1:
+                yield FlagError(f"--schedule {name} is for stages of several pieces; add --interleave 2 or use 1f1b")
+                return
+            placement = schedule.placement(pp)
+            multimesh.schedules.validate(schedule.table(*shape, backward=True), *shape, placement=placement)
+        except multimesh.UsageError as error:
+            yield FlagError(f"{where}, --pp {pp}, --interleave {interleave}, {job.microbatches} microbatches: {error}")
 
 
 def _not_placeable(job: Job) -> Iterator[LauncherError]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 from multimesh_maxtext import checkpoint_folder
-from multimesh_maxtext.command.job import Job
+from multimesh_maxtext.command.flags import Flags
+from multimesh_maxtext.command.job import Job, Paths
 from multimesh_maxtext.errors import CheckpointError, FileError, FlagError, LauncherError
 
 RUNNING = ".running"
@@ -20,12 +21,10 @@ RUNNING = ".running"
 
 
 @contextmanager
-def writing(file: Path, flag: str, kind: type[LauncherError] = FileError) -> Iterator[int]:
-    """Reserve a folder for one run by a lock file in it; yields a file descriptor that the trainer must inherit.
+def writing(file: Path, flag: str, kind: type[LauncherError] = FileError) -> Iterator[None]:
+    """Reserve a folder for one run by a lock file in it; raise an error of that ``kind`` where another run has it.
 
-    The reservation ends when both this process and the trainer have ended, however they ended.
-
-    Raises an error of that ``kind`` where another run writes to the folder.
+    The trainer inherits its descriptor: the reservation ends when both have ended, however they ended.
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -40,7 +39,8 @@ def writing(file: Path, flag: str, kind: type[LauncherError] = FileError) -> Ite
                 f"{flag} {file.parent}: another run writes here (`fuser {file}` names it); wait for it, stop it, or "
                 "choose another folder"
             ) from None
-        yield lock.fileno()
+        os.set_inheritable(lock.fileno(), True)
+        yield
 
 
 def mark_run(folder: Path) -> None:
@@ -48,23 +48,53 @@ def mark_run(folder: Path) -> None:
     (folder / RUNNING).write_text("a run did steps here\n")
 
 
-def holds_run(folder: Path) -> bool:
-    """Return whether a run did steps in an output folder."""
-    return any(has_content(folder / name) for name in (RUNNING, "metrics.jsonl"))
-
-
 def has_content(file: Path) -> bool:
     """Return whether a file is there, and not empty."""
     return file.is_file() and file.stat().st_size > 0
 
 
-def remove_run(folder: Path, names: Iterable[str]) -> None:
-    """Remove the files of a run in an output folder, by names or patterns. Call it while `writing`."""
-    for path in (path for name in names for path in folder.glob(name)):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+def make_way(o: Flags, first: Paths, paths: Paths) -> None:
+    """Keep the files of another run, or remove them where a flag asks for that. Call it while `writing`."""
+    folder = o.checkpoint or Path()
+    goes_on = o.resume and _is_written_to(first.checkpoints, folder)
+    if _holds_run(first.output) and not (goes_on or o.overwrite):
+        if o.resume:
+            raise FileError(
+                f"--output {first.output} holds a run that wrote no checkpoint to {folder}: --resume would write over "
+                "it; choose another --output"
+            )
+        target = first.checkpoints.resolve()
+        steps = first.checkpoints.is_symlink() and checkpoint_folder.look(target).steps
+        also = f"--checkpoint {target} --resume to go on with it, " if steps else ""
+        raise FileError(
+            f"--output {first.output} holds another run; add --overwrite to replace it, {also}or choose another folder"
+        )
+    repeats = not (goes_on or o.overwrite or (o.resume and checkpoint_folder.look(folder).steps))
+    if o.metrics_file and paths == first and repeats and has_content(paths.metrics):
+        raise FileError(
+            f"--metrics-file {paths.metrics} has the steps of another run; remove it, or choose another file"
+        )
+    if o.overwrite:
+        names = {path.name for path in paths.output.glob("process-*")} - {f"process-{rank}" for rank in range(o.nodes)}
+        for path in (path for name in (*paths.products, *names) for path in paths.output.glob(name)):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def _holds_run(folder: Path) -> bool:
+    """Whether a run did steps in an output folder."""
+    return any(has_content(folder / name) for name in (RUNNING, "metrics.jsonl"))
+
+
+def _is_written_to(checkpoints: Path, folder: Path) -> bool:
+    """Whether a run that keeps its checkpoints here wrote to a folder, even if that was moved since."""
+    if not checkpoints.is_symlink():
+        return False
+    return checkpoints.resolve() == folder.resolve() or (
+        not checkpoints.exists() and bool(checkpoint_folder.look(folder).steps)
+    )
 
 
 PARAMETERS = "load_parameters_path"
@@ -77,31 +107,19 @@ _POSITIONS = "iter"
 _LOCK = ".writing"
 
 
-@dataclass(frozen=True)
-class Beginning:
-    """Where a run begins: its first step, and file descriptors that the trainer must inherit."""
-
-    step: int = 0
-    inherited: tuple[int, ...] = ()
-
-
 @contextmanager
-def beginning(job: Job, checkpoints: Path, *, first: bool = True) -> Iterator[Beginning]:
-    """Reserve ``--checkpoint`` for this run, find the step that it begins with, and print that to stderr.
+def beginning(job: Job, checkpoints: Path, *, first: bool = True) -> Iterator[int]:
+    """Reserve ``--checkpoint`` for this run, and yield the step that it begins with, which stderr tells.
 
-    ``checkpoints``: where MaxText keeps its checkpoints.
-    ``first``: whether this is the first of several processes. Only that reserves the folder and prints.
-
-    Raises ``FlagError`` for checkpoints that nobody asked to go on from, and ``CheckpointError`` for a folder that
-    cannot be used, or a checkpoint that this run cannot go on from.
+    ``checkpoints``: where MaxText keeps its checkpoints. Only the ``first`` of several processes reserves and prints.
     """
     o = job.flags
     _check_parameters(job)
     if o.checkpoint is None:
-        yield Beginning()
+        yield 0
         return
     lock = writing(o.checkpoint / _LOCK, "--checkpoint", CheckpointError)
-    with lock if first else nullcontext() as descriptor:
+    with lock if first else nullcontext():
         if first:  # Orbax writes over a half-written step, but a run that goes on may save at others
             for half in o.checkpoint.glob("*.orbax-checkpoint-tmp*"):
                 shutil.rmtree(half, ignore_errors=True)
@@ -113,7 +131,7 @@ def beginning(job: Job, checkpoints: Path, *, first: bool = True) -> Iterator[Be
             where = f"from checkpoint {saved.steps[-1]}" if saved.steps else "from step 0: there is no checkpoint yet"
             print(f"resuming {where}", file=sys.stderr)
         link(checkpoints, o.checkpoint)
-        yield Beginning(saved.next_step, () if descriptor is None else (descriptor,))
+        yield saved.next_step
 
 
 def _check_parameters(job: Job) -> None:
@@ -183,22 +201,10 @@ def _check_position(job: Job, saved: checkpoint_folder.Checkpoints) -> None:
 
 
 def link(checkpoints: Path, folder: Path) -> None:
-    """Make the folder appear where MaxText keeps its checkpoints.
-
-    Raises ``FlagError`` where something else is there already.
-    """
+    """Make the folder appear where MaxText keeps its checkpoints."""
     checkpoints.parent.mkdir(parents=True, exist_ok=True)
     if checkpoints.is_symlink():
         checkpoints.unlink()
     if checkpoints.exists():
         raise FileError(f"{checkpoints} is in the way of the link to --checkpoint; choose another --output")
     checkpoints.symlink_to(folder.resolve())
-
-
-def is_written_to(checkpoints: Path, folder: Path) -> bool:
-    """Return whether a run that keeps its checkpoints here wrote to a folder, even if that was moved since."""
-    if not checkpoints.is_symlink():
-        return False
-    return checkpoints.resolve() == folder.resolve() or (
-        not checkpoints.exists() and bool(checkpoint_folder.look(folder).steps)
-    )

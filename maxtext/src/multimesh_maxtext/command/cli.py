@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
@@ -27,12 +26,11 @@ from multimesh_maxtext.command.flags import Flags
 from multimesh_maxtext.command.forecasting import check_memory, inspect, show_size
 from multimesh_maxtext.command.job import Job, Paths, find_maxtext
 from multimesh_maxtext.command.member import SINGLE, Member, any_member, find_repeats, member
-from multimesh_maxtext.command.printing import unblock_output
-from multimesh_maxtext.command.report import Output
-from multimesh_maxtext.command.spawning import spawn
+from multimesh_maxtext.command.report import Output, unblock_output
+from multimesh_maxtext.command.spawning import HOLD, spawn
 from multimesh_maxtext.command.train_job import prepare_folders, train_job
 from multimesh_maxtext.command.training import SIGNALS, SPAWNED, interrupt, receiving, state_line
-from multimesh_maxtext.command.translate import Launch, forecasting, in_place, launch
+from multimesh_maxtext.command.translate import Launch, forecasting, launch
 from multimesh_maxtext.errors import (
     CheckpointError,
     FileError,
@@ -41,9 +39,7 @@ from multimesh_maxtext.errors import (
     TrainerFailedError,
     UnreadError,
 )
-from multimesh_maxtext.full_disk import full_file
-
-_HOLD = 5.0  # seconds that a process waits with an error, which the first process may print for all
+from multimesh_maxtext.outcome import full_file
 
 
 def command(argv: Sequence[str], *, root: Path | None = None) -> NoReturn:
@@ -62,7 +58,6 @@ def command(argv: Sequence[str], *, root: Path | None = None) -> NoReturn:
 def main(argv: Sequence[str], *, root: Path | None = None) -> int:
     """Run the command line and return its exit code; nothing but ``--help`` leaves by an exception.
 
-    ``argv``: the arguments, without the program's name.
     ``root``: the repository, if this runs from one. It may hold ``third_party/maxtext``.
     """
     with receiving(interrupt):
@@ -72,19 +67,12 @@ def main(argv: Sequence[str], *, root: Path | None = None) -> int:
         except KeyboardInterrupt:
             exec("")  # noqa: S102 - Python ends by SIGINT if a string that it executed was interrupted, until the next one
             if SPAWNED not in os.environ:  # who spawned this process says so for all
-                print(f"interrupted before it trained; {_state(argv)}", file=sys.stderr)
+                print(f"interrupted before it trained; {state_line(read(argv).flags.checkpoint)}", file=sys.stderr)
             return InterruptedRunError.exit_code
         except BrokenPipeError:  # a program such as head has read what it wanted
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return UnreadError.exit_code
     return code
-
-
-def _state(argv: Sequence[str]) -> str:
-    folder = read(argv).flags.checkpoint
-    with suppress(LauncherError):
-        return state_line(folder)
-    return f"--checkpoint {folder} cannot be read"
 
 
 def _main(argv: Sequence[str], root: Path | None) -> int:
@@ -101,12 +89,11 @@ def _main(argv: Sequence[str], root: Path | None) -> int:
             find_gpus(flags)
             return spawn(argv, flags, root)
         return run_job(job, find_job_notes(parsed, job), maxtext, root)
-    except LauncherError as error:
-        return _print_error(error, this, as_json="--json" in argv)
-    except OSError as error:
-        if (full := full_file(error)) is None:
+    except (LauncherError, OSError) as error:
+        shown = error if isinstance(error, LauncherError) else full_file(error)
+        if shown is None:
             raise
-        return _print_error(full, this, as_json="--json" in argv)
+        return _print_error(shown, this, as_json="--json" in argv)
 
 
 def _print_error(error: LauncherError, this: Member, *, as_json: bool) -> int:
@@ -116,7 +103,7 @@ def _print_error(error: LauncherError, this: Member, *, as_json: bool) -> int:
         if error.shared:
             return error.exit_code
         try:
-            time.sleep(_HOLD)
+            time.sleep(HOLD)
         except KeyboardInterrupt:  # the first one found it too, and the launcher ends all
             return error.exit_code
         prefix = f"error: process {this.rank} of {this.count} on {socket.gethostname()}: "
@@ -188,9 +175,10 @@ def _export(start: Launch, flags: Flags, target: Path) -> int:
     if target.exists():
         raise FileError(f"--export {target}: it is there already; choose another folder")
     unrolled = ["unrolled"] * (flags.scan_layers is False)
-    start = in_place(start, "export", str(folder.resolve()), str(steps[-1]), str(target.resolve()), *unrolled)
+    command = [*start.command[:3], "multimesh_maxtext", "export", str(folder.resolve()), str(steps[-1])]
+    command += [str(target.resolve()), *unrolled]
     variables = {**os.environ, **start.environment}
-    done = subprocess.run(start.command, env=variables, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     if done.returncode:
         raise TrainerFailedError(done.stderr.strip().splitlines()[-1].removeprefix("error: "))
     result = json.loads(done.stdout)

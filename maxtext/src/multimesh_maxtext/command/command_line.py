@@ -14,7 +14,7 @@ from typing import Any
 
 from multimesh_maxtext.command.flags import COMMON, DEFAULTS, FLAGS, GROUPS, Flag, Flags
 from multimesh_maxtext.command.values import is_plain
-from multimesh_maxtext.errors import FlagError, error_classes, raise_all
+from multimesh_maxtext.errors import FlagError, error_classes
 
 DESCRIPTION = """\
   maxtext/run.py --text my-notes.md --num-steps 50
@@ -52,7 +52,7 @@ IGNORED = {
 GONE = {
     "--hlo": "read the file with XLA's own tools, such as hlo-opt",
     "--dump-all-passes": "set XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_text --xla_dump_hlo_pass_re=.*'",
-    "--budget": "use python -m multimesh suggest --budget",
+    "--budget": "compare the suggestions of several --nodes",
     "--num-kv-heads": "write base_num_kv_heads=N",
     "--head-dim": "write head_dim=N",
     "--vocab-size": "write vocab_size=N",
@@ -67,11 +67,8 @@ GONE = {
 def _exit_codes() -> str:
     kinds = [kind for kind in error_classes().values() if "exit_code" in vars(kind)]
     meanings = {kind.exit_code: (kind.__doc__ or "").partition("\n")[0].replace("`", "") for kind in kinds}
-    meanings |= {
-        0: "Every step ran, the loss is finite and falling.",
-        1: "Any other error.",
-        130: "It was interrupted.",
-    }
+    meanings |= {0: "Every step ran, the loss is finite and falling.", 1: "Any other error."}
+    meanings[130] = "It was interrupted."
     return "\n".join(["exit codes:", *(f"{code:5}  {meaning}" for code, meaning in sorted(meanings.items()))])
 
 
@@ -128,16 +125,6 @@ class CommandLine:
     doubtful: frozenset[str] = frozenset()  # flags that those words may have meant. Their values are not known.
 
 
-def parse(argv: Sequence[str]) -> Flags:
-    """Parse a command line.
-
-    Raises ``FlagError`` for flags that are not known and values of the wrong kind; the message names the nearest flag.
-    """
-    parsed = read(argv)
-    raise_all(parsed.wrong)
-    return parsed.flags
-
-
 _SWITCHES = re.compile(
     r"--(no-)?(autoshard|fuse-tasks|only-fuse-loop-tasks|dump-mpmd-passes|hoist-loop-convert|load-balance-\w.+)"
 )
@@ -168,7 +155,7 @@ def read(argv: Sequence[str]) -> CommandLine:
             ignored.append(name)
         elif name in GONE:
             wrong.append(FlagError(f"{name}: there is no such flag any more; {GONE[name]}"))
-        elif name.startswith("-") and not _NEGATIVE.fullmatch(name):
+        elif name.startswith("-") and not re.fullmatch(r"-\d+(\.\d+)?", name):  # a negative number is a value
             near = difflib.get_close_matches(name, [flag.option for flag in FLAGS.values()], n=1, cutoff=0.7)
             hint = f"did you mean {near[0]}?" if near else "maxtext/run.py --help lists every flag"
             wrong.append(FlagError(f"{word}: no such flag; {hint}"))
@@ -189,10 +176,6 @@ def read(argv: Sequence[str]) -> CommandLine:
 def _is_setting(word: str) -> bool:
     """Whether a word is a KEY=VALUE."""
     return "=" in word and word.partition("=")[0].isidentifier()
-
-
-_NEGATIVE = re.compile(r"-\d+(\.\d+)?")
-"""A value that begins like a flag."""
 
 
 def _read_value(flag: Flag, text: Any) -> Any:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -84,7 +83,7 @@ def environment(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_mem
     if flags.checkpoint and flags.nodes > 1:
         variables["JAX_ENABLE_PREEMPTION_SERVICE"] = "1"  # SIGTERM is a notice, which all processes get
     if "jax_cache_dir" not in values:
-        variables |= cache_variables(inherited, cpu=flags.platform == "cpu")
+        variables |= cache_variables(inherited)
     if any(xla):
         variables["XLA_FLAGS"] = " ".join(filter(None, xla))
     if flags.platform == "cpu":
@@ -99,11 +98,9 @@ def environment(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_mem
 
 
 def xla_flags(flags: Flags, *, devices: int, users: str = "", process: str = "") -> list[str]:
-    """Return the flags for ``XLA_FLAGS``.
+    """Return the flags for ``XLA_FLAGS``, for so many devices of this process.
 
-    ``devices``: devices of this process; on the CPU platform XLA makes so many of the host.
-    ``users``: flags that are set already. They win over our defaults, and the command line wins over them.
-    ``process``: folder of one of several processes in that of ``--dump``.
+    Those of ``users`` win over our defaults, and the command line wins over them. ``process``: its folder for dumps.
     """
     words: list[str] = []
     if flags.platform == "cpu":
@@ -123,10 +120,7 @@ def xla_flags(flags: Flags, *, devices: int, users: str = "", process: str = "")
 
 
 def memory_fraction(fbmem: int, device_memory: int) -> float:
-    """Return JAX's memory fraction for ``--fbmem``, of a device's memory in MiB. JAX takes at most the whole device.
-
-    Raises ``FlagError`` where that is next to nothing.
-    """
+    """Return JAX's memory fraction for ``--fbmem``, of a device's MiB; at most 1, and not next to nothing."""
     fraction = round(min(1.0, _fbmem_mib(fbmem) / device_memory), 4)
     if fraction < _LEAST_FRACTION:
         raise FlagError(
@@ -160,50 +154,32 @@ def usable_memory(flags: Flags, gpu_memory: int | None = None) -> int | None:
     return int(gpu_memory * 2**20 * fraction)
 
 
-def cache_variables(inherited: Mapping[str, str], *, cpu: bool) -> dict[str, str]:
+def cache_variables(inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a trainer that keeps all that it compiles in the user's cache folder.
 
-    Nothing where the user's variables of JAX name a folder or turn the cache off, or there is no home. Processes share
-    the folder: JAX locks it, and in a job of several processes the first writes. An entry that can't be read is
-    compiled again.
-
-    ``inherited``: the environment of this process.
-    ``cpu``: whether programs are for CPUs. Machines with other instructions then have other folders.
+    Nothing where the user's variables of JAX name a folder or turn the cache off, or there is no home. JAX locks
+    it, and tells machines with other instructions apart.
     """
     off = inherited.get(CACHE_SWITCH, "1").lower() in ("0", "false", "f", "no", "n", "off")
     home = Path(inherited.get("XDG_CACHE_HOME", ""))
     home = home if home.is_absolute() else Path(f"{inherited.get('HOME') or '.'}/.cache")
     if off or CACHE in inherited or not home.is_absolute() or home.is_file():
         return {}
-    folder = home / "multimesh" / "compiled" / (f"cpu-{_instructions()}" if cpu else "accelerators")
-    limits = {"JAX_COMPILATION_CACHE_MAX_SIZE": str(CACHE_SIZE), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    return {CACHE: str(folder)} | {name: value for name, value in limits.items() if name not in inherited}
+    ours = {"JAX_COMPILATION_CACHE_MAX_SIZE": str(CACHE_SIZE), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    ours[CACHE] = str(home / "multimesh/compiled")
+    return {name: value for name, value in ours.items() if name not in inherited}
 
 
 def describe_cache(added: Mapping[str, str]) -> str:
     """Return a hint for users who have not used the cache yet; empty for others."""
-    folder = added.get(CACHE)
-    if folder is None or Path(folder).exists():
+    if CACHE not in added or Path(added[CACHE]).exists():
         return ""
-    size = f"{CACHE_SIZE / 1e9:g} GB"
-    return f"compiled programs are kept for the next start in {folder}, up to {size}; {CACHE_SWITCH}=0 turns that off"
-
-
-def _instructions() -> str:
-    """A short name of what this CPU can run."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-    return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:8]}"
+    where = f"{added[CACHE]}, up to {CACHE_SIZE / 1e9:g} GB"
+    return f"compiled programs are kept for the next start in {where}; {CACHE_SWITCH}=0 turns that off"
 
 
 def find_flag_notes(flags: Flags, *, gpu_memory: int | None) -> list[str]:
-    """Return lines about flags that became something else, or nothing.
-
-    ``gpu_memory``: memory of a visible GPU in MiB, ``None`` if unknown.
-    """
+    """Return lines about flags that became something else, or nothing. ``gpu_memory``: MiB of a GPU, if known."""
     lines = []
     if flags.replaced:
         settings = " ".join(flags.settings[: len(flags.replaced)])
@@ -256,37 +232,25 @@ def stale_parts(root: Path) -> Iterator[str]:
         yield f"third_party/maxtext is at {commit[:12]}, sources.lock wants {locked[:12]}; run ./bootstrap.sh"
 
 
-def check_machine(flags: Flags, gpu_memory: Sequence[int] | None, *, has_plugin: bool) -> None:
-    """Raise where this machine lacks something that the job needs.
-
-    ``gpu_memory``: memory of every GPU that the driver shows, in MiB, ``None`` if there is no driver.
-    ``has_plugin``: whether JAX has its plugin for CUDA: without it JAX runs on the CPU, and only warns.
-    """
-    visible = len(gpu_memory or ())
-    processes = flags.nodes if flags.spawn else 1
-    if flags.gpus * processes > visible:
-        there = f"{visible} GPUs" if visible else "no GPU"
-        need = f"--gpus {flags.gpus} for each of {processes} processes" if processes > 1 else f"--gpus {flags.gpus}"
-        raise MissingPartError(f"{need}, but {there} can be seen here; check nvidia-smi, or use --cpus")
-    if flags.gpus and not has_plugin:
-        raise MissingPartError(f"--gpus {flags.gpus}: JAX has no CUDA plugin here; ./bootstrap.sh --group cuda12")
-
-
 def find_gpus(flags: Flags) -> list[int] | None:
-    """Return the memory of every GPU here that a job may use; refuse a job for which something is missing here."""
-    gpus = visible_gpu_memory() if flags.gpus else None
-    if not (flags.dry_run or flags.forecast):
-        check_machine(flags, gpus, has_plugin=any(map(has_package, PLUGINS)))
-    return gpus
+    """Return the MiB of every GPU here that a job may use, none without a driver; refuse a job that lacks something."""
+    memory = visible_gpu_memory() if flags.gpus else None
+    if flags.gpus and not (flags.dry_run or flags.forecast):
+        visible, processes = len(memory or ()), flags.nodes if flags.spawn else 1
+        need = f"--gpus {flags.gpus}" + (f" for each of {processes} processes" if processes > 1 else "")
+        if flags.gpus * processes > visible:
+            there = f"{visible} GPUs" if visible else "no GPU"
+            raise MissingPartError(f"{need}, but {there} can be seen here; check nvidia-smi, or use --cpus")
+        if not any(map(has_package, PLUGINS)):  # JAX would run on the CPU, and only warn
+            raise MissingPartError(f"--gpus {flags.gpus}: JAX has no CUDA plugin here; ./bootstrap.sh --group cuda12")
+    return memory
 
 
 def visible_gpu_memory() -> list[int] | None:
     """Return the memory of every visible GPU in MiB, ``None`` if there is no driver."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        listing = subprocess.run(
-            ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"],
-            capture_output=True, text=True, check=True, timeout=30,
-        )  # fmt: skip
+        listing = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
         return None
     memory = [int(line) for line in listing.stdout.split() if line.isdigit()]

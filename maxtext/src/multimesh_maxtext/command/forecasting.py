@@ -7,9 +7,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -18,18 +18,18 @@ from rich.table import Table
 from multimesh import UsageError, schedules
 from multimesh_maxtext.command.check_flags import find_wrong_sizes
 from multimesh_maxtext.command.environment import memory_limit
+from multimesh_maxtext.command.flags import GRID_AXES, Flags
 from multimesh_maxtext.command.job import Job, Model, Paths, make_job
 from multimesh_maxtext.command.report import make_table, schedule_choice
 from multimesh_maxtext.command.steps import reference_job
-from multimesh_maxtext.command.training import StopRequest, Termination, log_tail, receiving, trainer
+from multimesh_maxtext.command.training import StopRequest, log_tail, receiving, trainer
 from multimesh_maxtext.command.translate import Launch, forecasting
 from multimesh_maxtext.command.values import DEVICES
 from multimesh_maxtext.errors import DoesNotFitError, TrainerFailedError
-from multimesh_maxtext.handoff import CompiledStages, Forecast, HostCalls, Need, read_forecast
 from multimesh_maxtext.outcome import read as read_outcome
 from multimesh_planner import Configuration, Step, Transformer, band, step_time
 
-_FORECAST = ("save_dot_except_mlp", "save_out_proj", "save_qkv_proj", "full")  # policies that the planner knows by name
+_POLICIES = ("save_dot_except_mlp", "save_out_proj", "save_qkv_proj", "full")  # that the planner knows by name
 
 
 def transformer(model: Model) -> Transformer:
@@ -72,6 +72,20 @@ def precision(model: Model) -> str:
     return "fp8" if "fp8" in str(model.resolved.get("quantization") or "") else "bf16"
 
 
+FIELDS = {
+    **{name: name for name in (*GRID_AXES, "schedule", "sequence_parallel", "gather_once")},
+    **{"microbatch_size": "microbatch", "remat": "recompute", "partition": "layers", "zero": "sharded"},
+}
+"""The field of `Configuration` that a flag fixes, or that decides the flag where it is not given."""
+
+
+def planner_fields(flags: Flags, names: Iterable[str] = FIELDS) -> dict[str, Any]:
+    """Return the fields of `Configuration` that flags fix."""
+    values: dict[str, Any] = {"remat": recompute(flags.remat), "zero": "optimizer" if flags.zero else "none"}
+    values |= {name: bool(getattr(flags, name)) for name in ("sequence_parallel", "gather_once")}
+    return {FIELDS[name]: values.get(name, getattr(flags, name)) for name in names}
+
+
 def planner_configuration(job: Job) -> Configuration:
     """Return the planner's configuration of a job. A searched schedule counts as a published one of its shape.
 
@@ -86,25 +100,9 @@ def planner_configuration(job: Job) -> Configuration:
     name = job.schedule
     if name not in schedules.names() or name == "auto":
         name = "interleaved" if o.interleave > 1 else "1f1b"
-    return Configuration(
-        batch=job.batch,
-        sequence=o.sequence_length,
-        microbatch=microbatch,
-        dp=o.dp * o.ep,
-        fsdp=o.fsdp,
-        tp=o.tp,
-        pp=o.pp,
-        cp=o.cp,
-        ep=o.ep,
-        interleave=o.interleave,
-        schedule=name,
-        sequence_parallel=bool(o.sequence_parallel),
-        sharded="optimizer" if o.zero else "none",
-        gather_once=bool(o.gather_once),
-        recompute=recompute(o.remat),
-        precision=precision(job.model),
-        layers=job.pieces if o.pp > 1 else (),
-    )
+    fields = planner_fields(o) | {"dp": o.dp * o.ep, "microbatch": microbatch, "schedule": name}
+    fields |= {"layers": job.pieces if o.pp > 1 else (), "precision": precision(job.model)}
+    return Configuration(job.batch, o.sequence_length, **fields)
 
 
 def recompute(policy: str | None) -> str:
@@ -113,7 +111,7 @@ def recompute(policy: str | None) -> str:
         return "full"
     if policy in ("save_dot_except_mlpwi", "save_dot_with_context_except_mlp"):
         return "save_dot_except_mlp"
-    return policy if policy in _FORECAST else "minimal"
+    return policy if policy in _POLICIES else "minimal"
 
 
 def forecast_step(job: Job) -> Step | None:
@@ -126,9 +124,13 @@ def forecast_step(job: Job) -> Step | None:
         return None
 
 
-def step_json(step: Step) -> dict[str, Any]:
-    """Return the forecast of a step, as data. ``band`` is the half of its width, as a share."""
-    return {
+def describe_step(step: Step, costs: Sequence[Costs] = ()) -> dict[str, Any]:
+    """Return the forecast of a step, as data. ``band`` is the half of its width, as a share.
+
+    Where the kernels of the stages were compiled, with these ``costs`` on a device, the busiest stage takes at least
+    the time of its kernels at the device's peaks.
+    """
+    values: dict[str, Any] = {
         "seconds": step.seconds,
         "band": band(step),
         "tokens_per_second": step.tokens_per_second * step.how.devices,
@@ -136,16 +138,12 @@ def step_json(step: Step) -> dict[str, Any]:
         "waiting": step.bubble,
         "bound": step.bound,
     }
-
-
-def step_text(step: Step) -> str:
-    """Return the forecast of a step, in words."""
-    tokens = step.tokens_per_second * step.how.devices
-    return (
-        f"forecast, not a measurement: a step of {step.seconds:.2f} s on {step.how.devices} {step.device.name}, within "
-        f"{100 * band(step):.0f} %; {tokens:,.0f} tokens/s, {100 * step.utilization:.0f} % of the peak (MFU), bubble "
-        f"{100 * step.bubble:.0f} % with the head, most time in {step.bound} (planner/README.md)"
-    )
+    peak, bandwidth = step.device.bf16, step.device.bandwidth
+    least = max((max(cost["flops"] / peak, cost["bytes accessed"] / bandwidth) for cost in costs), default=0.0)
+    if (slower := least / step.seconds) > 1:
+        rates = {name: values[name] / slower for name in ("tokens_per_second", "utilization")}
+        values |= {"seconds": least, **rates, "bound": "kernels as compiled"}
+    return values
 
 
 Costs = Mapping[str, float]
@@ -169,30 +167,29 @@ def check_memory(job: Job, paths: Paths, console: Console, gpu_memory: int | Non
     if job.flags.forecast and not job.flags.staged:
         job = make_job(replace(job.flags, backend="multimesh"), job.model)
         programs = compile_programs(job, paths, console, gpu_memory)
-        if job.flags.pp == 1:
-            _show_programs(job, console, programs)
-            return
     flags, limit = job.flags, memory_limit(job.flags, gpu_memory)
     if not flags.forecast and limit is None:
         return
-    try:
-        forecast = _forecast(job, paths, console, gpu_memory)
-    except TrainerFailedError as error:
-        if flags.forecast or flags.device_memory:
-            raise
-        print(f"warning: memory was not checked: {error}", file=sys.stderr)
-        return
-    if forecast.stages:
-        peak = max(need.total for need in forecast.stages.needs)
-        ours = sum_costs(forecast.stages.costs) | {"peak": peak, "seconds": forecast.stages.seconds}
-        programs = {"multimesh": ours, **programs}
+    values: dict[str, Any] = {}
+    if flags.staged:
+        try:
+            values = _forecast(job, paths, console, gpu_memory) | {"limit": limit} | schedule_choice(paths.schedule)
+        except TrainerFailedError as error:
+            if flags.forecast or flags.device_memory:
+                raise
+            print(f"warning: memory was not checked: {error}", file=sys.stderr)
+            return
+    compiled, step = values.get("compiled"), forecast_step(job) if flags.staged else None
+    if compiled:
+        peak, seconds = max(need["total"] for need in compiled), values["compilation"]["seconds"]
+        programs = {"multimesh": sum_costs(values["costs"]) | {"peak": peak, "seconds": seconds}, **programs}
+    values |= (describe_step(step, values.get("costs", ())) if step else {}) | {"programs": programs}
     if flags.json and flags.forecast:
-        print(json.dumps(_forecast_json(job, paths, forecast, limit) | {"programs": programs}))
+        print(json.dumps(values))
     elif not flags.json:
-        _show_forecast(job, paths, console, forecast, limit)
-        _show_programs(job, console, programs)
-    if limit is not None:
-        check_fits((forecast.stages or forecast).needs, limit, job)
+        _show_forecast(job, paths, console, values)
+    if flags.staged and limit is not None:
+        check_fits(compiled or values["forecast"], limit, job)
 
 
 def compile_programs(job: Job, paths: Paths, console: Console, gpu_memory: int | None) -> dict[str, Costs]:
@@ -212,10 +209,8 @@ def compile_programs(job: Job, paths: Paths, console: Console, gpu_memory: int |
     for name, program in programs.items():
         beside = paths.below(name)
         beside.output.mkdir(parents=True, exist_ok=True)
-        start = forecasting(program, beside, inherited=os.environ, gpu_memory=gpu_memory)
         with console.status(f"compiling MaxText's own {name}"):
-            inspect(start, beside)
-        costs[name] = sum_costs([json.loads(beside.forecast.read_bytes())] * program.flags.pp)
+            costs[name] = sum_costs([run_forecast(program, beside, gpu_memory)] * program.flags.pp)
     return costs
 
 
@@ -225,10 +220,9 @@ def sum_costs(devices: Sequence[Costs]) -> dict[str, float]:
     return {name: (max if name in _ALONE else sum)(costs.get(name, 0) for costs in devices) for name in names}
 
 
-def _forecast(job: Job, paths: Paths, console: Console, gpu_memory: int | None) -> Forecast:
+def _forecast(job: Job, paths: Paths, console: Console, gpu_memory: int | None) -> dict[str, Any]:
     """Run the process that forecasts, and show how far it is."""
     text = f"forecasting: tracing a step of {job.model.layers} layers"
-    start = forecasting(job, paths, inherited=os.environ, gpu_memory=gpu_memory)
     with console.status(text) as status:
 
         def tell(line: str) -> None:
@@ -237,14 +231,16 @@ def _forecast(job: Job, paths: Paths, console: Console, gpu_memory: int | None) 
                 console.print(line)
 
         tell(text)
-        return run_forecast(start, paths, tell)
+        return run_forecast(job, paths, gpu_memory, tell)
 
 
-def run_forecast(start: Launch, paths: Paths, tell: Callable[[str], object] = lambda _: None) -> Forecast:
-    """Run the process that forecasts; return its forecast. ``tell`` gets its lines on compilation."""
+def run_forecast(
+    job: Job, paths: Paths, gpu_memory: int | None, tell: Callable[[str], object] = lambda _: None
+) -> dict[str, Any]:
+    """Run the process that forecasts a job; return what it writes. ``tell`` gets its lines on compilation."""
     paths.forecast.unlink(missing_ok=True)
-    inspect(start, paths, tell)
-    return read_forecast(paths.forecast)
+    inspect(forecasting(job, paths, inherited=os.environ, gpu_memory=gpu_memory), paths, tell)
+    return json.loads(paths.forecast.read_bytes())
 
 
 def inspect(start: Launch, paths: Paths, tell: Callable[[str], object] = lambda _: None) -> None:
@@ -262,7 +258,7 @@ def inspect(start: Launch, paths: Paths, tell: Callable[[str], object] = lambda 
                 newest = lines[-1]
                 tell(newest)
     if stop.count:
-        raise Termination
+        raise KeyboardInterrupt
     if process.returncode:
         error = outcome.error() if (outcome := read_outcome(paths.outcome)) else None
         if error and not isinstance(error, TrainerFailedError):
@@ -271,70 +267,44 @@ def inspect(start: Launch, paths: Paths, tell: Callable[[str], object] = lambda 
         raise TrainerFailedError(f"the trainer failed with exit code {process.returncode}; see {paths.log}")
 
 
-def _show_forecast(job: Job, paths: Paths, console: Console, forecast: Forecast, limit: int | None) -> None:
-    flags, step = job.flags, forecast_step(job)
-    console.print("memory on each device of a stage at the peak of a step (forecast)")
-    console.print(memory_table(forecast.needs))
-    if not flags.forecast:
-        return
-    if stages := forecast.stages:
-        effort = f"{stages.kernels} kernels, {stages.compiled} of them unlike, in {stages.seconds:.0f} s"
-        console.print(f"the same as XLA compiled it for {flags.device} ({effort})")
-        console.print(tabulate_stages(forecast.needs, stages, limit))
-    if limit is not None:
-        console.print(f"of {show_size(limit)} that JAX may use of a device")
-    if schedule := schedule_choice(paths.schedule):
-        console.print(schedule["schedule"]["text"], markup=False)
-    console.print(
-        f"devices wait {100 * forecast.bubble:.1f} % of a step, by operations of their kernels, transfers take no "
-        f"time: see {paths.forecast.with_suffix('.svg')}"
-    )
-    console.print(_host_text(forecast.host, step.seconds if step else None))
-    if step:
-        console.print(step_text(step))
-        if stages and (least := least_seconds(stages, step)) > step.seconds:
-            console.print(f"but kernels as XLA compiled them need {least:.2f} s at the device's peaks, or more")
-    elif flags.device:
-        console.print("no forecast of seconds: microbatches are not whole sequences on each device")
-
-
-def least_seconds(stages: CompiledStages, step: Step) -> float:
-    """Return the time of a step in which the busiest stage's compiled kernels run at the peaks of its device."""
-    peak, bandwidth = step.device.bf16, step.device.bandwidth
-    return max(max(costs["flops"] / peak, costs["bytes accessed"] / bandwidth) for costs in stages.costs)
-
-
-def _host_text(host: Sequence[HostCalls], step: float | None) -> str:
-    """Return how much the main thread of the busiest process does in a step of so many seconds, in words."""
-    most = max(host, key=lambda calls: calls.seconds)
-    share = f", {100 * most.seconds / step:.1f} % of the step" if step else ""
-    return (
-        f"the busiest process starts {most.kernels:,} kernels a step with {most.arrays:,} arrays, and "
-        f"{most.transfers:,} arrays are sent or received: about {1e3 * most.seconds:,.0f} ms of its main thread{share}"
-    )
-
-
-def _forecast_json(job: Job, paths: Paths, forecast: Forecast, limit: int | None) -> dict[str, object]:
-    stages, step = forecast.stages, forecast_step(job)
-    values: dict[str, Any] = {"forecast": _with_totals(forecast.needs), "bubble": forecast.bubble, "limit": limit}
-    values["host"] = [asdict(calls) | {"seconds": calls.seconds} for calls in forecast.host]
-    if stages:
-        values |= {"compiled": _with_totals(stages.needs), "calls": stages.calls, "costs": stages.costs}
-        values["compilation"] = {name: getattr(stages, name) for name in ("kernels", "compiled", "seconds")}
-    values |= step_json(step) if step else {}
-    if stages and step and (slower := least_seconds(stages, step) / step.seconds) > 1:
-        rates = {name: values[name] / slower for name in ("tokens_per_second", "utilization")}
-        values |= {"seconds": slower * step.seconds, **rates, "bound": "kernels as compiled"}
-    return values | schedule_choice(paths.schedule)
-
-
-def _show_programs(job: Job, console: Console, programs: Mapping[str, Costs]) -> None:
-    """Show what XLA's compiler makes of a step: of ours, and of MaxText's own programs beside it."""
-    if job.flags.json and job.flags.pp == 1:
-        print(json.dumps({"programs": programs}))
-    elif programs:
+def _show_forecast(job: Job, paths: Paths, console: Console, values: Mapping[str, Any]) -> None:
+    """Show what `check_memory` prints as JSON: of a pipeline its forecast, and MaxText's own programs."""
+    flags, limit = job.flags, values.get("limit")
+    if needs := values.get("forecast"):
+        console.print("memory on each device of a stage at the peak of a step (forecast)")
+        console.print(tabulate_needs(needs))
+    if needs and flags.forecast:
+        if compiled := values.get("compiled"):
+            effort = "{kernels} kernels, {compiled} of them unlike, in {seconds:.0f} s".format(**values["compilation"])
+            console.print(f"the same as XLA compiled it for {flags.device} ({effort})")
+            console.print(tabulate_needs(compiled, needs, limit))
+        if limit is not None:
+            console.print(f"of {show_size(limit)} that JAX may use of a device")
+        if schedule := values.get("schedule"):
+            console.print(schedule["text"], markup=False)
+        console.print(
+            f"devices wait {100 * values['bubble']:.1f} % of a step, by operations of their kernels, transfers take no "
+            f"time: see {paths.forecast.with_suffix('.svg')}"
+        )
+        most, step = max(values["host"], key=lambda calls: calls["seconds"]), values.get("seconds")
+        share = f", {100 * most['seconds'] / step:.1f} % of the step" if step else ""
+        console.print(
+            f"the busiest process starts {most['kernels']:,} kernels a step with {most['arrays']:,} arrays, and "
+            f"{most['transfers']:,} arrays are sent or received: about {1e3 * most['seconds']:,.0f} ms of its main "
+            f"thread{share}"
+        )
+        if step:
+            console.print(
+                f"forecast, not a measurement: a step of {step:.2f} s on {job.devices} {flags.device}, within "
+                f"{100 * values['band']:.0f} %; {values['tokens_per_second']:,.0f} tokens/s, "
+                f"{100 * values['utilization']:.0f} % of the peak (MFU), bubble {100 * values['waiting']:.0f} % with "
+                f"the head, most time in {values['bound']} (planner/README.md)"
+            )
+        elif flags.device:
+            console.print("no forecast of seconds: microbatches are not whole sequences on each device")
+    if values["programs"]:
         console.print("a step on the devices of one copy of the model, as XLA compiled it")
-        console.print(tabulate_programs(programs))
+        console.print(tabulate_programs(values["programs"]))
 
 
 _SIZES: dict[str, Callable[[Costs], str]] = {
@@ -352,10 +322,6 @@ def tabulate_programs(programs: Mapping[str, Costs]) -> Table:
     return make_table(("", *programs), [(name, *map(size, programs.values())) for name, size in _SIZES.items()])
 
 
-def _with_totals(needs: Sequence[Need]) -> list[dict[str, int]]:
-    return [{**asdict(need), "total": need.total} for need in needs]
-
-
 def show_size(size: float) -> str:
     """Return a size with three digits: ``1.25 GiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -365,38 +331,40 @@ def show_size(size: float) -> str:
     return f"{size:.3g} TiB"
 
 
-def memory_table(needs: Sequence[Need]) -> Table:
-    """Return the needs of all stages."""
-    names = ("parameters", "optimizer", "batch", "gradients", "activations", "workspace", "total")
-    rows = [(str(n), *(show_size(getattr(need, name)) for name in names)) for n, need in enumerate(needs)]
-    return make_table(("stage", "params", "optimizer", "batch", "gradients", "live", "workspace", "total"), rows)
+_PARTS = {"params": "parameters", "optimizer": "optimizer", "batch": "batch"}
+_AT_PEAK = {"gradients": "gradients", "live": "activations", "workspace": "workspace", "total": "total"}
+
+Need = Mapping[str, int]
+"""Bytes on each device of a stage, by their use, and their ``total``: see `trainer.foresight.needs`."""
 
 
-def tabulate_stages(needs: Sequence[Need], stages: CompiledStages, limit: int | None) -> Table:
-    """Return the memory of all stages as XLA compiled them, beside their forecast, and whether each fits."""
-    names = ("gradients", "activations", "workspace", "total")
-    rows = []
-    for number, (estimate, need) in enumerate(zip(needs, stages.needs, strict=True)):
-        sizes = [show_size(getattr(need, name)) for name in names]
-        difference = f"{100 * (estimate.total / need.total - 1):+.1f} %"
-        fits = "" if limit is None else "yes" if need.total <= limit else "no"
-        most = max(asdict(need).items(), key=lambda item: item[1])[0]
-        rows.append((str(number), *sizes, show_size(estimate.total), difference, fits, most))
-    fits = "fits" if limit is not None else ""
-    return make_table(("stage", "gradients", "live", "workspace", "total", "forecast", "off", fits, "largest"), rows)
+def tabulate_needs(needs: Sequence[Need], forecast: Sequence[Need] = (), limit: int | None = None) -> Table:
+    """Return the needs of all stages; as XLA compiled them, beside their ``forecast``, and whether each fits."""
+    parts = _AT_PEAK if forecast else _PARTS | _AT_PEAK
+    rows = [[str(number), *(show_size(need[part]) for part in parts.values())] for number, need in enumerate(needs)]
+    for row, need, estimate in zip(rows, needs, forecast, strict=False):
+        fits = "" if limit is None else "yes" if need["total"] <= limit else "no"
+        off = f"{100 * (estimate['total'] / need['total'] - 1):+.1f} %"
+        row += [show_size(estimate["total"]), off, fits, _rank_parts(need)[0]]
+    others = ("forecast", "off", "fits" if limit is not None else "", "largest") if forecast else ()
+    return make_table(("stage", *parts, *others), rows)
+
+
+def _rank_parts(need: Need) -> list[str]:
+    """Return the uses of memory, the largest first."""
+    return sorted((name for name in need if name != "total"), key=need.__getitem__, reverse=True)
 
 
 def check_fits(needs: Sequence[Need], limit: int, job: Job) -> None:
     """Raise ``DoesNotFitError`` where a stage needs more than a device has."""
-    stage = max(range(len(needs)), key=lambda i: needs[i].total)
-    need = needs[stage]
-    if need.total <= limit:
+    stage, need = max(enumerate(needs), key=lambda item: item[1]["total"])
+    if need["total"] <= limit:
         return
-    parts = sorted(((size, name) for name, size in asdict(need).items()), reverse=True)
-    most = ", ".join(f"{name} {show_size(size)}" for size, name in parts[:3])
+    parts = _rank_parts(need)
+    most = ", ".join(f"{name} {show_size(need[name])}" for name in parts[:3])
     raise DoesNotFitError(
-        f"stage {stage} needs {show_size(need.total)} on each device ({most}), but a device has {show_size(limit)}; "
-        f"use {' or '.join(_list_remedies(job, need.total, parts[0][1]))}"
+        f"stage {stage} needs {show_size(need['total'])} on each device ({most}), but a device has {show_size(limit)}; "
+        f"use {' or '.join(_list_remedies(job, need['total'], parts[0]))}"
     )
 
 

@@ -114,9 +114,7 @@ class Model:
 def find_maxtext(root: Path | None) -> Path:
     """Return the folder that holds MaxText's package ``maxtext``, to be put on ``PYTHONPATH``.
 
-    ``root``: the repository's folder, whose patched ``third_party/maxtext`` comes before an installed MaxText.
-
-    Raises ``MissingPartError`` where there is neither.
+    In a repository its patched ``third_party/maxtext`` comes before an installed MaxText.
     """
     places = [str(root / "third_party/maxtext/src")] if root else []
     for place in [*places, *sys.path]:
@@ -132,12 +130,7 @@ _NUMBERS = {"global_num_kv_heads", "inhomogeneous_layer_cycle_interval", "slidin
 
 
 def describe_model(flags: Flags, package: Path) -> Model:
-    """Return the model's sizes.
-
-    ``package``: MaxText's package folder; its ``configs`` are read.
-
-    Raises ``FlagError`` for a model that MaxText does not know or a configuration file that cannot be read.
-    """
+    """Return the model and its sizes; ``package``: MaxText's package folder, whose ``configs`` are read."""
     base_file, values = flags.maxtext_config or package / "configs/base.yml", flags.values
     base = _read(base_file, package)
     name, sizes = ORIGINAL.get(flags.model_name or "", (flags.model_name or "", {}))

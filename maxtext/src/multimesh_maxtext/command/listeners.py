@@ -78,10 +78,10 @@ class Exposition:
         """Take the file, the steps of the run, and the counts of its alerts."""
         self._file, self._watch, self._steps = file, watch, steps
         self._seconds = deque[float](maxlen=_RECENT)
-        self._count, self._began, self._failed = 0, math.nan, False
+        self._count, self._began = 0, math.nan
 
     def __call__(self, record: Mapping[str, float]) -> None:
-        """Write a record. A file that cannot be written is told once, and ends nothing."""
+        """Write a record; raises ``OSError`` where that cannot be."""
         if "learning/loss" not in record:
             return
         seconds, ended = record.get(SECONDS, math.nan), record.get(TIME, math.nan)
@@ -102,50 +102,35 @@ class Exposition:
             good / (ended - self._began) if ended > self._began else math.nan,
             *self._watch.counts.values(),
         )
+        lines = list[str]()
+        for (name, text), value in zip(GAUGES.items(), values, strict=True):
+            if name == "multimesh_loss" or not math.isnan(value):  # a gauge that is not known is left out
+                kind = "counter" if name.endswith("_total") else "gauge"
+                shown = str(float(value)).replace("inf", "+Inf").replace("-+", "-").replace("nan", "NaN")
+                lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}", f"{name} {shown}"]
         half = self._file.with_suffix(".new")
+        half.write_text("\n".join([*lines, ""]))
+        half.replace(self._file)
+
+
+def tell_once(name: str, tell: Callable[[Any], object]) -> Tell:
+    """Return a function that hands a copy of each record on. What that raises is told once, and ends nothing."""
+    failures = list[Exception]()
+
+    def listener(record: Mapping[str, Any]) -> None:
         try:
-            half.write_text(_exposition_text(dict(zip(GAUGES, values, strict=True))))
-            half.replace(self._file)
-        except OSError as error:
-            if not self._failed:
-                _warn(f"--prometheus {self._file}: {error.strerror}; training goes on")
-            self._failed = True
-
-
-def _exposition_text(values: Mapping[str, float]) -> str:
-    """Return values as Prometheus reads them; a gauge that is not known is left out, but for the loss."""
-    lines = list[str]()
-    for name, value in values.items():
-        if name == "multimesh_loss" or not math.isnan(value):
-            kind = "counter" if name.endswith("_total") else "gauge"
-            shown = str(float(value)).replace("inf", "+Inf").replace("-+", "-").replace("nan", "NaN")
-            lines += [f"# HELP {name} {GAUGES[name]}", f"# TYPE {name} {kind}", f"{name} {shown}"]
-    return "\n".join([*lines, ""])
-
-
-class MetricsHook:
-    """A function of the user's that takes records. What it raises is told once, and ends nothing."""
-
-    def __init__(self, name: str, fn: Callable[[Mapping[str, Any]], object]) -> None:
-        self._name, self._fn, self._failed = name, fn, False
-
-    def __call__(self, record: Mapping[str, Any]) -> None:
-        """Call it with a copy of a record."""
-        try:
-            self._fn(dict(record))
+            tell(dict(record))
         except Exception as error:  # noqa: BLE001 - whatever a user's code raises, training goes on
-            if not self._failed:
+            failures.append(error)
+            if len(failures) == 1:
                 said = f"{type(error).__name__} at step {record['step']:g}: {error}"
-                _warn(f"--metrics-hook {self._name}: {said}; training goes on, and it is called with the next record")
-            self._failed = True
+                print(f"warning: {name}: {said}; training goes on with its next record", file=sys.stderr, flush=True)
+
+    return listener
 
 
-def load_hook(name: str) -> MetricsHook:
-    """Import ``module:function``. The module may lie in the working folder.
-
-    Raises ``FlagError`` for a name of another form, and one that is no function of the module, and ``FileError`` where
-    the module cannot be imported.
-    """
+def load_hook(name: str) -> Callable[[Any], object]:
+    """Import ``module:function``. The module may lie in the working folder."""
     module, _, function = name.partition(":")
     if not module or not function.isidentifier():
         raise FlagError(f"--metrics-hook {name}: write MODULE:FUNCTION, such as my_hooks:log")
@@ -160,16 +145,15 @@ def load_hook(name: str) -> MetricsHook:
         ) from error
     if not callable(hook):
         raise FlagError(f"--metrics-hook {name}: {module} has no function {function}; write its name")
-    return MetricsHook(name, hook)
+    return hook
 
 
 def make_listeners(flags: Flags) -> list[Tell]:
     """Return the functions that get each record of a run, as flags say."""
-    hook = [load_hook(flags.metrics_hook)] if flags.metrics_hook else []
-    watch = Watch()
-    file = [Exposition(flags.prometheus, steps=flags.num_steps, watch=watch)] if flags.prometheus else []
-    return [watch, *file, *hook]
-
-
-def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr, flush=True)
+    listeners: list[Tell] = [watch := Watch()]
+    if flags.prometheus:
+        write = Exposition(flags.prometheus, steps=flags.num_steps, watch=watch)
+        listeners.append(tell_once(f"--prometheus {flags.prometheus}", write))
+    if flags.metrics_hook:
+        listeners.append(tell_once(f"--metrics-hook {flags.metrics_hook}", load_hook(flags.metrics_hook)))
+    return listeners

@@ -1,4 +1,4 @@
-"""Finds which of several processes this one is, by a launcher's variables, and where each of them writes."""
+"""Finds which of several processes this one is, by a launcher's variables."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from multimesh.launch import ADDRESS, LAUNCHERS, Launcher
 from multimesh_maxtext.command.command_line import CommandLine
 from multimesh_maxtext.command.flags import Flags
 from multimesh_maxtext.errors import FlagError
-
-_RANK, _SIZE, _LOCAL = (f"MULTIMESH_MAXTEXT_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK"))
-_SPAWNED = Launcher("--spawn or Kubernetes", mark=_RANK, rank=(_RANK,), size=(_SIZE,), local=(_LOCAL,))
 
 
 @dataclass(frozen=True)
@@ -29,15 +26,11 @@ SINGLE = Member()
 
 
 def member(flags: Flags, environment: Mapping[str, str]) -> Member:
-    """Return which of ``--nodes`` processes this is.
-
-    Raises ``FlagError`` if no launcher started this process, or not as many as the flag says, or its variables make
-    no sense.
-    """
+    """Return which of ``--nodes`` processes this is; refuse a job that no launcher started so."""
     if flags.nodes == 1:
         return SINGLE
-    launcher, this = find_launcher(environment)
-    if launcher is None and (flags.dry_run or flags.forecast):
+    (launcher, this), starts = find_launcher(environment), not (flags.dry_run or flags.forecast)
+    if launcher is None and not starts:
         return Member(count=flags.nodes)
     if launcher is None:
         raise FlagError(
@@ -46,7 +39,6 @@ def member(flags: Flags, environment: Mapping[str, str]) -> Member:
         )
     if this.count != flags.nodes:
         raise FlagError(f"--nodes {flags.nodes}, but {launcher.name} started {this.count} processes; make them agree")
-    starts = not (flags.dry_run or flags.forecast)
     if starts and launcher.address and not {launcher.address, ADDRESS} & environment.keys():
         raise FlagError(
             f"{launcher.name} does not say where process 0 is; give all processes {ADDRESS}=HOST:PORT there"
@@ -71,27 +63,15 @@ def any_member(parsed: CommandLine, environment: Mapping[str, str]) -> Member:
     return find_launcher(environment)[1] if several and not parsed.flags.spawn else SINGLE
 
 
-def is_numbered_by_us(environment: Mapping[str, str]) -> bool:
-    """Return whether ``--spawn`` or a manifest for Kubernetes numbered this process, for which JAX has no launcher."""
-    return find_launcher(environment)[0] is _SPAWNED
-
-
 def find_launcher(environment: Mapping[str, str]) -> tuple[Launcher | None, Member]:
-    """Return the launcher of this process, if it is one of several, and its place among them.
-
-    Raises ``FlagError`` for variables that no launcher sets so.
-    """
-    for launcher in (_SPAWNED, *LAUNCHERS):
-        if launcher.mark not in environment:
-            continue
-        names = [
-            next((name for name in names if name in environment), names[-1]) if names else ""
-            for names in (launcher.rank, launcher.size, launcher.local)
-        ]
-        values = [environment.get(name, "") if name else "0" for name in names]
+    """Return the launcher of this process, if it is one of several, and its place among them."""
+    for launcher in (row for row in LAUNCHERS if row.mark in environment):
+        rows = filter(None, (launcher.rank, launcher.size, launcher.local))
+        names = [next((name for name in row if name in environment), row[-1]) for row in rows]
+        values = [environment.get(name, "") for name in names]
         this = Member(*map(int, values)) if all(map(str.isdecimal, values)) else None
         if this is None or max(this.rank, this.local) >= this.count:
-            variables = ", ".join(f"{name}={value}" for name, value in zip(names, values, strict=True) if name)
+            variables = ", ".join(map("=".join, zip(names, values, strict=True)))
             raise FlagError(
                 f"{variables}: no process of {launcher.name} has these; start all with one launcher, or unset "
                 f"{launcher.mark}"

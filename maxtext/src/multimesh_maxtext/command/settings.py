@@ -42,8 +42,7 @@ def has_package(name: str) -> bool:
 
 def find_buckets(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the settings that name a bucket, and its kind."""
-    kinds = {key: str(value).partition("://")[0] for key, value in settings.items() if "://" in str(value)}
-    return {key: kind for key, kind in kinds.items() if kind in _BUCKETS}
+    return {key: str(value)[:2] for key, value in settings.items() if str(value).startswith(("gs://", "s3://"))}
 
 
 @functools.cache
@@ -53,10 +52,7 @@ def setting_names(package: Path) -> frozenset[str]:
 
 
 def find_wrong_settings(flags: Flags, package: Path) -> Iterator[LauncherError]:
-    """Yield errors of settings: unknown names, what would do nothing, and buckets that cannot be used.
-
-    ``package``: MaxText's package folder. MaxText itself refuses wrong values, once it starts.
-    """
+    """Yield errors of settings: unknown names, what would do nothing, and buckets that cannot be used."""
     for setting in flags.settings:
         try:
             yaml.compose(setting.partition("=")[2])

@@ -14,10 +14,16 @@ from pathlib import Path
 from multimesh.launch import job_variables, process_variables, run_together
 from multimesh_maxtext import outcome
 from multimesh_maxtext.command.flags import Flags
-from multimesh_maxtext.command.member import Member, is_numbered_by_us
+from multimesh_maxtext.command.member import Member
 from multimesh_maxtext.command.training import SIGNALS, SPAWNED, state_line
 from multimesh_maxtext.command.translate import Launch
 from multimesh_maxtext.errors import FileError, InterruptedRunError, ProcessLostError, UnfitError
+
+HOLD = 5.0
+"""Seconds that the others wait for the first process, which tells: Slurm ends all as soon as one ends with an error."""
+
+UNFIT = "unfit-nodes"
+"""File in the output folder: the nodes that the check found at fault, one a line, for ``sbatch --exclude``."""
 
 
 def spawn(argv: Sequence[str], options: Flags, root: Path | None) -> int:
@@ -30,17 +36,15 @@ def spawn(argv: Sequence[str], options: Flags, root: Path | None) -> int:
         folder = Path(tempfile.mkdtemp(prefix="multimesh-maxtext-"))
         words += ["--output", str(folder)]
     door = [str(root / "maxtext/run.py")] if root else ["-P", "-m", "multimesh_maxtext"]
-    shared = job_variables() | {"MULTIMESH_MAXTEXT_SIZE": str(options.nodes), SPAWNED: "1"}
-    names = "MULTIMESH_MAXTEXT_RANK", "MULTIMESH_MAXTEXT_LOCAL_RANK"
-    variables = [shared | dict.fromkeys(names, str(rank)) for rank in range(options.nodes)]
-    begun = time.time()
-    code = run_together([[sys.executable, *door, *words]] * options.nodes, variables, passed_on=SIGNALS)
+    shared, count, begun = job_variables() | {SPAWNED: "1"}, options.nodes, time.time()
+    variables = [shared | process_variables(rank, count) for rank in range(count)]
+    code = run_together([[sys.executable, *door, *words]] * count, variables, passed_on=SIGNALS)
     if code == 0:
         return 0
     state, killed = state_line(options.checkpoint), code < 0
     if killed:  # and its trainer with it: by us before it could listen, or by somebody else
         code = (InterruptedRunError if -code in SIGNALS else ProcessLostError).exit_code
-    first = outcome.find_first(folder, options.nodes, begun, code)
+    first = outcome.find_first(folder, count, begun, code)
     if first and (first.exit_code == code or not outcome.doubt(first.cause)):
         print(f"error: {first.text}; {state} ({first.who})", file=sys.stderr)
         return first.exit_code
@@ -51,22 +55,9 @@ def spawn(argv: Sequence[str], options: Flags, root: Path | None) -> int:
     return code
 
 
-HOLD = 5.0
-"""Seconds that the others wait for the first process, which tells: Slurm ends all as soon as one ends with an error."""
-
-UNFIT = "unfit-nodes"
-"""File in the output folder: the nodes that the check found at fault, one a line, for ``sbatch --exclude``."""
-
-
 def check_processes(start: Launch, o: Flags, output: Path, this: Member) -> None:
-    """Let all processes of the job check their devices and the way between them; the table goes to stderr.
-
-    ``output``: the output folder of the first process.
-
-    Raises ``ProcessLostError`` if a process does not answer, and ``UnfitError`` if another step fails.
-    """
-    shared = (o.checkpoint or o.output or Path()).absolute()
-    unfit = output / UNFIT
+    """Let all processes check their devices and the way between them; the table goes to stderr."""
+    shared, unfit = (o.checkpoint or o.output or Path()).absolute(), output / UNFIT
     try:
         for folder in (shared, output):
             folder.mkdir(parents=True, exist_ok=True)
@@ -76,9 +67,7 @@ def check_processes(start: Launch, o: Flags, output: Path, this: Member) -> None
         raise FileError(f"{error.filename}: {error.strerror}; choose another --output or --checkpoint") from error
     stages = o.pp if o.staged else 1
     words = ("check", "--quick", f"--stages={stages}", f"--folder={shared}", f"--unfit={unfit}")
-    numbers = process_variables(this.rank, this.count) if is_numbered_by_us(os.environ) else {}
-    variables = {**os.environ, **start.environment, **numbers}
-    code = subprocess.call([*start.command[:3], "multimesh", *words], env=variables, stdout=2)
+    code = subprocess.call([*start.command[:3], "multimesh", *words], env={**os.environ, **start.environment}, stdout=2)
     if code == ProcessLostError.exit_code or code < 0:
         raise ProcessLostError("--check: a process or a transfer did not answer; the table above says which")
     if code:

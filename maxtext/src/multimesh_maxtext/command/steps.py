@@ -66,37 +66,31 @@ class Follower:
 
     def __init__(self, metrics: Path, *, skip: int = 0, tell: Sequence[Tell] = ()) -> None:
         """Follow the metrics, of which ``skip`` bytes are an earlier run's; each of ``tell`` gets the other records."""
-        self._metrics = Tail(metrics, skip)
-        self._tell = tell
+        self._metrics, self._tell = Tail(metrics, skip), tell
         self.evaluations: list[Evaluation] = []
 
     def poll(self) -> list[Step]:
         """Return the steps completed since the last poll."""
-        records = [record for record in map(_parse, self._metrics.lines()) if record]
-        # MaxText also writes the running means of an evaluation, which have no total.
-        done = [record for record in records if "eval/total_loss" in record]
-        for record in records:
-            for tell in self._tell if record in done or "learning/loss" in record else ():
+        steps = []
+        for record in filter(None, map(_parse, self._metrics.lines())):
+            is_step = "learning/loss" in record
+            # MaxText also writes the running means of an evaluation, which have no total.
+            if not is_step and "eval/total_loss" not in record:
+                continue
+            for tell in self._tell:
                 tell(record)
-        self.evaluations += [Evaluation(int(record["step"]), record["eval/avg_loss"]) for record in done]
-        return [_step(record) for record in records if "learning/loss" in record]
-
-
-def _step(record: dict[str, float]) -> Step:
-    return Step(
-        number=int(record["step"]),
-        loss=record["learning/loss"],
-        gradient_norm=record.get("learning/raw_grad_norm", record.get("learning/grad_norm", float("nan"))),
-        seconds=record.get(SECONDS, math.nan),
-        tokens=record["learning/total_weights"],
-    )
+            number = int(record["step"])
+            if not is_step:
+                self.evaluations.append(Evaluation(number, record["eval/avg_loss"]))
+                continue
+            norm = record.get("learning/raw_grad_norm", record.get("learning/grad_norm", math.nan))
+            seconds, tokens = record.get(SECONDS, math.nan), record["learning/total_weights"]
+            steps.append(Step(number, record["learning/loss"], norm, seconds, tokens))
+        return steps
 
 
 def keep_before(metrics: Path, step: int) -> list[Step]:
-    """Cut the records of a step and all later ones off a metrics file; return the steps that remain.
-
-    The evaluation after the step before it stays.
-    """
+    """Cut a step and all that comes after it off a metrics file; return the steps that remain."""
     end = position = 0
     if metrics.exists():
         for line in metrics.read_bytes().splitlines(keepends=True):
@@ -120,8 +114,7 @@ class Tail:
     """Complete lines that were appended to a file since the last look; the file may not exist yet, or be emptied."""
 
     def __init__(self, path: Path, skip: int = 0) -> None:
-        self._path = path
-        self._offset = skip
+        self._path, self._offset = path, skip
 
     def lines(self) -> Iterator[str]:
         """Yield the lines that are complete now."""
@@ -149,20 +142,15 @@ def judge(
     first: int = 0,
     several: bool = False,
 ) -> None:
-    """Return if every step ran and the loss is finite and falling.
+    """Return if every step ran and the loss fell: the mean of the last third of the steps is below that of the first.
 
-    Falling means that the mean loss of the last third of the steps is below that of the first third. A run of one step
-    only needs a finite loss, and so does a resumed run whose earlier steps are not known.
+    A run of one step only needs a finite loss, and so does a resumed run whose earlier steps are not known.
 
     ``returncode``, ``ended``: of the trainer: its exit code, and the outcome that it wrote, if it did.
-    ``expected``: how many steps the whole training has.
+    ``expected``, ``first``: how many steps the whole training has, and the one that this run began with.
     ``before``: steps of the run that this one resumed, as far as they are known.
-    ``first``: the step that this run began with.
-    ``several``: whether the trainer is one of several processes.
 
-    Raises the ``LauncherError`` of the first class that fits: `LossNotFiniteError`, because a diverged run may also end
-    with an error; the error that the trainer wrote; `TrainerFailedError` or one of its classes; `StoppedEarlyError`;
-    `LossNotFallingError`.
+    Raises the ``LauncherError`` of the first class that fits; a diverged run may also end with an error.
     """
     for step in steps:
         if not math.isfinite(step.loss):
@@ -198,11 +186,7 @@ def judge(
 
 
 def reference_job(job: Job) -> Job:
-    """Return the job that a pipeline is compared with.
-
-    One program in one process, on the devices of one stage, its layers unrolled like the pipeline's, accumulates the
-    same microbatches.
-    """
+    """Return the job that a pipeline is compared with: one program in one process, on the devices of one stage."""
     o = job.flags
     single = replace(
         o,
@@ -225,21 +209,21 @@ def reference_job(job: Job) -> Job:
 
 @dataclass(frozen=True)
 class Pair:
-    """A step of both runs."""
+    """A step of both runs, and the larger of the relative differences of loss and gradient norm."""
 
     step: Step
     reference: Step
-
-    @property
-    def difference(self) -> float:
-        """The larger of the relative differences of loss and gradient norm."""
-        ours, theirs = self.step, self.reference
-        return max(_relative(ours.loss, theirs.loss), _relative(ours.gradient_norm, theirs.gradient_norm))
+    difference: float
 
 
 def compare(steps: Sequence[Step], reference: Sequence[Step]) -> list[Pair]:
     """Return the steps of two complete runs side by side."""
-    return [Pair(step, other) for step, other in zip(steps, reference, strict=True)]
+    pairs = []
+    for ours, theirs in zip(steps, reference, strict=True):
+        values = ((ours.loss, theirs.loss), (ours.gradient_norm, theirs.gradient_norm))
+        differences = [0.0 if a == b else abs(a - b) / abs(b) if b else math.inf for a, b in values]
+        pairs.append(Pair(ours, theirs, max(x if math.isfinite(x) else math.inf for x in differences)))
+    return pairs
 
 
 def largest(pairs: Sequence[Pair]) -> float:
@@ -249,18 +233,10 @@ def largest(pairs: Sequence[Pair]) -> float:
 
 def check_agreement(pairs: Sequence[Pair], *, dtype: str) -> None:
     """Raise ``DisagreementError``, which names the step, where the runs differ by more than `TOLERANCE`."""
-    for pair in pairs:
-        if pair.difference > TOLERANCE:
-            hint = "report it with both logs" if dtype == "float32" else f"{dtype} rounds; compare with dtype=float32"
-            raise DisagreementError(
-                f"step {pair.step.number}: loss {pair.step.loss:.7f} and gradient norm {pair.step.gradient_norm:.7f}, "
-                f"but {pair.reference.loss:.7f} and {pair.reference.gradient_norm:.7f} without the pipeline: "
-                f"a relative difference of {pair.difference:.1e}, more than {TOLERANCE:.0e}; {hint}"
-            )
-
-
-def _relative(value: float, reference: float) -> float:
-    if value == reference:
-        return 0.0
-    difference = abs(value - reference) / abs(reference) if reference else math.inf
-    return difference if math.isfinite(difference) else math.inf
+    for pair in (pair for pair in pairs if pair.difference > TOLERANCE):
+        hint = "report it with both logs" if dtype == "float32" else f"{dtype} rounds; compare with dtype=float32"
+        raise DisagreementError(
+            f"step {pair.step.number}: loss {pair.step.loss:.7f} and gradient norm {pair.step.gradient_norm:.7f}, "
+            f"but {pair.reference.loss:.7f} and {pair.reference.gradient_norm:.7f} without the pipeline: "
+            f"a relative difference of {pair.difference:.1e}, more than {TOLERANCE:.0e}; {hint}"
+        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 import tempfile
@@ -19,18 +18,18 @@ from multimesh import planner
 from multimesh_maxtext.command.check_flags import check_job
 from multimesh_maxtext.command.command_line import CommandLine, write_words
 from multimesh_maxtext.command.environment import usable_memory
-from multimesh_maxtext.command.flags import DEFAULTS, FLAGS, GRID_AXES, Flags
+from multimesh_maxtext.command.flags import DEFAULTS, FLAGS, Flags
 from multimesh_maxtext.command.forecasting import (
     DROPPING,
+    FIELDS,
     masks_groups,
+    planner_fields,
     precision,
-    recompute,
     run_forecast,
     transformer,
 )
 from multimesh_maxtext.command.job import UNLIKE, Model, Paths, describe_model
 from multimesh_maxtext.command.settings import find_wrong_settings
-from multimesh_maxtext.command.translate import forecasting
 from multimesh_maxtext.command.values import DEVICES
 from multimesh_maxtext.errors import (
     DoesNotFitError,
@@ -45,12 +44,6 @@ from multimesh_planner.suggestions import describe_how
 
 POLICIES = ("minimal", "save_dot_except_mlp", "save_qkv_proj", "full")
 """Policies of MaxText that are searched; all are also names of `Configuration.recompute`."""
-
-FIELDS = {
-    **{name: name for name in (*GRID_AXES, "schedule", "sequence_parallel", "gather_once")},
-    **{"microbatch_size": "microbatch", "remat": "recompute", "partition": "layers", "zero": "sharded"},
-}
-"""The field of `Configuration` that a flag fixes, or that decides the flag where it is not given."""
 
 _SEARCH = ("suggest", "dry_run", "json", "device")  # flags that the suggested command lines have not
 _WORKSPACE = 3e9  # bytes of the kernels of a stage, about
@@ -77,18 +70,13 @@ class Request:
         flags, names = self.flags, self.names & FIELDS.keys()
         if self.model.experts > 1:
             names -= {"dp"}  # in the planner it is that of dp and ep together; see `accepts`
-        values = {FIELDS[name]: getattr(flags, name) for name in names}
-        if "recompute" in values:
-            values["recompute"] = recompute(flags.remat)
-        if "sharded" in values:
-            values["sharded"] = "optimizer" if flags.zero else "none"
         return planner.Training(
             transformer(self.model),
             self.batch,
             flags.sequence_length,
             planner.device(flags.device or "h100"),
             flags.gpus if flags.gpus > 1 else 0,  # one process per GPU says nothing of nodes
-            values | {"precision": precision(self.model)},
+            planner_fields(flags, names) | {"precision": precision(self.model)},
             replace(planner.software("maxtext"), masks_groups=masks_groups(self.model)),
             limit,
             planner.UNKNOWN if self.model.resolved.get("decoder_block") in UNLIKE else 0.0,
@@ -125,8 +113,7 @@ class Request:
         with tempfile.TemporaryDirectory(prefix="multimesh-suggest-") as folder:
             output = Path(folder)
             paths = Paths(sys.executable, self.maxtext.resolve(), output, output / "metrics.jsonl")
-            needs = run_forecast(forecasting(job, paths, inherited=os.environ, gpu_memory=None), paths).needs
-        return max(need.total for need in needs)
+            return max(need["total"] for need in run_forecast(job, paths, None)["forecast"])
 
     def accepts(self, how: Configuration) -> bool:
         """Return whether the launcher accepts a configuration, by all checks of a command line."""
@@ -202,10 +189,9 @@ def check_plans(
         except LauncherError as error:
             notes.append(f"its memory could not be forecast exactly: {error}")
             needed = None
-        fits = needed is None or needed <= limit
-        verdict = f"{'fits' if fits else 'no'}, {needed / 1e9:.1f} GB" if needed else ""
+        verdict = f"{'fits' if needed <= limit else 'no'}, {needed / 1e9:.1f} GB" if needed else ""
         checked[option.how] = replace(option, checked=verdict)
-        if needed is None or fits:
+        if needed is None or needed <= limit:
             options = {other.how: other for other in suggestions.options} | checked
             ranked = sorted(options.values(), key=lambda other: other.seconds)
             return replace(suggestions, simplest=option.how).changed(ranked, notes)

@@ -5,27 +5,28 @@ from __future__ import annotations
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
 from rich.console import Console
 
-from multimesh.launch import end_with_parent
 from multimesh_maxtext import outcome
 from multimesh_maxtext.checkpoint_folder import look
-from multimesh_maxtext.command.checkpoint import PARAMETERS, Beginning, mark_run
+from multimesh_maxtext.command.checkpoint import PARAMETERS, mark_run
 from multimesh_maxtext.command.job import Job, Paths
+from multimesh_maxtext.command.member import Member
 from multimesh_maxtext.command.report import headline, progress
 from multimesh_maxtext.command.steps import Evaluation, Follower, Step, Tail, Tell, judge, keep_before
 from multimesh_maxtext.command.translate import CHECKPOINTS, KEEP, Launch
-from multimesh_maxtext.errors import CheckpointError, InterruptedRunError, LauncherError, MissingPartError, UnreadError
+from multimesh_maxtext.errors import CheckpointError, InterruptedRunError, LauncherError, UnreadError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that end a run: Ctrl-C, of batch systems, of a closed terminal, and of ``sbatch --signal=USR1@300``."""
@@ -51,15 +52,11 @@ class TrainingResult:
     log: Path
 
 
-class Termination(KeyboardInterrupt):
-    """One of `SIGNALS` came while no trainer ran."""
-
-
 def interrupt(_number: int, _frame: FrameType | None) -> None:
-    """Raise `Termination` at the first signal, so that clean-up runs; later ones do not disturb that."""
+    """Raise ``KeyboardInterrupt`` at the first signal, so that clean-up runs; later ones do not disturb that."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    raise Termination
+    raise KeyboardInterrupt
 
 
 class StopRequest:
@@ -92,39 +89,51 @@ def receiving(handler: Callable[[int, FrameType | None], object]) -> Iterator[No
 
 
 def train(
-    job: Job, start: Launch, paths: Paths, console: Console, begin: Beginning, tell: Sequence[Tell] = ()
+    job: Job, start: Launch, paths: Paths, console: Console, first: int, this: Member, tell: Sequence[Tell] = ()
 ) -> TrainingResult:
-    """Start the trainer, show its progress, tell it to others, and judge the run."""
+    """Start the trainer, show its progress, tell it to others, judge the run, and write why it ended."""
     o = job.flags
     if not o.json:
-        console.print(headline(job), highlight=False)
-        console.print(f"output {paths.output}\nlog    {paths.log}", highlight=False)
+        console.print(f"{headline(job)}\noutput {paths.output}\nlog    {paths.log}", highlight=False)
         if o.checkpoint:
             number = o.values.get(KEEP, CHECKPOINTS[KEEP])
             console.print(f"the newest {number} checkpoints stay ({KEEP}=)", highlight=False)
         if o.nodes > 1 and not o.output:
             console.print("other processes log to temporary folders of their own; --output DIR keeps all in one")
-    before = keep_before(paths.metrics, begin.step)
+    before = keep_before(paths.metrics, first)
     follower = Follower(paths.metrics, skip=paths.metrics.stat().st_size if paths.metrics.exists() else 0, tell=tell)
     stop, steps = StopRequest(), list[Step]()
-    try:
-        with progress(console, o.num_steps, quiet=o.json) as show:
-            code = follow(follower, steps, show, start, paths, begin.inherited, stop, saves=bool(o.checkpoint))
-    except BrokenPipeError:
-        raise UnreadError(
-            "nobody reads the output any more (a closed pipe), so the trainer was stopped; write it to a file"
-        ) from None
-    ended, expected, first = outcome.read(paths.outcome), o.num_steps, begin.step
     error: LauncherError | None = None
     try:
+        with progress(console, o.num_steps, quiet=o.json) as show:
+            code = follow(follower, steps, show, start, paths, stop, saves=bool(o.checkpoint))
+        ended, expected = outcome.read(paths.outcome), o.num_steps
         if stop.count and not ended and (code < 0 or len(steps) < expected - first):
             raise InterruptedRunError(f"{stop.name} ended the run")
         judge(steps, code, ended, expected=expected, log=paths.log, before=before, first=first, several=o.nodes > 1)
+    except BrokenPipeError:
+        error = UnreadError(
+            "nobody reads the output any more (a closed pipe), so the trainer was stopped; write it to a file"
+        )
     except LauncherError as wrong:
         error = wrong
         if type(wrong) is CheckpointError and o.checkpoint and PARAMETERS not in str(wrong):
             error = CheckpointError(f"--checkpoint {o.checkpoint}: {wrong}")
-    return TrainingResult(steps, follower.evaluations, error, paths.log)
+    result = TrainingResult(steps, follower.evaluations, error, paths.log)
+    write_outcome(result, paths, this, o.checkpoint)
+    return result
+
+
+def write_outcome(result: TrainingResult, paths: Paths, this: Member, checkpoints: Path | None) -> None:
+    """Write why this process ended, and how far it came, for whoever started it and for the others."""
+    newest = look(checkpoints).steps[-1:] if checkpoints else ()
+    ended = replace(
+        outcome.outcome_of(result.error),
+        who=f"process {this.rank} of {this.count} on {socket.gethostname()}",
+        step=result.steps[-1].number if result.steps else None,
+        checkpoint=newest[0] if newest else None,
+    )
+    outcome.write(ended, paths.outcome)
 
 
 def follow(
@@ -133,7 +142,6 @@ def follow(
     show: Callable[[Step], object],
     start: Launch,
     paths: Paths,
-    inherited: Sequence[int],
     stop: StopRequest,
     *,
     saves: bool = False,
@@ -145,23 +153,26 @@ def follow(
     """
     has_asked, news = False, Tail(paths.log)
 
+    def say(line: str) -> None:
+        if not paths.process:
+            print(line, file=sys.stderr)
+
     def look_on() -> None:
         for line in news.lines():
-            if line.startswith(_NEWS) and not paths.process:
-                print(line, file=sys.stderr)
+            if line.startswith(_NEWS):
+                say(line)
         for step in follower.poll():
             if not steps:
                 mark_run(paths.output)
             steps.append(step)
             show(step)
 
-    with receiving(stop), trainer(start, paths, inherited=inherited) as process:
+    with receiving(stop), trainer(start, paths) as process:
         while process.poll() is None and not (stop.count > 1 or (stop.count and not (saves and steps))):
             if stop.count and not has_asked:
                 has_asked = True
                 process.send_signal(signal.SIGTERM)
-                if not paths.process:
-                    print(f"{stop.name}: the step in flight ends, then the state is saved", file=sys.stderr)
+                say(f"{stop.name}: the step in flight ends, then the state is saved")
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_POLL)
             look_on()
@@ -170,38 +181,22 @@ def follow(
 
 
 @contextmanager
-def trainer(launch: Launch, paths: Paths, *, inherited: Sequence[int] = ()) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the trainer with its output in the log; on leaving, it and all its children are gone.
-
-    It inherits the given file descriptors.
-    """
+def trainer(launch: Launch, paths: Paths) -> Iterator[subprocess.Popen[bytes]]:
+    """Start the trainer with its output in the log; on leaving, it and all its children are gone."""
     outcome.reserve(paths.outcome)
     paths.log.write_bytes(b"")
-    bind = end_with_parent()
-
-    def prepare() -> None:
-        for number in (signal.SIGUSR1, signal.SIGINT):  # Slurm and a terminal send them to all, and we say what ends
-            signal.signal(number, signal.SIG_IGN)
-        if bind:
-            bind()
-
-    environment = {**os.environ, **launch.environment}
+    # Slurm and a terminal send these two to all, and we say what ends.
+    command = ("/bin/sh", "-c", "trap '' USR1 INT; exec \"$@\"", "trainer", *launch.command)
     with paths.log.open("ab") as log:
-        try:
-            process = subprocess.Popen(
-                launch.command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                pass_fds=inherited,
-                preexec_fn=prepare,
-            )
-        except OSError as error:
-            raise MissingPartError(
-                f"{launch.command[0]} cannot be started ({error.strerror}); run ./bootstrap.sh"
-            ) from error
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **launch.environment},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            close_fds=False,  # it inherits those of locks
+        )
     with _guard(process.pid):
         try:
             yield process
@@ -243,6 +238,10 @@ def state_line(checkpoints: Path | None) -> str:
     """Return what a run that ended early has left, and how to go on."""
     if checkpoints is None:
         return "no checkpoint was written: --checkpoint DIR keeps the state"
-    if steps := look(checkpoints).steps:
+    try:
+        steps = look(checkpoints).steps
+    except CheckpointError:
+        return f"--checkpoint {checkpoints} cannot be read"
+    if steps:
         return f"checkpoint {steps[-1]} is complete: start the same line with --resume"
     return "no checkpoint is complete: start the same line again"

@@ -12,7 +12,7 @@ from multimesh import planner
 from multimesh_maxtext.command import within_stage
 from multimesh_maxtext.command.dataset import UNTOKENIZED, index_path
 from multimesh_maxtext.command.environment import CACHE_SWITCH, environment, memory_limit, xla_flags
-from multimesh_maxtext.command.flags import FLAGS
+from multimesh_maxtext.command.flags import FLAGS, Flags
 from multimesh_maxtext.command.job import RUN_NAME, Job, Paths
 from multimesh_maxtext.command.member import SINGLE, Member
 from multimesh_maxtext.command.values import argument
@@ -133,12 +133,17 @@ class Launch:
 
 
 def launch(
-    job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_memory: int | None, this: Member = SINGLE
+    job: Job,
+    paths: Paths,
+    *,
+    inherited: Mapping[str, str],
+    gpu_memory: int | None,
+    this: Member = SINGLE,
+    **handed: Any,
 ) -> Launch:
-    """Return the process that trains a job.
+    """Return the process that trains a job. ``handed``: fields of `TrainerConfig`.
 
     ``inherited``: the environment of this process; XLA_FLAGS and PYTHONPATH in it are extended, not replaced.
-    ``gpu_memory``: memory of a visible GPU in MiB, ``None`` if unknown.
     ``this``: which of several processes it is; its rank on this machine says which GPUs are its own.
     """
     flags = job.flags
@@ -149,7 +154,7 @@ def launch(
     # -P keeps the working folder off the module path: a folder of the user's must not shadow the trainer's modules.
     module = ("-P", "-m", "multimesh_maxtext", "train")
     command = (paths.python, *module, str(base.resolve()), *arguments, *flags.settings)
-    config = trainer_config(job, paths, _common_memory(job, gpu_memory), this)
+    config = replace(_trainer_config(job, paths, _common_memory(flags, gpu_memory), this), **handed)
     variables = {**environment(job, paths, inherited=inherited, gpu_memory=gpu_memory), **config.variables()}
     if flags.nodes > 1 and flags.gpus:
         visible = [part for part in inherited.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
@@ -159,42 +164,40 @@ def launch(
     return Launch(command, variables, {**settings, **extra})
 
 
-def _common_memory(job: Job, gpu_memory: int | None) -> int | None:
-    """Return the memory of a device where all processes of a job know it: they must choose one schedule."""
-    return memory_limit(job.flags, gpu_memory if job.flags.nodes == 1 else None)
-
-
 def forecasting(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_memory: int | None) -> Launch:
     """Return the process that forecasts a job: one, on CPU devices; it allocates nothing and reads no data.
 
     For MaxText's own program of a job it is one that compiles that for GPUs.
     """
     flags = job.flags
-    settings = tuple(setting for setting in flags.settings if setting.split("=")[0] not in _OF_DATA)
     single = replace(
         flags,
+        settings=tuple(setting for setting in flags.settings if setting.split("=")[0] not in _OF_DATA),
+        nodes=1,
+        gpus=0,
+        cpus=job.devices,
         checkpoint=None,
         profile=None,
         dump=None,
         dump_only=None,
-        settings=settings,
-        nodes=1,
-        gpus=0,
-        cpus=job.devices,
     )
-    start = launch(replace(job, flags=single), paths, inherited=inherited, gpu_memory=gpu_memory)
-    config = replace(
-        trainer_config(replace(job, flags=single), paths, _common_memory(job, gpu_memory)),
+    target = _target(job) if flags.compile else None
+    start = launch(
+        replace(job, flags=single),
+        paths,
+        inherited=inherited,
+        gpu_memory=gpu_memory,
+        limit=_common_memory(flags, gpu_memory),
         forecast=str(paths.forecast),
         platform=flags.platform,
         processes=flags.nodes,
-        target=_target(job) if flags.compile else None,
+        target=target,
     )
-    variables = {**start.environment, **config.variables()}
-    if flags.compile:  # with the flags of the run; the cache takes nothing that no device can load
-        xla = xla_flags(flags, devices=flags.gpus, users=inherited.get("XLA_FLAGS", ""))
-        variables |= {"XLA_FLAGS": " ".join([variables["XLA_FLAGS"], *xla]), CACHE_SWITCH: "0"}
-    return replace(start, environment=variables)
+    if not target:
+        return start
+    # with the flags of the run; the cache takes nothing that no device can load
+    xla = [start.environment["XLA_FLAGS"], *xla_flags(flags, devices=flags.gpus, users=inherited.get("XLA_FLAGS", ""))]
+    return replace(start, environment={**start.environment, "XLA_FLAGS": " ".join(xla), CACHE_SWITCH: "0"})
 
 
 def _target(job: Job) -> Target:
@@ -206,8 +209,12 @@ def _target(job: Job) -> Target:
     return Target(device, job.devices // gpus, gpus)
 
 
-def trainer_config(job: Job, paths: Paths, limit: int | None = None, this: Member = SINGLE) -> TrainerConfig:
-    """Return what the trainer gets; ``limit`` is the memory of a device, where known."""
+def _common_memory(flags: Flags, gpu_memory: int | None) -> int:
+    """Return the memory of a device where all processes of a job know it, else 0: they must choose one schedule."""
+    return memory_limit(flags, gpu_memory if flags.nodes == 1 else None) or 0
+
+
+def _trainer_config(job: Job, paths: Paths, limit: int, this: Member) -> TrainerConfig:
     flags = job.flags
     process = TrainerConfig(outcome=str(paths.outcome), rank=this.rank, count=flags.nodes)
     if not flags.staged:
@@ -221,14 +228,9 @@ def trainer_config(job: Job, paths: Paths, limit: int | None = None, this: Membe
         sizes=job.pieces,
         route=job.route,
         chosen=str(paths.schedule) if job.schedule == "auto" else "",
-        limit=limit or 0,
+        limit=limit,
         placement=str(paths.placement),
         dump=str(flags.dump.resolve()) if flags.dump else "",
         profile=str(paths.timelines) if flags.profile else "",
         replicate_below=job.batch * flags.sequence_length if flags.replicate_small_params else 0,
     )
-
-
-def in_place(start: Launch, *words: str) -> Launch:
-    """Return the process that does ``python -m multimesh_maxtext WORDS`` in place of the trainer."""
-    return replace(start, command=(*start.command[:3], "multimesh_maxtext", *words))

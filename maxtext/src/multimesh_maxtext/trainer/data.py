@@ -56,7 +56,7 @@ def place_state(abstract_state: Any, shardings: Any, checkpoints: Any) -> tuple[
     return abstract_state, shardings, checkpoints
 
 
-class Text:
+class Text(Iterator[dict[str, jax.Array]]):
     """Batches of tokens in the order of one process of MaxText, without an end; a process reads the rows it holds.
 
     ``layout``: of each array of a batch, which has so many ``rows``.
@@ -83,9 +83,6 @@ class Text:
         self._rows = rows
         self._first = self._next = first
 
-    def __iter__(self) -> Iterator[dict[str, jax.Array]]:
-        return self
-
     def __next__(self) -> dict[str, jax.Array]:
         like = self._row(0)
         indices = self._layout.addressable_devices_indices_map((self._rows, *like["inputs"].shape))
@@ -106,16 +103,13 @@ class Text:
         self._next = self._first
 
 
-class Elsewhere:
+class Elsewhere(Iterator[Any]):
     """MaxText's synthetic batches in a process that has no shard of them: arrays without shards, without an end."""
 
     def __init__(self, config: Any, layout: Sharding) -> None:
         from maxtext.utils.maxtext_utils import get_shaped_batch
 
         self._batch = {name: absent(like, layout) for name, like in get_shaped_batch(config).items()}
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         return self._batch
@@ -146,7 +140,7 @@ class _Share:
         return self._rows if name in _ROWS else getattr(self._config, name)
 
 
-class Together:
+class Together(Iterator[dict[str, jax.Array]]):
     """Batches of a dataset of MaxText, in all processes of a job, until one of its readers has no more.
 
     A reader looks one batch ahead. So at each step all processes know whether there is one, without waiting.
@@ -178,9 +172,6 @@ class Together:
         self._ahead: tuple[Any, bytes, Any] | None = None
         self._failure: Exception | None = None
         self._position = self._own_position()
-
-    def __iter__(self) -> Iterator[dict[str, jax.Array]]:
-        return self
 
     def __next__(self) -> dict[str, jax.Array]:
         batch, position, there = self._ahead or self._look()

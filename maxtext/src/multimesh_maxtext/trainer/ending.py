@@ -25,8 +25,8 @@ from multimesh_maxtext.errors import (
     StoppedEarlyError,
     TrainerFailedError,
 )
-from multimesh_maxtext.full_disk import full_file
 from multimesh_maxtext.handoff import TrainerConfig
+from multimesh_maxtext.outcome import full_file
 
 _LONGEST = 300
 _MORE_GPU_MEMORY = "use a smaller --microbatch-size, --remat full, or more --pp or --fsdp; --forecast shows the needs"

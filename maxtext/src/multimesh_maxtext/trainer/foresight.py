@@ -7,7 +7,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,19 @@ from typing import Any
 import jax
 
 import multimesh
-from multimesh_maxtext.handoff import CompiledStages, Forecast, HostCalls, Need, Target, TrainerConfig
+from multimesh_maxtext.handoff import Target, TrainerConfig
+
+_CALL_SECONDS = {"kernels": 11e-6, "arrays": 1e-6, "transfers": 51e-6}
+"""Time of a process's main thread, as measured with CPU devices (docs/performance.md#the-hosts-share)."""
 
 
-def forecast_stages(lowered: multimesh.Lowered, state: Any, config: TrainerConfig) -> Forecast:
-    """Return the forecast of a step, and draw its timeline beside the file that will have it.
+def forecast_stages(lowered: multimesh.Lowered, state: Any, config: TrainerConfig) -> dict[str, Any]:
+    """Return the forecast of a step, as data, and draw its timeline beside the file that will have it.
+
+    ``forecast``: the memory of each stage, as `needs`.
+    ``bubble``: the share of a step that devices wait for each other, by operations of kernels.
+    ``host``: what the processes of each stage call in a step, as `count_calls`.
+    ``compiled``, ``calls``, ``costs``, ``compilation``: see `compile_stages`, for a config with a target.
 
     ``lowered``: the train step.
     ``state``: the train state, as for `needs`.
@@ -28,26 +36,34 @@ def forecast_stages(lowered: multimesh.Lowered, state: Any, config: TrainerConfi
     timeline = lowered.plan.simulate(lowered.plan.estimate())
     timeline.to_svg(Path(config.forecast).with_suffix(".svg"))
     platform = config.platform and ("cpu" if config.platform == "cpu" else "gpu")
-    memory = needs(lowered, state, lowered.memory_estimate(platform or None))
-    stages = compile_stages(lowered, state, config.target) if config.target else None
-    return Forecast(memory, timeline.bubble, count_calls(lowered.plan), stages)
+    return {
+        "forecast": needs(lowered, state, lowered.memory_estimate(platform or None)),
+        "bubble": timeline.bubble,
+        "host": count_calls(lowered.plan),
+        **(compile_stages(lowered, state, config.target) if config.target else {}),
+    }
 
 
-def count_calls(plan: multimesh.Plan) -> tuple[HostCalls, ...]:
-    """Return what the processes of each stage call in a step."""
-    runs, arrays, transfers = (collections.Counter[int]() for _ in range(3))
+def count_calls(plan: multimesh.Plan) -> list[Mapping[str, float]]:
+    """Return the calls of the main thread of each stage's processes: kernels, their arrays, arrays sent or received."""
+    calls = [collections.Counter(dict.fromkeys(_CALL_SECONDS, 0)) for _ in plan.submeshes]
     for instruction in plan.instructions:
-        size, submesh = len(instruction.ins) + len(instruction.outs), instruction.submesh
+        count, size = calls[instruction.submesh], len(instruction.ins) + len(instruction.outs)
         if instruction.kind == "RUN":
-            runs[submesh] += 1
-            arrays[submesh] += size
+            count.update(kernels=1, arrays=size)
         elif instruction.kind != "FREE":
-            transfers[submesh] += size
-    return tuple(HostCalls(runs[n], arrays[n], transfers[n]) for n in range(len(plan.submeshes)))
+            count.update(transfers=size)
+    return [{**count, "seconds": sum(count[name] * took for name, took in _CALL_SECONDS.items())} for count in calls]
 
 
-def compile_stages(lowered: multimesh.Lowered, state: Any, target: Target) -> CompiledStages:
-    """Compile the kernels of all stages for GPUs that need not be here. The command reads the lines on progress."""
+def compile_stages(lowered: multimesh.Lowered, state: Any, target: Target) -> dict[str, Any]:
+    """Compile the kernels of all stages for GPUs that need not be here. The command reads the lines on progress.
+
+    ``compiled``: the memory of each stage, with the workspace of kernels by XLA's buffer assignment.
+    ``calls``: of each stage, in how many places its kernels call cuBLASLt, cuDNN, Triton and the like.
+    ``costs``: of each stage, on a device in a step, by the names of `multimesh.count_costs`.
+    ``compilation``: how many kernels there are, how many were compiled (equal stages have equal ones), in which time.
+    """
     log = logging.getLogger("multimesh")
     log.setLevel(logging.INFO)
     log.addHandler(logging.StreamHandler(sys.stdout))
@@ -55,35 +71,39 @@ def compile_stages(lowered: multimesh.Lowered, state: Any, target: Target) -> Co
     devices = multimesh.topology(**asdict(target))
     begin = time.perf_counter()
     compiled = lowered.on(devices).compile()
-    took = time.perf_counter() - begin
+    effort = {
+        "kernels": len(lowered.plan.kernels),
+        "compiled": sum(took > 0 for took in compiled.compile_seconds),
+        "seconds": time.perf_counter() - begin,
+    }
     calls: list[collections.Counter[str]] = [collections.Counter() for _ in lowered.plan.submeshes]
     for kernel, counts in zip(lowered.plan.kernels, compiled.custom_calls(), strict=True):
         calls[kernel.submesh].update(counts)
-    return CompiledStages(
-        needs(lowered, state, compiled.device_memory()),
-        len(lowered.plan.kernels),
-        sum(seconds > 0 for seconds in compiled.compile_seconds),
-        took,
-        tuple(map(dict, calls)),
-        compiled.cost_analysis(),
-    )
+    memory = needs(lowered, state, compiled.device_memory())
+    return {"compiled": memory, "calls": calls, "costs": compiled.cost_analysis(), "compilation": effort}
 
 
-def needs(lowered: multimesh.Lowered, state: Any, memory: Sequence[Any]) -> tuple[Need, ...]:
-    """Return the memory of each stage, with parameters and the state of the optimizer told apart.
+def needs(lowered: multimesh.Lowered, state: Any, memory: Sequence[Any]) -> list[dict[str, int]]:
+    """Return the bytes on each device of each stage, with parameters and the state of the optimizer told apart.
+
+    Held all the time are ``parameters``, ``optimizer``, and ``batch``: rows of the step and other arguments, copies of
+    parameters for other stages among them. At the moment when most memory is in use there are ``gradients``, sums over
+    microbatches; ``activations``, that the schedule keeps between kernels; ``workspace``, of the running kernel.
 
     ``lowered``: the train step.
     ``state``: the train state, arrays or their types, each leaf with its sharding: the first argument of the step.
     ``memory``: the bytes on each device of each submesh.
     """
-    sizes: dict[tuple[str, frozenset[jax.Device]], int] = {}
+    sizes = collections.Counter[tuple[str, frozenset[jax.Device]]]()
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         name = getattr(path[0], "key", getattr(path[0], "name", ""))
-        key = name, frozenset(leaf.sharding.device_set)
-        sizes[key] = sizes.get(key, 0) + math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        nbytes = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        sizes[name, frozenset(leaf.sharding.device_set)] += nbytes
     result = []
     for mesh, need in zip(lowered.plan.submeshes, memory, strict=True):
-        parameters, optimizer = (sizes.get((name, frozenset(mesh.devices.flat)), 0) for name in ("model", "optimizer"))
-        batch = max(0, need.arguments - parameters - optimizer)
-        result.append(Need(parameters, optimizer, batch, need.sums, need.values, need.workspace))
-    return tuple(result)
+        parameters, optimizer = (sizes[name, frozenset(mesh.devices.flat)] for name in ("model", "optimizer"))
+        parts = {"parameters": parameters, "optimizer": optimizer}
+        parts["batch"] = max(0, need.arguments - parameters - optimizer)
+        parts |= {"gradients": need.sums, "activations": need.values, "workspace": need.workspace}
+        result.append({**parts, "total": sum(parts.values())})
+    return result

@@ -168,12 +168,8 @@ def accumulate(
 ) -> tuple[dict[str, Any], Any]:
     """Run MaxText's accumulation over microbatches as the microbatch loop, which cuts as MaxText's ``split`` does."""
     del split
-    config = _config()
-
-    def home(path: Any) -> Mesh:
-        return _current().of_path(path)
-
-    if config.gather_once:
+    home = _current().of_path
+    if _config().gather_once:
         init = {**init, step.PARAMETERS: placement.gather(init[step.PARAMETERS], _specs, home)}
     return step.accumulate_microbatches(body, init, batch, length=length, home=home, schedule=_auto or _schedule())
 

@@ -7,15 +7,15 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
 import multimesh
 from multimesh_maxtext.handoff import Target
-from multimesh_maxtext.trainer.step import Ahead
 
 
 def compile_step(target: Target, file: Path) -> None:
@@ -40,20 +40,15 @@ def compile_step(target: Target, file: Path) -> None:
     hooks.everywhere = lambda _x: 0  # the number of the first step
     hooks.batches = lambda _config, _mesh: (iter(()), None)
     hooks.init_state = init_state
-    hooks.jit = lambda fn, **options: _Step(jax.jit(fn, **options), file)
+    hooks.jit = lambda fn, **options: SimpleNamespace(lower=partial(_write_costs, jax.jit(fn, **options), file))
 
 
-class _Step:
-    """A step that is compiled, and never run."""
-
-    def __init__(self, jitted: Any, file: Path) -> None:
-        self._jitted, self._file = jitted, file
-
-    def lower(self, *arguments: Any) -> Ahead:
-        begin = time.perf_counter()
-        compiled = self._jitted.lower(*arguments).compile()
-        memory = compiled.memory_analysis()
-        peak = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-        costs = {"peak": peak - memory.alias_size_in_bytes, "seconds": time.perf_counter() - begin}
-        self._file.write_text(json.dumps(multimesh.count_costs(compiled.as_text()) | costs))
-        sys.exit()
+def _write_costs(step: Any, file: Path, *arguments: Any) -> NoReturn:
+    """Compile a step for its arguments, and end."""
+    begin = time.perf_counter()
+    compiled = step.lower(*arguments).compile()
+    memory = compiled.memory_analysis()
+    peak = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    costs = {"peak": peak - memory.alias_size_in_bytes, "seconds": time.perf_counter() - begin}
+    file.write_text(json.dumps(multimesh.count_costs(compiled.as_text()) | costs))
+    sys.exit()

@@ -7,7 +7,6 @@ import re
 import signal
 import warnings
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import jax
@@ -48,44 +47,32 @@ def _sender() -> multimesh.Jitted:
     return multimesh.jit(multimesh.task(lambda tree: tree, "everywhere", mesh=mesh))
 
 
-class Notice:
-    """SIGTERM as a notice, in a run of one process. JAX's preemption service needs several and a coordinator."""
-
-    def __init__(self) -> None:
-        """Take SIGTERM from now on."""
-        self._came = False
-        self._step, self._ends = -1, False
-        signal.signal(signal.SIGTERM, self._take)
-
-    def _take(self, _number: int, _frame: FrameType | None) -> None:
-        self._came = True
-
-    def reached(self, step: int) -> bool:
-        """Return whether this step is the last one: the same for all questions about a step."""
-        if step != self._step:
-            self._step, self._ends = step, self._came
-        return self._ends
-
-
 _reached = False
 
 
 def listen() -> None:
     """Let a signal end the training with a checkpoint."""
     several = jax.process_count() > 1
-    ask = multihost_utils.reached_preemption_sync_point if several else Notice().reached
-    multihost_utils.reached_preemption_sync_point = _noting(ask)
+    ask = multihost_utils.reached_preemption_sync_point if several else _notice_signal()
 
-
-def is_reached() -> bool:
-    """Return whether a signal ended the training."""
-    return _reached
-
-
-def _noting(ask: Callable[[int], bool]) -> Callable[[int], bool]:
     def reached(step: int) -> bool:
         global _reached
         _reached = ask(step) or _reached
         return _reached
 
-    return reached
+    multihost_utils.reached_preemption_sync_point = reached
+
+
+def _notice_signal() -> Callable[[int], bool]:
+    """Take SIGTERM from now on, in a run of one process; return whether it came before the first question about a step.
+
+    JAX's preemption service needs several processes and a coordinator.
+    """
+    came = list[int]()
+    signal.signal(signal.SIGTERM, lambda number, _frame: came.append(number))
+    return functools.lru_cache(maxsize=1)(lambda _step: bool(came))
+
+
+def is_reached() -> bool:
+    """Return whether a signal ended the training."""
+    return _reached

@@ -6,7 +6,6 @@ all. MaxText stacks parameters and their moments along their second dimension, e
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,76 +26,43 @@ _SECOND = ("params", "opt_state")  # stacked along the second dimension
 def relaid(checkpoints: Any, layers: int | None = None) -> Any:
     """Let Orbax's checkpointer of a run refuse a checkpoint of another model before it loads anything; return it.
 
-    With the number of ``layers`` it loads a checkpoint of any layout in the run's layout.
+    With the number of ``layers`` it loads a checkpoint of any layout in the run's layout: arrays of other layouts pass
+    through the host's memory, and random keys of layers stay as the run made them.
     """
     load = checkpoints.load_checkpointables
 
-    def relaying(step: int, abstract: dict[str, Any]) -> dict[str, Any]:
-        if layers is None:
-            _check_same(checkpoints, step, flat(abstract["items"]), {})
+    def load_any_layout(step: int, abstract: dict[str, Any]) -> dict[str, Any]:
+        target = flat(abstract["items"])
+        paths = {tuple(map(str, path)): path for path in target}
+        stored = Checkpoints(Path(checkpoints.directory), (step,)).paths() if layers else ()
+        relayout = Relayout(paths, stored, layers or 0)
+        described = checkpoints.checkpointables_metadata(step).metadata.get("items")
+        if described is not None:  # else it cannot be read, and to load it tells why
+            check_same(_shapes(target), _shapes(flat(described)), relayout.sources)
+        if all(sources == [path] for path, sources in relayout.sources.items()):
             return load(step, abstract)
-        state = _State(Path(checkpoints.directory), step, abstract["items"], layers)
-        _check_same(checkpoints, step, state.target, state.relayout.sources)
-        if state.direct:
-            return load(step, abstract)
-        loaded = load(step, abstract | {"items": state.stored()})
-        return loaded | {"items": state.relaid(loaded["items"])}
+        item = {path: target[path] for name, path in paths.items() if name not in relayout.sources}
+        for name, sources in relayout.sources.items():
+            leaf = target[paths[name]]
+            if has_device(leaf.sharding) and not _is_key(leaf):
+                # NumPy arrays come in the shape and type they have.
+                item |= {tuple(int(key) if key.isdigit() else key for key in path): np.ndarray for path in sources}
+        loaded = load(step, abstract | {"items": nest(item)})
+        leaves = flat(loaded["items"])
+        arrays = {tuple(map(str, path)): leaf for path, leaf in leaves.items()}
 
-    checkpoints.load_checkpointables = relaying
+        def make(name: Entry, path: tuple[str | int, ...]) -> Any:
+            leaf = target[path]
+            if name not in relayout.sources or _is_key(leaf):
+                return leaves.get(path, leaf)
+            if not has_device(leaf.sharding):
+                return absent(leaf, leaf.sharding)
+            return place(np.asarray(relayout.leaf(name, leaf.shape, arrays), leaf.dtype), leaf.sharding)
+
+        return loaded | {"items": nest({path: make(name, path) for name, path in paths.items()})}
+
+    checkpoints.load_checkpointables = load_any_layout
     return checkpoints
-
-
-class _State:
-    """The state of a run, and the entries of a checkpoint that hold it.
-
-    Leaves of other layouts pass through the host's memory. Random keys of layers stay as the run made them.
-
-    ``items``: types of the state, nested as MaxText writes it.
-    ``layers``: number of layers.
-    """
-
-    def __init__(self, folder: Path, step: int, items: Any, layers: int) -> None:
-        self.target = flat(items)
-        self._paths = {tuple(map(str, path)): path for path in self.target}
-        self.relayout = Relayout(self._paths, Checkpoints(folder, (step,)).paths(), layers)
-        leaves = {name: self.target[self._paths[name]] for name in self.relayout.sources}
-        self._elsewhere = {name for name, leaf in leaves.items() if not has_device(leaf.sharding)}
-        self._moved = {name for name, leaf in leaves.items() if not _is_key(leaf)} - self._elsewhere
-
-    @property
-    def direct(self) -> bool:
-        """Whether the checkpoint has the layout of the run."""
-        return all(sources == [path] for path, sources in self.relayout.sources.items())
-
-    def stored(self) -> Any:
-        """Return the types of the entries to load."""
-        item = {path: self.target[path] for name, path in self._paths.items() if name not in self.relayout.sources}
-        for source in itertools.chain.from_iterable(self.relayout.sources[name] for name in self._moved):
-            # NumPy arrays come in the shape and type they have.
-            item[tuple(int(part) if part.isdigit() else part for part in source)] = np.ndarray
-        return nest(item)
-
-    def relaid(self, items: Any) -> Any:
-        """Return the state, made of the loaded entries."""
-        loaded = flat(items)
-        arrays = {tuple(map(str, path)): leaf for path, leaf in loaded.items()}
-        result = {}
-        for name, path in self._paths.items():
-            leaf = self.target[path]
-            if name in self._moved:
-                array = self.relayout.leaf(name, leaf.shape, arrays)
-                result[path] = place(np.asarray(array, leaf.dtype), leaf.sharding)
-            elif name in self._elsewhere and not _is_key(leaf):
-                result[path] = absent(leaf, leaf.sharding)
-            else:
-                result[path] = loaded.get(path, leaf)
-        return nest(result)
-
-
-def _check_same(checkpoints: Any, step: int, target: Mapping[tuple[str | int, ...], Any], sources: Any) -> None:
-    stored = checkpoints.checkpointables_metadata(step).metadata.get("items")
-    if stored is not None:  # else it cannot be read, and to load it tells why
-        check_same(_shapes(target), _shapes(flat(stored)), sources)
 
 
 def check_same(

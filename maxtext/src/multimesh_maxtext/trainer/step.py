@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from jax.sharding import Mesh
 
 import multimesh
 from multimesh_maxtext.errors import LauncherError, UnsupportedError
-from multimesh_maxtext.handoff import TrainerConfig, write_forecast
+from multimesh_maxtext.handoff import TrainerConfig
 from multimesh_maxtext.trainer.foresight import forecast_stages
 from multimesh_maxtext.trainer.placement import write_placement
 from multimesh_maxtext.trainer.processes import everywhere
@@ -81,7 +80,7 @@ class StepFunction:
             if config.chosen:
                 self._write(lowered.plan.choices[0])
             if config.forecast:
-                write_forecast(forecast_stages(lowered, state, config), Path(config.forecast))
+                Path(config.forecast).write_text(json.dumps(forecast_stages(lowered, state, config)))
             else:
                 _dump(lowered.compile(), Path(config.dump))
         sys.exit()
@@ -221,9 +220,9 @@ def accumulate_microbatches(
     """
     rows = jax.tree.leaves(batch)[0].shape[0]
     sums = {key: value for key, value in init.items() if key not in (PARAMETERS, _STATE)}
-    micro = _trace(body, init, jax.tree.map(lambda x: x[: rows // length], batch))
-    strides = micro.strides()
-
+    arguments = init, jax.tree.map(lambda x: x[: rows // length], batch)
+    traced, result = jax.make_jaxpr(body, return_shape=True)(*arguments)
+    strides = _read_strides(traced, arguments, result)
     leaves, tree = jax.tree.flatten(init[_STATE])
 
     def before(microbatch: jax.Array) -> Any:
@@ -241,12 +240,14 @@ def accumulate_microbatches(
         rows, number = rows_and_number
         # Zeros made here are folded by the compiler; those of `init` would be arrays that every microbatch reads.
         zeros = jax.tree.map(jnp.zeros_like, sums)
-        carry, aux = micro({**zeros, PARAMETERS: init[PARAMETERS], _STATE: before(number[0])}, rows)
+        carry = {**zeros, PARAMETERS: init[PARAMETERS], _STATE: before(number[0])}
+        results = jaxpr_as_fun(traced)(*jax.tree.leaves((carry, rows)))
+        carry, aux = jax.tree.unflatten(jax.tree.structure(result), results)
         return {key: carry[key] for key in sums}, aux
 
     # Cut as the rows are, this gives each microbatch its number.
     numbers = jnp.arange(rows, dtype=jnp.uint32) % length
-    stacked = jax.tree_util.tree_map_with_path(_is_stacked, micro.result[1])
+    stacked = jax.tree_util.tree_map_with_path(_is_stacked, result[1])
     reductions = "sum", jax.tree.map(lambda stack: "stack" if stack else "sum", stacked)
     total, aux = multimesh.microbatch(one, size=rows // length, reduce=reductions, **loop)((batch, numbers))
     # MaxText reduces over the microbatches once more; a sum is one row.
@@ -260,31 +261,21 @@ def _is_stacked(path: Any, like: Any) -> bool:
     return like.dtype == jnp.bool_ or any(getattr(part, "key", None) in _REDUCED for part in path[:1])
 
 
-@dataclass(frozen=True)
-class _Microbatch:
-    """MaxText's loop body as a function, which evaluates a jaxpr that was traced once."""
-
-    traced: Any  # the jaxpr
-    state: list[int]  # which of its arguments are the state
-    result: Any  # types of the results
-
-    def __call__(self, carry: Any, rows: Any) -> Any:
-        results = jaxpr_as_fun(self.traced)(*jax.tree.leaves((carry, rows)))
-        return jax.tree.unflatten(jax.tree.structure(self.result), results)
-
-    def strides(self) -> list[int]:
-        """By how much a microbatch advances each leaf of the state."""
-        counts = _count(self.traced.jaxpr, [(i, 0) for i in range(len(self.traced.in_avals))])
-        paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(self.result))
-        advanced = [(path, at) for path, at in zip(paths, counts, strict=True) if _in_state(path)]
-        for leaf, (path, at) in zip(self.state, advanced, strict=True):
-            if at is None or at[0] != leaf:
-                name = jax.tree_util.keystr(path[2:])
-                raise UnsupportedError(
-                    f"{name} changes with every microbatch, but counts nothing: stages cannot hand it on; "
-                    "use --batch-size and --microbatch-size for one microbatch, or --backend spmd"
-                )
-        return [at[1] for _, at in advanced if at]
+def _read_strides(traced: Any, arguments: Any, result: Any) -> list[int]:
+    """Return by how much a traced microbatch advances each leaf of the state."""
+    leaves = jax.tree_util.tree_leaves_with_path(arguments)
+    state = [number for number, (path, _) in enumerate(leaves) if _in_state(path)]
+    counts = _count(traced.jaxpr, [(number, 0) for number in range(len(leaves))])
+    results = zip(jax.tree_util.tree_leaves_with_path(result), counts, strict=True)
+    advanced = [(path, count) for (path, _), count in results if _in_state(path)]
+    for leaf, (path, count) in zip(state, advanced, strict=True):
+        if count is None or count[0] != leaf:
+            name = jax.tree_util.keystr(path[2:])
+            raise UnsupportedError(
+                f"{name} changes with every microbatch, but counts nothing: stages cannot hand it on; "
+                "use --batch-size and --microbatch-size for one microbatch, or --backend spmd"
+            )
+    return [count[1] for _, count in advanced if count]
 
 
 _Count = tuple[int, int] | None
@@ -311,12 +302,6 @@ def _count(jaxpr: Any, arguments: Sequence[_Count]) -> list[_Count]:
             results = [before and (before[0], before[1] + int(eqn.invars[1].val))]
         counters |= zip(eqn.outvars, results, strict=True)
     return [look(atom) for atom in jaxpr.outvars]
-
-
-def _trace(body: Callable[[Any, Any], Any], carry: Any, rows: Any) -> _Microbatch:
-    traced, result = jax.make_jaxpr(body, return_shape=True)(carry, rows)
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path((carry, rows))]
-    return _Microbatch(traced, [i for i, path in enumerate(paths) if _in_state(path)], result)
 
 
 def _in_state(path: Any) -> bool:

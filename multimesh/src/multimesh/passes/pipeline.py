@@ -182,10 +182,7 @@ def _stacks_of(result: Any) -> Stacks:
 
 
 def run(traced: PassInputs, after: Pass | None = None) -> Iterator[Pass]:
-    """Run the passes, one at each step of the iterator: all, or those after a pass that has been run.
-
-    Under ``MULTIMESH_VERIFY=1`` check the result of each.
-    """
+    """Run the passes one at each step of the iterator: all, or those after a pass that has been run."""
     names = [*PASSES]
     result = None if after is None else after.result
     view = traced.in_blocks(_stacks_of(result))

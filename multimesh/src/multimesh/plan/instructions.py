@@ -70,10 +70,10 @@ class Instruction:
     outs: tuple[int, ...] = ()
 
     if not TYPE_CHECKING:  # the library asks for the type first; a user may filter by an attribute
-
-        def __getattr__(self, name: str) -> Any:
-            """Attributes of the cell, and None for those that only other kinds have."""
-            return getattr(vars(self).get("cell"), name, None) if name in _NAMES else super().__getattribute__(name)
+        kernel = peer = transfer = cell = None
+        microbatch = property(lambda self: getattr(self.cell, "microbatch", None))
+        phase = property(lambda self: getattr(self.cell, "phase", None))
+        stage = property(lambda self: getattr(self.cell, "stage", None))
 
     def __str__(self) -> str:
         about = ""
@@ -140,18 +140,7 @@ _NAMES = ("kind", "submesh", "task", "microbatch", "phase", "stage", "kernel", "
 
 def record(instruction: Instruction) -> dict[str, Any]:
     """Return all attributes of an instruction by name, None or empty where its kind has none."""
-    fields = vars(instruction)
-    entry = dict(_ABSENT[type(instruction)])
-    if (cell := fields.get("cell")) is not None:
-        entry |= {"microbatch": cell.microbatch, "phase": cell.phase, "stage": cell.stage}
-    entry.update((name, value) for name, value in fields.items() if name != "cell")
-    return entry
-
-
-_ABSENT: Mapping[type, Mapping[str, Any]] = {
-    kind: {name: getattr(kind, name, None) for name in _NAMES} for kind in (Run, Send, Recv, Free)
-}
-"""Attributes of each kind of instruction before it has any of its own."""
+    return {name: getattr(instruction, name) for name in _NAMES}
 
 
 def _slots(slots: tuple[int, ...]) -> str:

@@ -12,7 +12,6 @@ from multimesh.core.grouping import group
 from multimesh.core.submesh import describe
 from multimesh.core.text import amount
 from multimesh.plan.instructions import PlanData, Run
-from multimesh.schedules.published import AHEAD
 
 _NARROWEST = 40
 _ROWS = 24  # submeshes or stages shown; of more, the first and the last
@@ -22,10 +21,7 @@ _KINDS = {"F": "forward", "B": "backward", "W": "weight gradients", "FB": "forwa
 
 
 def text(plan: PlanData, width: int | None = None) -> str:
-    """Return submeshes, totals, and a line for each submesh, no wider than ``width`` or else the terminal.
-
-    A line that would be longer shows its first and last cells, and how many are between.
-    """
+    """Return submeshes, totals, and a line for each submesh, no wider than ``width`` or else the terminal."""
     width = max(_NARROWEST, width or shutil.get_terminal_size().columns)
     count, size = plan.traffic()
     peaks = plan.peak_bytes()
@@ -40,7 +36,6 @@ def text(plan: PlanData, width: int | None = None) -> str:
         *heading,
         *textwrap.wrap(total, width),
         *textwrap.wrap(_spread_note(plan), width),
-        *textwrap.wrap(_ahead_note(plan), width),
         *_middle(_reshards(plan, width), "reshards"),
     ]
     runs: list[list[Run]] = [[] for _ in plan.submeshes]
@@ -70,27 +65,6 @@ def _spread_note(plan: PlanData) -> str:
     named = [f"{leaf} ({amount(size[leaf], 'bytes')}) on {', '.join(map(str, on[leaf]))}" for leaf in several[:_HELD]]
     more = [f"{len(several) - _HELD} more"] * (len(several) > _HELD)
     return f"arguments on several submeshes: {'; '.join([*named, *more])}" if several else ""
-
-
-def _ahead_note(plan: PlanData) -> str:
-    """Return a sentence on backwards whose results leave ahead of weight gradients, and on what that costs."""
-    if not AHEAD.issuperset(plan.schedules):
-        return ""
-    made_by: dict[tuple[int, int], set[int]] = {}  # (stage, microbatch) to what B gives
-    count = most = 0
-    for run in plan.runs:
-        if run.cell is not None and run.cell.phase == "B":
-            made_by[run.cell.stage, run.cell.microbatch] = {*run.outs}
-        elif run.cell is not None and run.cell.phase == "W":
-            count += 1
-            slots = made_by[run.cell.stage, run.cell.microbatch].intersection(run.ins)
-            most = max(most, sum(plan.slots[slot].nbytes for slot in slots))
-    if not count:
-        return ""
-    return (
-        f"other processes wait for {count} backwards, whose results leave before their weight gradients: {count} runs "
-        f"more, and up to {amount(most, 'bytes')} more alive on a submesh"
-    )
 
 
 def _reshards(plan: PlanData, width: int) -> list[str]:

@@ -17,10 +17,7 @@ from multimesh.plan.plan import Plan
 
 
 def move_plan(plan: Plan, devices: Sequence[jax.Device]) -> Plan:
-    """Return the plan on other devices: each takes the place of one of the plan's, in the order of their ids.
-
-    Raises ``UsageError`` if there are fewer devices than the plan has.
-    """
+    """Return the plan on other devices, in the order of their ids. Raises ``UsageError`` if there are too few."""
     old = plan.devices
     if len(devices) < len(old):
         raise UsageError(f"on: the plan has {len(old)} devices, and got only {len(devices)}")

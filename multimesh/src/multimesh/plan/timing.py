@@ -56,10 +56,7 @@ def simulate(plan: PlanData, costs: str | Device | Costs | Mapping[Any, float] =
 
 
 def _times(plan: PlanData, costs: Costs) -> Times:
-    """Return start and end of each RUN and SEND.
-
-    Kernels of a submesh follow each other, and so do transfers of a lane.
-    """
+    """Return start and end of each RUN and SEND. Kernels of a submesh follow each other, and transfers of a lane."""
     rows: dict[tuple[int, ...], list[int]] = collections.defaultdict(list)
     lasts: list[float] = [0.0] * len(plan.instructions)
     needs: dict[int, set[int]] = {}

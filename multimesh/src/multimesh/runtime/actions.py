@@ -67,18 +67,13 @@ def processes(plan: Plan, owner: Owner = owner) -> tuple[frozenset[int], ...]:
 
 
 def all_actions(plan: Plan, owner: Owner = owner) -> tuple[Action, ...]:
-    """Return all actions of a plan, with all transfers between two kernels as one action.
-
-    With several processes they are one action for each pair of submeshes.
-    """
+    """Return all actions; transfers between two kernels are one, with several processes one a pair of submeshes."""
     several = len(frozenset().union(*processes(plan, owner))) > 1
     return actions(plan, lambda transfer: (transfer.source, transfer.target) if several else ())
 
 
 def project(plan: Plan, process: int, owner: Owner = owner, everyone: bool = False) -> tuple[Action, ...]:
-    """Return the actions of one process: kernels of its submeshes and moves to or from them; with ``everyone`` all
-    moves.
-    """
+    """Return the actions of one process: kernels of its submeshes, and moves to or from them, or of ``everyone``."""
     local = {submesh for submesh, owners in enumerate(processes(plan, owner)) if process in owners}
     steps: list[Action] = []
     for action in all_actions(plan, owner):

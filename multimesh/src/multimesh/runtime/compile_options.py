@@ -64,13 +64,9 @@ def for_kernel(plan: Plan, number: int, options: Mapping[str, Any]) -> dict[str,
     if any(device.platform != "cpu" for device in mesh.devices.flat):
         return dict(options)
     chosen: dict[str, Any] = {}
-    if _is_free(YNNPACK, options) and loses_by_ynnpack(kernel.ops, mesh.size):
+    if YNNPACK not in options and not _in_environment(YNNPACK) and loses_by_ynnpack(kernel.ops, mesh.size):
         chosen |= {YNNPACK: ""} if executables.takes_option(YNNPACK, "") else {}
     return chosen | dict(options)
-
-
-def _is_free(name: str, options: Mapping[str, Any]) -> bool:
-    return name not in options and not _in_environment(name)
 
 
 def _in_environment(name: str) -> bool:

@@ -23,17 +23,13 @@ from multimesh.runtime.runner import Runner, is_placed
 
 
 class PartRunner(Runner):
-    """The execution of one process's part of a compiled plan.
+    """The execution of one process's part of a compiled plan, which several processes compare before it runs.
 
-    Processes compare the plan before it runs. A plan within one process is not compared: the process may run it alone.
     Threads that call wait for each other, as all processes must run their plans in one order.
     """
 
     def __init__(self, compiled: CompiledPlan, names: Sequence[str], name: str, number: int | None):
-        """Prepare the run of a plan, and its exchange of arrays with other processes.
-
-        All processes know the plan by ``number``, which is None for a plan within one process.
-        """
+        """Prepare a run. All processes know the plan by ``number``, which is None for a plan within one process."""
         plan, self._name = compiled.plan, name
         self._owners = processes(plan)
         self._partners = frozenset[int]().union(*self._owners)
@@ -114,10 +110,7 @@ class PartRunner(Runner):
         return env
 
     def _compare(self, args: Sequence[Any], sources: tuple[Any, ...]) -> bool:
-        """Return whether several processes take part in a call, and if so compare its arguments: places, host values.
-
-        A process with other layouts would wait for arrays that nobody sends. Rows that differ would be mixed.
-        """
+        """Return whether several processes take part in a call; they then compare places and values of arguments."""
         owners = frozenset().union(*self._owners, *(map(owner, s.device_set) for s in sources if s is not None))
         if len(owners) == 1:
             return False
@@ -143,10 +136,7 @@ class PartRunner(Runner):
         return absent(x, layout) if result is None else result
 
     def _mover_to(self, number: int, x: Any, source: jax.sharding.Sharding, layout: NamedSharding) -> Call:
-        """Return a function that moves a caller's value.
-
-        If one process has all devices, no other process takes part.
-        """
+        """Return a function that moves a caller's value; if one process has all devices, no other takes part."""
         if len({owner(device) for device in source.device_set | layout.device_set}) == 1:
             return (lambda x: move_arguments([x], [layout])) if here(layout.device_set) else lambda _: (None,)
         first = len(self.compiled.plan.instructions)  # after the numbers of all actions

@@ -38,22 +38,15 @@ class Copy:
 
 @dataclass(frozen=True)
 class Resharding:
-    """The copies that bring an array from one layout to another.
+    """The copies that bring an array from one layout to another."""
 
-    For each dimension, the sender cuts a shard into as many pieces as ``cuts`` says, and the receiver joins as many as
-    ``joins`` says.
-    """
-
-    cuts: tuple[int, ...]
-    joins: tuple[int, ...]
+    cuts: tuple[int, ...]  # pieces of a sender's shard in each dimension
+    joins: tuple[int, ...]  # pieces that a receiver joins
     copies: tuple[Copy, ...]
 
 
 def plan_resharding(source: jax.sharding.Sharding, target: jax.sharding.Sharding, shape: tuple[int, ...]) -> Resharding:
-    """Plan the copies, with cuts at every border of either layout. Devices with the same piece send it in turn.
-
-    A device never receives a piece that it holds itself.
-    """
+    """Plan the copies, with cuts at every border of either layout; who has a piece keeps it, others get it in turn."""
     before, after = _parts(source, shape), _parts(target, shape)
     grid = [math.lcm(a, b) for a, b in zip(before, after, strict=True)]
     cuts = tuple(g // a for g, a in zip(grid, before, strict=True))
@@ -88,10 +81,7 @@ def _places(
 def mover(
     sources: Sequence[jax.sharding.Sharding], targets: Sequence[jax.sharding.Sharding], avals: Sequence[Any]
 ) -> Call:
-    """Return a function that copies arrays of known ``sources`` to other devices with layouts ``targets``.
-
-    Call it inside `_compat.explicit_transfers`.
-    """
+    """Return a function that copies arrays between known layouts, to call inside `_compat.explicit_transfers`."""
     others = {
         n: _reshard_function(s, t, tuple(x.shape), x.dtype)
         for n, (s, t, x) in enumerate(zip(sources, targets, avals, strict=True))
@@ -125,10 +115,7 @@ def move_arguments(values: Sequence[Any], targets: Sequence[jax.sharding.Shardin
 
 
 def needs_cutting(source: jax.sharding.Sharding, target: jax.sharding.Sharding, aval: Any) -> bool:
-    """Return whether ``jax.device_put`` would take an array through the host.
-
-    It copies shards in the order of the devices, and slices what is on one device.
-    """
+    """Return whether ``jax.device_put``, which copies shards in their order, would take an array through the host."""
     if len(source.device_set) == 1 or not (isinstance(source, NamedSharding) and isinstance(target, NamedSharding)):
         return False
     shape = tuple(aval.shape)
@@ -177,10 +164,7 @@ def _shards(x: Any) -> dict[jax.Device, Any]:
 
 @functools.lru_cache(maxsize=4096)
 def make_resharder(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...], dtype: Any) -> Resharder:
-    """Return the resharder of an array from the layout ``source`` to ``target``.
-
-    Each cut and join is compiled once.
-    """
+    """Return the resharder of an array from the layout ``source`` to ``target``; cuts and joins are compiled once."""
     keys = jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
     resharding = plan_resharding(source, target, shape)
     cut, pieces, impl = _cut(source, jax.ShapeDtypeStruct(shape, dtype), resharding.cuts, keys)

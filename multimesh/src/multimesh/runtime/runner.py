@@ -166,10 +166,8 @@ class Runner:
     def _check_buffers(self, env: Sequence[Any], args: Sequence[Any]) -> None:
         """Refuse a donated buffer that two arguments share: XLA refuses it on one device, and aborts on several.
 
-        It never writes to the memory of NumPy, so an array of NumPy may be given twice.
-
         Asking an array for its buffer takes as long as a dispatch. Results of runners have a buffer each: among them
-        it is enough to look for an array that is given twice.
+        it is enough to look for an array that is given twice. XLA never writes to the memory of NumPy.
         """
         for inputs, shards in self._aliases:
             arrays = [(arg, slot, env[slot]) for arg, slot in inputs if isinstance(args[arg], jax.Array)]
@@ -274,10 +272,9 @@ _Alike = tuple[tuple[int, int], ...]
 
 
 def _aliases(compiled: CompiledPlan, donated: set[int]) -> tuple[tuple[_Alike, slice], ...]:
-    """Return groups of inputs, as (argument, slot), that may share a buffer with a donated one, and shards to compare.
+    """Return groups of inputs of a type, as (argument, slot), that may share a donated buffer, and shards to compare.
 
-    Those of a group have one type, shards of one shape, and a device in common. If they are on the same devices, their
-    first shards are enough.
+    If they are on the same devices, their first shards are enough.
     """
     kinds: dict[Any, dict[tuple[jax.Device, ...], list[tuple[int, int]]]] = {}
     for arg, slot in compiled.plan.inputs:

@@ -31,10 +31,9 @@ def check_costs(costs: Mapping[str, float]) -> dict[str, float]:
 
 
 def map_covers(cells: Iterable[tuple[int, str]]) -> dict[tuple[int, str], str]:
-    """Map each (stage, phase) that has a kernel to the phases that the kernel covers.
+    """Map each (stage, phase) that has a kernel to the phases that the kernel covers; what is late (L) covers none.
 
-    B of a stage without W makes the weight gradients too. In a pipeline, B of a stage without F runs its forward too:
-    `jit` joins a forward and a backward that always follow each other. What is late (L) covers none of them.
+    B of a stage without W makes the weight gradients too, and in a pipeline that of a stage without F its forward.
     """
     phases: dict[int, set[str]] = collections.defaultdict(set)
     for stage, phase in cells:

@@ -16,16 +16,11 @@ from multimesh.schedules.validation import needs
 def simulate(
     table: Table, costs: Mapping[str, float] | StageCosts = UNIT_COSTS, *, transfer: float = 0.0, title: str = ""
 ) -> Timeline:
-    """Run a table on ideal submeshes.
+    """Run a table on ideal submeshes; refuse cells that wait for each other.
 
-    A submesh starts its next cell as soon as it is free and the inputs of the cell have arrived. A transfer starts when
-    its cell ends, whenever the schedule issues it. It keeps no submesh from computing.
-
-    ``costs`` are the time of F, B and W of every stage, or of each. In a table without W, its B takes the time of both.
-    If all stages cost the same, ``transfer`` is the time between the end of a cell and the arrival of its result on
-    another submesh. Cells that wait for each other are an error, which names them.
-
-    ``live`` of the result counts activations, or their memory if the costs have it. The activation of a stage and
+    A transfer starts when its cell ends, whenever the schedule issues it. It keeps no submesh from computing.
+    ``costs`` are the time of F, B and W of every stage, or of each; if all stages cost the same, ``transfer`` is that
+    of a transfer. ``live`` of the result counts activations, or their memory if the costs have it: that of a stage and
     microbatch is alive from the start of F to the end of its last phase.
     """
     place = {cell: row for row, cells in enumerate(table) for cell in cells}

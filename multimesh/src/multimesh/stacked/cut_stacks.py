@@ -33,10 +33,7 @@ _Reads = list[tuple[int, int, Mesh]]  # first row and end, and the submesh that 
 
 
 def cut_stacks(program: ir.Program, replaced: Mapping[int, int]) -> ir.Program:
-    """Return the program with blocks in the place of stacked arguments and results.
-
-    ``replaced`` maps result leaves to the argument leaves that they replace.
-    """
+    """Return the program with blocks in the place of stacked arguments and results."""
     program = _open_lists(program)
     finder = _Finder(program)
     stacks, remarks = finder.stacks()
@@ -217,15 +214,12 @@ def _home(stack: Blocks, row: int) -> Mesh:
 
 def _cells(stack: Blocks, reads: _Reads) -> Iterator[tuple[int, int, Mesh]]:
     """Yield the runs of rows that lie in one block and that the same submeshes read, with the first of these."""
-    last: tuple[int, int, Mesh] | None = None
-    for low, high, on in _spans(reads, itertools.chain.from_iterable(stack.bounds)):
+
+    def place(span: tuple[int, int, list[Mesh]]) -> tuple[int, Mesh]:
+        low, _, on = span
         home = _home(stack, low)
-        mesh = home if home in on or not on else on[0]
-        if last is not None and last[2] == mesh and low % stack.rows:
-            last = (last[0], high, mesh)
-            continue
-        if last is not None:
-            yield last
-        last = (low, high, mesh)
-    if last is not None:
-        yield last
+        return low // stack.rows, home if home in on or not on else on[0]
+
+    for (_, mesh), run in itertools.groupby(_spans(reads, itertools.chain.from_iterable(stack.bounds)), place):
+        spans = list(run)
+        yield spans[0][0], spans[-1][1], mesh

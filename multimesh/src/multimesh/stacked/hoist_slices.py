@@ -54,10 +54,9 @@ def _hoist(loop: ir.Loop, rows: Collection[ir.Value]) -> list[ir.Item]:
         if last is None or padded is None or padded[0] not in maker:
             sums.append(s)
             continue
-        part, config = padded
+        part, config, zero = padded
         total = ir.Value(part.aval)
         sums.append(replace(s, out=total, leaf=part))
-        zero = last.ins[1] if last.prim.name == "pad" else zero_of(last, maker)
         params = {"padding_config": config}
         after.append(
             replace(last, prim=primitives.pad_p, params=params, ins=(total, zero), outs=(s.out,), ctx=None, task=None)
@@ -70,10 +69,12 @@ def _hoist(loop: ir.Loop, rows: Collection[ir.Value]) -> list[ir.Item]:
     return [*before, replace(result, consts={i: v for i, v in consts.items() if i in used}), *after]
 
 
-def as_padding(op: ir.Op, maker: Mapping[ir.Value, ir.Op]) -> tuple[ir.Value, tuple[Sequence[int], ...]] | None:
-    """Return the operand that an operation puts between zeros, and the number of these; None for any other."""
+def as_padding(
+    op: ir.Op, maker: Mapping[ir.Value, ir.Op]
+) -> tuple[ir.Value, tuple[Sequence[int], ...], ir.Atom] | None:
+    """Return the operand that an operation puts between zeros, the number of these, and a zero; None for others."""
     if op.prim.name == "pad" and is_zero(op.ins[1], maker) and not isinstance(op.ins[1], ir.Value):
-        part, config = op.ins[0], op.params["padding_config"]
+        part, zero, config = *op.ins, op.params["padding_config"]
     elif op.prim.name == "concatenate":
         parts = [(n, i) for n, i in enumerate(op.ins) if not is_zero(i, maker)]
         if len(parts) != 1 or len(op.ins) == 1:
@@ -81,14 +82,9 @@ def as_padding(op: ir.Op, maker: Mapping[ir.Value, ir.Op]) -> tuple[ir.Value, tu
         dim, (n, part) = op.params["dimension"], parts[0]
         low, high = (sum(i.aval.shape[dim] for i in some) for some in (op.ins[:n], op.ins[n + 1 :]))
         config = tuple((low, high, 0) if d == dim else (0, 0, 0) for d in range(part.aval.ndim))
+        zero = op.ins[0 if n else 1]
+        while isinstance(zero, ir.Value):
+            zero = maker[zero].ins[0]
     else:
         return None
-    return (part, config) if isinstance(part, ir.Value) else None
-
-
-def zero_of(op: ir.Op, maker: Mapping[ir.Value, ir.Op]) -> ir.Atom:
-    """Return the literal from which the zeros of a concatenation are made."""
-    atom = next(i for i in op.ins if is_zero(i, maker))
-    while isinstance(atom, ir.Value):
-        atom = maker[atom].ins[0]
-    return atom
+    return (part, config, zero) if isinstance(part, ir.Value) else None

@@ -61,10 +61,7 @@ class Pieces(NamedTuple):
 
 
 def in_pieces(program: ir.Program, mixed: Collection[ir.Value]) -> tuple[ir.Program, set[ir.Value]]:
-    """Rewrite the users of some operations piece by piece. Also return first results that need not be tried again.
-
-    ``mixed`` has the first results of unmarked ``concatenate`` and ``cond`` operations over several submeshes.
-    """
+    """Rewrite the users of ``mixed`` first results of concatenations and conds. Return also which not to try again."""
     ops = list(all_ops(program))
     readers = graph.readers(ops)
     consts = (pair for loop in program.loops for pair in loop.consts.items())
@@ -356,10 +353,7 @@ class _Cutter:
 
 
 def _select_branches(op: ir.Op) -> tuple[ir.Op, ...] | None:
-    """Replace an unmarked ``cond`` by the operations of all branches and a select. None if a branch captures arrays.
-
-    It computes more, and each result depends only on the operands that it needs.
-    """
+    """Replace a ``cond`` by all branches and a select, in which results depend on less; None if it captures arrays."""
     ops: list[ir.Op] = []
     cases: list[list[ir.Atom]] = []
     for branch in op.params["branches"]:

@@ -16,7 +16,7 @@ from jax.extend.core import primitives
 
 from multimesh import ir
 from multimesh.ir import graph
-from multimesh.stacked.hoist_slices import as_padding, zero_of
+from multimesh.stacked.hoist_slices import as_padding
 
 
 class _Tiles(NamedTuple):
@@ -78,19 +78,17 @@ def _read_padding(op: ir.Op, maker: Mapping[ir.Value, ir.Op]) -> _Tiles | None:
     padding = as_padding(op, maker)
     if padding is None or any(min(edges) < 0 or edges[2] for edges in padding[1]):
         return None
-    part, config = padding
+    part, config, zero = padding
     dims = [d for d, (low, high, _) in enumerate(config) if low or high]
     if len(dims) != 1:
         return None
-    return _Tiles(dims[0], ((config[dims[0]][0], part),), op.ins[1] if op.prim.name == "pad" else zero_of(op, maker))
+    return _Tiles(dims[0], ((config[dims[0]][0], part),), zero)
 
 
 def _add_tiles(op: ir.Op, tiles_of: Mapping[ir.Value, _Tiles]) -> _Tiles | None:
-    if (
-        op.task
-        or op.prim.name not in ("add", "add_any")
-        or not all(isinstance(v, ir.Value) and v in tiles_of for v in op.ins)
-    ):
+    if op.task or op.prim.name not in ("add", "add_any"):
+        return None
+    if not all(isinstance(v, ir.Value) and v in tiles_of for v in op.ins):
         return None
     first, second = (tiles_of[v] for v in op.ins)
     return first._replace(parts=first.parts + second.parts) if first.dim == second.dim else None

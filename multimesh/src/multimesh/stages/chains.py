@@ -23,12 +23,8 @@ _PIECES = 64  # of a scan, at most
 
 
 def orders(units: Units) -> Iterator[tuple[Unit, ...]]:
-    """Yield orders to cut: as written, and depth first, which keeps independent towers apart.
-
-    Scans are in pieces. A unit whose results are no smaller than its operands comes right before its user. A small
-    result of a parameter, such as the decay of its weights, comes right after the layer that has this parameter.
-    """
-    for order in (_late(units), _depth_first(units)):
+    """Yield orders to cut, with scans in pieces: as written, and depth first, which keeps independent towers apart."""
+    for order in (units.units, _depth_first(units)):
         yield in_pieces(_beside(units, order))
 
 
@@ -51,10 +47,7 @@ def chain_of(units: Units, order: Sequence[Unit], works: Sequence[Work]) -> Chai
 
 
 def count_state(units: Units, stages: Sequence[Sequence[Unit]]) -> list[float]:
-    """Return the bytes that each stage holds all the time.
-
-    It holds each argument that it reads; a trained one with its gradient, and where it is first read with its moments.
-    """
+    """Return the bytes of what each stage reads: of trained ones with a gradient, where first read with moments."""
     origin, trained = _origins(units), _gradients(units).active
     arguments = set(units.arguments) | set(origin)
     earlier: set[Any] = set()
@@ -84,29 +77,16 @@ def work_of(units: Units, order: Sequence[Unit]) -> list[Work]:
 
 
 def scan_over_time(units: Units, stages: Sequence[Sequence[Unit]]) -> str:
-    """Return the line of a scan that several stages run, and whose steps read the same weights; "" if there is none.
-
-    A scan over layers has its weights among its rows, not among its constants.
-    """
+    """Return the line of a scan that several stages run, and whose steps read the same weights; "" if there is none."""
     origin, weights = _origins(units), units.trained or set(units.arguments)
     readers: dict[Any, set[int]] = collections.defaultdict(set)
-    for number, stage in enumerate(stages):
-        for unit in stage:
-            if unit.rows:
-                readers[unit.eqn].add(number)
+    for number, unit in ((number, unit) for number, stage in enumerate(stages) for unit in stage if unit.rows):
+        readers[unit.eqn].add(number)
     for eqn in (eqn for eqn, numbers in readers.items() if len(numbers) > 1):
         consts, carries = _compat.scan_counts(eqn.params)
-        constants, rows = (
-            sum(
-                ir.nbytes(v)
-                for a in atoms
-                if not isinstance(a, _compat.Literal)
-                for v in origin.get(a, (a,))
-                if v in weights
-            )
-            for atoms in (eqn.invars[:consts], eqn.invars[consts + carries :])
-        )
-        if constants > rows:
+        sources = [() if isinstance(a, _compat.Literal) else origin.get(a, (a,)) for a in eqn.invars]
+        sizes = [sum(ir.nbytes(v) for v in values if v in weights) for values in sources]
+        if sum(sizes[:consts]) > sum(sizes[consts + carries :]):  # a scan over layers has its weights among its rows
             return _compat.user_line(eqn.source_info) or "a line that JAX did not record"
     return ""
 
@@ -154,32 +134,8 @@ def _origins(units: Units) -> dict[Any, frozenset[Any]]:
     return origins
 
 
-def _readers(units: Units) -> dict[Any, list[int]]:
-    readers: dict[Any, list[int]] = collections.defaultdict(list)
-    for i, unit in enumerate(units.units):
-        for v in unit.eqn.invars:
-            if not isinstance(v, _compat.Literal):
-                readers[v].append(i)
-    return readers
-
-
-def _late(units: Units) -> list[Unit]:
-    """Sort units so that one whose results are larger than its operands is right before its first user."""
-    readers = _readers(units)
-    arguments = set(units.arguments) | {o for eqn in units.free for o in eqn.outvars}
-    number = len(units.units)
-    anchor = list(range(number))
-    for i in reversed(range(number)):
-        unit = units.units[i]
-        used = [anchor[r] for v in unit.eqn.outvars for r in readers.get(v, ())]
-        read = {v for v in unit.eqn.invars if not isinstance(v, _compat.Literal) and v not in arguments}
-        if used and not unit.eqn.effects and sum(map(ir.nbytes, unit.eqn.outvars)) >= sum(map(ir.nbytes, read)):
-            anchor[i] = min(used)
-    return [units.units[i] for i in sorted(range(number), key=lambda i: (anchor[i], i))]
-
-
 def _beside(units: Units, order: Sequence[Unit]) -> list[Unit]:
-    """Sort units so that one with a small result of a parameter is beside the first user of that parameter."""
+    """Sort units so that a small result of a parameter, such as its decay, comes right after its first user."""
     origin = _origins(units)
     arguments = set(units.arguments)
     small: dict[Unit, Any] = {}

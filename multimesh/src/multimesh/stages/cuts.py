@@ -70,12 +70,8 @@ def cut_chain(chain: Chain, stages: int, places: Sequence[int] | None = None) ->
     """Cut a chain into stages of at least one operation.
 
     Of the cuts whose slowest stage takes at most ``1 + SLACK`` times the least possible, take one that sends fewest
-    bytes; of equal ones the most even. Take one within ``1 + WIDE_SLACK`` if it sends at most half of that. Dynamic
-    programming does it, for all places in a short chain. In a long one it tries places where few bytes are alive,
-    ``_BINS`` for each stage and more, so that time grows with the number of stages and not with that of operations.
-
-    ``chain`` has at least as many operations as ``stages``. ``places`` are the operations before which a stage may
-    start, with 0 and the number of operations; None: chosen as said above.
+    bytes; of equal ones the most even. Take one within ``1 + WIDE_SLACK`` if it sends at most half of that.
+    ``places`` are the operations before which a stage may start, with both ends of the chain; None: see `_places`.
     """
     places = places or _places(chain, stages)
     times = [chain.ends[place] for place in places]
@@ -89,7 +85,7 @@ def cut_chain(chain: Chain, stages: int, places: Sequence[int] | None = None) ->
 
 
 def _places(chain: Chain, stages: int) -> list[int]:
-    """Return the operations before which a stage may start, with both ends of the chain."""
+    """Return all operations of a short chain; of a long one, for speed, those in bins where few bytes are alive."""
     number, before = len(chain.times), chain.ends
     if number <= max(_ALL, stages):
         return list(range(number + 1))

@@ -61,8 +61,8 @@ class PipelinedFunction(Generic[P, R]):
         if traced.loops:
             return self._in_loops(lambda fn: replace(self, fn=fn), args, kwargs)
         units, stages, cuts = self._cut(traced)
-        if cuts.over_time:
-            _compat.warn_at(cuts.over_time, cuts.remark.partition(": ")[2])
+        if cuts.remark:
+            _compat.warn_at(cuts.over_time, cuts.remark.removeprefix(f"{cuts.over_time}: "))
         meshes = [self.meshes[self.placement[s % len(self.placement)]] for s in range(len(stages))]
         places = [
             replace(make_task(f"stage{s}", mesh=mesh, logical_axes=self.logical_axes), cuts=cuts, types=self._types)
@@ -118,10 +118,15 @@ class PipelinedFunction(Generic[P, R]):
 
     def _in_loops(self, cut: Change, args: Any, kwargs: Any) -> Any:
         """Run the function, and cut the functions of its microbatch loops instead of the function itself."""
-        loops = _Loops(cut)
-        with in_loops(loops):
+        loops: list[Callable[..., Any]] = []
+
+        def change(fn: Callable[..., Any]) -> Callable[..., Any]:
+            loops.append(fn)
+            return cut(fn)
+
+        with in_loops(change):
             out = self.fn(*args, **kwargs)
-        if not loops.number:
+        if not loops:
             raise UsageError(f"{self._name}: {KEPT_LOOP}")
         return out
 
@@ -137,12 +142,16 @@ class PipelinedFunction(Generic[P, R]):
                 full[i] = array
             return jax.tree.unflatten(tree, full)
 
-        loops = _Loops(lambda fn: fn)
+        loops: list[Callable[..., Any]] = []
+
+        def note(fn: Callable[..., Any]) -> Callable[..., Any]:
+            loops.append(fn)
+            return fn
 
         def fn(*arrays: Any) -> Any:
             inner_args, inner_kwargs = call_arguments(arrays)
             changes = refuse_changes(lambda: self._name, (inner_args, inner_kwargs))
-            with in_loops(loops), inside(first), changes:
+            with in_loops(note), inside(first), changes:
                 return self.fn(*inner_args, **inner_kwargs)
 
         arrays = tuple(leaves[i] for i in where)
@@ -152,7 +161,7 @@ class PipelinedFunction(Generic[P, R]):
         trained = [place for place, array in enumerate(arrays) if _compat.is_differentiated(array)] or [
             place for place, i in enumerate(where) if i < len(number) and number[i] in self.argnums
         ]
-        return _Trace(closed, jax.tree.structure(shapes), arrays, tuple(trained), call_arguments, loops.number > 0)
+        return _Trace(closed, jax.tree.structure(shapes), arrays, tuple(trained), call_arguments, bool(loops))
 
     @property
     def _name(self) -> str:
@@ -201,30 +210,16 @@ class PipelinedFunction(Generic[P, R]):
         return between or anywhere, anywhere.slowest
 
 
-class _Loops:
-    """Changes the functions of microbatch loops, and counts them."""
-
-    def __init__(self, change: Change) -> None:
-        self._change, self.number = change, 0
-
-    def __call__(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        self.number += 1
-        return self._change(fn)
-
-
 @dataclass(frozen=True)
 class _Trace:
-    """A traced function, the tree of its results, the arrays that it is called with, and which have a gradient.
-
-    ``bind`` makes arguments and keywords of such arrays; ``loops`` says whether it has microbatch loops.
-    """
+    """A traced function."""
 
     closed: Any
-    tree: Any
-    arrays: tuple[Any, ...]
-    trained: tuple[int, ...]
-    bind: Callable[[Sequence[Any]], Any]
-    loops: bool
+    tree: Any  # of its results
+    arrays: tuple[Any, ...]  # that it is called with
+    trained: tuple[int, ...]  # those with a gradient
+    bind: Callable[[Sequence[Any]], Any]  # makes arguments and keywords of such arrays
+    loops: bool  # whether it has microbatch loops
 
 
 def _worth(new: ChainCut, old: ChainCut) -> bool:

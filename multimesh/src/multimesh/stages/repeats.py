@@ -19,8 +19,7 @@ Layers = tuple[int, ...]
 def find_layers(chain: Chain, kinds: Sequence[Hashable]) -> tuple[Layers, ...]:
     """Return the runs of layers in a chain, in order; none if they have less than half of its work.
 
-    ``kinds`` has a value for each operation; operations of one kind have the same cost and types. A layer starts where
-    the fewest bytes are alive.
+    Operations of one of the ``kinds`` have the same cost and types. A layer starts where the fewest bytes are alive.
     """
     times, alive = chain.ends, count_alive(chain)
     runs: list[tuple[int, int, int]] = []

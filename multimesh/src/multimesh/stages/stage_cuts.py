@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from multimesh.core.names import FormerName
 from multimesh.core.text import amount, columns
 
 WIDTH = 120  # columns of a table
-_NONE = 5e-4  # share of a stage's work that a table shows as 0.0 %
+_IDLE = 0.25  # of the mean: a stage with less work is named
 
 
 class Work(NamedTuple):
@@ -33,7 +34,7 @@ class StageCut:
         The text of that line; empty if nobody knows.
     time
         Operations of F, B and W together (or your measured seconds).
-    held
+    state
         Bytes of the arguments that it reads: frozen ones once; trained ones four times, with a gradient and two moments
         (twice if an earlier stage reads them too).
     received
@@ -45,9 +46,11 @@ class StageCut:
     line: str
     text: str
     time: float
-    held: float
+    state: float
     received: float
     work: Work
+
+    held = FormerName("state")
 
     @property
     def start(self) -> str:
@@ -101,9 +104,9 @@ class Cuts:
 
     @property
     def remark(self) -> str:
-        """A sentence about a scan over time, or stages without work; empty for all others."""
+        """A sentence about a scan over time, or stages with little work; empty for all others."""
         times = [stage.time for stage in self.stages]
-        idle = [str(s) for s, time in enumerate(times) if time < _NONE * sum(times)]
+        idle = [s for s, time in enumerate(times) if time * len(times) < _IDLE * sum(times)]
         if self.over_time:
             return (
                 f"{self.over_time}: each step of this scan reads the same weights, as a scan over time does, and "
@@ -114,8 +117,9 @@ class Cuts:
             return ""
         many, best = "stages" if len(idle) > 1 else "stage", len(times) - len(idle)
         return (
-            f"{many} {' and '.join(idle)} of {len(times)} would have 0.0 % of the work: {best} "
-            f"stage{'s are' if best > 1 else ' is'} as good"
+            f"{many} {' and '.join(map(str, idle))} of {len(times)} would have "
+            f"{' and '.join(self.shares[s] for s in idle)} of the work: {best} "
+            f"stage{'s are' if best > 1 else ' is'} about as good; or give layers that {len(times)} divides"
         )
 
     @property
@@ -141,7 +145,7 @@ class Cuts:
             ("stage", [str(s) for s in range(len(self.stages))]),
             *((part, [amount(getattr(s.work, part), "") for s in self.stages]) for part in Work._fields),
             ("share", self.shares),
-            ("state", [amount(stage.held, "bytes") for stage in self.stages]),
+            ("state", [amount(stage.state, "bytes") for stage in self.stages]),
             ("receives", [amount(stage.received, "bytes") for stage in self.stages]),
             ("starts at", [stage.start for stage in self.stages]),
         ]

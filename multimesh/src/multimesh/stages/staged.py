@@ -28,10 +28,7 @@ def run(
     places: Sequence[Placement],
     arrays: Sequence[Any],
 ) -> list[Any]:
-    """Run each stage as a task in its place, in order; then each backward pass that the function has, with its stages.
-
-    Takes the arguments of the function as flat arrays, and returns its flat results.
-    """
+    """Run each stage as a task in its place, then each backward pass of the function; return its flat results."""
     arguments = (v for v in function.arguments if v not in function.consts)
     env = _Values(itertools.chain(zip(arguments, arrays, strict=True), function.consts.items()))
     for eqn in function.free:
@@ -73,10 +70,9 @@ def _backward_scope(placed: Placement) -> Iterator[None]:
 def _backward_stages(
     after: Sequence[Unit], stages: Sequence[Sequence[Unit]]
 ) -> Iterator[tuple[int | None, tuple[Unit, ...]]]:
-    """Backward passes by stage, and what is in no stage, such as an optimizer; in the order in which they run.
+    """Yield backward passes by stage, and what is in no stage, such as an optimizer, in the order in which they run.
 
-    A unit stays in the stage that its cotangents come from, or goes to the next one before it that has all values of
-    the forward pass that the unit reads.
+    A unit stays in the stage of its cotangents, or goes to the next one before it that has all that the unit reads.
     """
     at: dict[Any, set[int]] = collections.defaultdict(set)  # stages that have a value of the forward pass, or a part
     for number, units in enumerate(stages):
@@ -126,7 +122,7 @@ class _Values(dict[Any, Any]):
 
 
 def _merge_rows(stages: Sequence[Sequence[Unit]]) -> Iterator[tuple[Unit, ...]]:
-    """Merge neighboring rows of a scan within each stage. A join gets the rows that stages produce."""
+    """Yield stages with neighboring rows of a scan as one unit. A join gets the rows that stages produce."""
     rows: dict[Any, list[Rows]] = {}
     for stage in stages:
         units: list[Unit] = []

@@ -164,10 +164,7 @@ class Units:
 
 
 def read(closed: Any, stages: int, trained: Iterable[int]) -> Units:
-    """Make units of a traced function, small enough for this number of stages; ``trained`` numbers its arguments.
-
-    Raises ``UsageError`` if the function has tasks or microbatches.
-    """
+    """Make units of a traced function, small enough for this number of stages; ``trained`` numbers its arguments."""
     goal = _forward_operations(closed.jaxpr) / stages
     reader = _Reader(goal)
     names = {v: v for v in (*closed.jaxpr.invars, *closed.jaxpr.constvars)}
@@ -317,10 +314,7 @@ def _substitute(atom: Any, names: Mapping[Any, Any]) -> Any:
 
 
 def _is_mark(eqn: Any, calls: Sequence[Any]) -> bool:
-    """Whether a call is a constraint of ours, which stays whole.
-
-    Raises ``UsageError`` for a task or a microbatch loop.
-    """
+    """Return whether a call is a constraint of ours, which stays whole; refuse a task or a microbatch loop."""
     name = eqn.params.get("name", "")
     for kind, problem in ((marks.TASKS, _TASK), (marks.LOOPS, KEPT_LOOP)):
         if isinstance(name, str) and name.startswith(kind.prefix):

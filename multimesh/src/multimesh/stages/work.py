@@ -36,12 +36,7 @@ class Gradients:
 
 
 def find_gradients(eqns: Sequence[Any], trained: Iterable[Any], outs: Iterable[Any]) -> Gradients:
-    """Return which values have a gradient.
-
-    ``eqns``: equations in the order in which they run.
-    ``trained``: arguments with a gradient.
-    ``outs``: results that have a cotangent.
-    """
+    """Return which values have a gradient, by the ``trained`` arguments and the ``outs`` that have a cotangent."""
     active = {v for v in trained if _is_differentiable(v)}
     for eqn in eqns:
         if eqn.primitive.name != _STOPS and any(_is_in(a, active) for a in eqn.invars):
@@ -54,58 +49,43 @@ def find_gradients(eqns: Sequence[Any], trained: Iterable[Any], outs: Iterable[A
 
 
 def count_work(eqn: Any, gradients: Gradients, weights: Set[Any], *, again: bool = False) -> Work:
-    """Return the work of an equation in a training step.
+    """Return the work of an equation in a training step; under `jax.checkpoint` it is computed ``again``.
 
-    ``eqn``: an equation.
-    ``gradients``: of the function that it is in.
-    ``weights``: arguments, and what is cheaply computed from arguments alone: a product's gradient for them is W, not
-    B.
-    ``again``: whether its backward pass computes it once more, under `jax.checkpoint`.
+    A product's gradient for one of the ``weights``, arguments and what is cheaply computed of them, is W and not B.
     """
     forward = operations(eqn.primitive.name, eqn.params, eqn.invars, eqn.outvars)
     cotangents = gradients.of(eqn.invars, eqn.outvars)
     if not cotangents:
         return Work(forward)
     name = eqn.primitive.name
+    inner = [_count_inside(eqn, jaxpr, gradients, weights) for jaxpr in _compat.subjaxprs(eqn.params)]
+    counted = [work for work in inner if work is not None]
     if name in PRODUCTS:
         late = sum(v in weights for v in cotangents)
         back = Work(0.0, forward * (len(cotangents) - late), forward * late)
-    elif name in _OPAQUE:
+    elif name in _OPAQUE or len(counted) < len(inner):
         back = Work(0.0, _BACKWARD * forward)
+    elif not inner:
+        back = Work(0.0, forward)
     else:
-        inner = [_count_inside(eqn, jaxpr, gradients, weights) for jaxpr in _compat.subjaxprs(eqn.params)]
-        counted = [work for work in inner if work is not None]
-        if not inner:
-            back = Work(0.0, forward)
-        elif len(counted) < len(inner):
-            back = Work(0.0, _BACKWARD * forward)
-        else:
-            back = max(counted, key=sum) if name == "cond" else add_work(counted)
+        back = max(counted, key=sum) if name == "cond" else add_work(counted)
     return Work(forward, back.backward + (forward if again else 0.0), back.weights)
 
 
 def find_residuals(eqns: Sequence[Any], policy: Any) -> frozenset[int]:
-    """Return the numbers of the equations under `jax.checkpoint` that a backward pass need not compute again.
-
-    Its policy saves their results, or only equations whose results it saves read them.
-    """
+    """Return the numbers of the equations that a policy of `jax.checkpoint` saves, or whose only readers it saves."""
     readers: dict[Any, list[int]] = collections.defaultdict(list)
     for i, eqn in enumerate(eqns):
         for v in eqn.invars:
             if not isinstance(v, _compat.Literal):
                 readers[v].append(i)
     saved: set[int] = set()
-    for i, eqn in reversed([*enumerate(eqns)]):
-        if policy is not None and _is_saved(policy, eqn):
+    for i, eqn in reversed([*enumerate(eqns)] if policy is not None else []):
+        users = [r for v in eqn.outvars for r in readers[v]]
+        named = users and saved.issuperset(users) and all(eqns[r].primitive.name == "name" for r in users)
+        if named or _is_saved(policy, eqn):
             saved.add(i)
-        elif policy is not None:
-            users = [r for v in eqn.outvars for r in readers[v]]
-            if users and saved.issuperset(users) and all(eqns[r].primitive.name in _PASSED for r in users):
-                saved.add(i)
     return frozenset(saved)
-
-
-_PASSED = frozenset(("name",))  # their results are their operands
 
 
 def _is_saved(policy: Any, eqn: Any) -> bool:

@@ -22,10 +22,7 @@ _Key = tuple[Mesh, str | None, int]
 
 
 def cut_operations(ops: Sequence[ir.Op], results: Iterable[ir.Atom], *, phased: bool) -> tuple[Fragment, ...]:
-    """Cut placed operations into fragments, ordered by level, the forward before the backward.
-
-    ``results`` are read outside; with ``phased``, in a loop, forward and backward pass go into different fragments.
-    """
+    """Cut placed operations into fragments, ordered by level; if ``phased``, forward and backward pass apart."""
     results = set(ir.values(results))
     keys = _keys(ops, phased)
     groups = group((key, i) for i, key in enumerate(keys))

@@ -42,10 +42,7 @@ def number_stages(pipeline: Pipeline) -> Pipeline:
 
 
 def number_by_schedule(pipeline: Pipeline, schedule: Schedule) -> Pipeline:
-    """Number the stages of a loop by its schedule, and make one fragment of each stage and phase.
-
-    Submeshes come in the order of the loop, then those without a task as they are met.
-    """
+    """Number the stages of a loop by its schedule, and make one fragment of each stage and phase."""
     forward = [f for f in pipeline.fragments if f.phase == "F"]
     backward = [f for f in pipeline.fragments if f.phase == "B"]
     meshes = dict.fromkeys(f.mesh for f in (*forward, *reversed(backward)))
@@ -98,10 +95,7 @@ def _along(parts: Sequence[Fragment], route: Sequence[Mesh]) -> dict[int, list[i
 
 
 def _without_late(behind: dict[int, list[ir.Op]], total: int) -> tuple[dict[int, list[ir.Op]], dict[int, list[ir.Op]]]:
-    """Split the backward pass by position: the operations up to position ``total``, and those beyond it.
-
-    Only operations outside of tasks that no task waits for can: those over what several submeshes make backward.
-    """
+    """Split off backward operations beyond position ``total``: outside of tasks, over what several stages make."""
     if max(behind, default=0) < total:
         return behind, {}
     on = {o: op.mesh for ops in behind.values() for op in ops for o in op.outs}

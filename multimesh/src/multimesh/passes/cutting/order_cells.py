@@ -31,10 +31,7 @@ def join_forward_backward(pipeline: Pipeline) -> Pipeline:
 
 
 def order_cells(pipeline: Pipeline) -> Pipeline:
-    """Return the loop with its cells in one global order: that of the schedule's fronts, or else of start times.
-
-    Late cells of a microbatch run when their operands are there.
-    """
+    """Return the loop with its cells in one global order: that of the schedule's fronts, or else of start times."""
     schedule, fragments = pipeline.loop.mark.schedule, pipeline.fragments
     index = {(f.phase, f.stage): i for i, f in enumerate(fragments)}
     queues = [[(index[c.phase, c.stage], c.microbatch) for c in row] for row in pipeline.table]

@@ -41,14 +41,9 @@ class Fragment:
         return {o for op in self.ops for o in op.outs}
 
     @property
-    def after(self) -> set[ir.Value]:
-        """The values that must exist before this fragment runs although it does not read them."""
-        return {v for op in self.ops for v in op.after}
-
-    @property
     def needs(self) -> Iterator[ir.Value]:
         """The values that must exist before this fragment runs."""
-        return itertools.chain(self.ins, self.after)
+        return itertools.chain(self.ins, (v for op in self.ops for v in op.after))
 
     def __str__(self) -> str:
         head = f"{self.phase or '-'} level {self.level} {self.task or 'unmarked'} @{self.mesh.devices.flat[0]}"
@@ -88,14 +83,9 @@ class Pipeline:
     choice: Choice | None = None  # the tables that `auto` chose from
 
     @property
-    def stages(self) -> int:
-        """The number of stages that have a fragment."""
-        return len({part.stage for part in self.fragments})
-
-    @property
     def complete(self) -> bool:
         """Whether every stage has a fragment."""
-        return self.stages == len(self.submeshes) * self.chunks
+        return len({part.stage for part in self.fragments}) == len(self.submeshes) * self.chunks
 
     @property
     def shape(self) -> tuple[int, int, int, bool]:

@@ -31,10 +31,7 @@ def replace_schedules(program: ir.Program, schedules: Mapping[int, Schedule]) ->
 
 
 def schedule_cells(pipeline: Pipeline) -> Pipeline:
-    """Return the loop with the table of its schedule. ``auto`` chooses one by given or estimated costs.
-
-    Refuses a loop without the stages that were asked for, and a schedule that has no valid table for it.
-    """
+    """Return the loop with the table of its schedule. ``auto`` chooses one by given or estimated costs."""
     schedule = pipeline.loop.mark.schedule
     if not isinstance(schedule, schedules.Auto):
         return replace(pipeline, table=_table(pipeline))
@@ -51,7 +48,7 @@ def _table(pipeline: Pipeline) -> Table:
     submeshes, chunks = len(pipeline.submeshes), pipeline.chunks
     placement = mark.schedule.placement(submeshes)
     row = " ".join(map(str, placement))
-    if len(placement) > submeshes and pipeline.stages < submeshes * chunks:
+    if len(placement) > submeshes and not pipeline.complete:
         missing = set(range(submeshes * chunks)) - {part.stage for part in pipeline.fragments}
         raise UsageError(
             f"{mark.where}: schedule {mark.schedule} puts stages 0, 1, ... on submeshes {row}, but the "

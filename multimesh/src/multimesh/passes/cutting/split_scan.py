@@ -10,25 +10,21 @@ from dataclasses import replace
 
 from multimesh import ir
 from multimesh.core import _compat
-from multimesh.passes.reading.scan_bodies import ScanBody, build_scan, read_scan
+from multimesh.passes.reading.scan_bodies import build_scan, read_scan
 
 Cut = Callable[[Sequence[ir.Op], set[ir.Value], set[ir.Value]], tuple[Sequence[ir.Op], Sequence[ir.Op]]]
 
 
 def split_scan(op: ir.Op, needed: set[ir.Value], tainted: set[ir.Value], cut: Cut) -> tuple[ir.Op, ir.Op] | None:
-    """Split a scan in two: the values ``needed``, then the rest. Return None if the first would compute everything.
-
-    ``cut(ops, needed, tainted)`` splits the body: the needed operations, and the rest, which may repeat what depends on
-    nothing ``tainted``. Carries count as tainted.
-    """
+    """Split a scan in two by ``cut``: the values ``needed``, then the rest; None if the first would compute all."""
     if all(o in needed for o in op.outs):
         return None
     body = read_scan(op)
     if body is None:
         return None
     carries = _find_carries(body, needed)
-    leaves = [*(body.carried[c] for c in carries), *(leaf for out, leaf in body.stacks.items() if out in needed)]
-    outside = {**body.consts, **body.rows}
+    leaves = [*(body.carries[c].leaf for c in carries), *(leaf for out, leaf in body.stacks.items() if out in needed)]
+    outside = {**body.consts, **body.slices}
     inner = {v for v, outer in outside.items() if isinstance(outer, ir.Value) and outer in tainted} | set(body.carries)
     here, later = cut(body.ops, set(ir.values(leaves)), inner)
     made_here, made_later = ({o for part in ops for o in part.outs} for ops in (here, later))
@@ -38,7 +34,7 @@ def split_scan(op: ir.Op, needed: set[ir.Value], tainted: set[ir.Value], cut: Cu
     }
     if not late_stacks and not late_carries:
         return None
-    last = [*late_stacks.values(), *(body.carried[c] for c in late_carries)]
+    last = [*late_stacks.values(), *(body.carries[c].leaf for c in late_carries)]
     later = ir.live(later, last)
     read = dict.fromkeys((*(v for part in later for v in part.reads), *ir.values(last)))  # in order: so are the stacks
     crossing = {
@@ -48,16 +44,16 @@ def split_scan(op: ir.Op, needed: set[ir.Value], tainted: set[ir.Value], cut: Cu
     }
     early_stacks = {out: leaf for out, leaf in body.stacks.items() if out not in late_stacks}
     first = build_scan(op, body, here, carries, early_stacks | {outer: inner for inner, outer in crossing.items()})
-    second = build_scan(op, replace(body, rows={**body.rows, **crossing}), later, set(late_carries), late_stacks)
+    second = build_scan(op, replace(body, slices={**body.slices, **crossing}), later, set(late_carries), late_stacks)
     return first, second
 
 
-def _find_carries(body: ScanBody, needed: set[ir.Value]) -> set[ir.Value]:
+def _find_carries(body: ir.Loop, needed: set[ir.Value]) -> set[ir.Value]:
     """Return the carries of a scan whose last value is needed, and the carries that these or needed rows read."""
-    carries = {c for c, out in body.last.items() if out in needed}
+    carries = {v for v, c in body.carries.items() if c.out in needed}
     rows = [leaf for out, leaf in body.stacks.items() if out in needed]
     while True:
-        leaves = [*rows, *(body.carried[c] for c in carries)]
+        leaves = [*rows, *(body.carries[c].leaf for c in carries)]
         reads = {v for op in ir.live(body.ops, leaves) for v in op.reads} | set(ir.values(leaves))
         more = {c for c in body.carries if c in reads} - carries
         if not more:

@@ -81,10 +81,7 @@ def find_adjacent(table: Sequence[Sequence[Cell]], first: str, second: str) -> s
 
 
 def split_weights(fragments: Sequence[Fragment], stages: Iterable[int], results: set[ir.Value]) -> tuple[Fragment, ...]:
-    """Split the backward fragments of ``stages``. If nothing waits for a fragment, as for the first, it is all W.
-
-    ``fragments`` are in the order of the data, and ``results`` are read outside of the loop.
-    """
+    """Split the backward fragments of ``stages``. If nothing waits for a fragment, as for the first, it is all W."""
     stage_numbers = set(stages)
     last = max((part.level for part in fragments if part.phase != "L"), default=0)
     split: list[Fragment] = []

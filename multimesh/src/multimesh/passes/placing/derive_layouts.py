@@ -19,7 +19,6 @@ from multimesh.errors import internal_error
 from multimesh.ir.axes import Array, Dimension, constraint, join, spread
 from multimesh.ir.primitives import links
 from multimesh.ir.program import all_ops
-from multimesh.passes.reading.scan_bodies import ScanBody
 
 
 def derive_layouts(program: ir.Program, specs: Sequence[PartitionSpec | None]) -> ir.Program:
@@ -40,7 +39,7 @@ Arrays = Mapping[ir.Value, Mapping[Mesh, Array]]
 """The array of each value on each submesh that makes or reads it."""
 
 
-Bodies = Mapping[ir.Op, ScanBody]
+Bodies = Mapping[ir.Op, ir.Loop]
 
 
 def spread_constraints(
@@ -76,7 +75,7 @@ def _join_dimensions(
         env = {v: array(v, op.mesh) for v in (*op.reads, *op.outs)}
         if op in bodies:
             ops += bodies[op].ops
-            for inner, outer, shift in _edges_of_scan(bodies[op]):
+            for inner, outer, shift in bodies[op].edges:
                 if isinstance(inner, ir.Value) and isinstance(outer, ir.Value):
                     _join_arrays(array(inner, op.mesh), array(outer, op.mesh), shift)
             continue
@@ -89,7 +88,7 @@ def _join_dimensions(
         open_dims = set(range(len(ir.shape(op.outs[0])))).difference(d for d, _ in fixed)
         for value, d in itertools.product(op.reads, open_dims):
             join([(env[value], d), (env[op.outs[0]], d)])
-    for inner, outer, shift in (edge for loop in reversed(program.loops) for edge in _edges(loop)):
+    for inner, outer, shift in (edge for loop in reversed(program.loops) for edge in loop.edges):
         if isinstance(inner, ir.Value) and isinstance(outer, ir.Value):
             for mesh, inner_array in tuple(arrays.get(inner, {}).items()):
                 _join_arrays(inner_array, array(outer, mesh), shift)
@@ -97,25 +96,6 @@ def _join_dimensions(
         for other in others:
             _join_arrays(first, other)
     return arrays, constrained
-
-
-def _edges(loop: ir.Loop) -> list[tuple[ir.Atom, ir.Atom, int]]:
-    """Return pairs of values inside and outside of a loop, and how many leading dimensions the outer one adds."""
-    pairs = [(inner, outer, 0) for inner, outer in (*loop.consts.items(), *loop.linked.items())]
-    pairs += [(inner, outer, 1) for inner, outer in loop.slices.items()]
-    pairs += [(s.leaf, s.out, 0) for s in loop.sums]
-    pairs += [(inner, outer, 1) for outer, inner in loop.stacks.items()]
-    for inner, carry in loop.carries.items():
-        pairs += [(atom, state, 0) for atom in (inner, carry.leaf) for state in (carry.init, carry.out)]
-    return pairs
-
-
-def _edges_of_scan(body: ScanBody) -> list[tuple[ir.Atom, ir.Atom, int]]:
-    """Return pairs of values inside and outside of a scan, and how many leading dimensions the outer one adds."""
-    pairs = [(inner, outer, 0) for inner, outer in (*body.consts.items(), *body.carries.items())]
-    pairs += [(inner, outer, 1) for inner, outer in body.rows.items()]
-    pairs += [(body.carried[carry], outer, 0) for carry, outer in body.last.items()]
-    return pairs + [(inner, outer, 1) for outer, inner in body.stacks.items()]
 
 
 def _join_arrays(inner: Array, outer: Array, shift: int = 0) -> None:

@@ -276,11 +276,7 @@ def _keeps(op: ir.Op, roots: Roots) -> bool:
 
 
 def _split(op: ir.Op, home: Callable[[Iterable[ir.Value], ir.Value], Mesh]) -> list[tuple[ir.Op, Mesh]]:
-    """Cut an unmarked ``cond`` by the submeshes of its results, each with the branches' operations that it needs.
-
-    ``optax.MultiSteps`` updates every parameter inside such a ``cond``. ``home`` gives the submesh of a result, from
-    the operands that it depends on and the result.
-    """
+    """Cut an unmarked ``cond``, as that of ``optax.MultiSteps``, by the submeshes (``home``) of its results."""
     branches = op.params["branches"]
     groups: dict[Mesh, list[int]] = collections.defaultdict(list)
     for i in range(len(op.outs)):

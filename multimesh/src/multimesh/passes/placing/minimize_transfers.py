@@ -45,10 +45,7 @@ class Node:
 def minimize_transfers(
     nodes: Sequence[Node], route: Sequence[Mesh] = (), awaited: Iterable[ir.Value] = ()
 ) -> dict[int, Mesh]:
-    """Return the nodes that should move, by number, each with its new submesh. ``nodes`` are in topological order.
-
-    In a loop ``route`` has the submesh of each stage, and the next iteration waits for the values ``awaited``.
-    """
+    """Return the nodes that should move, with their new submesh. The next iteration waits for ``awaited``."""
     if not any(node.movable for node in nodes) or len({node.mesh for node in nodes}) < 2:
         return {}
     if route and any(node.mesh not in route for node in nodes if node.staged and not node.movable):
@@ -112,10 +109,7 @@ class _Problem:
         return leading
 
     def _weights(self) -> dict[ir.Value, int]:
-        """Map each value that a movable node makes or reads to the cost of sending it.
-
-        Scalars in straight code are free.
-        """
+        """Map each value of a movable node to the cost of sending it; scalars in straight code are free."""
         sent = {
             v: v.nbytes
             for v, readers in self._readers.items()

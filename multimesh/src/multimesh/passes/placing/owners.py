@@ -136,10 +136,7 @@ def find_task_inputs(ops: Iterable[ir.Op]) -> set[ir.Value]:
 
 
 def find_extra_copies(program: ir.Program) -> Iterator[tuple[int, tuple[Mesh, ...], ir.Op]]:
-    """Yield arguments of a placed program, except data, that also lie on submeshes whose tasks do not read them.
-
-    Yields the number of the argument, its submeshes, and an operation that reads it on the last ones, outside of tasks.
-    """
+    """Yield arguments, except data, that also lie where no task reads them, the submeshes, and a reader on the last."""
     owners = Owners(program, (), {})
     readers = owners.readers(program)
     for n, v in enumerate(program.inputs):

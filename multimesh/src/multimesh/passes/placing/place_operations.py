@@ -29,10 +29,7 @@ Moves = dict[ir.Value, ir.Value]
 
 
 def place_operations(program: ir.Program, replaced: Mapping[int, int] | None = None) -> ir.Program:
-    """Place all operations of a program, and note the ``homes`` of values. Without tasks, all is on its ``home``.
-
-    ``replaced`` maps result leaves to the argument leaves that they replace. A program has a task or a ``home``.
-    """
+    """Place all operations of a program, and note the ``homes`` of values. Without tasks, all is on its ``home``."""
     program = replace(program, items=tuple(_resolve_constraints(program)))
     order = tuple(dict.fromkeys((*task_meshes(program), *program.input_homes.values())))
     order = order or ((program.home,) if program.home is not None else ())

@@ -243,10 +243,7 @@ class _Builder:
         return {key: spec for key, spec in pairs if spec is not None}
 
     def _outputs(self) -> tuple[tuple[tuple[str, Any], ...], dict[int, tuple[int, ...]]]:
-        """Return the place of each result, and the argument whose layout the copy of a passed-through argument takes.
-
-        As under `jax.jit` every result has a buffer of its own: an argument, or what is there twice, is copied.
-        """
+        """Return the place of each result, a copy of what has a place already, and the arguments that these copy."""
         staged = dict(reversed(self.inputs))  # the first of each
         outputs = [self._output(o, staged) for o in self.program.outputs]
         arg_of = {slot: arg for arg, slot in self.inputs}

@@ -22,10 +22,7 @@ def live_with_originals(program: ir.Program, loop: ir.Loop, values: Sequence[ir.
 
 
 def find_recomputation(program: ir.Program, loop: ir.Loop) -> dict[ir.Value, ir.Value]:
-    """Map values that the backward pass of a loop recomputes to those of the forward pass.
-
-    JAX moves what is the same in every iteration out of the loop: that counts, too.
-    """
+    """Map values that the backward pass of a loop recomputes, or that JAX moved out of it, to the forward pass's."""
     first: dict[ir.Value, ir.Value] = {}
     if {op.prim for op in loop.ops if op.backward}.isdisjoint(op.prim for op in loop.ops if not op.backward):
         return first

@@ -87,10 +87,7 @@ def _share_rows(items: Sequence[ir.Item]) -> list[ir.Item]:
 
 
 def _can_fuse(first: ir.Loop, second: ir.Loop, items: Sequence[ir.Item]) -> bool:
-    """Return whether ``second`` depends on ``first`` only row by row; ``items`` are in topological order.
-
-    Under `jax.checkpoint` it may read no row that ``first`` made, but those that both are given.
-    """
+    """Return whether ``second`` depends on ``first`` row by row only, or repeats it under `jax.checkpoint`."""
     again = second.backward and not first.backward and not set(first.slices.values()).isdisjoint(second.slices.values())
     if not again and not _reads_rows(second, first):
         return False

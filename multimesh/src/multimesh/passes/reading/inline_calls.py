@@ -81,10 +81,7 @@ class _Inliner:
         self.passed: dict[ir.Value, ir.Atom] = {}  # copies of what tasks pass through, with the original
 
     def check_registrations(self, *, placed: bool) -> None:
-        """Warn of a registered pattern that no scope matches if a scope has a similar name, or nothing is placed.
-
-        Where nothing is ``placed`` and a scope has a name near to the pattern, it raises an error.
-        """
+        """Warn of a pattern that no scope matches; raise an error if a name is near and nothing is ``placed``."""
         names = list(dict.fromkeys(name for path in self._paths for name in path.split("/")))
         for r in self._registrations:
             if any(map(r.pattern.search, self._paths)):

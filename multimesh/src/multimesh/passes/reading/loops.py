@@ -29,10 +29,7 @@ def make_loop(
     ins: Sequence[ir.Atom],
     outs: Sequence[ir.Value],
 ) -> ir.Loop:
-    """Return the loop of a scan. A carry is passed through, summed, or the state of `microbatch`.
-
-    ``args`` and ``results`` are inputs and results of the body, ``ins`` and ``outs`` those of the scan.
-    """
+    """Return the loop of a scan. A carry is passed through, summed, or the state of `microbatch`."""
     num_consts, num_carry = _compat.scan_counts(eqn.params)
     consts: dict[ir.Value, ir.Atom] = dict(zip(args[:num_consts], ins[:num_consts], strict=True))
     slices: dict[ir.Value, Any] = dict(zip(args[num_consts + num_carry :], ins[num_consts + num_carry :], strict=True))
@@ -84,11 +81,7 @@ def _addends(
     readers: Mapping[ir.Value, Sequence[ir.Op]],
     returned: Mapping[ir.Value, int],
 ) -> tuple[list[ir.Atom], set[int]] | None:
-    """Return the addends of ``total = carry + a + b ...`` and the ids of its additions, or None if it is no such sum.
-
-    The carry serves nothing else: neither other operations nor other results of the body. ``readers`` are the
-    operations that read a value, and ``returned`` says how many results of the body it is.
-    """
+    """Return the addends of ``total = carry + a + b ...`` and the ids of the additions; None if it is no such sum."""
     carried = {carry}
     waiting = [carry]
     while waiting:

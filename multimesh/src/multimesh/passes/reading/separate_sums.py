@@ -99,10 +99,7 @@ def _without_literals(loop: ir.Loop) -> ir.Loop:
 def _split_leaf(
     leaf: ir.Atom, inner: dict[ir.Value, ir.Op], uses: collections.Counter[ir.Value], dropped: set[int]
 ) -> list[ir.Atom]:
-    """Return the addends of a leaf that is itself a sum (of cotangents) without other users.
-
-    ``uses`` counts reads by operations, sums and stacks.
-    """
+    """Return the addends of a leaf that is itself a sum (of cotangents) that nothing else uses."""
     leaves: list[ir.Atom] = []
     stack = [leaf]
     while stack:

@@ -34,15 +34,12 @@ from multimesh.ir.program import all_ops
 from multimesh.passes.placing.derive_layouts import Arrays, Bodies, spread_constraints
 from multimesh.passes.placing.place_operations import Homes
 from multimesh.passes.reading.inline_calls import flatten
-from multimesh.passes.reading.scan_bodies import ScanBody, build_scan, read_scan
+from multimesh.passes.reading.scan_bodies import build_scan, read_scan
 
 
 @dataclass(frozen=True, eq=False)
 class _Term:
-    """The reduction over rows that a leaf comes from, and the operations from that reduction to the leaf.
-
-    If a scan makes the reduction, the operations start with the scan.
-    """
+    """The reduction over rows that a leaf comes from, and the operations from it, or from its scan, to the leaf."""
 
     chain: tuple[ir.Op, ...]
     rows: Mapping[ir.Value, int]  # operand of the reduction to its dimension of rows
@@ -177,8 +174,7 @@ class _Search:
         body = self._bodies[op]
         if stack not in body.stacks:
             return None
-        results = [*body.carried.values(), *body.stacks.values()]
-        search = _Search(body.ops, results, self._arrays, self._bodies, self._of_weights)
+        search = _Search(body.ops, body.leaves, self._arrays, self._bodies, self._of_weights)
         term = search.term(body.stacks[stack])
         if term is None or term.row is not None:  # of a scan in a scan
             return None
@@ -190,10 +186,7 @@ class _Search:
 
 
 def _cut(term: _Term, traces: _Traces, stack: ir.Value | None = None) -> tuple[tuple[ir.Op, ...], ir.Value]:
-    """Return the operations that compute the terms of a leaf, along a first dimension, and their result.
-
-    If a scan makes the terms, they are the second dimension of ``stack``.
-    """
+    """Return the operations that compute the terms of a leaf, of a scan's ``stack`` or not, and their result."""
     chain = term.chain if term.row is None else term.chain[1:]
     before = None if term.row is None else term.row.stack
     inner = {op.outs[0] for op in chain}
@@ -239,7 +232,7 @@ def _cut_row(scan: ir.Op, row: _Row, traces: _Traces) -> _Cut:
     return _Cut(row, ops, terms, ir.Value(_compat.stack(terms.aval, scan.params["length"])))
 
 
-def _scan_of_terms(op: ir.Op, body: ScanBody, cuts: Sequence[_Cut]) -> ir.Op:
+def _scan_of_terms(op: ir.Op, body: ir.Loop, cuts: Sequence[_Cut]) -> ir.Op:
     """Return a scan that stacks terms in the place of their sums."""
     new_ops: dict[ir.Op, tuple[ir.Op, ...]] = {}
     for cut in cuts:

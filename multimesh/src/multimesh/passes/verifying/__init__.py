@@ -3,19 +3,18 @@
 A rule takes what a pass made and yields a `Fault` for each place where that is broken. Nothing here changes anything.
 Set ``MULTIMESH_VERIFY=1`` to run the rules after every pass; otherwise none of them costs anything. A fault is a bug of
 MultiMesh, never of the user: the error names the pass, the value and the user's line, and asks for a report.
+
+A rule of the plan refuses a fragment that reads a value which nothing gives in any case: no rule before it does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from multimesh import ir
 from multimesh.core import _compat
 from multimesh.errors import internal_error
-from multimesh.passes.cutting.parts import Parts
-from multimesh.passes.verifying import cut, plans, programs
-from multimesh.passes.verifying.faults import Fault
+from multimesh.passes.verifying.rules import RULES, Fault, tasks_are_at_home
 
 
 def verify(name: str, result: Any) -> None:
@@ -31,8 +30,7 @@ def verify(name: str, result: Any) -> None:
 
 def faults(name: str, result: Any) -> Iterator[tuple[str, Fault]]:
     """Yield each fault of a pass's result, with the name of the rule."""
-    rules: Sequence[Any] = programs.rules_after(name) if isinstance(result, ir.Program) else plans.RULES
-    if isinstance(result, Parts):
-        rules, result = cut.RULES, result.parts
-    for rule in rules:
-        yield from ((rule.__name__, fault) for fault in rule(result))
+    copied = name in ("recompute_transfers", "replace_schedules")  # operations of tasks, to where they are read
+    for rule in RULES[type(result)]:
+        if not copied or rule is not tasks_are_at_home:
+            yield from ((rule.__name__, fault) for fault in rule(result))

@@ -41,8 +41,6 @@ class Exchange:
     def start(self) -> None:
         """Wait for all processes, then make a first transfer on each pair of devices that new movers use.
 
-        All processes call it when they have made the same movers.
-
         Raises ``LostProcessError`` if a process does not come here, or a first transfer does not arrive, in time.
         """
         state = f"moves {self._starts} of plan {self.plan} are" if self._starts else f"plan {self.plan} is"

@@ -55,10 +55,7 @@ def try_transfers(transport: Transport, transfers: Iterable[ProcessTransfer], ke
 
 
 def _turn(transfer: ProcessTransfer) -> tuple[int, int, int]:
-    """Return the order in which all processes connect.
-
-    Along a chain every second pair comes first, to shorten waits.
-    """
+    """Return the order in which all processes connect: along a chain every second pair first, to shorten waits."""
     low, distance = min(transfer.source, transfer.target), abs(transfer.source - transfer.target)
     return low // distance % 2, transfer.source, transfer.target
 
