@@ -20,8 +20,7 @@ from orbax.checkpoint import v1 as ocp
 from multimesh import distributed
 from multimesh.errors import DamagedError, NoRecordError
 from multimesh_maxtext.errors import CheckpointError, DamagedCheckpointError
-from multimesh_maxtext.trainer.checkpointer import reason, telling
-from multimesh_maxtext.trainer.relayout import relaid
+from multimesh_maxtext.trainer.checkpointer import telling
 
 STATE = {"params": {"w": jnp.arange(4000.0).reshape(40, 100)}, "opt_state": {"count": jnp.ones(7, jnp.int32)}}
 RECORD = "multimesh-sums.0-of-1.json"
@@ -38,7 +37,7 @@ def start() -> Iterator[Open]:
         context.array.saving.use_ocdbt = context.array.saving.use_zarr3 = context.pytree.loading.partial_load = True
         every = ocp.training.save_decision_policies.FixedIntervalPolicy(1)
         opened.append(ocp.training.Checkpointer(folder, context=context, save_decision_policy=every))
-        return telling(relaid(opened[-1]))
+        return telling(opened[-1])
 
     yield checkpointer
     for each in opened:
@@ -168,12 +167,3 @@ def test_what_cannot_be_written_is_named_with_what_is_complete(start: Open, writ
     assert str(caught.value).startswith(
         "a checkpoint cannot be written (File too large); checkpoint 3 there is complete; "
     )
-
-
-def test_the_reason_is_what_happened_first():
-    full = "RESOURCE_EXHAUSTED: Failed to write 105752 bytes to file 4: No space left on device [os_error_code='28']"
-    error = KeyError("a long story")
-    error.__cause__ = ValueError(full)
-    assert reason(error) == "No space left on device"
-    assert reason(OSError(28, "No space left on device", "/tmp/3")) == "/tmp/3: No space left on device"
-    assert reason(ValueError()) == "ValueError"

@@ -141,14 +141,13 @@ def test_a_position_of_other_processes_is_refused(job: MakeJob, tmp_path: Path):
             pass
 
 
-def losses(folder: Path) -> list[float]:
-    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [record["learning/loss"] for record in records if "learning/loss" in record]
+def numbers(folder: Path, key: str = "learning/loss") -> list[float]:
+    """A number of each record that has it."""
+    return [record[key] for record in records(folder) if key in record]
 
 
 def evaluations(folder: Path) -> list[float]:
-    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [record["eval/total_loss"] for record in records if "eval/total_loss" in record]
+    return numbers(folder, "eval/total_loss")
 
 
 def train(root: Path, output: Path, *words: Any) -> int:
@@ -157,49 +156,49 @@ def train(root: Path, output: Path, *words: Any) -> int:
     return main([str(word) for word in (*SMALL, *same, *words)], root=root)
 
 
-def grain(folder: Path, here: Path, files: str) -> tuple[str, ...]:
+def grain(here: Path, files: str) -> tuple[str, ...]:
     return ("dataset_type=grain", f"grain_train_files={files}", "--tokenizer-path", str(here / "pieces.model"))
+
+
+def parquet(here: Path, files: str) -> tuple[str, ...]:
+    kinds = ("dataset_type=grain", "grain_file_type=parquet", "tokenizer_type=huggingface")
+    return (*kinds, f"grain_train_files={files}", "--tokenizer-path", str(here / "hf"))
+
+
+FORMS: dict[str, Callable[[Path, Path, list[str]], tuple[Any, ...]]] = {
+    "arrayrecord": lambda folder, here, texts: grain(here, corpora.array_records(folder, texts)),
+    "unpacked": lambda folder, here, texts: (*grain(here, corpora.array_records(folder, texts)), "packing=false"),
+    "parquet": lambda folder, here, texts: parquet(here, corpora.parquet(folder, texts)),
+    "hf": lambda folder, here, texts: (
+        *("dataset_type=hf", "hf_path=json", f"hf_train_files={corpora.json_lines(folder, texts)}"),
+        *("--tokenizer-path", here / "hf"),
+    ),
+    "tiktoken": lambda folder, here, texts: (
+        *grain(here, corpora.array_records(folder, texts))[:2],
+        *("tokenizer_type=tiktoken", "--tokenizer-path", here / "tokenizer.tiktoken"),
+    ),
+    "tfds": lambda folder, here, texts: (
+        *("--use-tfds-dataset", "--dataset-path", folder),
+        *("--dataset-name", corpora.tensorflow_dataset(folder, texts), "--tokenizer-path", here / "pieces.model"),
+    ),
+    "c4_mlperf": lambda folder, here, texts: (
+        *("dataset_type=c4_mlperf", f"dataset_path={folder}"),
+        f"dataset_name={corpora.tensorflow_dataset(folder, texts)}",
+        *("--tokenizer-path", here / "pieces.model"),
+    ),
+    "mixture": lambda folder, here, texts: (
+        *("dataset_type=grain", f"grain_train_mixture_config_path={corpora.mixture(folder, texts)}"),
+        *("--tokenizer-path", here / "pieces.model"),
+    ),
+}
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    "form", ["arrayrecord", "parquet", "hf", "tiktoken", "tfds", "c4_mlperf", "mixture", "unpacked"]
-)
+@pytest.mark.parametrize("form", FORMS)
 def test_a_pipeline_trains_on_a_dataset_as_one_program_does(root: Path, tmp_path: Path, here: Path, form: str):
     """Every kind of files and of tokenizers; `--verify` compares each step."""
-    texts = corpora.documents()
-    words = {
-        "arrayrecord": lambda: grain(tmp_path, here, corpora.array_records(tmp_path, texts)),
-        "parquet": lambda: (
-            *("dataset_type=grain", "grain_file_type=parquet", "tokenizer_type=huggingface"),
-            f"grain_train_files={corpora.parquet(tmp_path, texts)}",
-            *("--tokenizer-path", here / "hf"),
-        ),
-        "hf": lambda: (
-            *("dataset_type=hf", "hf_path=json", f"hf_train_files={corpora.json_lines(tmp_path, texts)}"),
-            *("--tokenizer-path", here / "hf"),
-        ),
-        "tiktoken": lambda: (
-            *grain(tmp_path, here, corpora.array_records(tmp_path, texts))[:2],
-            *("tokenizer_type=tiktoken", "--tokenizer-path", here / "tokenizer.tiktoken"),
-        ),
-        "tfds": lambda: (
-            *("--use-tfds-dataset", "--dataset-path", tmp_path),
-            *("--dataset-name", corpora.tensorflow_dataset(tmp_path, texts)),
-            *("--tokenizer-path", here / "pieces.model"),
-        ),
-        "c4_mlperf": lambda: (
-            *("dataset_type=c4_mlperf", f"dataset_path={tmp_path}"),
-            f"dataset_name={corpora.tensorflow_dataset(tmp_path, texts)}",
-            *("--tokenizer-path", here / "pieces.model"),
-        ),
-        "unpacked": lambda: (*grain(tmp_path, here, corpora.array_records(tmp_path, texts)), "packing=false"),
-        "mixture": lambda: (
-            *("dataset_type=grain", f"grain_train_mixture_config_path={corpora.mixture(tmp_path, texts)}"),
-            *("--tokenizer-path", here / "pieces.model"),
-        ),
-    }[form]()
+    words = FORMS[form](tmp_path, here, corpora.documents())
     assert train(root, tmp_path / "out", "--pp", 2, "--cpus", 2, "--verify", *words) in (0, 13)
 
 
@@ -207,32 +206,22 @@ def test_a_pipeline_trains_on_a_dataset_as_one_program_does(root: Path, tmp_path
 @pytest.mark.multiprocess
 @pytest.mark.timeout(1800)
 def test_processes_read_what_one_does_and_go_on_where_they_stopped(root: Path, tmp_path: Path, here: Path):
-    data = grain(tmp_path, here, corpora.array_records(tmp_path, corpora.documents()))
-    spawned = ("--spawn", "--nodes", 2, "--cpus", 1, "--pp", 2, *data)
-    assert train(root, tmp_path / "one", "--cpus", 2, "--pp", 2, *data) in (0, 13)
-    assert train(root, tmp_path / "two", *spawned) in (0, 13)
-    assert losses(tmp_path / "two") == losses(tmp_path / "one")
-    kept = ("--checkpoint", tmp_path / "ck", "--resume", "learning_rate_schedule_steps=6")
-    assert train(root, tmp_path / "parts", *spawned, *kept, "--num-steps", 3) in (0, 13)
-    assert train(root, tmp_path / "parts", *spawned, *kept) in (0, 13)
-    assert losses(tmp_path / "parts") == losses(tmp_path / "one")
-
-
-@pytest.mark.full
-@pytest.mark.multiprocess
-@pytest.mark.timeout(1800)
-def test_processes_evaluate_as_one_does(root: Path, tmp_path: Path, here: Path):
     """Both readers' evaluations too: they begin anew each time, and the last batch of a pass is not whole."""
     pattern = corpora.array_records(tmp_path, corpora.documents())
     data = (
-        *(*grain(tmp_path, here, pattern), f"grain_eval_files={pattern}", "generate_padding_batch_eval=false"),
+        *(*grain(here, pattern), f"grain_eval_files={pattern}", "generate_padding_batch_eval=false"),
         *("--pp", 2, "eval_interval=2", "eval_steps=3"),
     )
+    spawned = ("--spawn", "--nodes", 2, "--cpus", 1, *data)
     assert train(root, tmp_path / "one", "--cpus", 2, *data) in (0, 13)
-    assert train(root, tmp_path / "two", "--spawn", "--nodes", 2, "--cpus", 1, *data) in (0, 13)
+    assert train(root, tmp_path / "two", *spawned) in (0, 13)
     assert len(evaluations(tmp_path / "one")) == 3
-    assert evaluations(tmp_path / "two") == evaluations(tmp_path / "one")
-    assert losses(tmp_path / "two") == losses(tmp_path / "one")
+    kept = ("--checkpoint", tmp_path / "ck", "--resume", "learning_rate_schedule_steps=6")
+    assert train(root, tmp_path / "parts", *spawned, *kept, "--num-steps", 3) in (0, 13)
+    assert train(root, tmp_path / "parts", *spawned, *kept) in (0, 13)
+    for name in ("two", "parts"):
+        assert evaluations(tmp_path / name) == evaluations(tmp_path / "one")
+        assert numbers(tmp_path / name) == numbers(tmp_path / "one")
 
 
 @pytest.mark.longer
@@ -243,12 +232,12 @@ def test_no_row_is_dropped_where_a_microbatch_has_fewer_rows_than_devices(
     root: Path, tmp_path: Path, here: Path, source: str
 ):
     """MaxText would load a row for each of two devices that share a sequence, and train on every other."""
-    read = grain(tmp_path, here, corpora.array_records(tmp_path, corpora.documents()))
+    read = grain(here, corpora.array_records(tmp_path, corpora.documents()))
     data = (*read, f"{read[1].replace('train', 'eval')}") if source == "grain" else ("--text", root / "LICENSE")
     same = ("--pp", 2, "--microbatch-size", 1, "--num-steps", 3, "eval_interval=2", *data)
     assert train(root, tmp_path / "two", "--cpus", 2, *same) in (0, 13)
     assert train(root, tmp_path / "four", "--cpus", 4, "--tp", 2, *same) in (0, 13)
-    assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "two"), rel=1e-5)
+    assert numbers(tmp_path / "four") == pytest.approx(numbers(tmp_path / "two"), rel=1e-5)
     assert evaluations(tmp_path / "four") == pytest.approx(evaluations(tmp_path / "two"), rel=1e-5)
 
 
@@ -262,7 +251,7 @@ def test_a_run_on_a_dataset_that_is_killed_goes_on_bit_for_bit(
     """Also where Grain's workers have read ahead: the checkpoint holds what was trained on, not what was read."""
     data = (
         *(*SMALL, "dtype=float32", "--num-steps", 6, "--cpus", 2, "--pp", 2, f"grain_worker_count={workers}"),
-        *grain(tmp_path, here, corpora.array_records(tmp_path, corpora.documents())),
+        *grain(here, corpora.array_records(tmp_path, corpora.documents())),
         *("checkpoint_period=1", "--resume"),
     )
 
@@ -289,14 +278,42 @@ def test_all_processes_end_where_the_first_of_them_has_no_more(
     pattern = corpora.parquet(folder, texts[:24], 1)
     (folder / "part-0.parquet").rename(folder / "long.parquet")
     corpora.parquet(folder, texts[:6], 1)
-    data = (
-        *("dataset_type=grain", "grain_file_type=parquet", "tokenizer_type=huggingface"),
-        f"grain_train_files={pattern}",
-        *("--tokenizer-path", here / "hf"),
-    )
-    code = train(
-        root, tmp_path / "out", "--spawn", "--nodes", 4, "--cpus", 1, "--pp", 2, "--dp", 2, "--num-steps", 200, *data
-    )
-    assert code == 11
+    words = ("--spawn", "--nodes", 4, "--cpus", 1, "--pp", 2, "--dp", 2, "--num-steps", 200, *parquet(here, pattern))
+    assert train(root, tmp_path / "out", *words) == 11
     assert "error: the data ended: the trainer ended after " in capfd.readouterr().err
-    assert 0 < len(losses(tmp_path / "out")) < 200
+    assert 0 < len(numbers(tmp_path / "out")) < 200
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '</s>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+CONVERSATIONS = (
+    "--cpus 2 --pp 2 --num-layers 2 --model-dims 32 --mlp-dims 32 --sequence-length 64 --attention dot_product "
+    "--batch-size 4 --num-steps 4 vocab_size=320 dtype=float32 learning_rate=1e-2 tokenizer_type=huggingface "
+    "dataset_type=hf hf_path=json use_sft=true packing=false train_data_columns=['messages']"
+)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_only_answers_count_in_the_loss_of_a_pipeline(run: Callable[..., Any], tmp_path: Path):
+    """Supervised fine-tuning: conversations whose prompts are masked, as MaxText has it."""
+    pytest.importorskip("datasets", reason="./bootstrap.sh --group data installs it")
+    texts = corpora.documents()
+    tokenizer = corpora.huggingface(tmp_path, texts)
+    described = tokenizer / "tokenizer_config.json"
+    described.write_text(json.dumps({**json.loads(described.read_text()), "chat_template": TEMPLATE}))
+    lines = [
+        {"messages": [{"role": "user", "content": ask[:8]}, {"role": "assistant", "content": answer[:24]}]}
+        for ask, answer in zip(texts[::2], texts[1::2], strict=False)
+    ]
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    weights = {}
+    for only in ("true", "false"):
+        given = ("--tokenizer-path", tokenizer, f"hf_train_files={tmp_path / 'chat.jsonl'}", "--json", "--verify")
+        output = tmp_path / only
+        done = run(*CONVERSATIONS.split(), *given, f"sft_train_on_completion_only={only}", "--output", output)
+        assert done.code == 0, done.stderr
+        weights[only] = numbers(output, "learning/total_weights")
+    assert all(0 < answers < every for answers, every in zip(weights["true"], weights["false"], strict=True))

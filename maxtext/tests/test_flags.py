@@ -151,6 +151,7 @@ def test_processes_read_equal_shares_of_real_data(job: Callable[[Sequence[str]],
 
 UNSUPPORTED = """
 --backend spmd --schedule 1f1b | has no use for --schedule: it runs MaxText's own circular pipeline; leave it out
+--nodes 2 --gpus 1 --verify | --verify is for one process so far on GPUs
 --backend spmd --verify | --backend spmd has no use for --verify
 --backend spmd --custom-schedule-path table.json | has no use for --custom-schedule-path
 --backend spmd --forecast | --backend spmd has no use for --forecast: no plan; leave it out

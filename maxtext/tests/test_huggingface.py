@@ -1,15 +1,19 @@
-"""Weights of Hugging Face form train on as a pipeline, with the logits and losses that transformers computes."""
+"""Weights of Hugging Face form train on as a pipeline, with the logits and losses of transformers; and the way back."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import corpora
 import huggingface
 import numpy as np
 import pytest
@@ -66,3 +70,55 @@ def test_weights_of_hugging_face_train_on_as_a_pipeline(
     assert done.code == 0, done.stderr
     expected = float(script(torch_python, None, "loss", source, rows).split()[-1])
     assert done.json["steps"][0]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+TRAINING = (
+    "--spawn --nodes 2 --cpus 1 --pp 2 --model-name llama3.1-8b --sequence-length 64 --batch-size 8 "
+    "--microbatch-size 2 --attention dot_product --num-steps 60 checkpoint_period=5 --resume dtype=float32 "
+    "learning_rate=1e-2 dataset_type=grain grain_file_type=parquet grain_worker_count=0 num_epoch=50 "
+    "tokenizer_type=huggingface"
+)
+
+
+def steps_of(metrics: Path) -> list[int]:
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    return [int(json.loads(line)["step"]) for line in lines if line.endswith("}")]
+
+
+@pytest.mark.full
+@pytest.mark.multiprocess
+@pytest.mark.timeout(2400)
+def test_text_becomes_a_model_that_transformers_samples_from(
+    run: Callable[..., Any], maxtext: Path, root: Path, torch_python: str, tmp_path: Path
+):
+    """Real text, a tokenizer of its own, two processes, a kill, a resumption, Hugging Face form, samples."""
+    pytest.importorskip("pyarrow", reason="./bootstrap.sh --group data installs it")
+    texts = corpora.documents()
+    tokenizer = corpora.huggingface(tmp_path, texts)
+    files = corpora.parquet(tmp_path, texts)
+    sizes = huggingface.flags(huggingface.settings("llama"))
+    flags = [*TRAINING.split(), *sizes, f"grain_train_files={files}", "--tokenizer-path", str(tokenizer)]
+    flags += ["--checkpoint", str(tmp_path / "ck"), "--output", str(tmp_path / "out")]
+
+    line = [sys.executable, str(root / "maxtext/run.py"), *flags]
+    first = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    metrics, deadline = tmp_path / "out/metrics.jsonl", time.monotonic() + 900
+    while max(steps_of(metrics), default=0) < 12 and first.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.2)
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    assert 12 <= max(steps_of(metrics)) < 59
+
+    done = run(*flags, "--json")
+    assert done.code == 0, done.stderr
+    assert steps_of(metrics) == [*range(60)]
+    first_loss = done.json["steps"][0]["loss"]
+
+    done = run("--checkpoint", tmp_path / "ck", "--export", tmp_path / "parameters", "--json")
+    assert done.code == 0, done.stderr
+    model = tmp_path / "hf-model"
+    huggingface.to_huggingface(maxtext, tmp_path / "parameters/items", model, tokenizer)
+    (tmp_path / "text").write_text(texts[0])
+    made = json.loads(script(torch_python, None, "sample", model, tokenizer, tmp_path / "text").splitlines()[-1])
+    assert made["loss"] < first_loss
+    assert len(made["text"]) > len("A pipeline") + 20

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from multimesh_maxtext.command.check_flags import find_wrong_flags
 from multimesh_maxtext.command.command_line import read
 from multimesh_maxtext.command.environment import memory_limit
 from multimesh_maxtext.command.job import Job, Paths
@@ -24,6 +23,7 @@ from multimesh_maxtext.command.translate import Launch, forecasting, launch
 from multimesh_maxtext.errors import FlagError
 from multimesh_maxtext.handoff import PIPELINE, TrainerConfig, receive
 
+Check = Callable[[Sequence[str]], Job]
 ROOT = Path(__file__).resolve().parents[2]
 SLURM = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_PROCID": "9", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1"}
 SPAWNED = {"MULTIMESH_PROCESS": "1", "MULTIMESH_PROCESSES": "16", "JAX_COORDINATOR_ADDRESS": "127.0.0.1:6000"}
@@ -33,7 +33,7 @@ MPICH = {"PMI_RANK": "9", "PMI_SIZE": "16", "MPI_LOCALRANKID": "1", "JAX_COORDIN
 SHELL = {**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1"}
 
 
-def test_a_forecast_needs_neither_dataset_nor_checkpoint(job: Callable[..., Job], paths: Paths):
+def test_a_forecast_needs_neither_dataset_nor_checkpoint(job: Check, paths: Paths):
     flags = (
         "--backend multimesh --pp 2 --gpus 2 --use-tfds-dataset --dataset-path /d --dataset-name c4 --tokenizer-path /t"
     )
@@ -82,19 +82,8 @@ def test_processes_that_cannot_meet_are_refused(argv: str, launcher: dict[str, s
     assert message in str(raised.value)
 
 
-def test_what_several_processes_cannot_do_is_refused():
-    """At once with all else that is wrong with the command line; a forecast is made by one process."""
-    flags = ["--pp", "2", "--verify", "--gpus", "1"]
-    (error,) = find_wrong_flags(read(["--nodes", "16", *flags]).flags)
-    assert str(error).startswith("--verify is for one process so far")
-    assert not [*find_wrong_flags(read(["--nodes", "16", *flags, "--forecast"]).flags)]
-    assert not [*find_wrong_flags(read(flags).flags)]
-
-
 @pytest.mark.parametrize("nodes", ["1", "2"])
-def test_every_process_knows_what_its_gpus_hold_and_all_choose_by_what_all_know(
-    job: Callable[[Sequence[str]], Job], paths: Paths, nodes: str
-):
+def test_every_process_knows_what_its_gpus_hold_and_all_choose_by_what_all_know(job: Check, paths: Paths, nodes: str):
     def told(*flags: str) -> tuple[int | None, int]:
         checked = job(["--nodes", nodes, "--gpus", "2", "--dp", nodes, "--pp", "2", *flags])
         found = launch(checked, paths, inherited={}, gpu_memory=80_000, this=Member(0, int(nodes))).environment
@@ -107,14 +96,7 @@ def test_every_process_knows_what_its_gpus_hold_and_all_choose_by_what_all_know(
     assert told("--fbmem", "70") == (70_000 * 2**20, 70_000 * 2**20)
 
 
-def test_every_process_dumps_its_own_programs(job: Callable[[Sequence[str]], Job], paths: Paths):
-    checked = job(["--nodes", "2", "--cpus", "1", "--dump", str(paths.output / "d"), "--dp", "2"])
-    for this, folder in ((Member(0, 2), "d"), (Member(1, 2), "d/process-1")):
-        variables = launch(checked, paths.of_process(this.rank), inherited={}, gpu_memory=None, this=this).environment
-        assert f'--xla_dump_to="{paths.output}/{folder}" ' in variables["XLA_FLAGS"]
-
-
-def test_stages_are_handed_over_in_the_environment(job: Callable[[Sequence[str]], Job], paths: Paths):
+def test_stages_are_handed_over_in_the_environment(job: Check, paths: Paths):
     def variables(argv: str, **inherited: str) -> Mapping[str, str]:
         return launch(job(argv.split()), paths, inherited=inherited, gpu_memory=None).environment
 
@@ -141,14 +123,20 @@ def test_stages_are_handed_over_in_the_environment(job: Callable[[Sequence[str]]
         assert PIPELINE not in variables(one_program)
 
 
-def test_every_process_gets_its_own_devices(job: Callable[[Sequence[str]], Job], paths: Paths):
-    on_cpus = launch(job(["--nodes", "2", "--cpus", "4", "--dp", "8"]), paths, inherited={}, gpu_memory=None)
-    assert "--xla_force_host_platform_device_count=4" in on_cpus.environment["XLA_FLAGS"]
-    assert "JAX_LOCAL_DEVICE_IDS" not in on_cpus.environment
+def test_every_process_gets_its_own_devices_and_dumps_its_own_programs(job: Check, paths: Paths):
+    """A process that sees its own GPUs only takes the first."""
+    on_cpus = job(["--nodes", "2", "--cpus", "4", "--dp", "8", "--dump", str(paths.output / "d")])
+    for this, folder in ((Member(0, 2), "d"), (Member(1, 2), "d/process-1")):
+        variables = launch(on_cpus, paths.of_process(this.rank), inherited={}, gpu_memory=None, this=this).environment
+        assert "--xla_force_host_platform_device_count=4" in variables["XLA_FLAGS"]
+        assert f'--xla_dump_to="{paths.output}/{folder}" ' in variables["XLA_FLAGS"]
+        assert "JAX_LOCAL_DEVICE_IDS" not in variables
     on_gpus = job(["--nodes", "4", "--gpus", "2", "--dp", "8"])
-    start = launch(on_gpus, paths, inherited={}, gpu_memory=None, this=Member(5, 16, 1))
-    assert start.environment["JAX_LOCAL_DEVICE_IDS"] == "2,3"
-    assert start.configuration["num_slices"] == 1
+    for visible, devices in (("", "2,3"), ("0,1,2,3", "2,3"), ("6,7", "0,1")):
+        inherited = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
+        start = launch(on_gpus, paths, inherited=inherited, gpu_memory=None, this=Member(1, 4, 1))
+        assert start.environment["JAX_LOCAL_DEVICE_IDS"] == devices
+        assert start.configuration["num_slices"] == 1
 
 
 @pytest.mark.full

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from killing import Moment, killed, records, while_saving
+from killing import killed, records, while_saving
 
 pytestmark = pytest.mark.longer
 
@@ -51,17 +50,6 @@ def whole(run: Run, root: Path, tmp_path_factory: pytest.TempPathFactory) -> Who
     return Whole(folder / "out", folder / "ck", arguments)
 
 
-def with_checkpoint_0(folder: Path) -> Moment:
-    """The moment when checkpoint 0 is complete: MaxText would write the record of step 0 after the evaluation."""
-
-    def moment(process: subprocess.Popen[str], _trainer: int) -> None:
-        while not (folder / "0/commit_success.txt").exists():
-            assert process.poll() is None
-        assert not (folder / "1").exists()
-
-    return moment
-
-
 def continues(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
     """All that was recorded is bit for bit what the whole run recorded, and no step is missing."""
     assert [record for record in ours if record not in theirs] == []
@@ -80,16 +68,6 @@ def test_a_run_killed_while_it_saves_resumes_bit_for_bit(whole: Whole, run: Run,
     assert not half.exists()
     continues(records(tmp_path), records(whole.output))
     newest_are_kept(tmp_path / "ck")
-
-
-@pytest.mark.full
-def test_no_checkpoint_is_without_the_record_of_its_step(whole: Whole, run: Run, root: Path, tmp_path: Path):
-    again = (*GRID, "--output", tmp_path, "--checkpoint", tmp_path / "ck", "--resume", *whole.arguments)
-    killed(root, again, with_checkpoint_0(tmp_path / "ck"))
-    assert [record["step"] for record in records(tmp_path) if "learning/loss" in record] == [0]
-    done = run(*again)
-    assert done.code == 0, done.stderr
-    continues(records(tmp_path), records(whole.output))
 
 
 def agree(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:

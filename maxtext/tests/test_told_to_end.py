@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from killing import Job, command_lines, records, trainers
 
+from multimesh import launch
+
 SETTINGS, ENDLESS = ("checkpoint_period=50", "learning_rate_schedule_steps=1000"), "--num-steps=100000"
 LIMIT = 240
 
@@ -152,3 +154,20 @@ def test_a_disk_that_is_full_is_named_in_the_last_line(root: Path, tmp_path: Pat
     assert done.returncode == 20, done.stderr
     assert re.search(rf"^error: .*{tmp_path}/{small}.*: No space left on device \(ENOSPC\).*; make room", last), last
     assert "checkpoint" in last, last
+
+
+@pytest.mark.full
+@pytest.mark.multiprocess
+@pytest.mark.timeout(1800)
+def test_a_process_that_cannot_write_its_part_of_a_checkpoint_ends_all(root: Path, tmp_path: Path):
+    """Nobody ends the others for it, as mpirun does not, and Orbax's barrier takes 20 minutes."""
+    line = Job(root, tmp_path).line(*SETTINGS, "--model-dims=256", "--nodes=2", "--cpus=1", ENDLESS)
+    shared = os.environ | {"OMPI_COMM_WORLD_SIZE": "2"} | launch.job_variables()
+    started = []
+    for rank, blocks in (("0", "unlimited"), ("1", "600")):  # of a file, 512 bytes each
+        numbers = {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank}
+        limited = ["sh", "-c", f'ulimit -f {blocks}; exec "$@"', "sh", *line]
+        started.append(subprocess.Popen(limited, env=shared | numbers, stderr=subprocess.PIPE, text=True))
+    lines = [process.communicate(timeout=LIMIT)[1].splitlines()[-1] for process in started]
+    assert [process.returncode for process in started] == [20, 20], lines
+    assert all("File too large (EFBIG)" in last for last in lines), lines

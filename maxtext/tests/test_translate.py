@@ -20,7 +20,6 @@ from multimesh_maxtext.command.dataset import read_texts, write_corpus
 from multimesh_maxtext.command.environment import find_flag_notes
 from multimesh_maxtext.command.flags import FLAGS
 from multimesh_maxtext.command.job import END_OF_DOCUMENT, Job, Paths
-from multimesh_maxtext.command.member import Member
 from multimesh_maxtext.command.translate import configuration, launch, per_device
 from multimesh_maxtext.command.values import argument
 from multimesh_maxtext.errors import FlagError, LauncherError
@@ -195,14 +194,6 @@ def test_collectives_of_loops_are_pipelined_in_kernels_of_stages_alone(paths: Pa
     assert "pipelined" not in one
     (note,) = find_flag_notes(read(["--gpus", "2", "--dp", "2", "--xla-pipelining"]).flags, gpu_memory=None)
     assert note.startswith("--xla-pipelining: one program")
-
-
-def test_a_process_that_sees_its_own_gpus_only_takes_the_first(paths: Paths, job: Check):
-    eight = job(["--nodes", "8", "--gpus", "1", "--dp", "8"])
-    for visible, mine in (("5", "0"), ("0,1,2,3,4,5,6,7", "5"), ("", "5")):
-        inherited = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
-        start = launch(eight, paths, inherited=inherited, gpu_memory=None, this=Member(5, 8, 5))
-        assert start.environment["JAX_LOCAL_DEVICE_IDS"] == mine
 
 
 def test_framebuffer_memory_becomes_a_fraction(job: Check, paths: Paths):

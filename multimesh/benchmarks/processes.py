@@ -12,7 +12,6 @@ import argparse
 import functools
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -21,6 +20,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import report
+
+from multimesh import launch
 
 SCHEDULES = ("1f1b", "eager-1f1b", "gpipe")
 LAYERS = 8  # of a stage
@@ -50,18 +51,11 @@ def main() -> None:
 
 def started(cores: Sequence[int], devices: int) -> list[dict[str, Any]]:
     """Run this script in a process for each core; what they print."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     flags = f"--xla_force_host_platform_device_count={devices} --xla_cpu_multi_thread_eigen=false"
     env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": "4", "PROCESSES": str(len(cores))}
-    env |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}"}
-    children = [
-        subprocess.Popen(
-            [sys.executable, *sys.argv], env=env | {"PROCESS": str(rank), "CORE": str(core)}, stdout=subprocess.PIPE
-        )
-        for rank, core in enumerate(cores)
-    ]
+    env |= launch.job_variables()
+    own = [env | {"PROCESS": str(rank), "CORE": str(core)} for rank, core in enumerate(cores)]
+    children = [subprocess.Popen([sys.executable, *sys.argv], env=each, stdout=subprocess.PIPE) for each in own]
     said = [child.communicate()[0] for child in children]
     if any(child.returncode for child in children):
         raise SystemExit(1)

@@ -108,19 +108,6 @@ def disk_full(folder: str, rank: str) -> None:
     assert list(Path(folder).iterdir()) == []
 
 
-def disk_full_for_orbax(folder: str, rank: str) -> None:
-    """A process can't write for Orbax's own checkpointer, in the background: it ends, and so do all others."""
-    from orbax.checkpoint import v1 as ocp
-
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    if jax.process_index() == int(rank):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-    ocp.handlers.register_handler(mm.distributed.orbax_state_handler(), checkpointable_name="items")
-    x = np.random.default_rng(0).normal(size=(64, 64))  # hardly gets smaller
-    tree = {str(n): on(mesh, x, P("data")) for n, mesh in enumerate(meshes())}
-    ocp.training.Checkpointer(folder).save_checkpointables_async(0, {"items": tree}).result()
-
-
 PHASES = {  # of a save: what is done in it, whether a process is killed before or after that, and who does it
     "begin": (agree, "run_in_all", "before", "all"),
     "in arrays": (handlers, "begin_write", "after", "all"),

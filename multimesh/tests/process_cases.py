@@ -76,7 +76,6 @@ def sends_ahead(plan: Any) -> None:
         alive[run.submesh] += begins
         assert alive[run.submesh] <= len(plan.submeshes) - run.cell.stage
         alive[run.submesh] -= run.cell.phase == ("W" if split else "B")
-    assert "leave before their weight gradients: " in " ".join(str(plan).split())
 
 
 def is_key(x: Any) -> bool:

@@ -1,13 +1,11 @@
 """``schedule="auto"`` takes a table only if the forecast of the whole plan is within the memory of a device."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from multimesh.schedules import Auto
-from pipelines import assert_same, microbatched, submeshes
+from pipelines import submeshes
 
 import multimesh as mm
 
@@ -114,83 +112,6 @@ def test_memory_for_activations_is_taken_at_its_word():
     assert free.taken.makespan <= bounded.taken.makespan
     with pytest.raises(mm.UsageError, match="bytes of a device must be a finite number of at least 0, got -1"):
         Auto(device=-1)
-
-
-def with_another(order, other, schedule, rows=ROWS):
-    """A step over stages on the submeshes of ``order``, and a task outside of the loop on one that may be none of them.
-
-    Its arguments, and the same without tasks.
-    """
-    meshes = submeshes(4, (1,))
-
-    def make(on, loop):
-        def loss(weights, x):
-            for n, w in enumerate(weights):
-                x = on(lambda w, x: jnp.tanh(x @ w), f"stage{n}", meshes[order[n]])(w, x)
-            return jnp.sum(x**2)
-
-        def step(weights, x, far):
-            far = on(lambda x: 2 * jnp.sin(x), "far", meshes[other])(far)
-            return far, loop(jax.value_and_grad(loss), size=ROWS, argnum=1)(weights, x)
-
-        return step
-
-    draw = np.random.default_rng(0)
-    weights = [draw.normal(size=(32, 32)).astype(np.float32) / 8 for _ in order]
-    args = weights, *(draw.normal(size=(n, 32)).astype(np.float32) for n in (ROWS * COUNT, rows))
-    got = mm.jit(make(lambda f, name, mesh: mm.task(f, name, mesh=mesh), partial(mm.microbatch, schedule=schedule)))
-    return got, args, jax.jit(make(lambda f, *_: f, microbatched))
-
-
-@pytest.mark.telling("order0-3", "order3-0")
-@pytest.mark.parametrize(("order", "other"), [((0, 1, 2), 3), ((2, 1, 0), 3), ((2, 1, 3), 0), ((2, 1, 0), 0)])
-def test_a_plan_with_other_submeshes_than_its_loop(order, other):
-    """The plan then has more submeshes than the table has rows, or the same in another order."""
-    auto, args, plain = with_another(order, other, Auto())
-    assert_same(auto(*args), plain(*args))
-    (choice,) = auto.plan(*args).choices
-    assert len(choice.taken.table) == len(order)
-    usual, _, _ = with_another(order, other, "1f1b")
-    most = max(need.total for need in usual.lower(*args).memory_estimate())
-    assert max(need.total for need in auto.lower(*args).memory_estimate()) <= most
-
-
-@pytest.mark.telling("zeros-1f1b", "captured-auto", "row-1f1b", "made-auto")
-@pytest.mark.parametrize("schedule", ["1f1b", Auto()], ids=str)
-@pytest.mark.parametrize("init", ["zeros", "made", "captured", "row"])
-def test_a_state_that_begins_as_no_argument(init, schedule):
-    """Its slots take the layout of no argument: forecasts and the choice of a table must not ask for one."""
-    meshes = submeshes(2, (1,))
-    captured = jnp.arange(32, dtype=jnp.float32)
-    starts = {"zeros": lambda x: jnp.zeros(32), "made": lambda x: jnp.cos(x[0]), "captured": lambda x: captured}
-    start = starts.get(init, lambda x: x[0])
-
-    def make(on, loop):
-        def body(weights, x, state):
-            for n, w in enumerate(weights):
-                x = on(lambda w, x: jnp.tanh(x @ w), f"stage{n}", meshes[n])(w, x)
-            state = on(lambda state, x: 0.9 * state + x.sum(0), "update", meshes[1])(state, x)
-            return state, jnp.sum(x**2)
-
-        return lambda weights, x: loop(body, size=ROWS, argnum=1, carry=2)(weights, x, start(x))
-
-    def plainly(body, *, size, argnum, carry):
-        def call(weights, x, state):
-            total = jnp.zeros(())
-            for k in range(COUNT):
-                state, loss = body(weights, x[k::COUNT], state)
-                total += loss
-            return state, total
-
-        return call
-
-    draw = np.random.default_rng(0)
-    args = [draw.normal(size=(32, 32)).astype(np.float32) / 8] * 2, draw.normal(size=(ROWS * COUNT, 32))
-    args = args[0], args[1].astype(np.float32)
-    step = mm.jit(make(lambda f, name, mesh: mm.task(f, name, mesh=mesh), partial(mm.microbatch, schedule=schedule)))
-    assert_same(step(*args), jax.jit(make(lambda f, *_: f, plainly))(*args))
-    needs = step.lower(*args).memory_estimate()
-    assert all(need.total > 0 for need in needs)
 
 
 DOUBLE_V = (0, 1, 1, 0, 0, 1, 1, 0)

@@ -218,16 +218,6 @@ def test_one_process_restores_what_several_saved(four, name):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.full)])
-def test_a_process_that_cannot_write_for_orbax_ends_all(tmp_path, rank):
-    """Orbax alone: it waits 20 minutes for the others, and they for it."""
-    ended = run(2, 2, CASES, f"disk_full_for_orbax:{tmp_path / 'ck'}:{rank}", timeout=100)
-    told = rf"ends because process {rank} of 2 .* failed: MultiMeshError: a checkpoint cannot be written: .*too large"
-    assert re.search(told, ended[1 - rank].err), ended
-    assert ended[rank].code == 1, ended
-
-
-@pytest.mark.multiprocess
 @pytest.mark.full
 @pytest.mark.parametrize(("count", "devices"), [(4, 1), (1, 4), (2, 2), (2, 1)])
 def test_other_processes_and_stages_restore_what_several_saved(four, count, devices):

@@ -38,35 +38,8 @@ def places(tree):
     return [MESHES.index(next(m for m in MESHES if x.devices() == set(m.devices.flat))) for x in jax.tree.leaves(tree)]
 
 
-@pytest.mark.telling(
-    "{}-1f1b",
-    "{'reduce': 'mean'}-gpipe",
-    "{'reduce': 'stack'}-wavefront",
-    "{'reduce': 'mean'}-prefetch-wavefront",
-)
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "wavefront", "prefetch-wavefront"])
-@pytest.mark.parametrize("how", [{}, {"reduce": "mean"}, {"reduce": "stack"}], ids=str)
-def test_a_slice_of_a_constant_is_a_result(schedule, how):
-    """The slice is the same in every iteration, yet each one makes it: a sum has something to add."""
-    same_as_plain(lambda x, c: (c[:1], sums(x)), X, C, schedule=schedule, **how)
-
-
-def test_a_slice_of_a_constant_is_a_result_twice_or_is_read_too():
-    same_as_plain(lambda x, c: (h := c[:1], sums(x), h), X, C)
-    same_as_plain(lambda x, c: (h := c[:1], on(1, lambda y, h: (y + h).sum())(on(0, jnp.sin)(x), h)), X, C)
-
-
-def test_a_split_of_a_constant_is_a_result():
-    same_as_plain(lambda x, c: (*jnp.split(c, 4), sums(x)), X, C)
-
-
 def test_a_slice_of_a_constant_is_the_next_state():
     same_as_plain(lambda x, c, s: (c[:1], (sums(x), 2 * s)), X, C, jnp.ones(1), carry=2)
-
-
-def test_a_state_that_no_iteration_reads_is_the_last_one():
-    last, _ = same_as_plain(lambda x, c, s: ((y := sums(x)), 2 * y), X, C, jnp.zeros(()), carry=2)
-    assert places(last) == [1]
 
 
 def test_a_state_passes_through_tasks():
@@ -154,20 +127,6 @@ def test_a_checkpoint_around_all_stages_is_cut_at_the_borders_between_submeshes(
     assert_same(f(weights, X), jax.jit(step)(weights, X))
     if where != "around the loop":
         assert {s.stage for s in f.plan(weights, X).instructions if s.kind == "RUN"} <= {None, 0, 1, 2, 3}
-
-
-@pytest.mark.parametrize("schedule", ["zb-v", "dualpipe-v"])
-def test_a_state_that_two_stages_of_a_v_share_is_refused_with_its_cause(schedule):
-    weights, _ = v_shaped(None)
-
-    def body(weights, x, state):
-        for k, w in enumerate(weights):
-            x = mm.task(lambda w, x, s: jnp.tanh(x @ w) * s, f"s{k}", mesh=MESHES[min(k, 3 - k)])(w, x, state)
-        return state + x.mean(), x.sum()
-
-    loop = mm.microbatch(body, size=2, argnum=1, carry=2, schedule=schedule)
-    with pytest.raises(mm.UsageError, match=r"reads the state in carry=, before .* has updated it"):
-        mm.jit(loop).plan(weights, X, np.float32(1))
 
 
 def test_what_a_task_takes_of_its_weight_is_not_the_first_thing_of_a_microbatch():

@@ -5,7 +5,6 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from pipelines import SCHEDULES, Split, assert_at_home, assert_same, microbatched, submeshes
 
@@ -130,35 +129,3 @@ def test_a_whole_module_as_a_task():
     y = mm.jit(lambda p, x: f.apply(p, x))(params, batch()["x"])
     assert set(y.devices()) == split.devices(1)
     assert_same(y, module.apply(params, batch()["x"]))
-
-
-def test_train_state():
-    """flax.training.train_state with adamw, three steps."""
-    train_state = pytest.importorskip("flax.training.train_state")
-    split = Split(submeshes(2, (2,)))
-    module = Decoder()
-    params = module.init(jax.random.key(0), batch()["x"])
-
-    def make(loop):
-        grads_of = step_of(module, loop)
-
-        def step(state, b):
-            loss, grads = grads_of(state.params, b)
-            return state.apply_gradients(grads=grads), loss
-
-        return step
-
-    state = train_state.TrainState.create(apply_fn=module.apply, params=params, tx=optax.adamw(1e-2, eps=1e-6))
-    with (
-        mm.register_task(r"layers_[01](?!\d)", mesh=split.mesh(0)),
-        mm.register_task(r"(?:layers_[23]|head)(?!\d)", mesh=split.mesh(1)),
-    ):
-        ours, plain_step = mm.jit(make(mm.microbatch)), jax.jit(make(microbatched))
-        got, want = state, state
-        for _ in range(3):
-            got, loss = ours(got, batch())
-            want, want_loss = plain_step(want, batch())
-            assert_same(loss, want_loss)
-    assert_same((got.params, got.opt_state), (want.params, want.opt_state))
-    assert_at_home(split, got.params, owners(params))
-    assert_at_home(split, got.opt_state[0].mu, owners(params))

@@ -72,6 +72,25 @@ def test_weights_that_are_gathered_before_the_loop_are_gathered_once(schedule):
     assert reduced[0] >= (MICROBATCHES - 1) * reduced[1]
 
 
+def test_a_stage_that_goes_forward_and_back_gathers_a_weight_once():
+    """One that is scaled before both products: the joined kernel scales it once, too."""
+    meshes = [Mesh(m.devices.reshape(-1), ("fsdp",)) for m in submeshes(2, (2,))]
+
+    def loss(weights, x):
+        x = mm.task(lambda w, x: jnp.tanh(x @ w), "front", mesh=meshes[0])(weights[0], x)
+        return mm.task(lambda w, x: jnp.sum((x @ (w * 2)) ** 2), "back", mesh=meshes[1])(weights[1], x)
+
+    layouts = [NamedSharding(mesh, P("fsdp")) for mesh in meshes]
+    weights = [jax.ShapeDtypeStruct((WIDTH, WIDTH), "float32", sharding=layout) for layout in layouts]
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), "float32", sharding=layouts[0])
+    step = mm.microbatch(jax.value_and_grad(loss), argnum=1, size=ROWS // MICROBATCHES, schedule="1f1b")
+    compiled = mm.jit(step).lower(weights, x).compile()
+    programs = zip(compiled.plan.kernels, compiled.collectives(), strict=True)
+    (last,) = (collectives for kernel, collectives in programs if kernel.name == "B1.back")
+    arrays = [shape for each in last if each.kind == "all-gather" for _, shape in each.arrays]
+    assert arrays == [(WIDTH, WIDTH)]
+
+
 def test_collectives_in_a_loop_count_as_often_as_it_runs():
     (mesh,) = submeshes(1, (2,))
     axis = mesh.axis_names[0]
@@ -150,3 +169,30 @@ def test_an_activation_that_several_products_read_is_gathered_once(monkeypatch, 
     texts = [each.text for each in compiled.inspect(least=0) if each.rule == "gathered-again"]
     assert len(texts) == (not shared)
     assert all("gathers the value bf16[32,16] 3 times along 'model'" in text for text in texts)
+
+
+@pytest.mark.compile_gpu
+@pytest.mark.parametrize("rows", [None, "fsdp"])
+def test_a_shared_gather_makes_no_exchange_larger(monkeypatch, rows):
+    """Of a layer whose weights lie over both axes of a mesh, at widths of a llama, with its tokens over one of them."""
+    mesh = Mesh(np.array(mm.topology("h100", gpus=4)).reshape(2, 2), ("fsdp", "model"))
+
+    def loss(weights, x):
+        layout = lambda *spec: NamedSharding(mesh, P(rows, *spec[1:]))  # noqa: E731
+        return jnp.sum(attention_and_mlp(layout, weights, x).astype("float32") ** 2)
+
+    shapes = [(4096, 4096)] * 4 + [(4096, 11008)] * 2 + [(11008, 4096)]
+    weights = [
+        jax.ShapeDtypeStruct(
+            s, "bfloat16", sharding=NamedSharding(mesh, P(*("fsdp", "model")[:: -1 if n in (3, 6) else 1]))
+        )
+        for n, s in enumerate(shapes)
+    ]
+    x = jax.ShapeDtypeStruct((8, 2048, 4096), "bfloat16", sharding=NamedSharding(mesh, P(rows)))
+    sizes = []
+    for _ in range(2):
+        step = mm.jit(jax.grad(mm.task(loss, "layer", mesh=mesh), argnums=(0, 1)))
+        (cost,) = step.lower(weights, x).compile().cost_analysis()
+        sizes.append(sum(cost[kind] for kind in COLLECTIVES))
+        monkeypatch.setitem(PASSES, "share_gathers", lambda plan, _: plan)
+    assert sizes[0] < 0.97 * sizes[1]

@@ -87,17 +87,3 @@ def test_a_train_step_without_marks(loss):
     )
     assert cells(step.plan(WEIGHTS, X)) == ORDERS["gpipe"]
     assert_same(step(WEIGHTS, X), jax.jit(jax.value_and_grad(loss))(WEIGHTS, X))
-
-
-def test_a_task_that_needs_two_stages_of_zb_v():
-    """Found with forces: four tasks on the way down and up are four stages, whatever is differentiated inside."""
-    meshes = submeshes(2)
-    tasks = [mm.task(block, f"stage{s}", mesh=meshes[on]) for s, on in enumerate((0, 1, 1, 0))]
-
-    def loss(weights, x):
-        for task, w in zip(tasks, weights, strict=True):
-            x = task(w, x)
-        return mm.task(lambda x: jnp.square(x).sum(), "loss", mesh=meshes[0])(x)
-
-    step = mm.jit(looped(loss, "zb-v", "inside"))
-    assert_same(step(WEIGHTS, X), jax.jit(jax.value_and_grad(of_blocks))(WEIGHTS, X))

@@ -303,21 +303,31 @@ def test_a_schedule_that_can_not_carry_is_refused(split, stage):
         mm.jit(mm.microbatch(f, **options))(*args)
 
 
+ROWS_OF_TWO = np.ones((4, 2), np.float32)
+
+
 @pytest.mark.parametrize(
-    ("options", "fn", "words"),
+    ("options", "fn", "batch", "words"),
     [
-        ({"reduce": "median"}, lambda x: x.sum(), 'takes "sum", "mean", "stack", "rows", "max"'),
-        ({"reduce": "rows"}, lambda x: x.sum(), r"results with size= rows in dimension 0, not of shape \(\)"),
-        ({"reduce": "mean"}, lambda x: x.sum().astype(int), "can't be averaged"),
-        ({"reduce": ("mean", "sum")}, lambda x: x.sum(), "reduce= must be a pytree prefix"),
-        ({"carry": 0}, lambda x: x, "can't be cut"),
-        ({"index": "k"}, lambda x: x, "takes no keyword argument"),
-        ({"carry": 1}, lambda x: x, "carry=1, but the call has 1"),
+        ({"reduce": "median"}, jnp.sum, ROWS_OF_TWO, 'takes "sum", "mean", "stack", "rows", "max"'),
+        ({"reduce": "rows"}, jnp.sum, ROWS_OF_TWO, r"results with size= rows in dimension 0, not of shape \(\)"),
+        ({"reduce": "mean"}, lambda x: x.sum().astype(int), ROWS_OF_TWO, "can't be averaged"),
+        ({"reduce": ("mean", "sum")}, jnp.sum, ROWS_OF_TWO, "reduce= must be a pytree prefix"),
+        ({"carry": 0}, lambda x: x, ROWS_OF_TWO, "can't be cut"),
+        ({"index": "k"}, lambda x: x, ROWS_OF_TWO, "takes no keyword argument"),
+        ({"carry": 1}, lambda x: x, ROWS_OF_TWO, "carry=1, but the call has 1"),
+        ({"size": 3}, jnp.sum, ROWS_OF_TWO, "4 rows do not divide into microbatches of 3"),
+        ({"dim": 2}, jnp.sum, ROWS_OF_TWO, "no rows along dim=2"),
+        ({"argnum": 1}, jnp.sum, ROWS_OF_TWO, "argnum=1, but the call has 1"),
+        ({}, lambda xs: xs[0].sum(), (ROWS_OF_TWO, ROWS_OF_TWO[:2]), "differ in rows"),
+        ({}, lambda xs: xs[0].sum(), (ROWS_OF_TWO, np.float32(1)), r"of shape \(\) has no rows"),
+        ({}, lambda xs: 0.0, {}, "has no arrays to cut"),
     ],
 )
-def test_reductions_and_states_that_do_not_fit(options, fn, words):
-    with pytest.raises(mm.UsageError, match=words):
-        mm.microbatch(fn, size=2, **options)(np.ones((4, 2), np.float32))
+def test_loops_that_do_not_fit(options, fn, batch, words):
+    for run in (mm.jit, lambda f: f):
+        with pytest.raises(mm.UsageError, match=words):
+            run(mm.microbatch(fn, **({"size": 2} | options)))(batch)
 
 
 def test_a_state_keeps_its_type():

@@ -212,33 +212,6 @@ def test_a_tied_parameter_is_made_where_its_update_is():
     assert_same(loss, step(init(), jnp.array([0, 1, 3])))
 
 
-@pytest.mark.flax
-def test_the_parameters_of_a_flax_module_are_made_on_its_stages():
-    linen = pytest.importorskip("flax.linen")
-    meshes = submeshes(2, (4,), ("model",))
-
-    class Model(linen.Module):
-        @linen.compact
-        def __call__(self, x):
-            for i, width in enumerate((HIDDEN, WIDTH)):
-                x = mm.with_sharding_constraint(linen.Dense(width, name=f"layers_{i}")(x), P(None, "model"))
-                x = jnp.tanh(x)
-            return x
-
-    model, x = Model(), get_batch()["x"]
-    with mm.register_task("layers_0", mesh=meshes[0]), mm.register_task("layers_1", mesh=meshes[1]):
-        forward, init, batch = mm.parallelize(
-            model.apply, init_params=lambda: model.init(jax.random.key(0), x), get_input_batch=lambda: x
-        )
-        params = init()
-        y = forward(params, batch())
-    layers = params["params"]
-    assert [layers[f"layers_{i}"]["kernel"].sharding for i in range(2)] == [
-        NamedSharding(m, P(None, "model")) for m in meshes
-    ]
-    assert_same(y, model.apply(model.init(jax.random.key(0), x), x))
-
-
 @pytest.mark.longer
 def test_a_batch_of_numpy_arrays_is_asked_for_anew():
     seeds = iter(range(9))

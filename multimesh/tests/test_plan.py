@@ -1,8 +1,6 @@
 """The plan: what runs where and when, as data."""
 
 import collections
-import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +10,6 @@ from pipelines import Split, gradient, submeshes
 
 import multimesh as mm
 
-KINDS = {"RUN", "SEND", "RECV", "FREE"}
 SIZE = 2
 
 
@@ -31,14 +28,6 @@ def by_submesh(instructions):
     for i in instructions:
         grouped[i.submesh].append(i)
     return [grouped[k] for k in sorted(grouped)]
-
-
-def test_instructions_are_frozen_data():
-    plan = plan_of("1f1b", 2, 4)
-    assert isinstance(plan.instructions, tuple)
-    assert {i.kind for i in plan.instructions} <= KINDS
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        plan.instructions[0].kind = "RUN"
 
 
 def live_microbatches(plan):
@@ -75,14 +64,6 @@ def test_residuals_are_not_sent():
         assert sum(n for (m, _), n in sends.items() if m == mb) <= 2 * (stages - 1) + 2  # and the rows of x and y
 
 
-def test_text_and_json():
-    plan = plan_of("1f1b", 2, 4)
-    assert str(plan)
-    data = plan.to_json()
-    data = json.loads(data) if isinstance(data, str) else json.loads(json.dumps(data))
-    assert len(data["instructions"]) == len(plan.instructions)
-
-
 def test_a_plan_needs_shapes_only():
     split = Split(submeshes(2, (1,)))
     args = MLP.init(2), MLP.batch(8, 0)
@@ -95,15 +76,6 @@ def test_the_passes_of_a_lowered_function_end_in_its_plan():
     split = Split(submeshes(2, (2,)))
     lowered = mm.jit(gradient(MLP, split, size=2, rows=8)).lower(MLP.init(2), split.lay_out(MLP.batch(8, 0)))
     done = lowered.passes()
-    assert [p.name for p in done][:7] == [
-        "inline_calls",
-        "fuse_loops",
-        "separate_sums",
-        "hoist_slices",
-        "widen_sums",
-        "cut_stacks",
-        "place_operations",
-    ]
     assert done[-1].result.instructions == lowered.plan.instructions
     assert done[-1].result.over == lowered.plan.over != {}  # what delayed reductions leave: it was no other program
     assert all(str(p) for p in done)

@@ -161,11 +161,8 @@ def test_a_reduction_keeps_the_type_of_its_state():
 
 
 def test_a_new_reduction_by_name_is_one_entry(monkeypatch):
-    class Product(type(result_reductions.NAMED["max"])):
-        def init(self, like):
-            return jnp.ones(like.shape, like.dtype)
-
-    monkeypatch.setitem(result_reductions.NAMED, "product", Product(jnp.multiply))
+    product = result_reductions.Fold(jnp.multiply, lambda dtype: 1)
+    monkeypatch.setitem(result_reductions.NAMED, "product", product)
     x = jnp.arange(1.0, 9.0)
     got = mm.jit(mm.microbatch(lambda x: x.prod(), size=2, reduce="product"))(x)
     assert got == x.prod()

@@ -116,33 +116,6 @@ def test_remat_of_scoped_blocks(case, policy):
     assert_same(got, reference_gradient(MLP, 4, ROWS, SIZE))
 
 
-def test_a_scan_inside_a_registered_scope(case):
-    """A stage that scans its layers: the scope names inside the scan are relative."""
-    params, batch = case
-    split = Split(submeshes(2, (2,)))
-    stacked = [
-        jax.tree.map(lambda *w: np.stack(w), *params["stages"][:2]),
-        jax.tree.map(lambda *w: np.stack(w), *params["stages"][2:]),
-    ]
-
-    def loss(stacks, b):
-        x = b["x"]
-        for s, stack in enumerate(stacks):
-            with jax.named_scope(f"stage_{s}"):
-                x = jax.lax.scan(lambda x, w: (mlp_block(w, x), None), x, stack)[0]
-        return squared_error(x, b["y"])
-
-    with mm.register_task(r"stage_0", mesh=split.mesh(0)), mm.register_task(r"stage_1", mesh=split.mesh(1)):
-        loss_sum, grads = mm.jit(mm.microbatch(jax.value_and_grad(loss), size=SIZE, argnum=1))(stacked, batch)
-    want_loss, want = reference_gradient(MLP, 4, ROWS, SIZE)
-    count = ROWS // SIZE
-    assert_same(loss_sum / count, jnp.asarray(want_loss))
-    want = [jax.tree.map(lambda *w: np.stack(w), *want["stages"][2 * s : 2 * s + 2]) for s in range(2)]
-    assert_same(jax.tree.map(lambda x: x / count, grads), want)
-    for s in range(2):
-        assert {d for g in jax.tree.leaves(grads[s]) for d in g.devices()} == split.devices(s)
-
-
 def scoped(x):
     for layer in range(2):
         with jax.named_scope(f"layers_{layer}"):

@@ -71,16 +71,6 @@ def test_every_transformation(ambient, kind):
             assert kind == "auto" or [jax.typeof(g) for g in got] == [jax.typeof(w) for w in weights]
 
 
-@pytest.mark.parametrize("ambient", ["all devices, explicit", "the last submesh, explicit"])
-def test_arguments_without_a_layout(ambient):
-    meshes = on("auto")
-    f = mm.jit(loss(lambda s, fn: mm.task(fn, f"stage{s}", mesh=meshes[s])))
-    want = jax.value_and_grad(loss(lambda _, fn: fn))(list(WEIGHTS), X)
-    with jax.set_mesh(AMBIENT[ambient]()):
-        assert_same(jax.value_and_grad(f)(list(WEIGHTS), X), want)
-        assert_same(f(list(WEIGHTS), X), want[0])
-
-
 def test_blocks_on_meshes_of_different_sizes_under_vmap_are_refused_in_a_line():
     """JAX keeps the mesh in the type of what a block makes; as calls the same tasks run."""
     small, large = Mesh(np.array(jax.devices()[:1]), ("data",)), Mesh(np.array(jax.devices()[2:4]), ("data",))

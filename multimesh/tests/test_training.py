@@ -1,4 +1,4 @@
-"""Five optimizer steps leave the state that plain jit leaves, on the stages' own devices."""
+"""Optimizer steps leave the state that plain jit leaves, on the stages' own devices; so does mixed precision."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import optax
 import pytest
 from models import DROPOUT, MLP, MOE, TRANSFORMER, plain
 from optimizing import OPTIMIZERS, ROWS, SIZE, check, run
-from pipelines import SCHEDULES, Split, assert_same, gradient, submeshes
+from pipelines import SCHEDULES, Split, assert_at_home, assert_same, gradient, submeshes
 
 import multimesh as mm
 
@@ -23,12 +23,6 @@ def test_adamw(model, schedule):
 @pytest.mark.parametrize("name", ["clip", "schedule", "multisteps"])
 def test_optimizers(name):
     check(TRANSFORMER, OPTIMIZERS[name](), "1f1b", Split(submeshes(2, (2,))), 2)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["clip"])
-def test_four_stages(name):
-    check(TRANSFORMER, OPTIMIZERS[name](), "1f1b", Split(submeshes(4, (2,))), 4)
 
 
 @pytest.mark.full
@@ -60,16 +54,35 @@ def test_dropout_key_carried_through_steps():
     assert_same(got, want)
 
 
+BFLOAT16 = 4e-2  # ten roundings of 2**-8: programs end elsewhere once a function is split, and round there
+
+
+def cast(tree, dtype):
+    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+
+
 @pytest.mark.longer
-def test_a_global_norm_over_all_stages():
-    split = Split(submeshes(4, (2,)))
-    params, batch = MLP.init(4), MLP.batch(ROWS, 0)
+@pytest.mark.parametrize("model", [MOE, pytest.param(TRANSFORMER, marks=pytest.mark.full)], ids=lambda m: m.name)
+def test_mixed(model):
+    """float32 parameters and optimizer, bfloat16 arithmetic inside the tasks, float32 gradients."""
+    split = Split(submeshes(2, (2,)))
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
+    params, batch = model.init(2), model.batch(ROWS, 0)
 
-    def norm(stage, schedule):
-        def f(params, batch):
-            _, grads = gradient(MLP, stage, size=SIZE, rows=ROWS, schedule=schedule)(params, batch)
-            return optax.global_norm(grads), optax.global_norm(params)
+    def make(stage, schedule):
+        def low(loss):
+            return lambda p, b: loss(cast(p, jnp.bfloat16), cast(b, jnp.bfloat16)).astype(jnp.float32)
 
-        return f
+        def step(params, state, batch):
+            loss, grads = gradient(model, stage, size=SIZE, rows=ROWS, schedule=schedule, wrap=low)(params, batch)
+            updates, state = optimizer.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, loss
 
-    assert_same(mm.jit(norm(split, "gpipe"))(params, batch), jax.jit(norm(plain, None))(params, batch))
+        return step
+
+    state = optimizer.init(params)
+    owners = model.owners(params)
+    got = mm.jit(make(split, "1f1b"))(split.place(params, owners), state, batch)
+    want = jax.jit(make(plain, None))(params, state, batch)
+    assert_same(got, want, rtol=BFLOAT16)
+    assert_at_home(split, got[0], owners)

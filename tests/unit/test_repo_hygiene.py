@@ -129,7 +129,7 @@ def test_no_file_names_a_path_of_somebodys_machine(root: Path) -> None:
 
 def test_no_file_names_a_private_host(root: Path) -> None:
     def is_public(url: str) -> bool:
-        host = re.sub(r"[{$].*", "", urlsplit(url.partition("{")[0]).hostname or "")
+        host = re.sub(r"[{$].*", "", urlsplit(re.split(r"[{[]", url)[0]).hostname or "")
         return host in PUBLIC_HOSTS or RESERVED_HOST.search(host) is not None
 
     found = [

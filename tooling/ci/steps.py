@@ -80,7 +80,7 @@ def read_versions(root: Path) -> dict[str, str]:
 
 def run_notes(args: argparse.Namespace) -> None:
     """Print the first part of release notes: how to pull, run and install it, and which commits nobody told."""
-    tag, image = args.tag, files.read_checked(args.file, release.SCHEMA, "docker/build.py --upload writes it")
+    tag, image = args.tag, files.read_document(args.file, release.SCHEMA, "docker/build.py --upload writes it")
     if (version := image["labels"].get(f"{buildx.OCI}.version")) != tag[1:]:
         raise errors.OptionError(f"release.json is of version {version}, not of {tag}; take that of its image")
     name, on_gpus = f"{image['image']['repository']}:{tag}", image["labels"][f"{buildx.LABEL}.accelerator"] != "cpu"

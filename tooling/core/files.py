@@ -45,7 +45,7 @@ def read_object(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def read_checked(path: Path, schema: Path, remedy: str = "restore it with git") -> dict[str, Any]:
+def read_document(path: Path, schema: Path, remedy: str = "restore it with git") -> dict[str, Any]:
     """Return the document in a YAML or JSON file. ``SourceError``: it cannot be read, or is not as its schema says."""
     import jsonschema
     import yaml

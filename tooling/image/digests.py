@@ -43,6 +43,6 @@ class ImageLock(NamedTuple):
 
 def load(root: Path) -> ImageLock:
     """Read and check ``images.lock``."""
-    lock = files.read_checked(root / FILE, SCHEMA)
+    lock = files.read_document(root / FILE, SCHEMA)
     images = {name: ImagePin(entry["reference"], entry["digest"]) for name, entry in lock["images"].items()}
     return ImageLock(images, {name: FilePin(entry["url"], entry["sha256"]) for name, entry in lock["files"].items()})

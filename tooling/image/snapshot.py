@@ -22,7 +22,7 @@ IGNORE = "docker/Dockerfile.dockerignore"
 class Snapshot(NamedTuple):
     """The commits of this repository and of MaxText, marked where files differ, and those files: no commit holds them.
 
-    What differs in another component marks this repository.
+    A file that differs in another component marks this repository.
     """
 
     revision: str

@@ -90,7 +90,7 @@ Pins = dict[str, Pin]
 
 def load(path: Path) -> Sources:
     """Read and check ``sources.yaml``: components by name, in the order of the file."""
-    document = files.read_checked(path, SCHEMA, "correct it")
+    document = files.read_document(path, SCHEMA, "correct it")
     sources = {name: _component(name, entry) for name, entry in document["components"].items()}
     for name, component in sources.items():
         if component.follows and find(sources, component.follows).follows:
@@ -117,7 +117,7 @@ def find(sources: Sources, name: str) -> Component:
 
 def load_lock(path: Path) -> Pins:
     """Read and check ``sources.lock``."""
-    return {name: Pin(**entry) for name, entry in files.read_checked(path, LOCK_SCHEMA)["components"].items()}
+    return {name: Pin(**entry) for name, entry in files.read_document(path, LOCK_SCHEMA)["components"].items()}
 
 
 def pin_of(component: Component, pins: Pins) -> Pin:

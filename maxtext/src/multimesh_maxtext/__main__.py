@@ -43,12 +43,14 @@ def _join_others(config: TrainerConfig) -> None:
     from orbax.checkpoint import v1 as ocp
 
     from multimesh import distributed
-    from multimesh_maxtext.trainer import ending
+    from multimesh_maxtext.trainer import checkpointer, ending
 
     # Each command names another folder.
     distributed.initialize(num_processes=config.count, process_id=config.rank, same_command=False)
     distributed.tell_at_loss(lambda text, code: ending.write_loss(text, code, config))
-    ocp.handlers.register_handler(distributed.orbax_state_handler(), checkpointable_name="items")  # the train state
+    handler = distributed.orbax_state_handler()
+    handler = checkpointer.ending_failed_saves(handler, lambda error: ending.end_process(error, config))
+    ocp.handlers.register_handler(handler, checkpointable_name="items")  # the train state
 
 
 def export(folder: str, step: str, target: str, *unrolled: str) -> None:

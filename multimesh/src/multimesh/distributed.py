@@ -141,8 +141,7 @@ def record(path: str | os.PathLike[str]) -> None:
 def orbax_handler() -> Any:
     """Return Orbax's handler of ``jax.Array``, for arrays of which a process holds all shards or none.
 
-    Orbax's own checkpointers and managers refuse such arrays. With this handler they save and restore them. A process
-    that can't write ends with its error, and so do all others.
+    Orbax's own checkpointers and managers refuse such arrays. With this handler they save and restore them.
 
     Examples
     --------
@@ -150,7 +149,7 @@ def orbax_handler() -> Any:
     ...     jax.Array, mm.distributed.orbax_handler(), override=True
     ... )
     """
-    return saving.load_handlers("mm.distributed.orbax_handler").ManagedArrayHandler()
+    return saving.load_handlers("mm.distributed.orbax_handler").ArrayHandler()
 
 
 def orbax_state_handler() -> type:

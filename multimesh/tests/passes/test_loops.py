@@ -39,14 +39,6 @@ def test_a_sum_over_microbatches():
     ]
 
 
-def test_a_stacked_result_beside_a_sum():
-    f = mm.microbatch(on(0, lambda x: (jnp.sum(x), 2 * x)), size=2, reduce=("sum", "stack"))
-    (loop,) = loops(inlined(f, ones(6)))
-    assert (len(loop.sums), len(loop.stacks)) == (1, 1)
-    (inner,) = loop.stacks.values()
-    assert [op.prim.name for op in loop.ops if inner in op.outs] == ["mul"]
-
-
 @pytest.mark.parametrize(("dtype", "sums"), [(np.float32, 2), (np.float16, 1)])
 def test_several_additions_to_one_carry(dtype, sums):
     """carry + a + b is a sum of a + b; each is summed by itself unless its partial sums might overflow."""
@@ -122,16 +114,6 @@ def test_a_tied_weight_has_one_sum_for_each_use():
     assert program.outputs == join.outs
 
 
-def test_the_same_contribution_twice_counts_twice():
-    """The cotangents of two equal operands are one value, added to itself."""
-
-    def f(w, x):
-        return on(0, lambda a, b, x: jnp.sum(jnp.sin((a + b) * x)))(w, w, x)
-
-    (loop,) = loops(separated(mm.microbatch(jax.grad(f), **HALVES), ones(), ones(6)))
-    assert names(loop.ops).count("add_any") + len(loop.sums) == 2
-
-
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_sum_of_cotangents_that_is_two_results(times):
     """Nothing is taken apart that another result sums too, or that is carried to the next microbatch."""
@@ -154,16 +136,3 @@ def test_an_initial_value_is_added_after_the_loop():
     assert last.prim.name == "add"
     assert loop.sums[0].out in last.ins
     assert program.outputs == last.outs
-
-
-def test_what_nobody_reads_is_dropped():
-    f = mm.microbatch(on(0, lambda x: (jnp.sum(x), jnp.sum(jnp.cos(x)))), size=2)
-    (loop,) = loops(separated(lambda x: f(x)[0], ones(6)))
-    assert names(loop.ops) == ["reduce_sum"]
-    assert len(loop.sums) == 1
-
-
-def test_a_result_that_is_an_input_gets_a_copy():
-    (loop,) = loops(separated(mm.microbatch(lambda x: (x, on(0, jnp.sum)(x)), size=2), ones(6)))
-    assert "copy" in names(loop.ops)
-    assert all(s.leaf in {o for op in loop.ops for o in op.outs} for s in loop.sums)

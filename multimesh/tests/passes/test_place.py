@@ -1,7 +1,5 @@
 """Placement: every operation gets a submesh."""
 
-import collections
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -106,15 +104,6 @@ def test_a_conditional_over_two_submeshes_is_split():
     assert ["add" in i for i in inside] == [True, False]
     assert ["mul" in i for i in inside] == [False, True]
     assert [MESHES.index(program.homes[o]) for o in program.outputs] == [0, 1]
-
-
-def test_a_tied_weight_is_accumulated_on_both_submeshes():
-    def tied(w, x):
-        return on(1, lambda w, h: jnp.sum(h * w))(w, on(0, lambda w, x: jnp.sin(x * w))(w, x))
-
-    program = placed(mm.microbatch(jax.grad(tied), argnum=1, size=2), ones(), ones(6))
-    (loop,) = loops(program)
-    assert collections.Counter(MESHES.index(program.homes[s.out]) for s in loop.sums) == {0: 1, 1: 1}
 
 
 def test_submeshes_stand_in_the_order_of_their_forward_use():

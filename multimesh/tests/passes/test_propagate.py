@@ -88,6 +88,13 @@ def test_layouts_are_those_that_xla_chooses(fn, shapes, specs):
         assert shard == layout.shard_shape(shape)
 
 
+def test_rows_that_are_looked_up_are_divided_as_their_numbers():
+    """So that the layers after it gather weights; XLA alone would divide the features, as the table does."""
+    program = inline_calls(jaxpr(lambda table, i: table[i], jnp.ones((16, 4)), jnp.ones((8,), "int32")), jax.devices())
+    layouts = dict(zip(program.inputs, [((), ("data",)), (("data",),)], strict=True))
+    assert propagate(program.items, layouts, MESH)[program.outputs[0]] == (("data",), ())
+
+
 def convolved(x, w):
     return jax.lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
 

@@ -25,7 +25,7 @@ def test_upload(make_tiny, upload, target: Reference, there: Registry, tmp_path:
     done = upload(make_tiny("words"))
 
     assert done.returncode == 0, done.stderr
-    document = files.read_checked(tmp_path / "release.json", release.SCHEMA)
+    document = files.read_document(tmp_path / "release.json", release.SCHEMA)
     digest = document["image"]["digest"]
     assert f"digest  {digest}" in done.stdout
     assert re.search(r"^pushed  \d+\.\d MB to pull$", done.stdout, re.MULTILINE)

@@ -110,3 +110,17 @@ def test_a_dirty_tree_does_not_keep_others_from_coming(clone: Clone, alpha: Upst
 
     assert clone.state("gamma") == "clean"
     assert clone.state("alpha") == "dirty"
+
+
+@pytest.mark.parametrize("words", [("branch", "mine"), ("stash",)])
+def test_branches_and_a_stash_are_somebodys_work(clone: Clone, alpha: Upstream, words: tuple[str, ...]) -> None:
+    """They would go with a tree that is replaced; one that needs no other stays."""
+    clone.ok("sync")
+    edit(clone)
+    git(clone.place("alpha"), *words)
+    git(clone.place("alpha"), "checkout", "-q", ".")
+    assert "kept" in clone.ok("sync")
+    clone.add("alpha", clone.components["alpha"]["url"], alpha.head, alpha.tree())
+    assert "has branches or a stash of yours" in clone.refused(DIRTY, "sync")
+    clone.ok("sync", "--force")
+    assert clone.state("alpha") == "clean"

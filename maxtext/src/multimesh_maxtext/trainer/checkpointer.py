@@ -20,6 +20,7 @@ import jax
 from multimesh import MultiMeshError, UsageError, distributed
 from multimesh_maxtext.checkpoint_folder import COMPLETE, aside, look
 from multimesh_maxtext.errors import CheckpointError, DamagedCheckpointError, LauncherError
+from multimesh_maxtext.trainer.relayout import make_loader
 
 _OTHERS = (LauncherError, MultiMeshError, jax.errors.JaxRuntimeError, FileExistsError)
 """Errors that no checkpoint causes: another process is lost, a device has no memory, the step was written before."""
@@ -28,13 +29,13 @@ _OF_TENSORSTORE = re.compile(r"[A-Z_]+: (?:.*: )?(.*?)(?: \[\w+='.*)?")
 """An error of TensorStore: the operations that it was about to do, what happened, details for its authors."""
 
 
-def telling(checkpoints: Any) -> Any:
+def telling(checkpoints: Any, layers: int | None = None) -> Any:
     """Let a checkpointer raise a `CheckpointError` where a checkpoint cannot be read or written, or was damaged.
 
-    Returns the checkpointer.
+    Returns the checkpointer, which loads as `relayout.make_loader` says.
     """
-    folder = Path(checkpoints.directory).resolve()
-    load, save, wait = checkpoints.load_checkpointables, checkpoints.save_checkpointables_async, checkpoints.wait
+    folder, load = Path(checkpoints.directory).resolve(), make_loader(checkpoints, layers)
+    save, wait = checkpoints.save_checkpointables_async, checkpoints.wait
     recording = list[threading.Thread]()
 
     def compare_and_load(step: int, *args: Any, **kwargs: Any) -> Any:
@@ -58,6 +59,32 @@ def telling(checkpoints: Any) -> Any:
     checkpoints.save_checkpointables = _explain_errors(checkpoints.save_checkpointables, _unwritten, folder)
     checkpoints.wait = _explain_errors(wait_for_records, _unwritten, folder)
     return checkpoints
+
+
+def ending_failed_saves(handler: Any, end: Callable[[CheckpointError], object]) -> Any:
+    """Return a handler of one of several processes that calls ``end`` where its part of a checkpoint is not written.
+
+    Orbax would only raise the error after 20 minutes in a barrier, in which the others wait for this process.
+    """
+
+    class Handler(handler):
+        async def save(self, directory: Any, state: Any) -> Any:
+            written = await super().save(directory, state)
+
+            async def wait() -> None:
+                try:
+                    await written
+                except Exception as error:
+                    folder = Path(directory.path).resolve().parents[1]
+                    failure = CheckpointError(_unwritten(folder, reason(error)))
+                    failure.__cause__ = error
+                    end(failure)
+                    raise
+
+            return wait()
+
+    Handler.__module__, Handler.__qualname__ = handler.__module__, handler.__qualname__  # a checkpoint has its name
+    return Handler
 
 
 def _record(response: Any, path: Path) -> None:

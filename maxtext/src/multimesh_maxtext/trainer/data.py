@@ -19,7 +19,6 @@ from multimesh_maxtext.checkpoint_folder import look
 from multimesh_maxtext.errors import CheckpointError, FlagError, UnsupportedError
 from multimesh_maxtext.trainer import checkpointer, processes
 from multimesh_maxtext.trainer.processes import absent, everywhere, has_device, place
-from multimesh_maxtext.trainer.relayout import relaid
 
 keeps_metrics = True
 """Only ``run.py`` empties the metrics file. MaxText does at every step 0, and each evaluation has one."""
@@ -52,7 +51,7 @@ def batches(config: Any, mesh: Mesh) -> tuple[Any, Any] | None:
 def place_state(abstract_state: Any, shardings: Any, checkpoints: Any) -> tuple[Any, Any, Any]:
     """Leave the train state as it is; check the checkpoints that it is read from."""
     if hasattr(checkpoints, "load_checkpointables"):  # Orbax's emergency checkpointers have an older API
-        checkpoints = checkpointer.telling(relaid(checkpoints))
+        checkpoints = checkpointer.telling(checkpoints)
     return abstract_state, shardings, checkpoints
 
 
@@ -193,16 +192,12 @@ class Together(Iterator[dict[str, jax.Array]]):
             except Exception as error:  # noqa: BLE001 - raised once all processes know that this one has no batch
                 rows, self._failure = None, error
         batch = {name: self._lay_out(rows and rows[name], like) for name, like in self._types.items()}
-        flag = place(np.full(self._mesh.size, rows is not None, np.int32), self._flags)
-        there = self._least(flag)
+        flags, layout = np.full(self._mesh.size, rows is not None, np.int32), NamedSharding(self._mesh, P())
+        if has_device(layout):
+            there = jax.jit(jnp.min, out_shardings=layout)(place(flags, self._flags))
+        else:
+            there = absent(jax.ShapeDtypeStruct((), flags.dtype), layout)
         return batch, self._own_position(), everywhere(there)
-
-    def _least(self, flag: jax.Array) -> jax.Array:
-        """The least of numbers on each device of the mesh."""
-        layout = NamedSharding(self._mesh, P())
-        if not has_device(layout):
-            return absent(jax.ShapeDtypeStruct((), flag.dtype), layout)
-        return jax.jit(jnp.min, out_shardings=layout)(flag)
 
     def _lay_out(self, rows: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
         """Lay out an array of a batch, of which this process has some rows."""

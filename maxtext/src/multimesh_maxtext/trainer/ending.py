@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -49,6 +50,13 @@ def run_to_its_end(main: Callable[[], object], config: TrainerConfig) -> None:
 def write_loss(text: str, code: int, config: TrainerConfig) -> None:
     """Write that this process ends because of another one, with its exit code."""
     _write((ProcessLostError if code == ProcessLostError.exit_code else TrainerFailedError)(text), config)
+
+
+def end_process(error: LauncherError, config: TrainerConfig) -> None:
+    """Write an error of any thread, tell it to the other processes, and end this one."""
+    shown = explain(error)
+    _write(shown, config)
+    sys.excepthook(type(shown), shown, error.__traceback__)
 
 
 def _write(error: LauncherError, config: TrainerConfig) -> None:

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 import multimesh
 from multimesh_maxtext.errors import LauncherError
 from multimesh_maxtext.handoff import TrainerConfig, find_schedule, receive
-from multimesh_maxtext.trainer import placement, processes, relayout, step
+from multimesh_maxtext.trainer import placement, processes, step
 from multimesh_maxtext.trainer.checkpointer import telling
 
 everywhere = processes.everywhere  # MaxText calls it for each scalar that it reads in all processes
@@ -94,7 +94,7 @@ def place_state(abstract_state: Any, shardings: Any, checkpoints: Any) -> tuple[
         )
     shardings = stages.shardings(shardings)
     types = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract_state, shardings)
-    return types, shardings, checkpoints and telling(relayout.relaid(checkpoints, stages.layers))
+    return types, shardings, checkpoints and telling(checkpoints, stages.layers)
 
 
 def init_state(fn: Callable[[], Any], *, in_shardings: None, out_shardings: Any) -> Callable[[], Any]:
@@ -154,8 +154,21 @@ def stacks(length: int, rngs: Any = None) -> list[tuple[str, int, Any]]:
 
 
 def stack(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the scan over a stack of layers a task on the submesh of its stage."""
-    return placement.apply_stack(_current(), name, fn)
+    """Make MaxText's scan over a stack of layers a task on the submesh of its stage."""
+    home = _current().of_layer(int(name.split("_")[1]))
+
+    def scan(stack: nnx.Module, y: Any, *args: Any) -> tuple[Any, nnx.Module, None]:
+        graph, params, others = nnx.split(stack, nnx.Param, ...)
+
+        def pure(params: Any, others: Any, y: Any, *args: Any) -> tuple[Any, Any]:
+            y, scanned, _ = fn(nnx.merge(graph, params, others), y, *args)
+            return y, nnx.state(scanned, nnx.Not(nnx.Param))
+
+        y, others = multimesh.task(pure, name, mesh=home)(params, others, y, *args)
+        nnx.update(stack, others)
+        return y, stack, None
+
+    return scan
 
 
 def accumulate(

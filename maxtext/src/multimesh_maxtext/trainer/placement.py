@@ -31,10 +31,6 @@ _GATHERED = "fsdp"
 _AFTER_LAYERS = {"decoder_norm", "logits_dense"}
 
 
-Stack = tuple[str, int, Any]
-"""Name of a stack, number of its layers, and the source of their random numbers."""
-
-
 @dataclass(frozen=True)
 class Stages:
     """A submesh per stage. A piece has contiguous layers, and the schedule's placement gives each piece its stage."""
@@ -125,30 +121,13 @@ class Share:
         return nnx.merge(graph, jax.tree.map(lambda x: x[self.layers.start : self.layers.start + split], state))
 
 
-def list_stacks(pieces: Sequence[range], rngs: nnx.Rngs | None) -> list[Stack]:
-    """Name the stack of each piece by its first and last layer, so that `Stages.of_path` knows its stage.
+def list_stacks(pieces: Sequence[range], rngs: nnx.Rngs | None) -> list[tuple[str, int, Share | None]]:
+    """Return the name of each piece's stack, by which `Stages.of_path` knows its stage, its layers, and their source.
 
     The layers get the random numbers, and so the parameters, of one stack of all layers.
     """
     every = rngs.fork(split=pieces[-1].stop) if rngs else None
     return [(f"layers_{p.start}_{p.stop - 1}", len(p), Share(every, p) if every else None) for p in pieces]
-
-
-def apply_stack(stages: Stages, name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Make MaxText's scan over a stack a task on the submesh of its stage."""
-
-    def scan(stack: nnx.Module, y: Any, *args: Any) -> tuple[Any, nnx.Module, None]:
-        graph, params, others = nnx.split(stack, nnx.Param, ...)
-
-        def pure(params: Any, others: Any, y: Any, *args: Any) -> tuple[Any, Any]:
-            y, scanned, _ = fn(nnx.merge(graph, params, others), y, *args)
-            return y, nnx.state(scanned, nnx.Not(nnx.Param))
-
-        y, others = multimesh.task(pure, name, mesh=stages.of_layer(int(name.split("_")[1])))(params, others, y, *args)
-        nnx.update(stack, others)
-        return y, stack, None
-
-    return scan
 
 
 def parameter_specs(shardings: Any) -> dict[str, P]:
@@ -162,11 +141,9 @@ def spread_optimizer(types: Any, shardings: Any) -> Any:
 
     Each device then keeps and updates its part of the moments, and XLA gathers the parameters after the update.
     """
-
-    def spread(path: Any, x: Any, sharding: NamedSharding) -> NamedSharding:
-        return spread_over_data(x, sharding) if _path(path).startswith("optimizer/") else sharding
-
-    return jax.tree_util.tree_map_with_path(spread, types, shardings)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x, s: spread_over_data(x, s) if _path(path).startswith("optimizer/") else s, types, shardings
+    )
 
 
 def spread_over_data(x: Any, sharding: NamedSharding) -> NamedSharding:

@@ -6,7 +6,7 @@ all. MaxText stacks parameters and their moments along their second dimension, e
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,15 @@ Entry = tuple[str, ...]
 _SECOND = ("params", "opt_state")  # stacked along the second dimension
 
 
-def relaid(checkpoints: Any, layers: int | None = None) -> Any:
-    """Let Orbax's checkpointer of a run refuse a checkpoint of another model before it loads anything; return it.
+def make_loader(checkpoints: Any, layers: int | None = None) -> Callable[[int, dict[str, Any]], dict[str, Any]]:
+    """Return how Orbax's checkpointer loads a step, but for a checkpoint of another model, which is refused before.
 
     With the number of ``layers`` it loads a checkpoint of any layout in the run's layout: arrays of other layouts pass
     through the host's memory, and random keys of layers stay as the run made them.
     """
     load = checkpoints.load_checkpointables
 
-    def load_any_layout(step: int, abstract: dict[str, Any]) -> dict[str, Any]:
+    def load_step(step: int, abstract: dict[str, Any]) -> dict[str, Any]:
         target = flat(abstract["items"])
         paths = {tuple(map(str, path)): path for path in target}
         stored = Checkpoints(Path(checkpoints.directory), (step,)).paths() if layers else ()
@@ -61,8 +61,7 @@ def relaid(checkpoints: Any, layers: int | None = None) -> Any:
 
         return loaded | {"items": nest({path: make(name, path) for name, path in paths.items()})}
 
-    checkpoints.load_checkpointables = load_any_layout
-    return checkpoints
+    return load_step
 
 
 def check_same(

@@ -136,13 +136,13 @@ def eval_types(fn: Callable[[], Any], shardings: Any) -> Any:
 
 @jax.custom_vjp
 def _like_flash(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
-    # Sums along the sequence: elementwise operations would be computed again rather than kept.
-    weight = jnp.sum(key * value, (1, 2))[:, None, None]
-    return jnp.cumsum(query, 1) + weight, jnp.sum(jnp.cumsum(query, 1), -1, dtype=jnp.float32)
+    return _like_flash_forward(query, key, value)[0]
 
 
 def _like_flash_forward(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
-    results = _like_flash(query, key, value)
+    # Sums along the sequence: elementwise operations would be computed again rather than kept.
+    weight = jnp.sum(key * value, (1, 2))[:, None, None]
+    results = jnp.cumsum(query, 1) + weight, jnp.sum(jnp.cumsum(query, 1), -1, dtype=jnp.float32)
     return results, (query, key, value, *results)
 
 

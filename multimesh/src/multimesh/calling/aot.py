@@ -81,17 +81,14 @@ class Lowered:
 
         Several submeshes may read it. The one that makes its replacement counts, or else the first.
         """
-        plan = self.plan
-        made_on = {
-            plan.like[slot]: plan.slots[slot].submesh
-            for kind, slot in plan.outputs
-            if kind == "slot" and slot in plan.like
-        }
+        plan, stacks = self.plan, self.plan.stacks.arguments
+        outputs = {slot for kind, slot in plan.outputs if kind == "slot" and slot in plan.like}
+        made_on = {plan.like[slot]: plan.slots[slot].submesh for slot in outputs}
         homes: dict[int, int] = {}
         for arg, slot in plan.inputs:
             if arg not in homes or plan.slots[slot].submesh == made_on.get((arg,)):
                 homes[arg] = slot
-        count, stacks = len(self.traced.specs), plan.stacks.arguments
+        count = len(self.traced.specs)
         leaves = range(sum(map(len, numbers(count, stacks))))
         layouts = [plan.layouts[homes[arg]] if arg in homes else None for arg in leaves]
         return tuple(gather(layouts, count, stacks, _layout_of))
@@ -111,7 +108,7 @@ class Lowered:
         ``plan.submeshes``. ``platform`` is "cpu" or "gpu" if not that of its devices: virtual CPU devices may stand for
         GPUs, whose compiler adds products to sums in place.
         """
-        if platform is not None and platform not in ("cpu", "gpu"):
+        if platform not in (None, "cpu", "gpu"):
             raise UsageError(f'memory_estimate: platform must be "cpu" or "gpu", got {platform!r}')
         with pause_gc():
             from multimesh.observe.memory import estimate_memory
@@ -162,23 +159,20 @@ class Lowered:
 
         For devices of `multimesh.topology` it compiles those of all processes. The result can't be called.
         """
-        compile_kernels = functools.partial(compile_plan, self.plan, compiler_options)
         with _compat.without_mesh():
             if not exists(self.plan):
-                return Compiled(self, RefusingRunner(compile_kernels()))
+                return Compiled(self, compile_plan(self.plan, compiler_options), refuse_call)
             if _compat.process_count() == 1:
-                return Compiled(self, Runner(compile_kernels(), self.block_names))
+                compiled = compile_plan(self.plan, compiler_options)
+                return Compiled(self, compiled, Runner(compiled, self.block_names))
             from multimesh.plan import fingerprint
             from multimesh.processes import agree
             from multimesh.runtime.part_runner import PartRunner
 
             spans = len(frozenset().union(*processes(self.plan))) > 1
             number = agree.agree_on_plan(self.name, fingerprint.Lines(self.plan)) if spans else None
-            return Compiled(self, PartRunner(compile_kernels(), self.block_names, self.name, number))
-
-    def export(self, *_: Any, **__: Any) -> Any:
-        """Raise `UsageError`: a plan can't be exported."""
-        raise export_error(self.name)
+            compiled = compile_plan(self.plan, compiler_options)
+            return Compiled(self, compiled, PartRunner(compiled, self.block_names, self.name, number))
 
     def as_text(self) -> str:
         """Return the plan, then the operations of each kernel."""
@@ -197,36 +191,29 @@ def _layout_of(layouts: Sequence[NamedSharding | None], stack: Blocks) -> NamedS
     return stack.sharding(PartitionSpec()) if first is None else stack.sharding(strip(first.spec), first.memory_kind)
 
 
-@dataclass(frozen=True, eq=False)
-class RefusingRunner:
-    """A runner that refuses to run: the devices of its plan are only those of a topology."""
-
-    compiled: CompiledPlan
-
-    def __call__(self, *_: Any) -> NoReturn:
-        """Raise `UsageError`: there is nothing to run it on."""
-        raise UsageError(
-            "compiled for devices that are not there (multimesh.topology): it can't be called; compile for devices of "
-            "jax.devices()"
-        )
+def refuse_call(*_: Any) -> NoReturn:
+    """Raise `UsageError`, in the place of a runner: the devices of the plan are only those of a topology."""
+    raise UsageError(
+        "compiled for devices that are not there (multimesh.topology): it can't be called; compile for devices of "
+        "jax.devices()"
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """A compiled function. Call it with arguments of the types that it was lowered for."""
+    """A compiled function. Call it with arguments of the types that it was lowered for.
+
+    ``compiled_plan`` has the executables and layouts.
+    """
 
     lowered: Lowered
-    runner: Runner | RefusingRunner
-
-    @property
-    def compiled_plan(self) -> CompiledPlan:
-        """The executables and layouts."""
-        return self.runner.compiled
+    compiled_plan: CompiledPlan
+    runner: Runner | Callable[..., NoReturn]
 
     @property
     def plan(self) -> Plan:
         """The plan."""
-        return self.runner.compiled.plan
+        return self.compiled_plan.plan
 
     @property
     def in_tree(self) -> Any:
@@ -281,10 +268,8 @@ class Compiled:
 
     def _blocks(self, positions: range, stack: Blocks) -> Iterator[tuple[int, NamedSharding]]:
         """Yield the blocks of a result that are not on their submesh, or not laid out as the first."""
-        layouts = [
-            self.plan.layouts[v] if kind == "slot" else None
-            for kind, v in map(self.plan.outputs.__getitem__, positions)
-        ]
+        outputs = [self.plan.outputs[n] for n in positions]
+        layouts = [self.plan.layouts[v] if kind == "slot" else None for kind, v in outputs]
         spec = next((strip(layout.spec) for layout in layouts if layout is not None), PartitionSpec())
         for n, layout, mesh in zip(positions, layouts, stack.meshes, strict=True):
             if layout is None or layout.mesh != mesh or strip(layout.spec) != spec:
@@ -335,7 +320,7 @@ class Compiled:
         repeats = checks.integer("profile: repeats", repeats, 1)
         leaves = self._leaves(args, kwargs)
         with _compat.without_mesh(concrete_only=True):
-            return self.runner() if isinstance(self.runner, RefusingRunner) else profile(self.runner, leaves, repeats)
+            return profile(self.runner, leaves, repeats) if isinstance(self.runner, Runner) else self.runner()
 
     def memory_analysis(self) -> tuple[dict[str, int], ...]:
         """Return bytes per submesh, of whole arrays. Arrays in the memory of the host do not count.
@@ -344,41 +329,30 @@ class Compiled:
         kernel that this process compiled.
         """
         plan = self.plan
-        peaks = plan.peak_bytes()
         inputs = {slot for _, slot in plan.inputs}
         results = {value for kind, value in plan.outputs if kind == "slot"}
         scratch = [0] * len(plan.submeshes)
-        for kernel, program in zip(plan.kernels, self.compiled_plan.executables, strict=True):
-            stats = program.memory_analysis() if program is not None else None
-            if stats is not None:
-                size = stats.temp_size_in_bytes * plan.submeshes[kernel.submesh].size
+        for kernel, memory in zip(plan.kernels, self.kernel_memory(), strict=True):
+            if memory is not None:
+                size = memory.temporaries * plan.submeshes[kernel.submesh].size
                 scratch[kernel.submesh] = max(scratch[kernel.submesh], size)
         return tuple(
             {
                 "arguments": plan.bytes_on(i, inputs),
                 "results": plan.bytes_on(i, results),
-                "intermediates": peaks[i],
+                "intermediates": peak,
                 "scratch": scratch[i],
             }
-            for i in range(len(plan.submeshes))
+            for i, peak in enumerate(plan.peak_bytes())
         )
 
     def kernel_memory(self) -> tuple[KernelMemory | None, ...]:
         """Return the bytes of each kernel, in the order of ``plan.kernels``; None for one of other processes."""
         from multimesh.observe.memory import KernelMemory
 
+        fields = ("argument", "output", "alias", "temp", "generated_code")
         stats = [p.memory_analysis() if p else None for p in self.compiled_plan.executables]
-        return tuple(
-            s
-            and KernelMemory(
-                s.argument_size_in_bytes,
-                s.output_size_in_bytes,
-                s.alias_size_in_bytes,
-                s.temp_size_in_bytes,
-                s.generated_code_size_in_bytes,
-            )
-            for s in stats
-        )
+        return tuple(s and KernelMemory(*(getattr(s, f"{name}_size_in_bytes") for name in fields)) for s in stats)
 
     def device_memory(self) -> tuple[MemoryEstimate, ...]:
         """Return the bytes on each device of each submesh at the peak of a call, with kernels as XLA compiled them.
@@ -390,10 +364,7 @@ class Compiled:
         return take_workspace(self.plan, self.kernel_memory())
 
     def custom_calls(self) -> tuple[Mapping[str, int], ...]:
-        """Return in how many places each kernel calls cuBLASLt, cuDNN, Triton and the like, in the order of the plan.
-
-        Those of other processes are empty.
-        """
+        """Return how often each kernel calls cuBLASLt, cuDNN, Triton and the like; nothing for other processes'."""
         return tuple(text.custom_calls for text in self._texts)
 
     @property

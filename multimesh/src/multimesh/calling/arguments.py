@@ -1,4 +1,4 @@
-"""Arguments and results of a jitted function: parameters, flat leaves, given layouts, replaced arguments."""
+"""Arguments and results of a jitted function: parameters, flat leaves, layouts (also in types), replaced arguments."""
 
 from __future__ import annotations
 
@@ -6,18 +6,31 @@ import contextlib
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import SequenceKey
 
-from multimesh.calling.argument_types import Types
 from multimesh.core import _compat, checks
-from multimesh.core.specs import spread
+from multimesh.core.specs import spread, strip
 from multimesh.errors import UsageError
 from multimesh.stacked.row_blocks import is_stacked, spec_of_blocks
+
+Layout: TypeAlias = NamedSharding | PartitionSpec | None
+
+
+@dataclass(frozen=True)
+class Types:
+    """The mesh in the types of values outside of tasks, and the spec of each argument leaf; None: replicated."""
+
+    mesh: AbstractMesh
+    specs: tuple[PartitionSpec | None, ...]
+
+    def structs(self, plain: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
+        """Return the types of argument leaves to trace with."""
+        return [_compat.with_layout(x, spec, self.mesh) for x, spec in zip(plain, self.specs, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -83,13 +96,9 @@ class Arguments(NamedTuple):
     def donated_leaves(self, tree: Any) -> frozenset[int]:
         """Return the numbers of the donated leaves; ``tree`` is the tree of the dynamic values."""
         numbers = (i for i in range(len(self.values)) if i not in self.static)
-        donated: list[int] = []
-        start = 0
-        for number, child in zip(numbers, tree.children(), strict=True):
-            if number in self.donated:
-                donated += range(start, start + child.num_leaves)
-            start += child.num_leaves
-        return frozenset(donated)
+        counts = [child.num_leaves for child in tree.children()]
+        parts = zip(numbers, counts, itertools.accumulate(counts), strict=True)
+        return frozenset(n for i, count, end in parts if i in self.donated for n in range(end - count, end))
 
 
 class Parameters:
@@ -100,30 +109,33 @@ class Parameters:
         self._signature: inspect.Signature | None = None
         with contextlib.suppress(TypeError, ValueError):
             self._signature = inspect.signature(fn)
-        self._static = self._both(*static, "static")
-        self._donate = self._both(*donate, "donate")
-        both = self._static[0] & self._donate[0] or self._static[1] & self._donate[1]
-        if both:
-            raise UsageError(f"jit: argument {min(both)!r} of {self._name} can't be static and donated; drop one")
+        self._kinds = {} if self._signature is None else {n: p.kind for n, p in self._signature.parameters.items()}
+        self._places = [n for n, k in self._kinds.items() if k in (k.POSITIONAL_ONLY, k.POSITIONAL_OR_KEYWORD)]
+        self._static, self._donate = self._both(*static, "static"), self._both(*donate, "donate")
+        if both := self._static & self._donate:
+            raise UsageError(
+                f"jit: argument {min(both, key=str)!r} of {self._name} can't be static and donated; drop one"
+            )
         self.key = (self._static, self._donate)
 
-    def _both(self, nums: Any, names: Any, option: str) -> tuple[frozenset[int], frozenset[str]]:
-        """Numbers and names of the same parameters; a call may use either, if the function allows it."""
-        kinds = self._signature.parameters if self._signature is not None else {}
-        places = [n for n, p in kinds.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        any_number = self._signature is None or any(p.kind == p.VAR_POSITIONAL for p in kinds.values())
-        any_name = self._signature is None or any(p.kind == p.VAR_KEYWORD for p in kinds.values())
-        numbers = set(_argnums(nums, None if any_number else len(places), f"{option}_argnums"))
+    def _both(self, nums: Any, names: Any, option: str) -> frozenset[int | str]:
+        """Return numbers and names of the same parameters; a call may use either, if the function allows it."""
+        places, kinds = self._places, self._kinds
+        any_number, any_name = (
+            self._signature is None or kind in kinds.values()
+            for kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        )
+        numbers = _argnums(nums, None if any_number else len(places), f"{option}_argnums")
         argnames = {names} if isinstance(names, str) or not isinstance(names, Iterable) else set(names)
         if any(not isinstance(name, str) for name in argnames):
             raise UsageError(f"{option}_argnames: must be a str or strs, got {names!r}")
-        keywords = {n for n, p in kinds.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+        keywords = {n for n, k in kinds.items() if k in (k.KEYWORD_ONLY, k.POSITIONAL_OR_KEYWORD)}
         if argnames - keywords and not any_name:
             raise UsageError(
                 f"{option}_argnames: {self._name} has no parameter {min(argnames - keywords)!r}; it has {[*keywords]}"
             )
-        by_name = argnames | {places[i] for i in numbers if i < len(places) and places[i] in keywords}
-        return frozenset(numbers | {places.index(n) for n in argnames if n in places}), frozenset(by_name)
+        by_name = {places[i] for i in numbers if i < len(places) and places[i] in keywords}
+        return frozenset((*numbers, *(places.index(n) for n in argnames if n in places), *argnames, *by_name))
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
         """Return the arguments of a call. Keyword arguments become positional if the function allows it."""
@@ -141,41 +153,37 @@ class Parameters:
 
     def names(self, bound: Arguments) -> list[str]:
         """Return the names of the arguments of a call that are not static, as far as the signature has them."""
-        kinds = self._signature.parameters.values() if self._signature is not None else ()
-        places = [p.name for p in kinds if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        first = len(bound.values) - len(bound.names)
+        places, first = self._places, len(bound.values) - len(bound.names)
         names = [*places[:first], *(f"argument {i}" for i in range(len(places), first)), *bound.names]
         return [name for i, name in enumerate(names) if i not in bound.static]
 
-    def _among(self, chosen: tuple[frozenset[int], frozenset[str]], values: Sequence[Any], names: Sequence[str]) -> Any:
-        numbers, by_name = chosen
-        if not numbers and not by_name:
+    @staticmethod
+    def _among(chosen: frozenset[int | str], values: Sequence[Any], names: Sequence[str]) -> tuple[int, ...]:
+        if not chosen:
             return ()
-        first = len(values) - len(names)
-        return tuple(i for i in range(len(values)) if (i in numbers if i < first else names[i - first] in by_name))
+        return tuple(i for i, key in enumerate((*range(len(values) - len(names)), *names)) if key in chosen)
 
 
 def _argnums(nums: int | Sequence[int], count: int | None, option: str) -> tuple[int, ...]:
     listed = () if nums is None else nums if isinstance(nums, Iterable) else (nums,)
     numbers = tuple(checks.integer(option, n) for n in checks.many(option, listed, "an int or ints"))
-    if count is None and any(n < 0 for n in numbers):
-        raise UsageError(f"{option}: count from the front; the function takes any number of positional arguments")
-    if count is not None:
-        for n in numbers:
-            if not -count <= n < count:
-                raise UsageError(f"{option}: {n} is out of range for a function of {count} positional arguments")
-        numbers = tuple(n % count for n in numbers)
-    return numbers
+    if count is None:
+        if any(n < 0 for n in numbers):
+            raise UsageError(f"{option}: count from the front; the function takes any number of positional arguments")
+        return numbers
+    for n in numbers:
+        if not -count <= n < count:
+            raise UsageError(f"{option}: {n} is out of range for a function of {count} positional arguments")
+    return tuple(n % count for n in numbers)
 
 
 def leaf_names(tree: Any, parameters: Sequence[str]) -> tuple[str, ...]:
     """Return the names of the leaves of the arguments, written as in source code: ``params['w'][0]``."""
-    names = []
-    for argument, *path in _paths(tree):
-        is_named = argument.idx < len(parameters)
-        name = parameters[argument.idx] if is_named else f"argument {argument.idx}"
-        names.append(name + jax.tree_util.keystr(tuple(path)))
-    return tuple(names)
+    named = dict(enumerate(parameters))
+    return tuple(
+        named.get(argument.idx, f"argument {argument.idx}") + jax.tree_util.keystr(tuple(path))
+        for argument, *path in _paths(tree)
+    )
 
 
 def _paths(tree: Any) -> list[tuple[Any, ...]]:
@@ -214,33 +222,68 @@ def abstract(leaf: Any, name: str = "an argument") -> tuple[tuple[int, ...], Any
     return tuple(struct.shape), struct.dtype, bool(struct.weak_type)
 
 
-def spec_of(x: Any, *, or_none: bool = False) -> PartitionSpec | None:
-    """Return the spec of an array or of anything with a ``sharding``. Else: replicated, or None (``or_none``)."""
-    sharding = getattr(x, "sharding", None)
-    if isinstance(sharding, NamedSharding):
-        return spec_of_blocks(sharding)
-    return None if or_none else PartitionSpec()
+def layout_of(leaf: Any) -> NamedSharding | None:
+    """Return the sharding of a leaf, or the layout in the type of a traced one; None if it has none."""
+    sharding = jax.typeof(leaf).sharding if _compat.is_tracer(leaf) else getattr(leaf, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) and not sharding.mesh.empty else None
 
 
-def kind_of(x: Any) -> str | None:
-    """Return the kind of memory of an array or of anything with a ``sharding``; None for that of the device."""
-    return host_kind(getattr(getattr(x, "sharding", None), "memory_kind", None))
+def kind_of(leaf: Any, entry: Layout) -> str | None:
+    """Return the kind of memory of a leaf, as its entry or itself says; None for any that types of JAX do not tell."""
+    kinds = [getattr(sharding, "memory_kind", None) for sharding in (entry, getattr(leaf, "sharding", None))]
+    return "pinned_host" if next(filter(None, kinds), None) == "pinned_host" else None
 
 
-def host_kind(kind: str | None) -> str | None:
-    """Return a kind of memory if it is one that types of JAX tell from that of the device; else None."""
-    return kind if kind == "pinned_host" else None
-
-
-def spec_in(entry: NamedSharding | PartitionSpec | None) -> PartitionSpec | None:
+def spec_in(entry: Layout) -> PartitionSpec | None:
     """Return the spec of an entry of `spread_prefix`; for a stack that of a block."""
     return spec_of_blocks(entry) if isinstance(entry, NamedSharding) else entry
 
 
-def kinds_in(entries: Sequence[NamedSharding | PartitionSpec | None]) -> dict[int, str]:
+def kinds_in(entries: Sequence[Layout]) -> dict[int, str]:
     """Map the number of each entry that names a kind of memory to that kind."""
     named = ((i, entry.memory_kind) for i, entry in enumerate(entries) if isinstance(entry, NamedSharding))
     return {i: kind for i, kind in named if kind is not None}
+
+
+OF_ARGUMENTS = "of arguments"
+
+
+def types_of(layouts: Sequence[Layout], mesh: AbstractMesh | str | None, more: Iterable[Mesh]) -> Types | None:
+    """Return the types of leaves with these layouts; None if no axis is Explicit.
+
+    The mesh in them is ``mesh``, or of `OF_ARGUMENTS` the common one of the leaves and of ``more``.
+    """
+    if isinstance(mesh, str):
+        mesh = _compat.common_mesh([*(s.mesh for s in layouts if isinstance(s, NamedSharding)), *more])
+    if mesh is None:
+        return None
+    specs = (s.spec if isinstance(s, NamedSharding) else s for s in layouts)
+    return Types(mesh, tuple(None if s is None else s.update(partitions=_compat.partitions(strip(s))) for s in specs))
+
+
+def widen(types: Types | None, count: int, task_meshes: Iterable[Mesh]) -> Types | None:
+    """Return argument types on a mesh that has the axes of all arguments and of ``task_meshes``."""
+    types_mesh = None if types is None else types.mesh
+    mesh = _compat.common_mesh([*filter(None, (types_mesh,)), *task_meshes])
+    if mesh is None or mesh == types_mesh:
+        return types
+    return Types(mesh, (None,) * count) if types is None else replace(types, mesh=mesh)
+
+
+def result_specs(avals: Sequence[Any]) -> Mapping[int, PartitionSpec]:
+    """Return the layouts that types of results say, by number."""
+    typed = ((i, getattr(aval, "sharding", None)) for i, aval in enumerate(avals))
+    return {i: s.spec for i, s in typed if s is not None and _compat.is_typed(s.mesh)}
+
+
+def refuse_terms(name: str, layouts: Sequence[Layout]) -> None:
+    """Refuse an argument whose terms, on several devices, are not summed up."""
+    for layout in layouts:
+        if isinstance(layout, NamedSharding) and getattr(layout.spec, "unreduced", None):
+            raise UsageError(
+                f"{name}: an argument is unreduced ({layout.spec}): each device has a term of it; sum it up before the "
+                "call: jax.sharding.reshard(x, P(...))"
+            )
 
 
 def homes_of(leaves: Sequence[Any]) -> tuple[Mesh | None, ...]:
@@ -256,7 +299,7 @@ def is_sharding(x: Any) -> bool:
     return x is None or isinstance(x, jax.sharding.Sharding | PartitionSpec)
 
 
-def spread_prefix(shardings: Any, tree: Any, keyword: str) -> list[NamedSharding | PartitionSpec | None]:
+def spread_prefix(shardings: Any, tree: Any, keyword: str) -> list[Layout]:
     """Return the entry of each leaf in a pytree prefix of ``NamedSharding``, ``PartitionSpec`` and None (not given)."""
     if isinstance(shardings, list) and tree.num_leaves:
         shardings = tuple(shardings)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from multimesh.core import _compat
@@ -18,7 +18,7 @@ from multimesh.passes import pipeline
 from multimesh.passes.pipeline import LAST, Pass, PassInputs
 from multimesh.plan.plan import Plan
 from multimesh.processes import agree
-from multimesh.schedules import Auto, Choice, Schedule, get
+from multimesh.schedules import Auto, Schedule, get
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,16 +29,16 @@ class PassResults:
     passes: Mapping[str, Pass]
 
     @property
-    def choice(self) -> Choice:
-        """The choice that ``auto`` made."""
+    def plan(self) -> Plan:
+        """The plan, by the table that ``auto`` chose."""
         plan: Plan = self.passes[LAST].result
-        return plan.choices[0]
+        return plan
 
     @functools.cached_property
     def need(self) -> float:
         """The bytes of a device of the submesh that needs most."""
         with pause_gc():
-            return max(submesh.total for submesh in estimate_memory(self.passes[LAST].result))
+            return max(submesh.total for submesh in estimate_memory(self.plan))
 
 
 def fit_memory(traced: PassInputs, passes: Mapping[str, Pass]) -> tuple[PassInputs, Mapping[str, Pass]]:
@@ -48,10 +48,10 @@ def fit_memory(traced: PassInputs, passes: Mapping[str, Pass]) -> tuple[PassInpu
     fits, a warning says so, and the table with the least need is taken. If there are several such loops, each only
     bounds its activations.
     """
-    start = passes["recompute_transfers"]  # schedules decide nothing before it has run
-    loops, plan = start.result.loops, passes[LAST].result
+    start, first = passes["recompute_transfers"], PassResults(traced, passes)  # schedules decide nothing earlier
+    loops, choices = start.result.loops, first.plan.choices
     autos = [(n, loop.mark.schedule) for n, loop in enumerate(loops) if isinstance(loop.mark.schedule, Auto)]
-    if len(autos) != 1 or len(plan.choices) != 1:
+    if len(autos) != 1 or len(choices) != 1:
         return traced, passes
     ((number, auto),) = autos
 
@@ -60,47 +60,35 @@ def fit_memory(traced: PassInputs, passes: Mapping[str, Pass]) -> tuple[PassInpu
         done = pipeline.run(retraced, after=start)
         return PassResults(retraced, {**passes, **{result.name: result for result in done}})
 
-    device = auto.device if auto.device is not None else _memory_of(plan)
-    if device is None and auto.memory is not None:
-        return traced, passes
-    limit = device if device is not None else _usual(PassResults(traced, passes), plan_with)
-    best = _first_within(limit, replace(auto, device=limit), plan_with)  # a limit for measured costs too
+    limit = auto.device if auto.device is not None else _memory_of(first.plan)
+    if limit is None:
+        if auto.memory is not None:
+            return traced, passes
+        names = {candidate.name: candidate for candidate in choices[0].candidates}  # else that of fewest activations
+        usual = "1f1b" if "1f1b" in names else min(names, key=lambda name: max(names[name].peaks))
+        limit = (first if choices[0].taken.name == usual else plan_with(get(usual))).need
+    auto = replace(auto, device=limit)  # for measured costs too
+    tries = [plan_with(auto)]
+    while tries[-1].need > limit:
+        auto = replace(auto, without=(*auto.without, tries[-1].plan.choices[0].taken.name))
+        try:
+            tries.append(plan_with(auto))
+        except UsageError:  # no table is left
+            break
+    best = tries[-1] if tries[-1].need <= limit else min(tries, key=lambda result: result.need)
     if best.need > limit:
         _compat.warn_at(
             loops[number].mark.where,
             f"schedule auto: by the forecast no table fits into {amount(limit, 'bytes')} on each device; took "
-            f"{best.choice.taken.name}, which needs {amount(best.need, 'bytes')}; use smaller microbatches, "
+            f"{best.plan.choices[0].taken.name}, which needs {amount(best.need, 'bytes')}; use smaller microbatches, "
             "jax.checkpoint or more devices",
         )
     return best.traced, best.passes
 
 
-def _first_within(limit: float, auto: Auto, plan_with: Callable[[Schedule], PassResults]) -> PassResults:
-    """Return the plan of the shortest table whose need is within a limit, or else that with the least need."""
-    tries = [plan_with(auto)]
-    while tries[-1].need > limit:
-        auto = replace(auto, without=(*auto.without, tries[-1].choice.taken.name))
-        try:
-            tries.append(plan_with(auto))
-        except UsageError:  # no table is left
-            return min(tries, key=lambda result: result.need)
-    return tries[-1]
-
-
-def _usual(results: PassResults, plan_with: Callable[[Schedule], PassResults]) -> float:
-    """Return the largest need of 1F1B in bytes, else of the published table with the fewest activations."""
-    published = {candidate.name: candidate for candidate in results.choice.candidates}
-    name = "1f1b" if "1f1b" in published else min(published.values(), key=lambda c: max(c.peaks)).name
-    return (results if results.choice.taken.name == name else plan_with(get(name))).need
-
-
 def _memory_of(plan: Plan) -> float | None:
-    """Bytes of the smallest device, if they are known.
-
-    None for several processes, which must all choose the same.
-    """
+    """Return the bytes of the smallest device, if known; None for several processes, which must choose the same."""
     if agree.several():
         return None
     devices = [device for mesh in plan.submeshes for device in mesh.devices.flat]
-    sizes = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in devices]
-    return float(min(sizes)) or None
+    return float(min((device.memory_stats() or {}).get("bytes_limit", 0) for device in devices)) or None

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from multimesh.calling.arguments import Signature
 from multimesh.calling.transforms import Call
@@ -70,7 +70,7 @@ class Trace:
     def _unowned(self) -> frozenset[int]:
         """Argument leaves that no task reads."""
         program = inline_calls(self.erased, self.devices)
-        owners = Owners(program, (), {})
+        owners = Owners(program, ())
         return frozenset(i for i, v in enumerate(program.inputs) if not is_small(v) and not owners.is_read(v))
 
     def homes(self, meshes: Sequence[Mesh | None]) -> tuple[Mesh | None, ...]:
@@ -108,18 +108,16 @@ class Cache:
 
 
 def matching(signature: Signature, functions: Mapping[Signature, Any]) -> Any | None:
-    """Find a function that was compiled for the same signature before its layouts were derived.
+    """Return a function that was compiled for this signature before its layouts were derived, which the arguments have.
 
-    The arguments now have the layouts that were derived for them then.
+    None if there is no such function.
     """
     for other, compiled in functions.items():
         lowered = getattr(compiled, "lowered", None)
-        if lowered is not None and replace(other, specs=signature.specs) == signature:
-            shardings = lowered.input_shardings
-            if all(map(_agree, signature.specs, other.specs, shardings)):
-                return compiled
+        if lowered is None or replace(other, specs=signature.specs) != signature:
+            continue
+        derived = (None if s is None else spec_of_blocks(s) for s in lowered.input_shardings)
+        specs = zip(signature.specs, other.specs, derived, strict=True)
+        if all(now == then or (then is None and now == spec) for now, then, spec in specs):
+            return compiled
     return None
-
-
-def _agree(now: PartitionSpec | None, then: PartitionSpec | None, sharding: NamedSharding | None) -> bool:
-    return now == then or (then is None and sharding is not None and now == spec_of_blocks(sharding))

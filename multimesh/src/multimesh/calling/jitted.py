@@ -12,26 +12,11 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from multimesh.calling import arguments
 from multimesh.calling.aot import Compiled, Lowered, SingleProgram, TracedFunction, export_error
-from multimesh.calling.argument_types import OF_ARGUMENTS, layout_of, refuse_terms, result_specs, types_of, widen
-from multimesh.calling.arguments import (
-    Arguments,
-    Parameters,
-    Signature,
-    abstracts,
-    homes_of,
-    host_kind,
-    is_sharding,
-    kind_of,
-    kinds_in,
-    leaf_names,
-    match_results,
-    spec_in,
-    spec_of,
-    spread_prefix,
-)
+from multimesh.calling.arguments import OF_ARGUMENTS, Arguments, Parameters, Signature, spec_in, spread_prefix
 from multimesh.calling.cache import Cache, Recent, Trace, matching, traits
-from multimesh.calling.remarks import Remarks, refuse_other_devices
+from multimesh.calling.remarks import check_layouts, refuse_other_devices, warn_of_costs
 from multimesh.calling.transforms import Call
 from multimesh.core import _compat, checks
 from multimesh.core.names import warn_former
@@ -99,7 +84,7 @@ class Jitted(Generic[P, R]):
         self._in_shardings, self._out_shardings = in_shardings, out_shardings
         self._layouts, self._types = layouts, types
         self._devices = tuple(devices) if devices is not None else None
-        leaves, tree = jax.tree.flatten((in_shardings, out_shardings, layouts), is_leaf=is_sharding)
+        leaves, tree = jax.tree.flatten((in_shardings, out_shardings, layouts), is_leaf=arguments.is_sharding)
         key = (self._parameters.key, tuple(leaves), tree, self._devices, autoshard, types)
         self._cache = keep_with(fn, key, Cache)
         functools.update_wrapper(self, fn, updated=())
@@ -176,12 +161,12 @@ class Jitted(Generic[P, R]):
                         *(types.structs(structs) if types else structs)
                     )
             except Exception:
-                if widen(types, len(structs), meshes) == types:
+                if arguments.widen(types, len(structs), meshes) == types:
                     raise
             else:
-                if widen(types, len(structs), meshes) == types:
+                if arguments.widen(types, len(structs), meshes) == types:
                     return closed, shapes, None if types is None else types.mesh
-            types = widen(types, len(structs), meshes)
+            types = arguments.widen(types, len(structs), meshes)
 
     def _compiled(self, bound: Arguments, signature: Signature) -> Compiled | SingleProgram:
         functions = self._cache.compiled
@@ -205,16 +190,15 @@ class Jitted(Generic[P, R]):
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Trace and partition for these arguments (arrays or ``jax.ShapeDtypeStruct``)."""
-        bound = self._parameters.bind(args, kwargs)
-        lowered = self._partition(bound, self._signature_of(bound))
+        lowered = self._partition(*self._bind(args, kwargs))
         if isinstance(lowered, SingleProgram):
             raise self._without_tasks()
         return lowered
 
     def trace(self, *args: Any, **kwargs: Any) -> TracedFunction:
         """Trace for these arguments; ``lower()`` of the result partitions."""
-        bound = self._parameters.bind(args, kwargs)
-        trace = self._trace(bound, self._signature_of(bound))
+        bound, signature = self._bind(args, kwargs)
+        trace = self._trace(bound, signature)
 
         def lower(**options: Any) -> Lowered:
             if options:  # of jax.export
@@ -252,8 +236,7 @@ class Jitted(Generic[P, R]):
 
     def prepare(self, *args: Any, **kwargs: Any) -> Compiled | SingleProgram:
         """Compile for these arguments (arrays or ``jax.ShapeDtypeStruct``), so that a call need not."""
-        bound = self._parameters.bind(args, kwargs)
-        return self._compiled(bound, self._signature_of(bound))
+        return self._compiled(*self._bind(args, kwargs))
 
     def memory_analysis(self, *args: Any, **kwargs: Any) -> tuple[dict[str, int], ...]:
         """Return `Compiled.memory_analysis` for these arguments. Compile unless a call already did."""
@@ -270,31 +253,29 @@ class Jitted(Generic[P, R]):
             raise self._without_tasks()
         return compiled
 
-    def _signature_of(self, bound: Arguments) -> Signature:
+    def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Arguments, Signature]:
+        bound = self._parameters.bind(args, kwargs)
         leaves, tree = jax.tree.flatten(bound.dynamic)
-        return self._signature(leaves, tree, bound)
+        return bound, self._signature(leaves, tree, bound)
 
     def _signature(self, leaves: Sequence[Any], tree: Any, bound: Arguments) -> Signature:
-        avals = abstracts(leaves, tree, lambda: self._parameters.names(bound))
-        context = self._context()
-        specs = [spec_of(leaf, or_none=context.options.autoshard) for leaf in leaves]
-        kinds = tuple(map(kind_of, leaves))
-        layouts = [*map(layout_of, leaves)]
+        avals = arguments.abstracts(leaves, tree, lambda: self._parameters.names(bound))
+        context, entries = self._context(), [None] * len(leaves)
+        options = context.options
         if self._in_shardings is not None:
             if bound.names:
                 raise UsageError(f"{self._name}: in_shardings can't say where {bound.names[0]}= is; drop one of them")
             entries = spread_prefix(self._in_shardings, tree, "in_shardings")
-            wanted = map(spec_in, entries)
-            specs = [spec if new is None else strip(new) for new, spec in zip(wanted, specs, strict=True)]
-            blocks = (layout_of_block(e) if isinstance(e, NamedSharding) else e for e in entries)
-            layouts = [layout if block is None else block for block, layout in zip(blocks, layouts, strict=True)]
-            named = kinds_in(entries)
-            kinds = tuple(host_kind(named.get(n, kind)) for n, kind in enumerate(kinds))
-        home = None if context.options.enable_fast_path else _home(leaves)
-        refuse_terms(self._name, layouts)
-        types = types_of(layouts, self._types, registrations.meshes(context.registrations))
-        signature = Signature(tree, avals, tuple(specs), kinds, bound.key, context, home, types=types)
-        homes = () if context.options.ignore_transforms else homes_of(leaves)
+        kinds = tuple(map(arguments.kind_of, leaves, entries))
+        layouts = [arguments.layout_of(x) if entry is None else entry for x, entry in zip(leaves, entries, strict=True)]
+        derived = None if options.autoshard else PartitionSpec()
+        specs = tuple(derived if spec is None else strip(spec) for spec in map(spec_in, layouts))
+        arguments.refuse_terms(self._name, layouts)
+        blocks = [layout_of_block(x) if isinstance(x, NamedSharding) else x for x in layouts]
+        types = arguments.types_of(blocks, self._types, registrations.meshes(context.registrations))
+        home = None if options.enable_fast_path else _home(leaves)
+        signature = Signature(tree, avals, specs, kinds, bound.key, context, home, types=types)
+        homes = () if options.ignore_transforms else arguments.homes_of(leaves)
         return signature if not homes else replace(signature, homes=self._trace(bound, signature).homes(homes))
 
     def _flat(self, bound: Arguments, signature: Signature) -> tuple[Callable[..., Any], list[Any]]:
@@ -329,12 +310,14 @@ class Jitted(Generic[P, R]):
             raise MultiMeshError(f"{self._name}: captures a value of an enclosing transformation")
         closed, out_tree = trace.erased, trace.out_tree
         parameters = self._parameters.names(bound)
-        pairs = match_results(signature, out_tree, list(map(_compat.shape_of, closed.out_avals)), donated, parameters)
+        pairs = arguments.match_results(
+            signature, out_tree, list(map(_compat.shape_of, closed.out_avals)), donated, parameters
+        )
         home = signature.home or Mesh(np.array(devices[:1]), ("devices",))
         out_entries = spread_prefix(self._out_shardings, out_tree, "out_shardings")
         out_specs = {i: spec for i, spec in enumerate(map(spec_in, out_entries)) if spec is not None}
         layouts = out_specs | {i: spec for i, spec in enumerate(self._layouts) if spec is not None}
-        types = result_specs(trace.call.closed.out_avals)
+        types = arguments.result_specs(trace.call.closed.out_avals)
         traced = PassInputs(
             closed, devices, options, home, signature.specs, donated, pairs, layouts, homes=signature.homes, types=types
         )
@@ -360,22 +343,12 @@ class Jitted(Generic[P, R]):
             blocks = numbers(len(signature.specs), plan.stacks.arguments)
             leaf = {block: n for n, at in enumerate(blocks) for block in at}
             trace.defaults.update((leaf[arg], plan.submeshes[plan.slots[slot].submesh]) for arg, slot in plan.inputs)
-        remarks = Remarks(self._name, plan, leaf_names(signature.tree, parameters))
-        remarks.warn_of_stacks()
-        remarks.warn_of_donations(donated)
-        remarks.warn_of_copies(passes["place_operations"].result)
-        remarks.warn_of_idle_axes()
+        names = arguments.leaf_names(signature.tree, parameters)
+        warn_of_costs(self._name, plan, names, donated, passes["place_operations"].result)
         in_entries = spread_prefix(self._in_shardings, signature.tree, "in_shardings")
-        remarks.check_layouts([*map(spec_in, in_entries)], out_specs)
-        return Lowered(
-            plan,
-            traced,
-            out_tree,
-            jax.tree.structure(bound.trees()),
-            remarks.names,
-            kinds_in(out_entries),
-            self._name,
-        )
+        check_layouts(self._name, plan, names, in_entries, out_specs)
+        in_tree, kinds = jax.tree.structure(bound.trees()), arguments.kinds_in(out_entries)
+        return Lowered(plan, traced, out_tree, in_tree, names, kinds, self._name)
 
 
 class _Decorator(Protocol):
@@ -395,17 +368,7 @@ def jit(
     devices: Sequence[jax.Device] | None = None,
 ) -> Jitted[P, R]: ...
 @overload
-def jit(
-    fn: None = None,
-    *,
-    donate_argnums: int | Sequence[int] = (),
-    donate_argnames: str | Iterable[str] = (),
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Iterable[str] = (),
-    in_shardings: Any = None,
-    out_shardings: Any = None,
-    devices: Sequence[jax.Device] | None = None,
-) -> _Decorator: ...
+def jit(fn: None = None, **options: Any) -> _Decorator: ...
 def jit(
     fn: Callable[..., Any] | None = None,
     *,

@@ -91,14 +91,11 @@ def parallelize(
             f"parallelize: nothing in {name} is a task, so there are no submeshes to lay its arguments out on; "
             "wrap parts of it in multimesh.task"
         )
-    where = compiled.lowered.input_shardings
     elsewhere = NamedSharding(compiled.plan.submeshes[0], jax.sharding.PartitionSpec())
-    placed = [sharding or elsewhere for sharding in where]
+    placed = tuple(sharding or elsewhere for sharding in compiled.lowered.input_shardings)
     count = len(jax.tree.leaves(params.shapes))
-    make_params = functools.partial(params.make, tuple(placed[:count]))
-    if batch is None:
-        return jitted, make_params
-    return jitted, make_params, functools.partial(batch.make, tuple(placed[count:]))
+    make_params = functools.partial(params.make, placed[:count])
+    return (jitted, make_params) if batch is None else (jitted, make_params, lambda: batch.make(placed[count:]))
 
 
 class _Initializer:
@@ -127,10 +124,8 @@ class _Initializer:
         if self._closed is None:
             values, layouts = self._called(), jax.tree.unflatten(tree, shardings)
             return jax.tree.map(arrays.place, values, layouts) if several() else jax.device_put(values, layouts)
-        leaves: list[Any] = [None] * tree.num_leaves
-        for i, (shape, sharding) in enumerate(zip(jax.tree.leaves(self.shapes), shardings, strict=True)):
-            if not here(sharding.device_set):
-                leaves[i] = arrays.absent(shape, sharding)
+        pairs = zip(jax.tree.leaves(self.shapes), shardings, strict=True)
+        leaves = [None if here(sharding.device_set) else arrays.absent(shape, sharding) for shape, sharding in pairs]
         for i, constant in _compat.constant_results(self._closed).items():
             leaves[i] = arrays.place(constant, shardings[i])
         for maker, positions in self._makers(shardings):

@@ -30,12 +30,8 @@ class Call:
         layouts: Sequence[PartitionSpec | None] = (),
         types: AbstractMesh | None = None,
     ):
-        """``jit(function, layouts=...)`` compiles; ``layouts`` has a spec or None for each result.
-
-        ``types`` is the mesh in the types of the trace.
-        """
-        self.closed = closed
-        self.types = types
+        """``jit(function, layouts=...)`` compiles; ``layouts`` are those of results, ``types`` is the trace's mesh."""
+        self.closed, self.types = closed, types
         self._of = _compat.jaxpr_as_fun(closed)
         self._jit, self._layouts = functools.partial(jit, types=types), layouts
         self._made: dict[Hashable, Any] = {}  # each transformation is traced and compiled once
@@ -81,19 +77,16 @@ class Call:
         pushes: list[Callable[..., Sequence[Any]]] = []
 
         def forward(*primals: Any) -> list[Any]:
-            def of(*values: Any) -> Sequence[Any]:
-                return self.function(
-                    *_interleave(moving, values, itertools.compress(primals, map(operator.not_, moving)))
-                )
-
+            fixed = [x for x, moves in zip(primals, moving, strict=True) if not moves]
+            of = lambda *values: self.function(*_interleave(moving, values, fixed))  # noqa: E731
             results, push = jax.linearize(of, *itertools.compress(primals, moving))
             pushed = jax.make_jaxpr(lambda *values: list(itertools.compress(push(*values), moved)))(*tangents)
             pushed, residuals = _compat.hoist(pushed)
             push_of = _compat.jaxpr_as_fun(pushed)
-            pushes.append(push_of)
             if self.types is None:
+                pushes.append(push_of)
                 return [*results, *residuals]
-            pushes[0] = lambda *values: push_of(*_compat.fit_auto(values, pushed.in_avals))
+            pushes.append(lambda *values: push_of(*_compat.fit_auto(values, pushed.in_avals)))
             return [*map(_compat.leave_auto, (*results, *residuals))]
 
         moved = [bool(jnp.issubdtype(aval.dtype, jnp.inexact)) for aval in self.closed.out_avals]
@@ -110,13 +103,11 @@ class Call:
         """
 
         def pull(fixed: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
-            def of(*moving: Any) -> Sequence[Any]:
-                return self.function(*_interleave(linear, moving, fixed))
-
+            of = lambda *moving: self.function(*_interleave(linear, moving, fixed))  # noqa: E731
             return jax.linear_transpose(of, *linear_shapes)(list(cotangents))
 
         linear_shapes = list(itertools.compress(self._shapes, linear))
-        fixed_shapes = list(itertools.compress(self._shapes, map(operator.not_, linear)))
+        fixed_shapes = [x for x, flag in zip(self._shapes, linear, strict=True) if not flag]
         results = [_compat.struct_of(aval) for aval in self.closed.out_avals]
         trace = functools.partial(self._traced, pull, fixed_shapes, results, layouts=layouts)
         return self._once(("transposed", linear, layouts), trace)

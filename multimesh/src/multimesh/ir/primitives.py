@@ -49,7 +49,7 @@ class Primitive:
 
     links: _Rule | None = None  # groups of dimensions that go together
     cheap: bool = False  # to repeat it costs less than to keep or send its result
-    linear: _Rule | None = None  # positions of operands in which it is linear, in the dtypes that allow that
+    linear: tuple[int, ...] | _Rule = ()  # positions of operands in which it is linear, in the dtypes that allow that
     sums: _Rule | None = None  # groups of operands' dimensions that it sums over
     adds: bool = False  # it adds its two operands
     exact: bool = False  # its result can't differ by rounding from one kernel to another
@@ -72,13 +72,13 @@ def is_pure(eqn: Any) -> bool:
     return all(is_pure(inner) for jaxpr in _compat.subjaxprs(eqn.params) for inner in jaxpr.eqns)
 
 
+def _facts(prim: Any) -> Primitive:
+    return _REGISTRY.get(prim) or _BY_NAME.get(prim.name, _UNKNOWN)
+
+
 def lookup(op: ir.Op) -> Primitive:
     """Return the properties of an operation's primitive; the defaults if it is not in the registry."""
     return _facts(op.prim)
-
-
-def _facts(prim: Any) -> Primitive:
-    return _REGISTRY.get(prim) or _BY_NAME.get(prim.name, _UNKNOWN)
 
 
 def is_cheap(prim: Any) -> bool:
@@ -108,9 +108,9 @@ def links(op: ir.Op) -> Iterator[Group]:
 def linear_in(op: ir.Op) -> tuple[int, ...]:
     """Return the positions of operands in which an operation is linear, so that it may come before their sum."""
     rule = lookup(op).linear
-    if rule is None or op.effects or not all(reorders(o.aval.dtype) for o in op.outs):
+    if not rule or op.effects or not all(reorders(o.aval.dtype) for o in op.outs):
         return ()
-    return tuple(i for i in rule(op) if reorders(op.ins[i].aval.dtype))
+    return tuple(i for i in (rule(op) if callable(rule) else rule) if reorders(op.ins[i].aval.dtype))
 
 
 def sums_over(op: ir.Op, maker: Mapping[ir.Value, ir.Op]) -> Iterator[Group]:
@@ -292,14 +292,6 @@ def _scatter_sums(op: ir.Op) -> _Groups:
             yield [(indices, d), (updates, at)]
 
 
-def _first(op: ir.Op) -> tuple[int, ...]:
-    return (0,)
-
-
-def _either(op: ir.Op) -> tuple[int, ...]:
-    return (0, 1)
-
-
 def _dividend(op: ir.Op) -> tuple[int, ...]:
     return (0,) if jnp.issubdtype(op.outs[0].aval.dtype, jnp.inexact) else ()
 
@@ -331,21 +323,21 @@ def _table() -> Iterator[tuple[str, Primitive]]:
     yield from (
         ("add", Primitive(_same_shape, cheap=True, adds=True)),
         ("add_any", Primitive(_same_shape, cheap=True, adds=True)),
-        ("neg", Primitive(_same_shape, cheap=True, linear=_first, exact=True)),
-        ("mul", Primitive(_same_shape, cheap=True, linear=_either)),
+        ("neg", Primitive(_same_shape, cheap=True, linear=(0,), exact=True)),
+        ("mul", Primitive(_same_shape, cheap=True, linear=(0, 1))),
         ("div", Primitive(_same_shape, cheap=True, linear=_dividend)),
         ("convert_element_type", Primitive(_same_shape, cheap=True, linear=_widening, exact=True)),
-        ("copy", Primitive(_same_shape, cheap=True, linear=_first, exact=True)),
+        ("copy", Primitive(_same_shape, cheap=True, linear=(0,), exact=True)),
         ("iota", Primitive(cheap=True, exact=True)),
         ("broadcast_in_dim", Primitive(_broadcast, cheap=True, exact=True)),
-        ("reshape", Primitive(_reshape, cheap=True, linear=_first, exact=True)),
-        ("transpose", Primitive(_transpose, cheap=True, linear=_first, exact=True)),
-        ("squeeze", Primitive(_squeeze, cheap=True, linear=_first, exact=True)),
+        ("reshape", Primitive(_reshape, cheap=True, linear=(0,), exact=True)),
+        ("transpose", Primitive(_transpose, cheap=True, linear=(0,), exact=True)),
+        ("squeeze", Primitive(_squeeze, cheap=True, linear=(0,), exact=True)),
         ("slice", Primitive(_same_index, cheap=True, exact=True)),
         ("split", Primitive(_same_index, cheap=True, exact=True)),
         ("gather", Primitive(_gather)),
         ("dot_general", Primitive(_dot, sums=_product_sums)),
-        ("reduce_sum", Primitive(_reduce, linear=_first, sums=_reduce_sums)),
+        ("reduce_sum", Primitive(_reduce, linear=(0,), sums=_reduce_sums)),
         ("scatter", Primitive(_scatter)),
         ("scatter-add", Primitive(_scatter, sums=_scatter_sums)),
         ("conv_general_dilated", Primitive(_convolution)),
@@ -381,27 +373,24 @@ _SPREADS = frozenset(
 )
 
 
-def _registry() -> Iterator[tuple[Any, Primitive]]:
+def _registry() -> dict[Any, Primitive]:
     rules = dict(_table())
     buffers = {name: buffer for buffer, names in _BUFFERS.items() for name in names}
-    for name in {**rules, **buffers}:
-        if name in _compat.PRIMITIVES:
-            facts = rules.get(name, _UNKNOWN)
-            control = name in ("scan", "while", "cond")
-            yield (
-                _compat.PRIMITIVES[name],
-                replace(
-                    facts,
-                    buffer=buffers.get(name, "fused"),
-                    absorbs=name in _ABSORBING,
-                    spreads=name in _SPREADS,
-                    control=control,
-                ),
-            )
+    return {
+        _compat.PRIMITIVES[name]: replace(
+            rules.get(name, _UNKNOWN),
+            buffer=buffers.get(name, "fused"),
+            absorbs=name in _ABSORBING,
+            spreads=name in _SPREADS,
+            control=name in ("scan", "while", "cond"),
+        )
+        for name in {**rules, **buffers}
+        if name in _compat.PRIMITIVES
+    }
 
 
 _UNKNOWN = Primitive()
-_REGISTRY = dict(_registry())
+_REGISTRY = _registry()
 _BY_NAME = {  # primitives that JAX makes when their module is imported
     name: Primitive(_attention, buffer="own")
     for name in ("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper")

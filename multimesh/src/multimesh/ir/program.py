@@ -151,16 +151,6 @@ class Loop:
         """Body values that leave an iteration: summed, stacked, or carried to the next."""
         return (*(s.leaf for s in self.sums), *self.stacks.values(), *(c.leaf for c in self.carries.values()))
 
-    @property
-    def edges(self) -> Iterator[tuple[Atom, Atom, int]]:
-        """Pairs of values inside and outside, and how many leading dimensions the outer one adds."""
-        yield from ((inner, outer, 0) for inner, outer in (*self.consts.items(), *self.linked.items()))
-        yield from ((inner, outer, 1) for inner, outer in self.slices.items())
-        yield from ((s.leaf, s.out, 0) for s in self.sums)
-        yield from ((inner, outer, 1) for outer, inner in self.stacks.items())
-        for inner, c in self.carries.items():
-            yield from ((inner, c.init, 0), (c.leaf, c.init, 0), (inner, c.out, 0), (c.leaf, c.out, 0))
-
     def __str__(self) -> str:
         head = f"{', '.join(map(str, self.outs))} = loop x{self.mark.count} {self.mark.schedule}"
         constants = [f"{inner} <- {outer}" for inner, outer in self.consts.items() if isinstance(outer, Value)]

@@ -16,9 +16,7 @@ from typing import Any
 import jax
 
 from multimesh.errors import UsageError
-from multimesh.marking.tracing import is_partitioning
-
-Manager = contextlib.AbstractContextManager[None]
+from multimesh.marking.tracing import Manager, is_partitioning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,30 +67,28 @@ def context(**options: bool | str | None) -> Manager:
     ----------
     autoshard
         Derive layouts of arguments from the sharding constraints in the function (default: off). An argument keeps its
-        own layout if it is an array with a ``NamedSharding``, or if ``in_shardings`` gives one. Any other (a NumPy
-        array, an array on one device) is replicated over the submeshes that read it. Under ``autoshard`` each of its
-        dimensions takes the axes of the nearest constraint that reaches it through operations. So a weight gets a
-        layout if it, or its product with an activation, is constrained.
+        own layout if it is an array with a ``NamedSharding``, or if ``in_shardings`` gives one. Each dimension of any
+        other takes the axes of the nearest constraint that reaches it through operations: a weight gets a layout if
+        it, or its product with an activation, is constrained. Without it such an argument is replicated.
     enable_task_fusion
         Make one kernel of the tasks that a submesh runs one after the other (default: on). If it is off, every task is
-        a kernel of its own (calls of one task that follow each other stay one), and forward and backward of the last
-        stage are two. Fewer kernels cost less time to dispatch, and values within a kernel need no array.
+        a kernel of its own, and forward and backward of the last stage are two. Fewer kernels cost less time to
+        dispatch, and values within a kernel need no array.
     only_fuse_loop_tasks
         Restrict task fusion to microbatch loops (default: off).
     enable_recomputation
-        Compute cheap forward values again where the backward pass of a loop reads them (default: on). Elementwise
-        operations and changes of shape are cheap. They are repeated if that takes fewer bytes than to keep their
-        results, or to send them from another submesh. If it is off, every value that the backward pass reads is kept
-        or sent. ``jax.checkpoint`` works beside it: its function is computed again, whatever that costs.
+        Compute cheap forward values (elementwise operations, changes of shape) again where the backward pass of a loop
+        reads them, if that takes fewer bytes than to keep or to send them (default: on). ``jax.checkpoint`` works
+        beside it: its function is computed again, whatever that costs.
     enable_fast_path
         Run a function without tasks as plain ``jax.jit`` (default: on). If it is off, such a function gets a plan on
         one submesh: the mesh of its arguments, or one device. Its microbatch loop then runs by its schedule.
     ignore_transforms
-        Make ``task``, registered scopes, ``microbatch`` and ``with_sharding_constraint`` the identity (default: off).
-        It helps to debug. `jit` is then plain ``jax.jit``, on one device if the arguments lie on several submeshes, and
-        ``in_shardings`` and ``out_shardings`` are ignored. ``microbatch(fn)`` calls ``fn`` once with all rows. If
-        ``fn`` sums over rows, the result is the sum over microbatches; if it averages, the result is that sum divided
-        by their number. The block may also be around a part of a function that is traced.
+        Make ``task``, registered scopes, ``microbatch`` and ``with_sharding_constraint`` the identity, to debug
+        (default: off). `jit` is then plain ``jax.jit``, on one device if the arguments lie on several submeshes, and
+        ``in_shardings`` and ``out_shardings`` are ignored. ``microbatch(fn)`` calls ``fn`` once with all rows: the sum
+        over microbatches if ``fn`` sums over rows, and that divided by their number if it averages. The block may also
+        be around a part of a function that is traced.
     transport
         How arrays get from one process to another: ``"pull"`` (``jax.experimental.transfer``, over TCP; the default if
         there are CPUs) or ``"device_put"`` (NCCL; the default otherwise). The environment variable
@@ -109,18 +105,15 @@ def context(**options: bool | str | None) -> Manager:
     >>> with mm.context(enable_task_fusion=False, enable_recomputation=False):  # doctest: +SKIP
     ...     step(params, batch)
     """
-    changes: dict[str, bool | str] = {}
-    for name, value in options.items():
+    changes = {name: value for name, value in options.items() if value is not None}
+    for name in options:
         if name not in _NAMES:
             raise UsageError(f"context: unknown option {name!r}; options are {', '.join(_NAMES)}")
-        if value is None:
-            continue
-        if name == "transport":
-            if value not in TRANSPORTS:
-                raise UsageError(f"transport: give one of {', '.join(TRANSPORTS)} or None (as it is), not {value!r}")
-        elif not isinstance(value, bool):
+    for name, value in changes.items():
+        if name == "transport" and value not in TRANSPORTS:
+            raise UsageError(f"transport: give one of {', '.join(TRANSPORTS)} or None (as it is), not {value!r}")
+        if name != "transport" and not isinstance(value, bool):
             raise UsageError(f"{name}: give True, False or None (as it is), not {value!r}")
-        changes[name] = value
     return _apply_options(changes)
 
 

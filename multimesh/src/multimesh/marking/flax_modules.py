@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,9 +28,12 @@ def with_call(module: Any, wrap: Wrap) -> Any | None:
     """
     linen, nnx = _flax("linen"), _flax("nnx")
     if linen is not None and isinstance(module, linen.Module):
+        cls = subclass(type(module), wrap)
         if module.parent is None:
-            return _linen_copy(module, wrap)
-        object.__setattr__(module, "__class__", subclass(type(module), wrap))
+            fields = {f.name for f in dataclasses.fields(module) if f.init} - {"parent", "name"}
+            named = {} if module.name is None else {"name": module.name}
+            return cls(**{name: getattr(module, name) for name in fields}, **named)
+        object.__setattr__(module, "__class__", cls)
         return module
     if nnx is not None and isinstance(module, nnx.Module):
         twin = copy.copy(module)
@@ -44,16 +48,6 @@ def subclass(cls: type, wrap: Wrap) -> type:
     return type(cls)(cls.__name__, (cls,), body)
 
 
-def _linen_copy(module: Any, wrap: Wrap) -> Any:
-    fields = {
-        name: getattr(module, name)
-        for name, field in type(module).__dataclass_fields__.items()
-        if field.init and name not in ("parent", "name")
-    }
-    named = {"name": module.name} if module.name is not None else {}
-    return subclass(type(module), wrap)(**fields, **named)
-
-
 @contextlib.contextmanager
 def refuse_changes(caller: Callable[[], str], args: Any) -> Iterator[None]:
     """Refuse changes of NNX objects among a traced function's arguments: they change copies, and would be lost.
@@ -66,22 +60,20 @@ def refuse_changes(caller: Callable[[], str], args: Any) -> Iterator[None]:
     changed = next((name for name in {**before, **now} if before.get(name) is not now.get(name)), None)
     if changed is not None:
         raise UsageError(
-            f"{caller()} changes {changed} of a Flax NNX object among its arguments, and this change is lost, as under "
-            "jax.jit; give its state (nnx.split) as an argument, nnx.merge it inside, and return the new state"
+            f"{caller()} changes {changed[1]} of a Flax NNX object among its arguments, and this change is lost, as "
+            "under jax.jit; give its state (nnx.split) as an argument, nnx.merge it inside, and return the new state"
         )
 
 
-def _variables(args: Any) -> dict[str, Any]:
-    """Return the arrays of the NNX objects in a pytree, by their paths."""
+def _variables(args: Any) -> dict[tuple[int, str], Any]:
+    """Return the arrays of the NNX objects in a pytree, by the number of the object and their paths."""
     nnx = _flax("nnx")
     if nnx is None:
         return {}
-    objects = [
-        x for x in jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, nnx.Pytree)) if isinstance(x, nnx.Pytree)
-    ]
-    paths = ((number, jax.tree.leaves_with_path(x)) for number, x in enumerate(objects))
+    leaves = jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, nnx.Pytree))
+    objects = [x for x in leaves if isinstance(x, nnx.Pytree)]
     return {
-        f"{type(objects[number]).__name__}{jax.tree_util.keystr(path)}": leaf
-        for number, leaves in paths
-        for path, leaf in leaves
+        (number, f"{type(x).__name__}{jax.tree_util.keystr(path)}"): leaf
+        for number, x in enumerate(objects)
+        for path, leaf in jax.tree.leaves_with_path(x)
     }

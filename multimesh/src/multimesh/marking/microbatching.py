@@ -26,8 +26,7 @@ from multimesh.marking import contexts, marks
 from multimesh.marking.result_reductions import (
     STACKS,
     STATELESS,
-    Extreme,
-    Last,
+    Fold,
     NoGradient,
     ReducedPart,
     Total,
@@ -57,18 +56,7 @@ def microbatch(
     accumulate: Any = None,
 ) -> Callable[A, R]: ...
 @overload
-def microbatch(
-    fn: Callable[..., R],
-    *,
-    dim: int = 0,
-    size: int | None,
-    argnum: int = 0,
-    schedule: str | schedules.Schedule = "1f1b",
-    reduce: Any = "sum",
-    index: str,
-    carry: int | None = None,
-    accumulate: Any = None,
-) -> Callable[..., R]: ...
+def microbatch(fn: Callable[..., R], *, size: int | None, index: str, **options: Any) -> Callable[..., R]: ...
 def microbatch(
     fn: Callable[..., Any],
     *,
@@ -210,13 +198,11 @@ def _hide(looped: Any, index: str) -> None:
     with contextlib.suppress(TypeError, ValueError):
         signature = inspect.signature(looped)
         kinds = {p.name: p.kind for p in signature.parameters.values()}
-        if kinds.get(index) in (None, inspect.Parameter.POSITIONAL_ONLY) and inspect.Parameter.VAR_KEYWORD not in (
-            kinds.values()
-        ):
+        positional, any_name = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_KEYWORD in kinds.values()
+        if kinds.get(index, positional) == positional and not any_name:
             raise UsageError(f"microbatch: index={index!r}, but the function takes no keyword argument of that name")
-        looped.__signature__ = signature.replace(
-            parameters=[p for p in signature.parameters.values() if p.name != index]
-        )
+        parameters = [p for p in signature.parameters.values() if p.name != index]
+        looped.__signature__ = signature.replace(parameters=parameters)
 
 
 def _float(dtype: Any) -> Any:
@@ -237,66 +223,58 @@ def _split(x: Any, dim: int, size: int | None, count: int) -> jax.Array:
     x = jnp.moveaxis(jnp.asarray(x), dim, 0)
     if size is None:
         return x
-    shape = (size, count, *x.shape[1:])
-    return jnp.swapaxes(lax.reshape(x, shape, out_sharding=_split_layout(x, shape)), 0, 1)
-
-
-def _split_layout(x: jax.Array, shape: tuple[int, ...]) -> NamedSharding | None:
-    """Return the layout of split rows under Explicit axes: that of the rows, if it divides a microbatch."""
-    layout = jax.typeof(x).sharding
-    if not any(layout.spec):
-        return None
-    rows, *others = layout.spec
-    return carry_over(P(rows, None, *others), shape, layout.mesh)
+    shape, layout = (size, count, *x.shape[1:]), jax.typeof(x).sharding
+    split_layout = None
+    if any(layout.spec):  # Explicit: that of the rows, if it divides a microbatch
+        rows, *others = layout.spec
+        split_layout = carry_over(P(rows, None, *others), shape, layout.mesh)
+    return jnp.swapaxes(lax.reshape(x, shape, out_sharding=split_layout), 0, 1)
 
 
 def _join_rows(x: jax.Array, dim: int) -> jax.Array:
     """Reshape ``[count, ..., size, ...]`` to ``[..., rows, ...]``, the inverse of `_split`."""
     x = jnp.moveaxis(x, dim + 1 if dim >= 0 else dim, 0)
     size, count, *others = x.shape
-    shape, layout = (size * count, *others), jax.typeof(x).sharding
+    layout, joined_layout = jax.typeof(x).sharding, None
     if any(layout.spec):
         rows, _, *axes = layout.spec
-        return jnp.moveaxis(lax.reshape(x, shape, out_sharding=NamedSharding(layout.mesh, P(rows, *axes))), 0, dim)
-    return jnp.moveaxis(lax.reshape(x, shape), 0, dim)
+        joined_layout = NamedSharding(layout.mesh, P(rows, *axes))
+    return jnp.moveaxis(lax.reshape(x, (size * count, *others), out_sharding=joined_layout), 0, dim)
 
 
 def _scan(
     call: Callable[..., Any], slices: Any, state: Any, cut: Callable[[Any], tuple[Any, list[ReducedPart]]], dim: int
 ) -> tuple[Any, Any]:
-    """Run ``call(piece, state) -> (state, result)`` over slices.
+    """Run ``call(piece, state) -> (state, result)`` over slices. Return the last state and the reduced results.
 
-    Returns the last state and the reduced results.
+    Under ``jax.disable_jit`` no trace says the types of results: the first result does. So ``fn`` prints and stops with
+    values, once for each microbatch.
     """
-    count = len(jax.tree.leaves(slices)[0])
-    state = jax.tree.map(_strong, state)
-    if jax.config.jax_disable_jit:  # so ``fn`` prints and stops with values, once for each microbatch
-        results = []
-        for i in range(count):
-            state, result = _check_state(call(jax.tree.map(lambda x, i=i: x[i], slices), state), state)
-            results.append([leaf if is_float0(leaf) else jnp.asarray(leaf) for leaf in jax.tree.leaves(result)])
-        types, (tree, parts) = results[0], cut(result)
-        reduced = [part for part in parts if part.how not in STACKS]
-        states = [part.how.init(part.of(types)) for part in reduced]
-        for leaves in results:
-            states = [_update(part, c, leaves) for part, c in zip(reduced, states, strict=True)]
-        stacks = [jnp.stack([leaves[part.start] for leaves in results]) for part in parts if part.how in STACKS]
-    else:
+    types: list[Any] = []
+    parts: list[ReducedPart] = []
+    tree: Any = None
+
+    def start(result: Any) -> list[Any]:
+        nonlocal types, parts, tree
+        types, (tree, parts) = jax.tree.leaves(result), cut(result)
+        return [jax.tree.map(_strong, part.how.init(part.of(types))) for part in parts if part.how not in STACKS]
+
+    def body(carried: Any, piece: Any) -> tuple[Any, list[Any]]:
+        states, state = carried
+        state, result = _check_state(call(piece, state), state)
+        leaves = [leaf if is_float0(leaf) else jnp.asarray(leaf) for leaf in jax.tree.leaves(result)]
+        states = start(jax.tree.unflatten(jax.tree.structure(result), leaves)) if states is None else states
+        reduced = (part for part in parts if part.how not in STACKS)
+        states = [_update(part, c, leaves) for part, c in zip(reduced, states, strict=True)]
+        return (states, jax.tree.map(_strong, state)), [leaves[part.start] for part in parts if part.how in STACKS]
+
+    states, state = None, jax.tree.map(_strong, state)
+    if not jax.config.jax_disable_jit:
         piece = jax.tree.map(_compat.row_struct, slices)
-        shapes = _check_state(jax.eval_shape(call, piece, state), state)[1]
-        types, (tree, parts) = jax.tree.leaves(shapes), cut(shapes)
-        reduced = [part for part in parts if part.how not in STACKS]
-
-        def body(carried: Any, piece: Any) -> tuple[Any, list[Any]]:
-            states, state = carried
-            state, result = call(piece, state)
-            leaves = jax.tree.leaves(result)
-            states = [_update(part, c, leaves) for part, c in zip(reduced, states, strict=True)]
-            return (states, jax.tree.map(_strong, state)), [leaves[part.start] for part in parts if part.how in STACKS]
-
-        states = [jax.tree.map(_strong, part.how.init(part.of(types))) for part in reduced]
-        (states, state), stacks = lax.scan(body, (states, state), slices)
+        states = start(_check_state(jax.eval_shape(call, piece, state), state)[1])
+    (states, state), stacks = lax.scan(body, (states, state), slices)
     states_left, stacks_left = iter(states), iter(stacks)
+    count = len(jax.tree.leaves(slices)[0])
     outputs: list[Any] = []
     for part in parts:
         if part.how in STACKS:
@@ -304,16 +282,13 @@ def _scan(
             outputs.append(rows if part.how == "stack" else _join_rows(rows, dim))
         else:
             total = part.how.finalize(next(states_left), count)
-            named = isinstance(part.how, Total | Extreme | Last)
+            named = isinstance(part.how, Total | Fold)
             outputs.append(jax.tree.map(functools.partial(_cast, like=types[part.start]), total) if named else total)
     return state, NoGradient.restore(jax.tree.unflatten(tree, outputs))
 
 
 def _update(part: ReducedPart, state: Any, leaves: Sequence[Any]) -> Any:
-    """Return the state of a reduction with one more result.
-
-    Raises ``UsageError`` if the state changes its tree or types.
-    """
+    """Return the state of a reduction with one more result; refuse one that changes its tree or types."""
     new = part.how.update(state, part.of(leaves))
     if difference := _difference(state, new):
         raise UsageError(f"microbatch: update of the reduction {part.how} must keep its state, but {difference}")
@@ -326,7 +301,6 @@ def _cast(x: jax.Array, like: Any) -> jax.Array:
 
 def _check_state(output: Any, state: Any) -> tuple[Any, Any]:
     """Check that the function returned ``(state, result)`` with a state of the type of ``state``. Return both."""
-
     if not (isinstance(output, tuple) and len(output) == 2):
         raise UsageError("microbatch: with carry= the function returns (state, result)")
     if difference := _difference(state, output[0]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 from collections.abc import Callable, Iterable
@@ -54,29 +55,27 @@ class Registration:
     def _place(self, answer: Any, label: str, devices: tuple[jax.Device, ...]) -> Placement:
         if hasattr(answer, "place_task"):  # as tasks of `multimesh.jax` have it
             return cast("Placement", answer.place_task(label, devices))
-        here = f"register_task({self.pattern.pattern!r}): what the callback returned for {label!r}"
-        expected = "((start, stop), task_name)"
+        text, expected = self.pattern.pattern, "((start, stop), task_name)"
+        answered = f"register_task({text!r}): what the callback returned for {label!r}"
         try:
-            (start, stop), name = checks.many(here, answer, expected)
+            (start, stop), name = checks.many(answered, answer, expected)
         except (TypeError, ValueError):
-            raise checks.refuse(here, expected, answer) from None
-        start, stop = (checks.integer(f"{here}: a device's number", number) for number in (start, stop))
-        checks.string(f"{here}: the task's name", name)
+            raise checks.refuse(answered, expected, answer) from None
+        start, stop = (checks.integer(f"{answered}: a device's number", number) for number in (start, stop))
         if not 0 <= start < stop <= len(devices):
             raise UsageError(
-                f"register_task({self.pattern.pattern!r}): the callback placed {label!r} on devices {start}..{stop}, "
-                f"but there are {len(devices)}"
+                f"register_task({text!r}): the callback placed {label!r} on devices {start}..{stop}, but there are "
+                f"{len(devices)}"
             )
-        chosen = np.asarray(devices[start:stop], dtype=object)
-        dims = self.dims or (len(chosen),)
-        if int(np.prod(dims)) != len(chosen):
+        dims = self.dims or (stop - start,)
+        if math.prod(dims) != stop - start:
             raise UsageError(
-                f"register_task({self.pattern.pattern!r}): dims={dims} does not hold the {len(chosen)} devices that "
-                f"the callback chose for {label!r}"
+                f"register_task({text!r}): dims={dims} does not hold the {stop - start} devices that the callback "
+                f"chose for {label!r}"
             )
-        return make_task(
-            name, devices=chosen.reshape(dims), device_axes=self.device_axes, logical_axes=dict(self.logical_axes)
-        )
+        grid = np.asarray(devices[start:stop], dtype=object).reshape(dims)
+        name = checks.string(f"{answered}: the task's name", name)
+        return make_task(name, devices=grid, device_axes=self.device_axes, logical_axes=dict(self.logical_axes))
 
 
 def meshes(registrations: Iterable[Registration]) -> tuple[Mesh, ...]:
@@ -147,26 +146,22 @@ def register_task(
         pattern = re.compile(regex)
     except re.error as error:
         raise UsageError(f"register_task({regex!r}): not a regular expression: {error}") from None
+    text, where = pattern.pattern, _compat.caller_line()
     if callback is None:
         if dims is not None:
-            raise UsageError(f"register_task({pattern.pattern!r}): dims= shapes a callback's devices; give callback=")
-        task = make_task(
-            pattern.pattern, mesh=mesh, devices=devices, device_axes=device_axes, logical_axes=logical_axes
-        )
-        registration = Registration(pattern, task, where=_compat.caller_line())
-    else:
-        if mesh is not None or devices is not None:
-            raise UsageError(f"register_task({pattern.pattern!r}): callback= chooses the devices; drop mesh=/devices=")
-        checks.callable_with(f"register_task({pattern.pattern!r}): callback=", callback, "name", "backprop")
-        if dims is not None:
-            label = f"register_task({pattern.pattern!r}): dims="
-            dims = tuple(checks.integer(label, d, 1) for d in checks.many(label, dims, "a sequence of ints"))
-        if pattern.groups < 1:
-            raise UsageError(f"register_task({pattern.pattern!r}): callback= gets group 1 of the match; add a (group)")
-        here = f"register_task({pattern.pattern!r}):"
-        axes = None if device_axes is None else checks.names(f"{here} device_axes=", device_axes)
-        logical = () if logical_axes is None else checks.pairs(f"{here} logical_axes=", logical_axes)
-        if logical and axes is None:
-            raise UsageError(f"{here} logical_axes= needs device_axes=")
-        registration = Registration(pattern, None, callback, dims, axes, logical, _compat.caller_line())
-    return add(registration)
+            raise UsageError(f"register_task({text!r}): dims= shapes a callback's devices; give callback=")
+        task = make_task(text, mesh=mesh, devices=devices, device_axes=device_axes, logical_axes=logical_axes)
+        return add(Registration(pattern, task, where=where))
+    if mesh is not None or devices is not None:
+        raise UsageError(f"register_task({text!r}): callback= chooses the devices; drop mesh=/devices=")
+    checks.callable_with(f"register_task({text!r}): callback=", callback, "name", "backprop")
+    if dims is not None:
+        listed = checks.many(f"register_task({text!r}): dims=", dims, "a sequence of ints")
+        dims = tuple(checks.integer(f"register_task({text!r}): dims=", d, 1) for d in listed)
+    if pattern.groups < 1:
+        raise UsageError(f"register_task({text!r}): callback= gets group 1 of the match; add a (group)")
+    axes = None if device_axes is None else checks.names(f"register_task({text!r}): device_axes=", device_axes)
+    logical = () if logical_axes is None else checks.pairs(f"register_task({text!r}): logical_axes=", logical_axes)
+    if logical and axes is None:
+        raise UsageError(f"register_task({text!r}): logical_axes= needs device_axes=")
+    return add(Registration(pattern, None, callback, dims, axes, logical, where))

@@ -61,14 +61,8 @@ def is_reduction(x: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Total:
-    """The sum, or the mean. Few bits are summed in ``dtype`` (see `accumulator`), and cast back.
-
-    Its state only has terms added to it, so passes see an `ir.Sum`: a gradient may go through it.
-    """
-
+class _Sums:
     dtype: Any = None
-    mean: bool = False
 
     def init(self, like: Any) -> Any:
         """Return zeros. Under Explicit axes their types have layouts."""
@@ -78,49 +72,43 @@ class Total:
         """Add a result."""
         return jax.tree.map(lambda c, x: jnp.add(c, x if c.dtype == x.dtype else x.astype(c.dtype)), state, result)
 
+
+@dataclass(frozen=True)
+class Total(_Sums):
+    """The sum, or the mean. Few bits are summed in ``dtype`` (see `accumulator`), and cast back.
+
+    Its state only has terms added to it, so passes see an `ir.Sum`: a gradient may go through it.
+    """
+
+    mean: bool = False
+
     def finalize(self, state: Any, count: int) -> Any:
         """Divide a mean."""
         return jax.tree.map(lambda c: _compat.divide(c, count), state) if self.mean else state
 
 
 @dataclass(frozen=True)
-class Extreme:
-    """The largest or the smallest of each element; ``of`` is ``jnp.maximum`` or ``jnp.minimum``."""
+class Fold:
+    """A state that ``of(state, result)`` replaces, as a maximum does, from ``start(dtype)`` on."""
 
     of: Callable[[Any, Any], Any]
+    start: Callable[[Any], Any]
 
     def init(self, like: Any) -> Any:
-        """Return the identity: the smallest number of the dtype for a maximum, the largest for a minimum."""
-        return jax.tree.map(lambda x: _compat.fill(x, _least(x.dtype, self.of is jnp.maximum), x.dtype), like)
+        """Return the first state, which any result replaces."""
+        return jax.tree.map(lambda x: _compat.fill(x, self.start(x.dtype), x.dtype), like)
 
     def update(self, state: Any, result: Any) -> Any:
-        """Take the more extreme ones."""
+        """Take one more result."""
         return jax.tree.map(self.of, state, result)
 
     def finalize(self, state: Any, count: int) -> Any:
-        """Return the extremes."""
+        """Return the last state."""
         return state
 
 
 @dataclass(frozen=True)
-class Last:
-    """The result of the last microbatch."""
-
-    def init(self, like: Any) -> Any:
-        """Return zeros, which nothing reads."""
-        return jax.tree.map(lambda x: _compat.fill(x, 0, x.dtype), like)
-
-    def update(self, state: Any, result: Any) -> Any:
-        """Return the result."""
-        return result
-
-    def finalize(self, state: Any, count: int) -> Any:
-        """Return the last result."""
-        return state
-
-
-@dataclass(frozen=True)
-class Ratio:
+class Ratio(_Sums):
     """The sums of some results over the sum of another: of losses, or gradients, over that of tokens.
 
     Results under it are pairs ``(numerators, denominator)``: a pytree, and a scalar of any numeric dtype. Few bits are
@@ -132,16 +120,6 @@ class Ratio:
     >>> mean = mm.microbatch(sums_of, size=4, argnum=1, reduce=mm.Ratio())  # doctest: +SKIP
     """
 
-    dtype: Any = None
-
-    def init(self, like: Any) -> Any:
-        """Return zeros."""
-        return Total(self.dtype).init(like)
-
-    def update(self, state: Any, result: Any) -> Any:
-        """Add numerators and denominator."""
-        return Total(self.dtype).update(state, result)
-
     def finalize(self, state: Any, count: int) -> Any:
         """Divide."""
         numerators, denominator = state
@@ -149,7 +127,20 @@ class Ratio:
         return jax.tree.map(lambda x: x / some.astype(x.dtype), numerators)
 
 
-NAMED = {"max": Extreme(jnp.maximum), "min": Extreme(jnp.minimum), "last": Last()}
+def _bound(dtype: Any, least: bool) -> Any:
+    """Return the least number of a dtype, or the largest."""
+    if dtype == jnp.bool_:
+        return not least
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return -jnp.inf if least else jnp.inf
+    return jnp.iinfo(dtype).min if least else jnp.iinfo(dtype).max
+
+
+NAMED = {
+    "max": Fold(jnp.maximum, lambda dtype: _bound(dtype, True)),
+    "min": Fold(jnp.minimum, lambda dtype: _bound(dtype, False)),
+    "last": Fold(lambda _, result: result, lambda _: 0),
+}
 """Reductions by name, beside `STATELESS`. One that is added here needs no other line."""
 
 STACKS = ("stack", "rows")
@@ -157,15 +148,6 @@ STACKS = ("stack", "rows")
 
 STATELESS = ("sum", "mean", *STACKS)
 """Reductions that need no state but sums."""
-
-
-def _least(dtype: Any, largest: bool) -> Any:
-    """Return the number that every other replaces as the largest, or as the smallest."""
-    if dtype == jnp.bool_:
-        return not largest
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return -jnp.inf if largest else jnp.inf
-    return jnp.iinfo(dtype).min if largest else jnp.iinfo(dtype).max
 
 
 def is_float0(x: Any) -> bool:
@@ -225,13 +207,8 @@ def parts_of(result: Any, reduce: Any, dim: int, size: int | None, dtype: Any) -
             parts.append(ReducedPart(start, tree, entry))
             trees.append(one)
         start += tree.num_leaves
-    return _merge_addends(above, trees), parts
-
-
-def _merge_addends(above: Any, trees: Sequence[Any]) -> Any:
-    """Return the tree ``above`` with one of ``trees`` in the place of each leaf."""
-    parts = [jax.tree.unflatten(tree, [object()] * tree.num_leaves) for tree in trees]
-    return jax.tree.structure(jax.tree.unflatten(above, parts))
+    dummies = [jax.tree.unflatten(tree, [object()] * tree.num_leaves) for tree in trees]
+    return jax.tree.structure(jax.tree.unflatten(above, dummies)), parts
 
 
 def _way(name: str, leaf: Any, way: Any, dim: int, size: int | None, dtype: Any) -> Any:

@@ -16,10 +16,7 @@ from multimesh.errors import MultiMeshError, UsageError
 
 
 def rows_of(arg: Any, dim: int, argnum: int) -> int:
-    """Return the number of rows along ``dim`` of all leaves of an argument.
-
-    Raises ``UsageError`` if it has no leaf, or one without rows or with other rows than most; names that leaf.
-    """
+    """Return the number of rows along ``dim`` of all leaves of an argument; refuse a leaf that differs, by its name."""
     leaves = [(f"argument {argnum}{jax.tree_util.keystr(path)}", x) for path, x in jax.tree.flatten_with_path(arg)[0]]
     if not leaves:
         raise UsageError(f"microbatch: argument {argnum} has no arrays to cut")

@@ -135,7 +135,8 @@ def call_under_mark(
         return jax.jit(_compat.set_name(body, name))
 
     jitted = make() if keep is None else keep((tree, where, *((type(x), x) for x in fixed)), make)
-    label = _label(name)
+    placed = marks.TASKS.find(name)
+    label = "microbatch" if placed is None else f"task {placed.name!r}"
     with _compat.explain_trace(lambda: label), _outside(label):
         return jitted(*(leaves[i] for i in where))
 
@@ -152,12 +153,6 @@ def _outside(label: str) -> Iterator[None]:
             f"{_compat.error_line(error)}: {label} outside multimesh.jit has arguments on several submeshes; jit the "
             f"whole function, as multimesh.jit(jax.grad(f)) or jax.grad(multimesh.jit(f)). JAX says: {error}"
         ) from error
-
-
-def _label(name: str) -> str:
-    """Return the user's word for a marked call."""
-    placed = marks.TASKS.find(name)
-    return f"task {placed.name!r}" if placed is not None else "microbatch"
 
 
 def mark_function(fn: Callable[..., Any], placed: Placement) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ from multimesh.core.submesh import Placement, describe
 from multimesh.errors import UsageError
 
 Change = Callable[[Callable[..., Any]], Callable[..., Any]]
+Manager = contextlib.AbstractContextManager[None]
 
 _tracing: contextvars.ContextVar[bool] = contextvars.ContextVar("multimesh_tracing", default=False)
 _loops: contextvars.ContextVar[Change | None] = contextvars.ContextVar("multimesh_loops", default=None)
@@ -28,13 +29,17 @@ _meshes: contextvars.ContextVar[list[Mesh] | None] = contextvars.ContextVar("mul
 
 
 @contextlib.contextmanager
-def note_meshes(meshes: list[Mesh]) -> Iterator[None]:
-    """Add to ``meshes`` the submeshes with Explicit axes of the tasks that are traced inside the block."""
-    token = _meshes.set(meshes)
+def _setting(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _meshes.reset(token)
+        variable.reset(token)
+
+
+def note_meshes(meshes: list[Mesh]) -> Manager:
+    """Add to ``meshes`` the submeshes with Explicit axes of the tasks that are traced inside the block."""
+    return _setting(_meshes, meshes)
 
 
 def note_mesh(mesh: Mesh) -> None:
@@ -44,14 +49,9 @@ def note_mesh(mesh: Mesh) -> None:
         meshes.append(mesh)
 
 
-@contextlib.contextmanager
-def in_loops(change: Change) -> Iterator[None]:
+def in_loops(change: Change) -> Manager:
     """Apply ``change`` to the function of each microbatch loop that is traced inside the block."""
-    token = _loops.set(change)
-    try:
-        yield
-    finally:
-        _loops.reset(token)
+    return _setting(_loops, change)
 
 
 def of_loop(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,14 +94,9 @@ def note_task(mark: str, name: str, result: Any) -> Any:
     return jax.tree.unflatten(tree, [_task_p.bind(leaves[0], mark=mark), *leaves[1:]])
 
 
-@contextlib.contextmanager
-def compiling() -> Iterator[None]:
+def compiling() -> Manager:
     """Note that kernels of a plan are lowered: tasks are on their submeshes, so no warning of one program is due."""
-    token = _compiling.set(True)
-    try:
-        yield
-    finally:
-        _compiling.reset(token)
+    return _setting(_compiling, True)
 
 
 def is_recording() -> bool:
@@ -117,14 +112,13 @@ def current_task() -> Placement | None:
 @contextlib.contextmanager
 def pause_gc() -> Iterator[None]:
     """Pause Python's garbage collector. It would walk a growing trace again and again, and find next to nothing."""
-    if not gc.isenabled():
-        yield
-        return
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager
@@ -137,29 +131,15 @@ def inside(task: Placement) -> Iterator[None]:
         with in_a_mesh(f"task {task.name!r}"):
             yield
         return
-    token, mesh = _task.set(task), task.types or task.mesh
+    mesh = task.types or task.mesh
     note_mesh(task.mesh)
     try:
-        with _compat.abstract_mesh_context(mesh, typed=_compat.is_typed(mesh)):
+        with _setting(_task, task), _compat.abstract_mesh_context(mesh, typed=_compat.is_typed(mesh)):
             yield
     except Exception as error:
-        if _compat.is_typed(mesh) and (remedy := _types_remedy(error)):
-            raise UsageError(
-                f"{_compat.error_line(error)}: task {task.name!r}: {describe(task.mesh)} has Explicit axes, as "
-                f"jax.make_mesh makes them, so that types have layouts; {remedy}. JAX says: {_first_line(error)}"
-            ) from error
-        if axes := _axes_remedy(str(error), task):
-            raise UsageError(f"{_compat.error_line(error)}: task {task.name!r}: {axes}") from error
-        remedy = _explicit_remedy(str(error), task) if isinstance(error, ValueError) else None
-        if remedy is None:
+        if (explained := _explain(error, task)) is None:
             raise
-        raise UsageError(
-            f"{_compat.error_line(error)}: inside task {task.name!r} axes are as its submesh says, "
-            f"{', '.join(f'{name} {kind.name}' for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True))}; "
-            f"{remedy}. JAX says: {_first_line(error)}"
-        ) from error
-    finally:
-        _task.reset(token)
+        raise explained from error
 
 
 @contextlib.contextmanager
@@ -180,62 +160,57 @@ def in_a_mesh(code: str) -> Iterator[None]:
         ) from error
 
 
-def _axes_remedy(message: str, task: Placement) -> str | None:
-    """Return what is wrong with a partition spec, and the remedy; None for any other error."""
-    where = describe(task.mesh)
+_OF_TYPES = {
+    "acts as an assert": "use jax.sharding.reshard in place of with_sharding_constraint, or give the mesh "
+    "AxisType.Auto axes",
+    "^ShardingTypeError|out_sharding": "say the layout of the result (out_sharding=, jax.sharding.reshard), or give "
+    "the mesh AxisType.Auto axes, where the compiler chooses it",
+}
+_OF_KINDS = {
+    "(?s)context mesh.*shard_map|shard_map.*context mesh": "drop mesh= of jax.shard_map, which takes the submesh from "
+    "its context",
+    "context mesh": "pass arrays as arguments, since one that a function captures keeps Explicit axes in its type",
+    "type Auto|Auto axes": "out_sharding= and jax.sharding.reshard name Explicit axes only: give the submesh "
+    "AxisType.Explicit axes, or use with_sharding_constraint(x, P(...)) for Auto ones",
+}
+"""Remedies by patterns in JAX's errors: where an axis is Explicit, and where code is for other kinds of axes."""
+
+
+def _explain(error: Exception, task: Placement) -> UsageError | None:
+    """Return what an error of JAX about axes means in a task, with the remedy; None for any other error."""
+    message, where, mesh = str(error), describe(task.mesh), task.types or task.mesh
+    line, says = _compat.error_line(error), f"JAX says: {message.strip().partition(chr(10))[0]}"
+    if _compat.is_typed(mesh) and not isinstance(error, UsageError):
+        named = f"{type(error).__name__}: {message}"
+        if remedy := next((remedy for pattern, remedy in _OF_TYPES.items() if re.search(pattern, named)), None):
+            return UsageError(
+                f"{line}: task {task.name!r}: {where} has Explicit axes, as jax.make_mesh makes them, so that types "
+                f"have layouts; {remedy}. {says}"
+            )
     if match := re.search(r"Resource axis: (\S+) of (P.*?\)) is not found in mesh", message):
-        return (
-            f"{match[2]} names axis {match[1]!r}, which its submesh {where} does not have; make the submesh with this "
-            "axis, or leave it out of the spec. Names of Flax Linen (with_partitioning, with_logical_partitioning) are "
-            "axes of the submesh: rename them by rules, or drop them with flax.linen.unbox"
+        return UsageError(
+            f"{line}: task {task.name!r}: {match[2]} names axis {match[1]!r}, which its submesh {where} does not have; "
+            "make the submesh with this axis, or leave it out of the spec. Names of Flax Linen (with_partitioning, "
+            "with_logical_partitioning) are axes of the submesh: rename them by rules, or drop them with "
+            "flax.linen.unbox"
         )
     if match := re.search(r"but (P.*\)) has duplicate entries for `?(\w+)", message):
-        return (
-            f"{match[1]} lays out two dimensions along axis {match[2]!r} of its submesh {where}; name it once. Two "
-            "names of logical_axes for one axis can't meet in one array"
+        return UsageError(
+            f"{line}: task {task.name!r}: {match[1]} lays out two dimensions along axis {match[2]!r} of its submesh "
+            f"{where}; name it once. Two names of logical_axes for one axis can't meet in one array"
         )
-    return None
-
-
-def _types_remedy(error: Exception) -> str | None:
-    """Return the remedy if JAX refuses an operation for the layouts in its types; None for any other error."""
-    message = str(error)
-    if isinstance(error, UsageError):
+    remedies = _OF_KINDS if isinstance(error, ValueError) else {}
+    pattern = next((pattern for pattern in remedies if re.search(pattern, message)), None)
+    if pattern is None or ("Auto" in pattern and task.mesh == _compat.auto(task.mesh)):
         return None
-    if "acts as an assert" in message:
-        return "use jax.sharding.reshard in place of with_sharding_constraint, or give the mesh AxisType.Auto axes"
-    if type(error).__name__ == "ShardingTypeError" or "out_sharding" in message:
-        return (
-            "say the layout of the result (out_sharding=, jax.sharding.reshard), or give the mesh AxisType.Auto axes, "
-            "where the compiler chooses it"
-        )
-    return None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
-
-
-def _explicit_remedy(message: str, task: Placement) -> str | None:
-    """Return the remedy if an error of JAX is about code for Explicit axes; None for any other error."""
-    if "context mesh" in message and "shard_map" in message:
-        return "drop mesh= of jax.shard_map, which takes the submesh from its context"
-    if "context mesh" in message:
-        return "pass arrays as arguments, since one that a function captures keeps Explicit axes in its type"
-    if re.search(r"type Auto|Auto axes", message) and task.mesh != _compat.auto(task.mesh):
-        return (
-            "out_sharding= and jax.sharding.reshard name Explicit axes only: give the submesh AxisType.Explicit axes, "
-            "or use with_sharding_constraint(x, P(...)) for Auto ones"
-        )
-    return None
+    kinds = ", ".join(f"{name} {kind.name}" for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return UsageError(
+        f"{line}: inside task {task.name!r} axes are as its submesh says, {kinds}; {remedies[pattern]}. {says}"
+    )
 
 
 @contextlib.contextmanager
 def partitioning() -> Iterator[None]:
     """Mark the enclosed trace as one that will be partitioned; its inner jits stay under ``jax.disable_jit``."""
-    token = _tracing.set(True)
-    try:
-        with jax.disable_jit(False):
-            yield
-    finally:
-        _tracing.reset(token)
+    with _setting(_tracing, True), jax.disable_jit(False):
+        yield

@@ -139,10 +139,10 @@ PASSES: Mapping[str, Callable[[Any, PassInputs], Any]] = {
     "split_weight_gradients": lambda parts, traced: parts.each_pipeline(
         lambda part: split_weight_gradients(part, traced.owner)
     ),
+    "join_forward_backward": _change_pipelines(join_forward_backward),
     "recompute_residuals": lambda parts, traced: (
         parts.each_pipeline(recompute_residuals) if traced.options.enable_recomputation else parts
     ),
-    "join_forward_backward": _change_pipelines(join_forward_backward),
     "order_cells": _change_pipelines(order_cells),
     "split_tasks": lambda parts, traced: split_tasks(
         parts,

@@ -306,7 +306,7 @@ class _Cutter:
             shapes.append((*out.aval.shape[:at], rows, *out.aval.shape[at + 1 :]))
         size = {"broadcast_in_dim": "shape", "reshape": "new_sizes"}.get(op.prim.name)
         results = tuple(ir.Value(out.aval.update(shape=shape)) for shape in shapes)
-        self._pieces[out] = Pieces(at, results, stack.along(at, out.aval.shape[at]))
+        self._pieces[out] = Pieces(at, results, replace(stack, dim=at, rows=out.aval.shape[at] // len(stack.meshes)))
         return [
             replace(op, ins=(part, *others), outs=(result,), params=op.params | ({size: shape} if size else {}))
             for part, result, shape in zip(parts, results, shapes, strict=True)

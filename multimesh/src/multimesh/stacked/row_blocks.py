@@ -49,10 +49,6 @@ class Blocks:
         """Return whether a spec on `mesh` puts each block on its submesh."""
         return len(spec) > self.dim and self.mesh.axis_names[0] in axes_of(spec[self.dim])[:1]
 
-    def along(self, dim: int, size: int) -> Blocks:
-        """Return blocks on the same submeshes, of an array that is cut along ``dim``, which has ``size`` rows."""
-        return Blocks(dim, size // len(self.meshes), self.meshes)
-
     def cut(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of a block of an array."""
         return (*shape[: self.dim], self.rows, *shape[self.dim + 1 :])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -43,8 +42,11 @@ def run(
         call = mark_function(_evaluation(units, ins[number], outs, placed.types or placed.mesh), placed)
         env.update(zip(outs, call(*env.many(ins[number])), strict=True))
     for (behind, _), units in zip(back, tasks[len(stages) :], strict=True):
-        with contextlib.nullcontext() if behind is None else _backward_scope(places[behind]):
-            _evaluate(units, env, None if behind is None else places[behind].types or places[behind].mesh)
+        if behind is None:
+            _evaluate(units, env, None)
+            continue
+        with jax.named_scope(marks.BACKWARD), scope(places[behind]):
+            _evaluate(units, env, places[behind].types or places[behind].mesh)
     return env.many(function.outs)
 
 
@@ -59,12 +61,6 @@ def _refuse_shared_references(stages: Sequence[Sequence[Unit]]) -> None:
                 f"{line}: pipeline: stages {first} and {number} both use this mutable array (jax.new_ref), and they "
                 "share no memory; let each layer return its term, and add the terms up, or make the array in a layer"
             )
-
-
-@contextlib.contextmanager
-def _backward_scope(placed: Placement) -> Iterator[None]:
-    with jax.named_scope(marks.BACKWARD), scope(placed):
-        yield
 
 
 def _backward_stages(

@@ -18,6 +18,7 @@ from multimesh.errors import UsageError
 from multimesh.ir import primitives
 from multimesh.ir.flops import operations
 from multimesh.marking import marks
+from multimesh.stages.work import is_in
 
 _WHOLE = 0.5  # parts of a stage: a checkpointed call of fewer operations stays whole
 _LONG = 0.75  # parts of a stage: rows of a scan with more operations are looked into
@@ -160,7 +161,7 @@ class Units:
         """The function up to its own backward passes, with all that these read as results."""
         read = (a for unit in self.after for a in unit.eqn.invars)
         results = {v for unit in self.units for v in unit.eqn.outvars}
-        return replace(self, after=(), outs=tuple(v for v in (*self.outs, *read) if _is_of(v, results)))
+        return replace(self, after=(), outs=tuple(v for v in (*self.outs, *read) if is_in(v, results)))
 
 
 def read(closed: Any, stages: int, trained: Iterable[int]) -> Units:
@@ -184,7 +185,7 @@ def read(closed: Any, stages: int, trained: Iterable[int]) -> Units:
 
 def _losses(outs: Sequence[Any], results: set[Any]) -> tuple[Any, ...]:
     """Return the scalars among the results if the first is one, as of a loss with metrics beside it; else none."""
-    scalars = tuple(v for v in outs if _is_of(v, results) and getattr(v.aval, "shape", None) == ())
+    scalars = tuple(v for v in outs if is_in(v, results) and getattr(v.aval, "shape", None) == ())
     return scalars if scalars and scalars[0] is outs[0] else ()
 
 
@@ -330,17 +331,13 @@ def _forward_operations(jaxpr: Any) -> float:
     return sum(operations(eqn.primitive.name, eqn.params, eqn.invars, eqn.outvars) for eqn in eqns)
 
 
-def _is_of(atom: Any, values: set[Any]) -> bool:
-    return not isinstance(atom, _compat.Literal) and atom in values
-
-
 def _split_backward(
     units: Sequence[Unit], is_backward: Callable[[Unit], bool]
 ) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
     """Return the units before the first backward pass, and the units of backward passes with all their users."""
     before, after, results = list[Unit](), list[Unit](), set[Any]()
     for unit in units:
-        if is_backward(unit) or any(_is_of(a, results) for a in unit.eqn.invars):
+        if is_backward(unit) or any(is_in(a, results) for a in unit.eqn.invars):
             after.append(unit)
             results.update(unit.eqn.outvars)
         else:
@@ -351,7 +348,7 @@ def _split_backward(
 def _leads_to_scalar(after: Sequence[Unit], outs: Sequence[Any]) -> bool:
     """Whether the first result is a scalar that these units compute, as a loss of forces is."""
     results = {v for unit in after for v in unit.eqn.outvars if getattr(v.aval, "shape", None) == ()}
-    return any(_is_of(v, results) for v in outs[:1])
+    return any(is_in(v, results) for v in outs[:1])
 
 
 def _split_cheap(candidates: Sequence[Unit], arguments: Iterable[Any]) -> tuple[tuple[Any, ...], tuple[Unit, ...]]:

@@ -39,12 +39,12 @@ def find_gradients(eqns: Sequence[Any], trained: Iterable[Any], outs: Iterable[A
     """Return which values have a gradient, by the ``trained`` arguments and the ``outs`` that have a cotangent."""
     active = {v for v in trained if _is_differentiable(v)}
     for eqn in eqns:
-        if eqn.primitive.name != _STOPS and any(_is_in(a, active) for a in eqn.invars):
+        if eqn.primitive.name != _STOPS and any(is_in(a, active) for a in eqn.invars):
             active.update(filter(_is_differentiable, eqn.outvars))
-    needed = {v for v in outs if _is_in(v, active)}
+    needed = {v for v in outs if is_in(v, active)}
     for eqn in reversed(eqns):
         if eqn.primitive.name != _STOPS and any(v in needed for v in eqn.outvars):
-            needed.update(a for a in eqn.invars if _is_in(a, active))
+            needed.update(a for a in eqn.invars if is_in(a, active))
     return Gradients(active, needed)
 
 
@@ -99,8 +99,8 @@ def _count_inside(eqn: Any, jaxpr: Any, gradients: Gradients, weights: Set[Any])
     if len(ins) != len(jaxpr.invars):
         return None
     names: Mapping[Any, Any] = dict(zip(jaxpr.invars, ins, strict=True))
-    trained = {v for v, a in names.items() if _is_in(a, gradients.active)}
-    late = {v for v, a in names.items() if _is_in(a, weights)}
+    trained = {v for v, a in names.items() if is_in(a, gradients.active)}
+    late = {v for v, a in names.items() if is_in(a, weights)}
     outs, times = list(jaxpr.outvars), 1
     if len(outs) == len(eqn.outvars):
         outs = [v for v, of in zip(outs, eqn.outvars, strict=True) if of in gradients.needed]
@@ -128,7 +128,8 @@ def scale_work(work: Work, times: float) -> Work:
     return Work(*(times * part for part in work))
 
 
-def _is_in(atom: Any, values: Set[Any]) -> bool:
+def is_in(atom: Any, values: Set[Any]) -> bool:
+    """Return whether an atom of an equation is one of these values."""
     return not isinstance(atom, _compat.Literal) and atom in values
 
 

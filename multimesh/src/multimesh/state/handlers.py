@@ -31,8 +31,8 @@ from orbax.checkpoint.experimental.v1._src.serialization.array_leaf_handler impo
 from orbax.checkpoint.experimental.v1._src.serialization.registry import StandardLeafHandlerRegistry
 
 from multimesh.core import _compat
-from multimesh.errors import MultiMeshError, UsageError
-from multimesh.processes import agree, initialize
+from multimesh.errors import UsageError
+from multimesh.processes import agree
 from multimesh.processes.arrays import absent, here, is_key
 from multimesh.state.leaves import has_sharding, kind_of
 
@@ -113,41 +113,12 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         return types
 
 
-class ManagedArrayHandler(ArrayHandler):
-    """Our handler for Orbax's own checkpointers. Of several processes all end with the error of one that can't write.
-
-    Orbax raises it only behind a barrier, where the process waits 20 minutes for the others, and they for it.
-    """
-
-    async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> Any:
-        """See `ArrayHandler`."""
-        futures = await super().serialize(values, infos, args)
-        return [_EndingWrite(future) for future in futures] if agree.several() else futures
-
-
-class _EndingWrite:
-    """A write in the background that ends all processes if it fails."""
-
-    def __init__(self, future: Any) -> None:
-        self._future = future
-
-    def result(self, timeout: float | None = None) -> Any:
-        """Wait for the write."""
-        try:
-            return self._future.result(timeout)
-        except Exception as error:  # noqa: BLE001 - whatever the file system and TensorStore raise
-            first = next(iter(str(error).splitlines()), type(error).__name__)
-            wrong = MultiMeshError(f"a checkpoint cannot be written: {first[:300]}")
-            wrong.__cause__ = error
-            initialize.fail(wrong)
-
-
 class _Arrays(ArrayLeafHandler):
     """The handler of ``jax.Array`` of Orbax's new checkpointer, which writes and reads with ours."""
 
     def __init__(self, *, context: Any = None) -> None:
         super().__init__(context=context)
-        self._handler_impl = ManagedArrayHandler()
+        self._handler_impl = ArrayHandler()
 
 
 class StateHandler(ocp.v1.handlers.PyTreeHandler):

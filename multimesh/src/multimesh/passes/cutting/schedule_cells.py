@@ -19,15 +19,10 @@ from multimesh.schedules.costs import ESTIMATED, PHASES, StageCosts
 
 def replace_schedules(program: ir.Program, schedules: Mapping[int, Schedule]) -> ir.Program:
     """Give loops other schedules, by the number of the loop: the search for ``auto`` tries one after the other."""
-    if not schedules:
-        return program
-    number = {loop: n for n, loop in enumerate(program.loops)}
-
-    def change(loop: ir.Loop) -> ir.Loop:
-        schedule = schedules.get(number[loop], loop.mark.schedule)
-        return replace(loop, mark=replace(loop.mark, schedule=schedule))
-
-    return program.each_loop(change)
+    changed = {loop: schedules[n] for n, loop in enumerate(program.loops) if n in schedules}
+    return program.each_loop(
+        lambda loop: replace(loop, mark=replace(loop.mark, schedule=changed.get(loop, loop.mark.schedule)))
+    )
 
 
 def schedule_cells(pipeline: Pipeline) -> Pipeline:

@@ -75,7 +75,7 @@ def _join_dimensions(
         env = {v: array(v, op.mesh) for v in (*op.reads, *op.outs)}
         if op in bodies:
             ops += bodies[op].ops
-            for inner, outer, shift in bodies[op].edges:
+            for inner, outer, shift in edges_of(bodies[op]):
                 if isinstance(inner, ir.Value) and isinstance(outer, ir.Value):
                     _join_arrays(array(inner, op.mesh), array(outer, op.mesh), shift)
             continue
@@ -88,7 +88,7 @@ def _join_dimensions(
         open_dims = set(range(len(ir.shape(op.outs[0])))).difference(d for d, _ in fixed)
         for value, d in itertools.product(op.reads, open_dims):
             join([(env[value], d), (env[op.outs[0]], d)])
-    for inner, outer, shift in (edge for loop in reversed(program.loops) for edge in loop.edges):
+    for inner, outer, shift in (edge for loop in reversed(program.loops) for edge in edges_of(loop)):
         if isinstance(inner, ir.Value) and isinstance(outer, ir.Value):
             for mesh, inner_array in tuple(arrays.get(inner, {}).items()):
                 _join_arrays(inner_array, array(outer, mesh), shift)
@@ -96,6 +96,17 @@ def _join_dimensions(
         for other in others:
             _join_arrays(first, other)
     return arrays, constrained
+
+
+def edges_of(loop: ir.Loop) -> list[tuple[ir.Atom, ir.Atom, int]]:
+    """Return pairs of values inside and outside of a loop, and how many leading dimensions the outer one adds."""
+    pairs = [(inner, outer, 0) for inner, outer in (*loop.consts.items(), *loop.linked.items())]
+    pairs += [(inner, outer, 1) for inner, outer in loop.slices.items()]
+    pairs += [(s.leaf, s.out, 0) for s in loop.sums]
+    pairs += [(inner, outer, 1) for outer, inner in loop.stacks.items()]
+    for inner, carry in loop.carries.items():
+        pairs += [(atom, state, 0) for atom in (inner, carry.leaf) for state in (carry.init, carry.out)]
+    return pairs
 
 
 def _join_arrays(inner: Array, outer: Array, shift: int = 0) -> None:

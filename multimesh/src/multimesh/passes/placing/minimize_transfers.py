@@ -48,8 +48,6 @@ def minimize_transfers(
     """Return the nodes that should move, with their new submesh. The next iteration waits for ``awaited``."""
     if not any(node.movable for node in nodes) or len({node.mesh for node in nodes}) < 2:
         return {}
-    if route and any(node.mesh not in route for node in nodes if node.staged and not node.movable):
-        return {}
     problem = _Problem(nodes, tuple(route), awaited)
     starts: list[_Places] = list(problem.starts())
     best: _Places = {}
@@ -155,7 +153,7 @@ class _Problem:
         """Return the number of the place of a node at this position; None if it may not be that late."""
         if self._route and at < self._stages:
             return at + self._stages * self._back[n]
-        return None if self._route and not self._may_be_late(n) else self._late[self._nodes[n].mesh]
+        return self._late[self._nodes[n].mesh] if self._may_be_late(n) else None
 
     def _may_be_late(self, n: int) -> bool:
         return not self._route or (self._back[n] and n not in self._early)

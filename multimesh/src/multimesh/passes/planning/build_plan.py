@@ -237,10 +237,9 @@ class _Builder:
 
     def _derived(self) -> dict[tuple[int, int], PartitionSpec]:
         """Map (argument leaf, submesh) to the spec that constraints give it there."""
-        specs = self.program.specs
         keys = {(arg, self.slots[slot].submesh) for arg, slot in self.inputs}
-        pairs = (((arg, n), specs.get((self.program.inputs[arg], self.meshes[n]))) for arg, n in keys)
-        return {key: spec for key, spec in pairs if spec is not None}
+        places = {(arg, n): (self.program.inputs[arg], self.meshes[n]) for arg, n in keys}
+        return {key: self.program.specs[at] for key, at in places.items() if at in self.program.specs}
 
     def _outputs(self) -> tuple[tuple[tuple[str, Any], ...], dict[int, tuple[int, ...]]]:
         """Return the place of each result, a copy of what has a place already, and the arguments that these copy."""

@@ -179,7 +179,8 @@ class Flow:
             else:
                 results = set(op.outs)
                 groups = list(links(op)) or list(_link_equal_places(op))
-                for group in sorted(groups, key=lambda group: -self._gathered(group, env, results)):
+                table = op.ins[0] if op.prim.name == "gather" else None
+                for group in sorted(groups, key=lambda group: -self._gathered(group, env, {*results, table})):
                     nodes = [(env[atom], d) for atom, d in group if atom not in results]
                     self._flow(nodes, [(env[atom], d) for atom, d in group if atom in results] or nodes[1:])
                 if op.prim.name in _PARTS:

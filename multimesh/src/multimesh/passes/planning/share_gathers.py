@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -90,7 +91,7 @@ def _share(ops: Sequence[ir.Op], axes: ValueAxes, mesh: Mesh) -> Iterator[ir.Op]
                 continue
             if key not in copies:
                 copies[key] = ir.Value(v.aval)
-                yield _gather(v, copies[key], axes[v], staying, replace(op, mesh=mesh))
+                yield _gather(op, v, staying, copies[key], axes, mesh)
             operands[v] = copies[key]
         yield replace(op, ins=tuple(operands.get(v, v) for v in op.ins)) if operands else op
 
@@ -105,9 +106,19 @@ def _find_origins(ops: Sequence[ir.Op], axes: ValueAxes) -> Mapping[ir.Value, ir
     return origins
 
 
-def _gather(v: ir.Value, copy: ir.Value, axes: Sequence[Axes], staying: Sequence[Axes], like: ir.Op) -> ir.Op:
-    """Return the constraint that gathers a value before an operation; other dimensions stay as they are."""
-    free = PartitionSpec.UNCONSTRAINED
-    entries = (free if after == before else entry(after) for before, after in zip(axes, staying, strict=True))
-    params = {"sharding": NamedSharding(like.mesh, PartitionSpec(*entries))}
-    return replace(like, prim=_compat.sharding_constraint_p, params=params, ins=(v,), outs=(copy,), after=())
+def _gather(op: ir.Op, v: ir.Value, staying: Sequence[Axes], copy: ir.Value, axes: ValueAxes, mesh: Mesh) -> ir.Op:
+    """Return the constraint that gathers an operand before a product; its other dimensions stay as they are.
+
+    One that the product sums over, and that only the other operand divides, is fixed too: the compiler would divide it
+    as that one, and sum over devices.
+    """
+    at = op.ins.index(v)
+    sums = op.params["dimension_numbers"][0]
+    other = cast("ir.Value", op.ins[1 - at])
+    fixed = {d for d, e in zip(sums[at], sums[1 - at], strict=True) if axes[other][e]}
+    entries = (
+        PartitionSpec.UNCONSTRAINED if before == after and d not in fixed else entry(after)
+        for d, (before, after) in enumerate(zip(axes[v], staying, strict=True))
+    )
+    params = {"sharding": NamedSharding(mesh, PartitionSpec(*entries))}
+    return replace(op, mesh=mesh, prim=_compat.sharding_constraint_p, params=params, ins=(v,), outs=(copy,), after=())

@@ -17,7 +17,6 @@ from multimesh.passes.reading.loops import sort_items
 
 def fuse_loops(program: ir.Program) -> ir.Program:
     """Join the forward loop of each ``microbatch`` with its transpose, where the backward needs no forward sum."""
-    program = _drop_invariant_carries(program)
     items = _share_rows(program.items)
     for second in [i for i in items if isinstance(i, ir.Loop)]:
         before = items[: items.index(second)] if second in items else []
@@ -57,18 +56,6 @@ def _repeats_several(loop: ir.Loop) -> bool:
         if op.again:
             made_on.update(dict.fromkeys(op.outs, on))
     return False
-
-
-def _drop_invariant_carries(program: ir.Program) -> ir.Program:
-    """Replace a carry that every iteration passes through by its initial value."""
-    loops = program.loops
-    rename: dict[ir.Value, ir.Atom] = {s.out: s.init for loop in loops for s in loop.sums if s.leaf is None}
-    items = [
-        replace(item, sums=tuple(s for s in item.sums if s.leaf is not None)) if isinstance(item, ir.Loop) else item
-        for item in (graph.rename_item(item, rename) for item in program.items)
-    ]
-    outputs = tuple(graph.resolve(o, rename) for o in program.outputs)
-    return replace(program, items=tuple(sort_items(items)), outputs=outputs)
 
 
 def _share_rows(items: Sequence[ir.Item]) -> list[ir.Item]:

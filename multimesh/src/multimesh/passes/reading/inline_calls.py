@@ -38,15 +38,10 @@ _CALLS = {  # primitive name -> parameter that holds the called jaxpr
 _NOTHING = frozenset(("multimesh_leave", "multimesh_task"))  # primitives of our own that compute nothing
 
 
-def _unstack(x: jax.Array, *, axis: int) -> list[jax.Array]:
-    return [jax.lax.index_in_dim(x, i, axis, keepdims=False) for i in range(x.shape[axis])]
-
-
-def _stack(*rows: jax.Array, axis: int) -> list[jax.Array]:
-    return [jax.lax.concatenate([jax.lax.expand_dims(row, (axis,)) for row in rows], axis)]
-
-
-_IN_SMALLER: dict[str, Callable[..., list[jax.Array]]] = {"unstack": _unstack, "stack": _stack}
+_IN_SMALLER: dict[str, Callable[..., list[jax.Array]]] = {
+    "unstack": lambda x, axis: [jax.lax.index_in_dim(x, i, axis, keepdims=False) for i in range(x.shape[axis])],
+    "stack": lambda *rows, axis: [jax.lax.concatenate([jax.lax.expand_dims(row, (axis,)) for row in rows], axis)],
+}
 """Primitives that simpler ones replace, in which each row of an array has a place of its own."""
 
 
@@ -91,17 +86,15 @@ class _Inliner:
             if placed and not near:
                 continue
             problem = f"register_task({r.pattern.pattern!r}) matches no named scope of a function that is traced"
-            nearby = f"near names are {', '.join(map(repr, near))}"
+            if near:
+                hint = f"near names are {', '.join(map(repr, near))}"
+            elif names:
+                hint = f"it runs without tasks; its scopes are {', '.join(map(repr, names[:8]))}"
+            else:
+                hint = "it has none and runs without tasks; write jax.named_scope in Flax NNX modules"
             if near and not placed:
-                raise UsageError(f"{r.where}: {problem}, and nothing else in it is a task; {nearby}")
-            remedy = (
-                nearby
-                if near
-                else f"it runs without tasks; its scopes are {', '.join(map(repr, names[:8]))}"
-                if names
-                else "it has none and runs without tasks; write jax.named_scope in Flax NNX modules"
-            )
-            _compat.warn_at(r.where, f"{problem}: {remedy}")
+                raise UsageError(f"{r.where}: {problem}, and nothing else in it is a task; {hint}")
+            _compat.warn_at(r.where, f"{problem}: {hint}")
 
     def jaxpr(
         self, jaxpr: Any, consts: Sequence[Any], args: Sequence[ir.Atom], where: _Where, out: list[ir.Item]
@@ -329,7 +322,8 @@ class _Inliner:
         loop = loops.make_loop(eqn, mark, uid, args, ops, results, ins, outs)
         ops = [i for i in self.read_through(loop.ops) if isinstance(i, ir.Op)]
         out.append(replace(loop, ops=tuple(ops), backward=where.backward, source=eqn.source_info))
-        return outs
+        last = zip(states, carries, ins[fixed:], outs, strict=False)
+        return [*(init if leaf is state else o for state, leaf, init, o in last), *outs[carried:]]
 
     def _task_inside(self, eqn: Any, where: _Where) -> Placement | None:
         """Return the task of an operation that runs jaxprs (a scan, a condition): all of it must be on one submesh."""

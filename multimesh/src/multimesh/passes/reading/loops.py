@@ -29,7 +29,7 @@ def make_loop(
     ins: Sequence[ir.Atom],
     outs: Sequence[ir.Value],
 ) -> ir.Loop:
-    """Return the loop of a scan. A carry is passed through, summed, or the state of `microbatch`."""
+    """Return the loop of a scan. A carry is a constant, passed through, a sum, or the state of `microbatch`."""
     num_consts, num_carry = _compat.scan_counts(eqn.params)
     consts: dict[ir.Value, ir.Atom] = dict(zip(args[:num_consts], ins[:num_consts], strict=True))
     slices: dict[ir.Value, Any] = dict(zip(args[num_consts + num_carry :], ins[num_consts + num_carry :], strict=True))
@@ -44,7 +44,6 @@ def make_loop(
     for carry_in, carry_out, init, out in zip(inner, results, ins[num_consts:], outs, strict=False):
         if carry_out is carry_in:
             consts[carry_in] = init
-            sums.append(ir.Sum(out, init, None))
             continue
         addends = _addends(carry_in, carry_out, producer, readers, returned)
         if addends is not None:

@@ -32,7 +32,7 @@ from multimesh.ir.evaluate import evaluate
 from multimesh.ir.primitives import Group, linear_in, sums_over
 from multimesh.ir.program import all_ops
 from multimesh.passes.placing.derive_layouts import Arrays, Bodies, spread_constraints
-from multimesh.passes.placing.place_operations import Homes
+from multimesh.passes.placing.follow_operands import Homes
 from multimesh.passes.reading.inline_calls import flatten
 from multimesh.passes.reading.scan_bodies import build_scan, read_scan
 
@@ -45,20 +45,13 @@ class _Term:
     rows: Mapping[ir.Value, int]  # operand of the reduction to its dimension of rows
     mesh: Mesh
     axes: Axes
-    row: _Row | None = None
+    stack: ir.Value | None = None  # the result of the scan, if one makes the reduction
+    inner: _Term | None = None  # the term of each row that the scan stacks
 
     @property
     def ways(self) -> int:
         """The number of terms: one for each part of the rows."""
         return size(self.mesh, self.axes)
-
-
-@dataclass(frozen=True, eq=False)
-class _Row:
-    """A result of a scan, and the term of each row that it stacks."""
-
-    stack: ir.Value
-    term: _Term
 
 
 def delay_reductions(program: ir.Program, specs: Sequence[PartitionSpec | None]) -> ir.Program:
@@ -91,7 +84,7 @@ def _delay(
     sums: list[ir.Sum] = []
     totals: list[ir.Op] = []
     new_ops: dict[ir.Op, tuple[ir.Op, ...]] = {}
-    scans: dict[ir.Op, list[_Cut]] = collections.defaultdict(list)
+    stacks: dict[ir.Op, dict[ir.Value, tuple[ir.Value, ir.Value]]] = collections.defaultdict(dict)
     search = _Search(loop.ops, [*loop.leaves, *linked], arrays, bodies, _axes_of_weights(loop, arrays))
     for s in loop.sums:
         term = search.term(s.leaf)
@@ -99,18 +92,23 @@ def _delay(
             sums.append(s)
             continue
         stack = None
-        if term.row is not None:
-            cut = _cut_row(term.chain[0], term.row, traces)
-            scans[term.chain[0]].append(cut)
-            stack = cut.stack
+        if term.inner is not None and term.stack is not None:
+            scan = term.chain[0]
+            ops, row = _cut(term.inner, traces)
+            _put(new_ops, term.inner.chain, ops)
+            stack = ir.Value(_compat.stack(row.aval, scan.params["length"]))
+            stacks[scan][term.stack] = stack, row
         ops, leaf = _cut(term, traces, stack)
         _put(new_ops, term.chain, ops)
         out = ir.Value(leaf.aval)
         homes[out] = term.mesh
         sums.append(replace(s, out=out, leaf=leaf, over=term.axes))
         totals += _total(out, s.out, term, loop, traces)
-    for op, cuts in scans.items():
-        new_ops[op] = (_scan_of_terms(op, bodies[op], cuts), *new_ops[op])
+    for op, stacked in stacks.items():
+        body = bodies[op]
+        inside = [new for old in body.ops for new in new_ops.get(old, (old,))]
+        outs = dict(stacked.get(out, (out, leaf)) for out, leaf in body.stacks.items())
+        new_ops[op] = (build_scan(op, body, inside, set(body.carries), outs), *new_ops[op])
     ops = tuple(new for op in loop.ops for new in new_ops.get(op, (op,)))
     return [replace(loop, ops=ops, sums=tuple(sums)), *totals]
 
@@ -176,9 +174,9 @@ class _Search:
             return None
         search = _Search(body.ops, body.leaves, self._arrays, self._bodies, self._of_weights)
         term = search.term(body.stacks[stack])
-        if term is None or term.row is not None:  # of a scan in a scan
+        if term is None or term.inner is not None:  # of a scan in a scan
             return None
-        return _Term((op,), {}, term.mesh, term.axes, _Row(stack, term))
+        return _Term((op,), {}, term.mesh, term.axes, stack, term)
 
     def _names(self, rows: Group, mesh: Mesh) -> Axes:
         names = next(filter(None, (self._arrays[v][mesh].axes[d] for v, d in rows)), ())
@@ -187,8 +185,8 @@ class _Search:
 
 def _cut(term: _Term, traces: _Traces, stack: ir.Value | None = None) -> tuple[tuple[ir.Op, ...], ir.Value]:
     """Return the operations that compute the terms of a leaf, of a scan's ``stack`` or not, and their result."""
-    chain = term.chain if term.row is None else term.chain[1:]
-    before = None if term.row is None else term.row.stack
+    before = term.stack
+    chain = term.chain if before is None else term.chain[1:]
     inner = {op.outs[0] for op in chain}
     operands = list(dict.fromkeys(v for op in chain for v in op.reads if v not in inner))
     if before is not None and not chain:
@@ -215,32 +213,6 @@ def _cut(term: _Term, traces: _Traces, stack: ir.Value | None = None) -> tuple[t
     args = [stack if stack is not None and v is before else v for v in operands]
     key = f"{term.ways} {dims} {numbers.get(before)} {wiring}"
     return _trace(terms, args, term.chain[0], term.mesh, traces, key)
-
-
-@dataclass(frozen=True, eq=False)
-class _Cut:
-    """The terms of a row of a scan: the operations that make them, and the array that the scan stacks them to."""
-
-    row: _Row
-    ops: tuple[ir.Op, ...]
-    terms: ir.Value
-    stack: ir.Value
-
-
-def _cut_row(scan: ir.Op, row: _Row, traces: _Traces) -> _Cut:
-    ops, terms = _cut(row.term, traces)
-    return _Cut(row, ops, terms, ir.Value(_compat.stack(terms.aval, scan.params["length"])))
-
-
-def _scan_of_terms(op: ir.Op, body: ir.Loop, cuts: Sequence[_Cut]) -> ir.Op:
-    """Return a scan that stacks terms in the place of their sums."""
-    new_ops: dict[ir.Op, tuple[ir.Op, ...]] = {}
-    for cut in cuts:
-        _put(new_ops, cut.row.term.chain, cut.ops)
-    ops = [new for op in body.ops for new in new_ops.get(op, (op,))]
-    stacked = {cut.row.stack: (cut.stack, cut.terms) for cut in cuts}
-    stacks = dict(stacked.get(out, (out, leaf)) for out, leaf in body.stacks.items())
-    return build_scan(op, body, ops, set(body.carries), stacks)
 
 
 def _split(x: Any, dim: int, ways: int) -> Any:

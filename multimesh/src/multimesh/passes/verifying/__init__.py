@@ -4,7 +4,7 @@ A rule takes what a pass made and yields a `Fault` for each place where that is 
 Set ``MULTIMESH_VERIFY=1`` to run the rules after every pass; otherwise none of them costs anything. A fault is a bug of
 MultiMesh, never of the user: the error names the pass, the value and the user's line, and asks for a report.
 
-What a rule of the plan refuses in any case, such as a fragment that reads what nothing gives, has no rule before it.
+A rule of the plan refuses a fragment that reads a value which nothing gives in any case: no rule before it does.
 """
 
 from __future__ import annotations

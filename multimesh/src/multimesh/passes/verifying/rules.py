@@ -13,6 +13,7 @@ from multimesh.core.grouping import group
 from multimesh.core.submesh import describe
 from multimesh.ir.program import all_ops
 from multimesh.passes.cutting.parts import Parts, Pipeline
+from multimesh.passes.placing.derive_layouts import edges_of
 from multimesh.plan.instructions import Free, Instruction, Kernel, Recv, Run, Send
 from multimesh.plan.plan import Plan
 
@@ -70,10 +71,10 @@ def values_are_made_once_then_read(program: ir.Program) -> Iterator[Fault]:
 def edges_are_of_one_type(program: ir.Program) -> Iterator[Fault]:
     """Check that both sides of a loop's edge have one type; stacks have one dimension more."""
     for loop in program.loops:
-        edges = [*loop.edges, *((s.init, s.out, 0) for s in loop.sums if s.init is not None and not s.over)]
+        edges = [*edges_of(loop), *((s.init, s.out, 0) for s in loop.sums if s.init is not None and not s.over)]
         for inner, outer, rows in edges:
             shape, dtype = kind(inner)
-            if None not in (inner, outer) and kind(outer) != ((*(loop.mark.count,) * rows, *shape), dtype):
+            if outer is not None and kind(outer) != ((*(loop.mark.count,) * rows, *shape), dtype):
                 yield Fault(f"{show(inner)} inside a loop is {show(outer)} outside", loop.mark.where)
 
 
