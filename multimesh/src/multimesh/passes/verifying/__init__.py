@@ -4,7 +4,7 @@ A rule takes what a pass made and yields a `Fault` for each place where that is 
 Set ``MULTIMESH_VERIFY=1`` to run the rules after every pass; otherwise none of them costs anything. A fault is a bug of
 MultiMesh, never of the user: the error names the pass, the value and the user's line, and asks for a report.
 
-What a rule of the plan refuses in any case, such as a fragment that reads what nothing gives, has no rule before it.
+The rules of the plan refuse the rest, such as a fragment that reads a value that nothing gives.
 """
 
 from __future__ import annotations
