@@ -1,6 +1,5 @@
 """Placement: every operation gets a submesh."""
 
-
 import jax
 import jax.numpy as jnp
 import pytest
