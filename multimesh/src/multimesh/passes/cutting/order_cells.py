@@ -34,12 +34,11 @@ def order_cells(pipeline: Pipeline) -> Pipeline:
     """Return the loop with its cells in one global order: that of the schedule's fronts, or else of start times."""
     schedule, fragments = pipeline.loop.mark.schedule, pipeline.fragments
     index = {(f.phase, f.stage): i for i, f in enumerate(fragments)}
-    queues = [[(index[c.phase, c.stage], c.microbatch) for c in row] for row in pipeline.table]
+    table = [[c for c in row if (c.phase, c.stage) in index] for row in pipeline.table]
+    queues = [[(index[c.phase, c.stage], c.microbatch) for c in row] for row in table]
     late = [(i, k) for k in range(pipeline.loop.mark.count) for i, f in enumerate(fragments) if f.phase == "L"]
     sizes = len(pipeline.submeshes), pipeline.chunks
-    front = {
-        (index[c.phase, c.stage], c.microbatch): schedule.front(c, *sizes) for c in itertools.chain(*pipeline.table)
-    }
+    front = {(index[c.phase, c.stage], c.microbatch): schedule.front(c, *sizes) for c in itertools.chain(*table)}
     if None in front.values():
         return replace(pipeline, cells=_by_start(fragments, queues, late))
     needs = _needs(fragments)

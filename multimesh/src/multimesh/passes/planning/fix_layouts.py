@@ -120,7 +120,7 @@ class Flow:
 
     def __init__(self) -> None:
         self._all: list[Array] = []
-        self._origin: dict[ir.Value, int] = {}  # bytes of the largest array that cheap operations made a value of
+        self._origin: dict[ir.Value, int] = {}  # bytes of a value, or of what cheap operations make it of if fewer
         self.bodies: dict[ir.Op, Inner] = {}
 
     def new(self, value: Any, mesh: Mesh) -> Array:
@@ -158,7 +158,8 @@ class Flow:
             env.update(zip(op.outs, outs, strict=True))
             for value, out in zip(op.outs, outs, strict=True):
                 if is_cheap(op.prim):
-                    self._origin[value] = min(value.nbytes, max((self._bytes(v) for v in op.reads), default=0))
+                    sizes = (self._origin.get(v, v.nbytes) for v in op.reads)
+                    self._origin[value] = min(value.nbytes, max(sizes, default=0))
                 for d, axes in nearest.get(value, ()):
                     out.take(d, out.present(axes))
             fixed = constraint(op)
@@ -179,8 +180,8 @@ class Flow:
             else:
                 results = set(op.outs)
                 groups = list(links(op)) or list(_link_equal_places(op))
-                table = op.ins[0] if op.prim.name == "gather" else None
-                for group in sorted(groups, key=lambda group: -self._gathered(group, env, {*results, table})):
+                others = results.union([*op.reads][:1] if op.prim.name == "gather" else ())  # rows lie as their numbers
+                for group in sorted(groups, key=lambda group: -self._gathered(group, env, others)):
                     nodes = [(env[atom], d) for atom, d in group if atom not in results]
                     self._flow(nodes, [(env[atom], d) for atom, d in group if atom in results] or nodes[1:])
                 if op.prim.name in _PARTS:
@@ -190,15 +191,11 @@ class Flow:
     def _gathered(self, group: Group, env: Mapping[ir.Value, Array], results: Collection[ir.Value]) -> int:
         """Bytes on a device of the largest operand with these dimensions if nothing divided them."""
         sizes = (
-            self._bytes(v) // ways((axes for at, axes in enumerate(env[v].divided) if at != d), env[v].mesh)
+            self._origin.get(v, v.nbytes) // ways(env[v].divided[:d] + env[v].divided[d + 1 :], env[v].mesh)
             for v, d in group
             if v not in results and env[v].axes[d]
         )
         return max(sizes, default=0)
-
-    def _bytes(self, value: ir.Value) -> int:
-        """Return the bytes to move for a value: its own, or those of its operands if these are fewer."""
-        return self._origin.get(value, value.nbytes)
 
     def _loop(
         self, op: ir.Op, ins: Sequence[Array | None], outs: Sequence[Array], env: dict[ir.Value, Array], mesh: Mesh
@@ -258,15 +255,11 @@ def _find_constraints(ops: Sequence[ir.Op]) -> dict[ir.Value, list[tuple[int, Ax
         if fixed is not None:
             note(op.ins[0], [(d, axes) for d, axes in fixed if axes], 0)
         elif is_cheap(op.prim) and (dimensions := {(o, d): axes for o in op.outs for d, axes in nearest.get(o, ())}):
-            groups = [(group, axes) for group in links(op) if (axes := _axes_in(group, dimensions))]
+            groups = [(group, next((dimensions[at] for at in group if at in dimensions), ())) for group in links(op)]
             for value in op.reads:
-                carried = [(d, axes) for group, axes in groups for atom, d in group if atom is value]
+                carried = [(d, axes) for group, axes in groups if axes for atom, d in group if atom is value]
                 note(value, carried, 1 + min(distance[o] for o in op.outs if o in distance))
     return nearest
-
-
-def _axes_in(group: Group, dimensions: Mapping[tuple[ir.Value, int], Axes]) -> Axes:
-    return next((dimensions[dimension] for dimension in group if dimension in dimensions), ())
 
 
 def _find_body(op: ir.Op) -> Any:
@@ -276,9 +269,7 @@ def _find_body(op: ir.Op) -> Any:
         return None
     jaxpr = getattr(called, "jaxpr", called)
     shapes = [[ir.shape(v) for v in part] for part in (op.ins, op.outs)]
-    if [[ir.shape(v) for v in part] for part in (jaxpr.invars, jaxpr.outvars)] != shapes:
-        return None
-    return called
+    return called if [[ir.shape(v) for v in part] for part in (jaxpr.invars, jaxpr.outvars)] == shapes else None
 
 
 def _inner(op: ir.Op, called: Any) -> Inner:

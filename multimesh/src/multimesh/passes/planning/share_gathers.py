@@ -20,8 +20,7 @@ from multimesh.ir.primitives import links
 from multimesh.passes.planning.fix_layouts import ValueAxes, kernel_axes, ways
 from multimesh.plan.plan import Plan
 
-_SAME = ("name", "copy", "sharding_constraint", "multimesh_leave")
-"""Operations whose result is their operand, and of the last two perhaps in another layout."""
+_SAME = ("name", "copy", "sharding_constraint", "multimesh_leave")  # the result is the operand, if it lies alike
 
 
 @dataclass(frozen=True)
@@ -67,12 +66,10 @@ def find_exchanges(op: ir.Op, value_axes: ValueAxes, mesh: Mesh) -> Exchanges:
 def share_gathers(plan: Plan) -> Plan:
     """Return the plan with a constraint of each array that several products of a kernel read gathered."""
     values, _ = kernel_axes(plan)
-    kernels = [
-        replace(kernel, ops=tuple(_share(kernel.ops, values[n], plan.submeshes[kernel.submesh])))
-        if n in values and kernel.ops
-        else kernel
+    kernels = (
+        replace(kernel, ops=tuple(_share(kernel.ops, values.get(n, {}), plan.submeshes[kernel.submesh])))
         for n, kernel in enumerate(plan.kernels)
-    ]
+    )
     return replace(plan, kernels=tuple(kernels))
 
 
