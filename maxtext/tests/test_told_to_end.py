@@ -24,7 +24,7 @@ def at_once(job: Job) -> None:
 
 
 def at_check(job: Job) -> None:
-    job.until(lambda: any("multimesh\0check" in words for _, words in command_lines()))
+    job.until(lambda: any("multimesh\0check" in words and str(job.folder) in words for _, words in command_lines()))
 
 
 def at_compilation(job: Job) -> None:

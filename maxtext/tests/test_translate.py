@@ -34,7 +34,7 @@ def settings(job: Check, paths: Paths, argv: str) -> dict[str, Any]:
 def variables(
     job: Check, paths: Paths, argv: str, inherited: Mapping[str, str] | None = None, memory: int | None = None
 ):
-    return launch(job(argv.split()), paths, inherited=inherited or {}, gpu_memory=memory).environment
+    return launch(job(shlex.split(argv)), paths, inherited=inherited or {}, gpu_memory=memory).environment
 
 
 @pytest.mark.parametrize(
@@ -212,8 +212,8 @@ def test_framebuffer_memory_becomes_a_fraction(job: Check, paths: Paths):
 
 
 def test_dumps_and_logging(job: Check, paths: Paths, tmp_path: Path):
-    folder = tmp_path / "with"
-    found = variables(job, paths, f"--dump {folder} --debug debug")
+    folder = tmp_path / "with space"
+    found = variables(job, paths, f"--dump '{folder}' --debug debug")
     assert f'--xla_dump_to="{folder}" --xla_dump_hlo_as_text=true' in found["XLA_FLAGS"]
     assert found["JAX_LOGGING_LEVEL"] == "DEBUG"
     assert "xla_dump" not in variables(job, paths, "--pp 2 --dump x")["XLA_FLAGS"]  # a pipeline writes its plan

@@ -63,12 +63,12 @@ BUDGETS = {
     "multimesh/src": 26_428,
     "planner/src": 3_198,
     "numerics/src": 3_299,
-    "maxtext/src": 6_814,
+    "maxtext/src": 6_821,
     "tooling/ci": 99,
     "tooling/core": 314,
     "tooling/environment": 239,
     "tooling/image": 1_827,
-    "tooling/sources": 994,
+    "tooling/sources": 995,
 }
 """Lines of Python of each room and package. Who needs more raises a number here, and says why in the commit."""
 

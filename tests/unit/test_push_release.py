@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tooling.core import errors, files
 from tooling.image import release
 from tooling.image.digests import FilePin, ImageLock
 from tooling.sources.manifest import Pin
@@ -89,3 +90,10 @@ def test_everything_that_this_repository_releases_is_pinned(root: Path) -> None:
     assert release.list_null_pins(locks, bases, jaxlib_from_source=True, platform="linux/amd64") == []
     (arm,) = release.list_null_pins(locks, bases, jaxlib_from_source=True)
     assert arm.startswith("bazel linux/arm64: images.lock has no sha256"), "no file that was read says it"
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"format": 2}', '{"format": 4, "colour": 1}', "{"])
+def test_a_record_that_no_upload_wrote_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "release.json").write_text(text)
+    with pytest.raises(errors.SourceError, match=r"^release\.json: .*; docker/build\.py --upload writes it$"):
+        files.read_document(tmp_path / "release.json", release.SCHEMA, "docker/build.py --upload writes it")

@@ -67,7 +67,8 @@ def _with_version(path: Path, name: str, version: str) -> str:
     """Return the manifest's text with one version changed and all else, comments too, as it was."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]*", version):
         raise errors.OptionError(f"'{version}' is no version; write letters, digits, dots, dashes or underscores")
-    place = rf"(?ms)^(  {re.escape(name)}:\s*\n(?:    .*?\n)?    version:\s+)(?:\"[^\"]*\"|'[^']*'|[^\s#]+)"
+    fields = r"(?:(?:    .*|[ ]*#.*|[ ]*)\n)*?"  # of this component alone
+    place = rf"(?m)^(  {re.escape(name)}:[ ]*\n{fields}    version:\s+)(?:\"[^\"]*\"|'[^']*'|[^\s#]+)"
     text, changed = re.subn(place, rf'\g<1>"{version}"', path.read_text(encoding="utf-8"), count=1)
     if changed != 1:
         raise errors.SourceError(f"sources.yaml: {name} has no line 'version:' of its own; write one, indented by four")

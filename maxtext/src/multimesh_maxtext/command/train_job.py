@@ -67,6 +67,8 @@ def train_job(
                 result = train(job, start, paths, console, step, this, listeners)
             if result.error and not (SPAWNED in os.environ and isinstance(result.error, InterruptedRunError)):
                 result = replace(result, error=outcome.find_cause(first.output, this.count, result.error))
+                if this.rank == 0 and SPAWNED not in os.environ:  # others read this one for their own
+                    write_outcome(result, paths, this, o.checkpoint)
             if not isinstance(result.error, DamagedCheckpointError):
                 break
             line = going_back(result.error, o.checkpoint or Path())

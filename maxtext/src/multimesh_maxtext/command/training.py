@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from types import FrameType
 
 from rich.console import Console
 
+from multimesh.launch import end_with_parent
 from multimesh_maxtext import outcome
 from multimesh_maxtext.checkpoint_folder import look
 from multimesh_maxtext.command.checkpoint import PARAMETERS, mark_run
@@ -26,7 +28,7 @@ from multimesh_maxtext.command.member import Member
 from multimesh_maxtext.command.report import headline, progress
 from multimesh_maxtext.command.steps import Evaluation, Follower, Step, Tail, Tell, judge, keep_before
 from multimesh_maxtext.command.translate import CHECKPOINTS, KEEP, Launch
-from multimesh_maxtext.errors import CheckpointError, InterruptedRunError, LauncherError, UnreadError
+from multimesh_maxtext.errors import CheckpointError, InterruptedRunError, LauncherError, MissingPartError, UnreadError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that end a run: Ctrl-C, of batch systems, of a closed terminal, and of ``sbatch --signal=USR1@300``."""
@@ -183,6 +185,8 @@ def follow(
 @contextmanager
 def trainer(launch: Launch, paths: Paths) -> Iterator[subprocess.Popen[bytes]]:
     """Start the trainer with its output in the log; on leaving, it and all its children are gone."""
+    if not shutil.which(launch.command[0]):
+        raise MissingPartError(f"{launch.command[0]} cannot be started; run ./bootstrap.sh")
     outcome.reserve(paths.outcome)
     paths.log.write_bytes(b"")
     # Slurm and a terminal send these two to all, and we say what ends.
@@ -196,6 +200,7 @@ def trainer(launch: Launch, paths: Paths) -> Iterator[subprocess.Popen[bytes]]:
             stderr=log,
             start_new_session=True,
             close_fds=False,  # it inherits those of locks
+            preexec_fn=end_with_parent(),  # until the guard is there
         )
     with _guard(process.pid):
         try:
