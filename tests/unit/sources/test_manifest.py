@@ -89,9 +89,7 @@ def test_a_malformed_lock_is_named(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize("line", ['    "version": "1.0"', "      version: 1.0", "    commit: 1.0"])
 def test_a_version_that_is_written_otherwise_leaves_other_components_as_they_are(tmp_path: Path, line: str) -> None:
     path = tmp_path / "sources.yaml"
-    path.write_text(
-        f"components:\n  alpha:\n{line}\n  beta:\n    url: u\n    # tag\n    version: '2.0'  # new\n"
-    )
+    path.write_text(f"components:\n  alpha:\n{line}\n  beta:\n    url: u\n    # tag\n    version: '2.0'  # new\n")
     with pytest.raises(errors.SourceError, match="alpha has no line 'version:' of its own"):
         pins._with_version(path, "alpha", "9.9")
-    assert '    # of its tag\n    version: "9.9"  # new\n' in pins._with_version(path, "beta", "9.9")
+    assert '    # tag\n    version: "9.9"  # new\n' in pins._with_version(path, "beta", "9.9")
