@@ -211,3 +211,9 @@ def test_a_report_has_no_hosts_users_addresses_or_paths(monkeypatch):
     assert run.without_names({"rows": [{"said": said, "code": 0}]}, ["gpu-1", "gpu-10"]) == {
         "rows": [{"said": want, "code": 0}]
     }
+
+
+def test_a_folder_that_cannot_be_written_is_named():
+    bench = Bench(processes=1, stages=1, per_stage=1, quick=True, folder=Path("/proc/nope"))
+    assert machine.try_folder(bench) == "can't write there: No such file or directory"
+    assert not bench.accelerated

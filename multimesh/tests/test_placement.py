@@ -371,3 +371,26 @@ def test_a_loop_gets_no_stage_on_a_submesh_that_only_others_use(stacked, way, fi
     assert_same(got, want)
     on = {run.submesh for run in step.plan(*args).runs if run.cell is not None}
     assert {step.plan(*args).submeshes[n] for n in on} == set(SPLIT.meshes)
+
+
+def test_an_argument_read_between_two_tasks_has_one_submesh():
+    """Its new value too, so that no further call moves it."""
+
+    def step_of(stage):
+        def loss(p, x):
+            x = stage(0, lambda w, x: jnp.tanh(x @ w))(p["a"], x) + jnp.sin(p["between"])
+            return jnp.mean(stage(1, lambda w, x: jnp.tanh(x @ w))(p["b"], x) ** 2)
+
+        def step(p, x):
+            grads = mm.microbatch(jax.grad(loss), argnum=1, size=2, reduce="mean")(p, x)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, p, grads)
+
+        return step
+
+    params = {"a": jnp.eye(WIDTH), "b": jnp.eye(WIDTH), "between": jnp.ones(WIDTH)}
+    run, x = mm.jit(step_of(SPLIT)), jnp.ones((4, WIDTH))
+    assert "several submeshes" not in str(run.plan(params, x))
+    new = run(params, x)
+    assert new["between"].sharding.device_set == new["a"].sharding.device_set
+    with mm.context(ignore_transforms=True):
+        assert_same(new, jax.jit(step_of(plain))(params, x))

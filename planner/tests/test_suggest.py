@@ -220,6 +220,7 @@ def test_a_run_of_ones_own_narrows_the_band(capsys: pytest.CaptureFixture[str], 
     assert int(said[1]) < int(said[2])
     for wrong, message in (
         ({}, "has no run with its seconds"),
+        ({**run, "rates": {"network": 40e9}}, "rates belong to a device"),
         ({**run, "seconds": 0}, "seconds must be a number above 0"),
         ({**run, "configuration": {"depth": 1}}, "model and configuration: .*depth"),
         ({**run, "model": "llama9"}, "there is no 'llama9'"),

@@ -120,3 +120,12 @@ def test_a_function_without_tasks():
     assert has_tasks(separated(on(0, jnp.sin), ones(2)))
     with pytest.raises(mm.MultiMeshError, match="nothing in this function is a task"):
         place_operations(program)
+
+
+def test_a_tied_weight_is_accumulated_on_both_submeshes():
+    def tied(w, x):
+        return on(1, lambda w, h: jnp.sum(h * w))(w, on(0, lambda w, x: jnp.sin(x * w))(w, x))
+
+    program = placed(mm.microbatch(jax.grad(tied), argnum=1, size=2), ones(), ones(6))
+    (loop,) = loops(program)
+    assert sorted(MESHES.index(program.homes[s.out]) for s in loop.sums) == [0, 1]

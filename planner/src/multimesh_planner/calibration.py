@@ -74,6 +74,8 @@ def read(file: Path, on: Device, software: Software) -> Calibration:
         data = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"calibrate: {file} cannot be read: {error}") from None
+    if isinstance(data, dict) and "rates" in data:
+        raise UsageError(f"calibrate: {file}: rates belong to a device; write them into its TOML, for --devices-file")
     if not isinstance(data, dict) or "seconds" not in data:
         raise UsageError(f"calibrate: {file} has no run with its seconds; see planner/README.md")
     check_positive(f"calibrate: {file}: seconds", data["seconds"])

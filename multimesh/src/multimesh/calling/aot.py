@@ -174,6 +174,10 @@ class Lowered:
             compiled = compile_plan(self.plan, compiler_options)
             return Compiled(self, compiled, PartRunner(compiled, self.block_names, self.name, number))
 
+    def export(self, *_: Any, **__: Any) -> Any:
+        """Raise `UsageError`: a plan can't be exported."""
+        raise export_error(self.name)
+
     def as_text(self) -> str:
         """Return the plan, then the operations of each kernel."""
         kernels = self.plan.kernels

@@ -70,7 +70,7 @@ class Trace:
     def _unowned(self) -> frozenset[int]:
         """Argument leaves that no task reads."""
         program = inline_calls(self.erased, self.devices)
-        owners = Owners(program, ())
+        owners = Owners(program, (), {})
         return frozenset(i for i, v in enumerate(program.inputs) if not is_small(v) and not owners.is_read(v))
 
     def homes(self, meshes: Sequence[Mesh | None]) -> tuple[Mesh | None, ...]:

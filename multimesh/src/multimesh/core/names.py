@@ -5,17 +5,13 @@ The next release forgets what is gone.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import ModuleType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from multimesh.errors import MissingPartError, UsageError
-
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 
 DISTRIBUTIONS = {"multimesh_numerics": "multimesh-numerics", "multimesh_planner": "multimesh-planner"}
 
@@ -76,22 +72,6 @@ def warn_former(function: str, names: Iterable[str]) -> None:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
         message = f"{function}: {name}= is gone and ignored; {REMEDIES[function, name]}"
         warnings.warn(message, DeprecationWarning, stacklevel=3)
-
-
-def accept_former(former: str, name: str) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
-    """Return a decorator that takes an argument under its former name too, with a warning that names the new one."""
-
-    def decorate(fn: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-        @functools.wraps(fn)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if former in kwargs:
-                warnings.warn(f"{fn.__name__}: {former}= is now {name}=", DeprecationWarning, stacklevel=2)
-                return fn(*args, **{name: kwargs.pop(former)}, **kwargs)
-            return fn(*args, **kwargs)
-
-        return call
-
-    return decorate
 
 
 class FormerName:

@@ -1,7 +1,7 @@
 """The list scheduler: each row starts its next cell as soon as the row is free and all inputs have arrived.
 
-`schedules.validate`, the order in which a loop is dispatched (``passes/cutting/order.py``), and the forecasts of tables
-and plans all ask it when cells run, in which order, or whether they run at all.
+`schedules.validate`, the order in which a loop is dispatched (``passes/cutting/order_cells.py``), and the forecasts of
+tables and plans all ask it when cells run, in which order, or whether they run at all.
 """
 
 from __future__ import annotations

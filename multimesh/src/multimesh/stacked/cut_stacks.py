@@ -92,7 +92,7 @@ class _Finder:
         for v, n in self._number.items():
             if not self._may_be_stack(v) or not any(_is_slice(op) for op in self._uses(v)):
                 continue
-            owners = owners or Owners(self._program, self._meshes)
+            owners = owners or Owners(self._program, self._meshes, {})
             dim, reads = self._reads(v, owners)
             meshes = tuple(dict.fromkeys(mesh for *_, mesh in sorted(reads, key=lambda read: read[:2])))
             if len(meshes) < 2 or not _each_has_own_rows(reads):

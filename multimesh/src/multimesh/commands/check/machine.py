@@ -172,10 +172,11 @@ def try_folder(bench: Bench) -> str:
             elif rank and turn == 1:
                 bench.doing = f"looking for the folder that process 0 made in {bench.folder}"
                 fault = _share_folder(folder, rank)
-            elif rank == 0 and turn == 2:
+            elif rank == 0 and turn == 2 and not fault:
                 bench.doing = "looking for the files of all processes"
-                others = [n for n in range(1, bench.processes) if not _appears(folder / f"{n}.done")]
-                fault = f"what {name_process(others[0])} wrote is not there" if others else ""
+                absent = (n for n in range(1, bench.processes) if not _appears(folder / f"{n}.done"))
+                if (first := next(absent, None)) is not None:  # each takes its time
+                    fault = f"what {name_process(first)} wrote is not there"
         except OSError as error:
             fault = f"can't write there: {error.strerror}"
         agree.barrier(f"check: folder {turn}")

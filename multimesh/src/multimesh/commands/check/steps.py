@@ -54,7 +54,7 @@ class Bench:
     @property
     def accelerated(self) -> bool:
         """Whether the devices are others than CPUs."""
-        return any(device.platform != "cpu" for device in self.meshes[0].devices.flat)
+        return any(device.platform != "cpu" for mesh in self.meshes for device in mesh.devices.flat)
 
     def is_here(self, stage: int) -> bool:
         """Return whether a stage has a device of this process."""

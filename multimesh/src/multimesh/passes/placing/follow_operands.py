@@ -1,19 +1,18 @@
 """The rule of placement: an operation outside of tasks runs where most of the bytes that it reads belong.
 
 So a stage computes what belongs to it (the square of a weight, the moments of its gradient), and scalars travel.
-Two kinds of operations go elsewhere:
+Three kinds of operations go elsewhere:
 
 * What floats (depends on arguments only) and is read by tasks runs where those are; see `owners`.
 * A result at least twice as large as its operands (a broadcast scalar, a padded slice) is made where it is read.
-
-In a loop, what then turns back against the pipeline would add a stage: `minimize_transfers` moves it.
+* In a loop, what tasks wait for never turns back against the pipeline: that would add a stage. Gradients may go home.
 """
 
 from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -26,7 +25,7 @@ from multimesh.ir import graph
 from multimesh.ir.primitives import is_small, lookup
 from multimesh.passes.placing.minimize_transfers import Node, minimize_transfers
 from multimesh.passes.placing.note_routes import position
-from multimesh.passes.placing.owners import Owners
+from multimesh.passes.placing.owners import Owners, find_task_inputs
 
 Homes = dict[ir.Value, Mesh]
 Roots = dict[ir.Value, Mesh]  # the sources of a value that every reader recomputes; the value itself otherwise
@@ -38,8 +37,10 @@ class State:
 
     owners: Owners  # of floating values
     homes: Homes  # submesh of every other value
+    pulls: Mapping[ir.Value, Mesh]  # what leads to a result that replaces an argument, to the owner of that
     roots: dict[ir.Value, Roots] = field(default_factory=dict)
     mixed: list[ir.Value] = field(default_factory=list)  # first results over several submeshes: a rewrite may cut them
+    lost: list[ir.Value] = field(default_factory=list)  # results on the default submesh, since nothing says whose
 
     def roots_of(self, values: Iterable[ir.Value]) -> Roots:
         """Return the sources of values, each with its submesh. A value that may be anywhere has none."""
@@ -78,6 +79,7 @@ class Follower:
         self._route = tuple(route)
         self._way = self._route or tuple(self._owners.order)
         self._movable: set[int] = set()
+        self._leading: set[ir.Value] = set()
         self._position: dict[ir.Value, int] = {}
         self._turned: set[ir.Value] = set()
         self.renamed: dict[ir.Value, ir.Atom] = {}
@@ -85,6 +87,7 @@ class Follower:
 
     def run(self, items: Sequence[ir.Op]) -> Follower:
         """Place the operations of a program or of the body of a loop, in order."""
+        self._leading = find_task_inputs(items) if self._route else set()
         self.expect(items)
         for op in items:
             self.follow(op)
@@ -176,24 +179,15 @@ class Follower:
             self._anchor(op, self._home(op, roots))
 
     def _conditional(self, op: ir.Op, roots: Roots) -> None:
-        """Cut a ``cond``, as that of ``optax.MultiSteps``, by the submeshes of its results.
+        """Cut a ``cond`` by the submeshes of its results. One that reads several submeshes is noted for a rewrite."""
 
-        Each part has the branches' operations that it needs. One that reads several submeshes is noted for a rewrite.
-        """
-        branches = op.params["branches"]
-        groups: dict[Mesh, list[ir.Value]] = collections.defaultdict(list)
-        for out in op.outs:
-            _, reads = _compat.dce(branches, [o is out for o in op.outs])
-            own_roots = self._state.roots_of(ir.values((*itertools.compress(op.ins[1:], reads), op.ins[0])))
-            if _is_mixed(own_roots) and op.outs[0] not in self._state.mixed:
+        def home(reads: Iterable[ir.Value], out: ir.Value) -> Mesh:
+            read_roots = self._state.roots_of(reads)
+            if _is_mixed(read_roots) and op.outs[0] not in self._state.mixed:
                 self._state.mixed.append(op.outs[0])
-            groups[self._home(replace(op, outs=(out,)), own_roots or roots)].append(out)
-        for mesh, outs in groups.items():
-            part = op
-            if len(groups) > 1:
-                cut, reads = _compat.dce(branches, [o in outs for o in op.outs])
-                ins = (op.ins[0], *itertools.compress(op.ins[1:], reads))
-                part = replace(op, params={**op.params, "branches": cut}, ins=ins, outs=tuple(outs))
+            return self._home(replace(op, outs=(out,)), read_roots or roots)  # its own size and pull, not those of all
+
+        for part, mesh in _split(op, home):
             self._movable.add(len(self.items))
             self._anchor(part, mesh)
 
@@ -204,14 +198,25 @@ class Follower:
         return 0 < 2 * sum(v.nbytes for v in roots) <= sum(o.nbytes for o in op.outs)
 
     def _home(self, op: ir.Op, roots: Roots) -> Mesh:
-        """Return the submesh that owns most bytes of an operation's roots; of equal ones the last on the way."""
+        """Return the submesh that owns most bytes of an operation's roots; of equal ones its reader's, or the last."""
         load: dict[Mesh, int] = collections.defaultdict(int)
         furthest: dict[Mesh, int] = collections.defaultdict(int)
-        for v, root in roots.items():
-            mesh = self.near(root)
+        for v, mesh in self._without_turns(op, {v: self.near(mesh) for v, mesh in roots.items()}).items():
             load[mesh] += v.nbytes
             furthest[mesh] = max(furthest[mesh], self._at(op, v))
-        return max(load, key=lambda mesh: (load[mesh], furthest[mesh], -self._owners.order.get(mesh, 0)))
+        pull = next((self._state.pulls[o] for o in op.outs if o in self._state.pulls), None)
+        if pull is not None and len(op.outs) == 1 and max(load.values()) < op.outs[0].nbytes:
+            return pull  # no submesh has as much of it as it makes: gradients of a stack's slices, added
+        return max(load, key=lambda mesh: (load[mesh], mesh == pull, furthest[mesh], -self._owners.order.get(mesh, 0)))
+
+    def _without_turns(self, op: ir.Op, roots: Roots) -> Roots:
+        """Return the roots that an operation may follow in a loop without adding a turn through the submeshes."""
+        positioned = {v: mesh for v, mesh in roots.items() if v in self._position}
+        heavy = any(not is_small(v) for v in roots if v not in positioned) and all(map(is_small, positioned))
+        if not self._route or not positioned or heavy or (self._is_back(op) and self._leading.isdisjoint(op.outs)):
+            return roots
+        base, count = self._base(op, positioned), len(set(self._route))
+        return {v: m for v, m in positioned.items() if self._next(op, m, base) // count == base // count} or roots
 
     def _is_back(self, op: ir.Op) -> bool:
         return any(o in self._turned for o in op.outs)
@@ -268,3 +273,22 @@ def _is_mixed(roots: Roots) -> bool:
 def _keeps(op: ir.Op, roots: Roots) -> bool:
     """Return whether a result is no smaller than the operands. Such an operation goes where its result is used."""
     return not lookup(op).control and sum(o.aval.size for o in op.outs) >= sum(v.aval.size for v in roots)
+
+
+def _split(op: ir.Op, home: Callable[[Iterable[ir.Value], ir.Value], Mesh]) -> list[tuple[ir.Op, Mesh]]:
+    """Cut an unmarked ``cond``, as that of ``optax.MultiSteps``, by the submeshes (``home``) of its results."""
+    branches = op.params["branches"]
+    groups: dict[Mesh, list[int]] = collections.defaultdict(list)
+    for i in range(len(op.outs)):
+        _, reads = _compat.dce(branches, [j == i for j in range(len(op.outs))])
+        operands = ir.values((*itertools.compress(op.ins[1:], reads), op.ins[0]))
+        groups[home(operands, op.outs[i])].append(i)
+    if len(groups) == 1:
+        return [(op, next(iter(groups)))]
+    parts = []
+    for where, results in groups.items():
+        cut, reads = _compat.dce(branches, [j in results for j in range(len(op.outs))])
+        ins = (op.ins[0], *itertools.compress(op.ins[1:], reads))
+        outs = tuple(op.outs[j] for j in results)
+        parts.append((replace(op, params={**op.params, "branches": cut}, ins=ins, outs=outs), where))
+    return parts

@@ -1,14 +1,14 @@
 """The owner of an argument: the submesh whose tasks read most of it.
 
 A value of arguments alone floats: any submesh can compute it. A floating value belongs to the submesh whose forward
-tasks read most of it, else to that of its backward tasks. What no task reads (the moments of a weight) is where its
-readers are. Data belongs nowhere: integers, what loops cut into microbatches, and what follows.
+tasks read most of it, else to that of its backward tasks. An argument that no task reads (the moments of a weight)
+belongs to its other readers. Data belongs nowhere: integers, what loops cut into microbatches, and what follows.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -21,8 +21,8 @@ from multimesh.ir.program import all_ops
 class Owners:
     """Values that float (depend on arguments only), and the submesh that owns each."""
 
-    def __init__(self, program: ir.Program, order: Sequence[Mesh]):
-        """Find the floating values and their users."""
+    def __init__(self, program: ir.Program, order: Sequence[Mesh], homes: Mapping[ir.Value, Mesh]):
+        """Find the floating values and their users. ``homes`` are those of an earlier placement, if there was one."""
         self.floating: set[ir.Value] = {*program.inputs, *program.consts}
         self.data = _cut_by_loops(program) | {
             v for v in program.inputs if not jnp.issubdtype(v.aval.dtype, jnp.inexact)
@@ -30,9 +30,10 @@ class Owners:
         self.order = {mesh: i for i, mesh in enumerate(order)}
         self._input_homes = {v: mesh for v, mesh in program.input_homes.items() if mesh in self.order}
         self._pinned = program.pinned
+        self._homes, self._arguments = homes, frozenset(program.inputs)
         self._outer: dict[ir.Value, ir.Value] = {}
-        # Readers by forward tasks, by backward tasks.
-        self._read: list[dict[ir.Value, dict[Mesh, int]]] = [collections.defaultdict(dict) for _ in range(2)]
+        # Readers by forward tasks, by backward tasks, by others.
+        self._read: list[dict[ir.Value, dict[Mesh, int]]] = [collections.defaultdict(dict) for _ in range(3)]
         self._whole: dict[ir.Value, set[Mesh]] = collections.defaultdict(set)
         for item in program.items:
             if isinstance(item, ir.Loop):
@@ -53,7 +54,11 @@ class Owners:
             if op.task is not None:
                 self._add(v, op.task.mesh, v.nbytes, int(op.backward))
                 self._whole[self.outside(v)].add(op.task.mesh)
-            for o in (o for o in op.outs if o in self.floating):
+            for o in op.outs:
+                if o in self._homes and op.task is None:
+                    self._add(v, self._homes[o], v.nbytes, 2)
+                if o not in self.floating:
+                    continue
                 for kind, read in enumerate(self._read):
                     for mesh, nbytes in read[o].items():
                         self._add(v, mesh, nbytes, kind)
@@ -71,15 +76,15 @@ class Owners:
 
     def is_read(self, value: ir.Value) -> bool:
         """Return whether tasks use a floating value, or a floating value computed from it."""
-        return any(read[value] for read in self._read)
+        return any(read[value] for read in self._read[:2])
 
     def tasks_on(self, value: ir.Value) -> set[Mesh]:
         """Return the submeshes whose tasks use a floating value, or a floating value computed from it."""
-        return {mesh for read in self._read for mesh in read[value]}
+        return {mesh for read in self._read[:2] for mesh in read[value]}
 
     def first_on(self, value: ir.Value) -> tuple[Mesh, ...]:
         """Return the submeshes of the forward tasks that use a floating value, or else of the backward ones."""
-        read = next((read[value] for read in self._read if read[value]), {})
+        read = next((read[value] for read in self._read[:2] if read[value]), {})
         return tuple(sorted(read, key=lambda mesh: self.order.get(mesh, 0)))
 
     def is_pinned(self, value: ir.Value) -> bool:
@@ -87,14 +92,14 @@ class Owners:
         return value in self._pinned
 
     def of(self, value: ir.Value) -> Mesh | None:
-        """Return the owner of a floating value that tasks use, or of an argument that lies somewhere."""
+        """Return the owner of a floating value that tasks use, or of an argument that others use or that is given."""
         outer = self.outside(value)
         if outer in self._pinned:
             return self._pinned[outer]
         if outer in self._input_homes and not self.is_read(value) and not self.is_read(outer):
             return self._input_homes[outer]
         for v in () if value in self.data else (value, self.outside(value)):
-            for read in self._read:
+            for read in self._read if v in self._arguments else self._read[:2]:
                 if read[v]:
                     return max(read[v], key=lambda mesh, on=read[v]: (on[mesh], -self.order.get(mesh, 0)))  # type: ignore[misc]
         return None
@@ -132,7 +137,7 @@ def find_task_inputs(ops: Iterable[ir.Op]) -> set[ir.Value]:
 
 def find_extra_copies(program: ir.Program) -> Iterator[tuple[int, tuple[Mesh, ...], ir.Op]]:
     """Yield arguments, except data, that also lie where no task reads them, the submeshes, and a reader on the last."""
-    owners = Owners(program, ())
+    owners = Owners(program, (), {})
     readers = owners.readers(program)
     for n, v in enumerate(program.inputs):
         copies = readers.get(v, {})

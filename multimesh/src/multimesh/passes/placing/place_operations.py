@@ -21,7 +21,7 @@ from multimesh.errors import MultiMeshError
 from multimesh.ir import graph
 from multimesh.ir.primitives import is_small
 from multimesh.ir.program import task_meshes
-from multimesh.passes.placing.follow_operands import Follower, State
+from multimesh.passes.placing.follow_operands import Follower, Homes, State
 from multimesh.passes.placing.note_routes import order_submeshes
 from multimesh.passes.placing.owners import Owners
 
@@ -35,30 +35,33 @@ def place_operations(program: ir.Program, replaced: Mapping[int, int] | None = N
     order = order or ((program.home,) if program.home is not None else ())
     if not order:
         raise MultiMeshError("nothing in this function is a task; wrap parts of it in multimesh.task(..., mesh=...)")
+    homes: Homes = {}
     tried: set[ir.Value] = set()
     while True:
-        placed, mixed = _place_once(program, order, replaced or {})
-        mixed = [v for v in mixed if v not in tried]
-        if not mixed:
-            return placed
-        from multimesh.stacked.piecewise import in_pieces
+        placed, state = _place_once(program, order, replaced or {}, homes)
+        mixed = [v for v in state.mixed if v not in tried]
+        if mixed:
+            from multimesh.stacked.piecewise import in_pieces
 
-        program, done = in_pieces(program, mixed)
-        tried |= done
+            program, done = in_pieces(program, mixed)
+            tried |= done
+        elif not homes and _has_homeless(placed, state):
+            homes = state.homes  # once more, now that the readers of all arguments are known
+        else:
+            return replace(placed, homes=state.homes)
 
 
 def _place_once(
-    program: ir.Program, order: Sequence[Mesh], replaced: Mapping[int, int]
-) -> tuple[ir.Program, list[ir.Value]]:
-    """Return the placed program, and first results of operations over several submeshes that a rewrite may cut."""
+    program: ir.Program, order: Sequence[Mesh], replaced: Mapping[int, int], earlier_homes: Homes
+) -> tuple[ir.Program, State]:
     default = order[0]
-    owners = Owners(program, order)
+    owners = Owners(program, order, earlier_homes)
     result_homes = {
         i: mesh
         for i, arg in replaced.items()
         if (mesh := owners.of(value := program.inputs[arg])) and (owners.is_pinned(value) or not is_small(value))
     }
-    state = State(owners, {})
+    state = State(owners, {}, _pulls(program, result_homes))
     rows = program.linked
     moved: Moves = {}
     walked = Follower(state)
@@ -81,7 +84,27 @@ def _place_once(
             finals[i] = ir.Value(v.aval)
             homes[finals[i]] = mesh
             items.append(ir.Op(_compat.copy_p, {}, (v,), (finals[i],), mesh=mesh))
-    return replace(program, items=tuple(items), outputs=tuple(finals), homes=homes), state.mixed
+    return replace(program, items=tuple(items), outputs=tuple(finals)), state
+
+
+def _pulls(program: ir.Program, result_homes: Mapping[int, Mesh]) -> Homes:
+    """Map results that end on a given submesh, and values of their shape on the way to them, to that submesh."""
+    producer = graph.makers(i for i in program.items if isinstance(i, ir.Op) and i.task is None)
+    pulls: Homes = {}
+    for i, mesh in result_homes.items():
+        stack = list(ir.values([program.outputs[i]]))
+        while stack:
+            v = stack.pop()
+            if v in producer and v not in pulls:
+                pulls[v] = mesh
+                stack += [r for r in producer[v].reads if r.aval.shape == v.aval.shape]
+    return pulls
+
+
+def _has_homeless(placed: ir.Program, state: State) -> bool:
+    """Return whether a large value is on the default submesh because nothing says which submesh owns it."""
+    readers = state.owners.readers(placed)
+    return bool(state.lost) or any(len(on) > 1 and state.owners.of(v) is None for v, on in readers.items())
 
 
 def _resolve_constraints(program: ir.Program) -> list[ir.Item]:
@@ -179,7 +202,10 @@ def _clone_floating(
         else:
             on[i] = {m: None for o in item.outs for m in needed[o]}
             if not on[i]:
-                on[i] = {walked.near(state.largest(item.outs) or default): None}
+                home = state.largest(item.outs)
+                if home is None and not all(map(is_small, item.reads)):
+                    state.lost += item.outs
+                on[i] = {walked.near(home or default): None}
         for v in item.reads:
             needed[v].update(on[i])
     copy: dict[tuple[ir.Value, Mesh], ir.Value] = {}
