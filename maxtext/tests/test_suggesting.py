@@ -195,6 +195,7 @@ SHORT = (
 )
 
 
+@pytest.mark.longer
 def test_what_is_pasted_fits_by_its_own_forecast(maxtext: Path, capsys: pytest.CaptureFixture[str]):
     assert cli.main(list(SHORT)) == 0
     answer = json.loads(capsys.readouterr().out)

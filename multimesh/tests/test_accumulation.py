@@ -84,7 +84,7 @@ def test_accumulators_of_all_stages_have_that_dtype(where):
     assert plan == {None: {"float32"}, "float32": {"float32"}, "float64": {"float64"}, jnp.bfloat16: {"float16"}}
 
 
-@pytest.mark.parametrize("disable", [False, True])
+@pytest.mark.parametrize("disable", [False, pytest.param(True, marks=pytest.mark.longer)])
 def test_without_submeshes_it_means_the_same(disable):
     with jax.disable_jit(disable):
         rows = jnp.full((COUNT,), 1, jnp.bfloat16)
