@@ -61,7 +61,7 @@ BUDGETS = {
     "(beside the rooms)": 921,
     "multimesh/benchmarks": 1_442,
     "multimesh/src": 26_468,
-    "planner/src": 3_200,
+    "planner/src": 3_199,
     "numerics/src": 3_299,
     "maxtext/src": 6_821,
     "tooling/ci": 99,

@@ -179,7 +179,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     count, progress = options.gpus * options.nodes, Progress()
     suggestions = suggest(job, count, progress=progress)
     suggestions = suggestions.changed(suggestions.options, list(_notes(options, job, suggestions, calibrated)))
-    end = paste(job, suggestions, -(-count // options.gpus))
+    end = paste(job, suggestions, options.nodes)
     if not options.json:
         text, encoding = f"{suggestions}\n\n{end}", sys.stdout.encoding or "utf-8"
         print(text if encoding.lower().startswith("utf") else text.replace("±", "+-"))
@@ -220,7 +220,6 @@ def _notes(
         yield "one run of yours makes the forecast most certain: --calibrate FILE (python -m multimesh suggest --help)"
     else:
         yield str(calibrated)
-    if job.run is not None:
         after, before = best.band, bands.band(best)
         unlike = "" if after < before else "; your run is not like the suggestion: measure one that is"
         yield f"the band of the suggestion is {100 * after:.0f} % after your run, {100 * before:.0f} % before{unlike}"
