@@ -68,7 +68,7 @@ BUDGETS = {
     "tooling/core": 314,
     "tooling/environment": 239,
     "tooling/image": 1_827,
-    "tooling/sources": 995,
+    "tooling/sources": 942,
 }
 """Lines of Python of each room and package. Who needs more raises a number here, and says why in the commit."""
 

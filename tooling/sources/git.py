@@ -21,9 +21,7 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 BASE, BRANCH = "refs/multimesh/base", "patched"
 _ATTEMPTS = 3
 _SETTINGS = {
-    "am.threeWay": "false",
     "core.attributesFile": os.devnull,
-    "core.autocrlf": "false",
     "core.excludesFile": os.devnull,
     "core.fsync": "none",  # a tree that a power cut spoils is fetched again; the verified hash tells
     "core.hooksPath": os.devnull,
@@ -31,10 +29,8 @@ _SETTINGS = {
     "core.protectNTFS": "true",
     "fetch.unpackLimit": "1",  # a pack appears whole or not at all, so a killed fetch leaves no half of a tree
     "gc.auto": "0",
-    "http.followRedirects": "initial",
     "http.lowSpeedLimit": "1000",
     "http.lowSpeedTime": "60",
-    "init.defaultBranch": BRANCH,
     "transfer.fsckObjects": "true",
 }
 _ENVIRONMENT = {
@@ -66,7 +62,8 @@ for _name in [name for name in os.environ if name.startswith("GIT_") and not nam
 @contextlib.contextmanager
 def open_repo(root: Path, *, new: bool = False) -> Iterator[Repo]:
     """Yield the repository whose work tree is at ``root``, an empty one if it is ``new``."""
-    _need_git()
+    if shutil.which("git") is None:
+        raise errors.ToolingError("git: not found; install it and run the same command again")
     from git import GitCommandError, Repo
     from git.exc import GitError, ODBError
 
@@ -126,24 +123,25 @@ def fetch(repo: Repo, url: str, commit: str, label: str) -> None:
                     raise _explain_fetch(error, url, commit, label) from error
 
 
-def find_tag(url: str, tag: str, label: str) -> str | None:
+def find_tag(repo: Repo, url: str, tag: str, label: str) -> str | None:
     """Return the commit of a tag on a server, None where that has no such tag."""
-    _need_git()
-    from git import Git, GitCommandError
+    from git import GitCommandError
 
     ref = f"refs/tags/{tag}"
     try:
-        environment = _ENVIRONMENT | {"GIT_DIR": os.devnull}
-        answer = str(Git().ls_remote("--end-of-options", url, ref, f"{ref}^{{}}", env=environment))
+        answer = str(repo.git.ls_remote("--end-of-options", url, ref, f"{ref}^{{}}"))
     except GitCommandError as error:
         raise _explain_fetch(error, url, ref, label) from error
     commits = {name: commit for commit, name in (line.split("\t") for line in answer.splitlines())}
     return commits.get(f"{ref}^{{}}") or commits.get(ref)
 
 
-def _need_git() -> None:
-    if shutil.which("git") is None:
-        raise errors.ToolingError("git: not found; install it and run the same command again")
+def write_tree(repo: Repo, folder: Path) -> str:
+    """Write the files of a folder into a repository; return the hash of their tree."""
+    index = folder.with_suffix(".index")
+    env = {"GIT_INDEX_FILE": str(index), "GIT_WORK_TREE": str(folder), "GIT_DIR": str(repo.git_dir)}
+    run(repo, "add", "--all", "--force", str(folder), env=env)
+    return run(repo, "write_tree", env=env)
 
 
 def url_fault(url: str) -> str | None:
@@ -196,4 +194,4 @@ def _complaint(error: GitCommandError) -> str:
     """Return the lines of a git's output that say what is wrong, as one."""
     lines = [line.strip().removeprefix("stderr: ").strip("' ") for line in error.stderr.splitlines()]
     said = "; ".join(line for line in lines if "fatal:" in line or "error:" in line)
-    return proc.shorten(said) or f"git ended with {error.status}"
+    return proc.shorten(said or " ".join(lines)) or f"git ended with {error.status}"

@@ -88,17 +88,18 @@ Sources = dict[str, Component]
 Pins = dict[str, Pin]
 
 
-def load(path: Path) -> Sources:
-    """Read and check ``sources.yaml``: components by name, in the order of the file."""
-    document = files.read_document(path, SCHEMA, "correct it")
-    sources = {name: _component(name, entry) for name, entry in document["components"].items()}
+def load(path: Path, versions: Mapping[str, str] = MappingProxyType({})) -> Sources:
+    """Read and check ``sources.yaml``: components by name, in the order of the file, those of ``versions`` at these."""
+    entries = files.read_document(path, SCHEMA, "correct it")["components"]
+    sources = {name: _component(name, entry, versions.get(name)) for name, entry in entries.items()}
     for name, component in sources.items():
         if component.follows and find(sources, component.follows).follows:
             raise errors.SourceError(f"{path.name}: {name}: {component.follows} has no version of its own")
     return sources
 
 
-def _component(name: str, entry: dict[str, Any]) -> Component:
+def _component(name: str, entry: dict[str, Any], version: str | None) -> Component:
+    entry |= {} if version is None else {"version": version}
     entry = json.loads(json.dumps(entry).replace("{version}", entry.get("version", "")))
     entry["groups"] = tuple(entry["groups"])
     if "wheel" in entry:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import tempfile
-import zipfile
 from pathlib import Path
 
 from tooling.core import console, errors, files
@@ -14,7 +12,7 @@ from tooling.core.console import Subparsers, command
 from tooling.core.files import ROOT
 from tooling.sources import fetch, git, manifest, sync
 from tooling.sources.fetch import Recipe
-from tooling.sources.manifest import CommitFile, Component, Pin, Wheel
+from tooling.sources.manifest import CommitFile, Component, Pin
 
 LOCKED = "requirements/run.txt"
 
@@ -38,35 +36,34 @@ def run_lock(args: argparse.Namespace) -> None:
         if component.follows:
             continue
         pin, series = manifest.pin_of(component, pins), fetch.load_series(ROOT, component.name)
-        sums = fetch.sum_patches(series)
-        if args.names or [*sums.items()] != [*pin.patches.items()] or not pin.patched_commit:
-            pins[component.name] = _build(component, pin._replace(patches=sums), series)
+        if args.names or [*fetch.sum_patches(series).items()] != [*pin.patches.items()] or not pin.patched_commit:
+            pins[component.name] = _build(component, pin)
             manifest.save_lock(ROOT / "sources.lock", sources, pins)
             console.note(f"{component.name}: locked {len(series)} patches")
 
 
 def run_bump(args: argparse.Namespace) -> None:
     """Write ``sources.yaml`` and ``sources.lock`` for a new version; nothing, unless its patches apply there."""
-    path = ROOT / "sources.yaml"
-    if (leader := manifest.find(manifest.load(path), args.name).follows) != "":
-        raise errors.OptionError(f"{args.name}: the tree of {leader} names its commit; it has no version to bump")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        files.write(temporary, _with_version(path, args.name, args.version))
-        sources = manifest.load(temporary)
-        pin = _resolve(sources[args.name], args.mirror)
-        # The lock goes first: a kill between the two leaves a manifest that the next bump corrects.
-        manifest.save_lock(ROOT / "sources.lock", sources, manifest.load_lock(ROOT / "sources.lock") | {args.name: pin})
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    print(f"{args.name}: {args.version} is {pin.commit}; run `.venv/bin/python -m tooling sync` to bring it in")
+    path, name, version = ROOT / "sources.yaml", args.name, args.version
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]*", version):
+        raise errors.OptionError(f"'{version}' is no version; write letters, digits, dots, dashes or underscores")
+    sources = manifest.load(path, {name: version})
+    component = manifest.find(sources, name)
+    if component.follows:
+        raise errors.OptionError(f"{name}: the tree of {component.follows} names its commit; it has no version to bump")
+    text = _with_version(path, name, version)
+    commit = (
+        _commit_in_wheel(component, component.commit) if component.commit else _commit_of_tag(component, args.mirror)
+    )
+    pin = _build(component, Pin(version, commit, None), args.mirror)
+    # The lock goes first: a kill between the two leaves a manifest that the next bump corrects.
+    manifest.save_lock(ROOT / "sources.lock", sources, manifest.load_lock(ROOT / "sources.lock") | {name: pin})
+    files.write(path, text)
+    print(f"{name}: {version} is {pin.commit}; run `.venv/bin/python -m tooling sync` to bring it in")
 
 
 def _with_version(path: Path, name: str, version: str) -> str:
     """Return the manifest's text with one version changed and all else, comments too, as it was."""
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]*", version):
-        raise errors.OptionError(f"'{version}' is no version; write letters, digits, dots, dashes or underscores")
     fields = r"(?:(?:    .*|[ ]*#.*|[ ]*)\n)*?"  # of this component alone
     place = rf"(?m)^(  {re.escape(name)}:[ ]*\n{fields}    version:\s+)(?:\"[^\"]*\"|'[^']*'|[^\s#]+)"
     text, changed = re.subn(place, rf'\g<1>"{version}"', path.read_text(encoding="utf-8"), count=1)
@@ -75,30 +72,25 @@ def _with_version(path: Path, name: str, version: str) -> str:
     return text
 
 
-def _resolve(component: Component, mirror: str | None) -> Pin:
-    """Find the pins of a version, with the commit and tree that the patches give on it."""
-    series = fetch.load_series(ROOT, component.name)
-    commit = _commit_in_wheel(component, component.commit) if component.commit else _commit_of_tag(component, mirror)
-    return _build(component, Pin(component.version, commit, None, patches=fetch.sum_patches(series)), series, mirror)
-
-
-def _build(component: Component, pin: Pin, series: fetch.Series, mirror: str | None = None) -> Pin:
-    """Return a pin with what its patches give, built aside, and with its tree and wheel."""
+def _build(component: Component, pin: Pin, mirror: str | None = None) -> Pin:
+    """Return a pin with its patches and what they give, built aside, and with its tree and wheel."""
+    name, wheel, series = component.name, component.wheel, fetch.load_series(ROOT, component.name)
+    pin = pin._replace(patches=fetch.sum_patches(series))
     if not series and not fetch.is_wrapped(component):  # there is nothing to try: a commit fixes all
         return pin._replace(patched_commit=pin.commit, patched_tree=pin.tree)
     with sync.stage(ROOT) as stage:
         built = fetch.build(ROOT, Recipe(component, pin, series), stage, mirror, verify=False)
-        with git.open_repo(stage / component.name) as repo:
+        with git.open_repo(stage / name) as repo:
             tree = git.find_object(repo, f"{git.BASE}:{component.path}")
             patched_tree = repo.head.commit.tree.hexsha
-            if component.wheel and not pin.archives:
-                file = fetch.download(component, component.wheel, (), stage / "wheels")
-                content = fetch.import_tree(repo, file, component.wheel.root, label=component.name)
+            if wheel and not pin.archives:
+                digest = fetch.unpack_wheel(wheel.package, component.version, (), stage / "wheel", name)
+                content = git.write_tree(repo, stage / "wheel" / wheel.root)
                 if content != tree:
                     raise errors.SourceError(
-                        f"{component.name}: {file.name} holds tree {content}, the commit {tree}; leave it out"
+                        f"{name}: {wheel.file} holds tree {content}, the commit {tree}; leave it out"
                     )
-                pin = pin._replace(archives={file.name: files.sha256(file)})
+                pin = pin._replace(archives={wheel.file: digest})
     return pin._replace(tree=tree, patched_commit=built.commit, patched_tree=patched_tree)
 
 
@@ -109,7 +101,8 @@ def _commit_of_tag(component: Component, mirror: str | None) -> str:
     if not component.tag:
         raise errors.OptionError(f"{component.name}: has no 'tag' in sources.yaml, so its version must be a commit")
     url = component.address(mirror)
-    commit = git.find_tag(url, component.tag, component.name)
+    with tempfile.TemporaryDirectory() as folder, git.open_repo(Path(folder), new=True) as repo:
+        commit = git.find_tag(repo, url, component.tag, component.name)
     if commit is None:
         raise errors.NotThereError(f"{component.name}: {url} has no tag {component.tag}; check the version")
     return commit
@@ -117,21 +110,20 @@ def _commit_of_tag(component: Component, mirror: str | None) -> str:
 
 def _commit_in_wheel(component: Component, file: CommitFile) -> str:
     """Return the commit that the locked wheel of a component's version names; pip compares the wheel with its hash."""
-    version, hashes = find_newest(ROOT, file.wheel)
+    name, (version, hashes) = component.name, find_newest(ROOT, file.wheel)
     if version != component.version:
         raise errors.SourceError(
-            f"{component.name}: {LOCKED} has {file.wheel} {version}, and only a locked wheel says the commit of its "
-            f"sources; run `.venv/bin/python -m tooling bump {component.name} {version}`, or lock {component.version}"
+            f"{name}: {LOCKED} has {file.wheel} {version}, and only a locked wheel says the commit of its sources; run "
+            f"`.venv/bin/python -m tooling bump {name} {version}`, or lock {component.version}"
         )
-    wheel = Wheel(file.wheel, f"{file.wheel}-{version}-py3-none-any.whl", "")
     with tempfile.TemporaryDirectory(prefix="multimesh-wheel-") as folder:
-        path = fetch.download(component, wheel, hashes, Path(folder))
+        wheel = Path(folder, "wheel")
+        fetch.unpack_wheel(file.wheel, version, hashes, wheel, name)
         try:
-            with zipfile.ZipFile(path) as archive:
-                text = archive.read(file.file).decode("utf-8", "replace")
-        except (KeyError, zipfile.BadZipFile) as error:
-            raise errors.SourceError(f"{component.name}: {path.name} holds no {file.file}") from error
-    return fetch.read_commit(text, file, component.name)
+            text = (wheel / file.file).read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise errors.SourceError(f"{name}: the wheel of {file.wheel} {version} holds no {file.file}") from error
+    return fetch.read_commit(text, file, name)
 
 
 def find_newest(root: Path, package: str) -> tuple[str, tuple[str, ...]]:

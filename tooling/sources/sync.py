@@ -7,29 +7,28 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from tooling.core import console, errors, files
 from tooling.core.console import Subparsers, command
 from tooling.core.files import ROOT
 from tooling.sources import fetch, git, manifest
 from tooling.sources.fetch import Recipe, Record, make_recipe
-from tooling.sources.manifest import Component, Pin
+from tooling.sources.manifest import Component
 
 Row = tuple[str, str, str, str]
 
 
 class Tree(NamedTuple):
-    """One look at ``third_party/<name>``.
+    """One look at ``third_party/<name>``, whose state is ``missing`` or one of these.
 
-    ``clean``: as this tooling left it. ``dirty``: files were changed or added. ``commits``: the branch has moved.
-    ``unknown``: not made by this tooling, such as a link.
+    ``clean``: as this tooling left it; ``outdated``: by another recipe. ``dirty``: files were changed or added.
+    ``commits``: the branch has moved. ``unknown``: not made by this tooling, such as a link.
     """
 
-    state: Literal["missing", "clean", "dirty", "commits", "unknown"]
+    state: str
     head: str = ""
     record: Record | None = None
     changed: tuple[str, ...] = ()
@@ -49,6 +48,7 @@ def register(subparsers: Subparsers) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that ``sync`` and ``bootstrap`` share."""
+    parser.set_defaults(names=())
     add = parser.add_argument
     add("--group", action="append", choices=manifest.ALL_GROUPS, dest="groups",
         help="only this group; may be repeated (default: run, source and dev); run: for MaxText; image: for images; "
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
     """Bring components in; print the outcomes. A component that fails does not keep the others from coming."""
     if args.mirror and (fault := git.url_fault(args.mirror)):
         raise errors.OptionError(f"--mirror '{git.hide_password(args.mirror)}': {fault}")
-    if getattr(args, "names", ()) and args.groups:
+    if args.names and args.groups:
         raise errors.OptionError("--group and names of components exclude each other: leave one out")
     rows, failures = sync(ROOT, args)
     print(console.table(("component", "action", "detail", "commit"), rows))
@@ -91,11 +91,11 @@ def read_override(text: str) -> tuple[str, str]:
     return name, value
 
 
-def sync(root: Path, args: argparse.Namespace) -> tuple[list[Row], list[errors.ToolingError]]:
+def sync(root: Path, args: argparse.Namespace) -> tuple[list[Row], list[Exception]]:
     """Bring components into place; return a row for each, and the errors of those that failed."""
     sources, pins = manifest.load(root / "sources.yaml"), manifest.load_lock(root / "sources.lock")
     overrides, groups = dict(map(read_override, args.override)), {*choose_groups(args)}
-    components = [manifest.find(sources, name) for name in dict.fromkeys(getattr(args, "names", ()))]
+    components = [manifest.find(sources, name) for name in dict.fromkeys(args.names)]
     components = components or [component for component in sources.values() if groups & {*component.groups}]
     for name in overrides:
         if manifest.find(sources, name) not in components:
@@ -104,22 +104,17 @@ def sync(root: Path, args: argparse.Namespace) -> tuple[list[Row], list[errors.T
     components.sort(key=lambda component: bool(component.follows))  # after the trees that name their commits
 
     def choose(component: Component) -> Recipe:
-        if component.name not in overrides:
-            return make_recipe(root, component, pins)
-        url, _, commit = overrides[component.name].rpartition("@")
-        fork = Component(component.name, component.groups, url, commit, path=component.path)
-        series = fetch.load_series(root, component.name)
-        return Recipe(fork, Pin(commit, commit, None), series, overrides[component.name])
+        return make_recipe(root, component, pins, overrides.get(component.name, ""))
 
     def keep(component: Component) -> Row | None:
         """Return the row of a component whose place has what its recipe gives."""
-        tree = observe(root, component.name)
         with contextlib.suppress(errors.SourceError):
-            if tree.state == "clean" and tree.record and tree.record.key == choose(component).key:
+            tree = observe(root, component.name, choose(component).key)
+            if tree.state == "clean":
                 return (component.name, "kept", "in place", tree.head[:12])
         return None
 
-    rows, failures = list(filter(None, map(keep, components))), list[errors.ToolingError]()
+    rows, failures = list(filter(None, map(keep, components))), list[Exception]()
     killed = (root / "third_party" / ".stage").exists()  # what a run left there
     if len(rows) == len(components) and not killed:
         return rows, []  # looking needs no writing
@@ -130,18 +125,15 @@ def sync(root: Path, args: argparse.Namespace) -> tuple[list[Row], list[errors.T
             library.symlink_to("../multimesh")
         for component in components:
             try:
-                rows.append(keep(component) or _bring(root, component.name, partial(choose, component), folder, args))
-                continue
-            except errors.ToolingError as error:
+                rows.append(keep(component) or _bring(root, choose(component), folder, args))
+            except (errors.ToolingError, OSError) as error:
                 failures.append(error)
-            except OSError as error:
-                failures.append(errors.ToolingError(f"{component.name}: {errors.disk_message(error)}"))
-            rows.append((component.name, "failed", "left as it was", "-"))
+                rows.append((component.name, "failed", "left as it was", "-"))
     return rows, failures
 
 
-def observe(root: Path, name: str) -> Tree:
-    """Look at a folder of ``third_party/``; reads only, and runs one ``git status``."""
+def observe(root: Path, name: str, key: str) -> Tree:
+    """Look at a folder of ``third_party/``, whose recipe has this key; reads only, and runs one ``git status``."""
     place = root / "third_party" / name
     if not os.path.lexists(place):
         return Tree("missing")
@@ -157,19 +149,17 @@ def observe(root: Path, name: str) -> Tree:
         return Tree("unknown", record=record)
     changed = tuple(line[3:] for line in lines if line)
     branches = tuple(ref for ref in refs if ref != f"refs/heads/{git.BRANCH}")
-    return Tree(
-        "dirty" if changed else "clean" if head == record.commit else "commits", head, record, changed, branches
-    )
+    state = "clean" if record.key == key else "outdated"
+    return Tree("dirty" if changed else state if head == record.commit else "commits", head, record, changed, branches)
 
 
-def _bring(root: Path, name: str, choose: Callable[[], Recipe], folder: Path, args: argparse.Namespace) -> Row:
+def _bring(root: Path, recipe: Recipe, folder: Path, args: argparse.Namespace) -> Row:
     """Build one component in ``folder``, and move it into place."""
-    tree, recipe, place = observe(root, name), None, root / "third_party" / name
+    name, place = recipe.component.name, root / "third_party" / recipe.component.name
+    tree = observe(root, name, recipe.key)
     if not args.force:
-        with contextlib.suppress(errors.SourceError):
-            recipe = choose()
-        _refuse(root, name, tree, recipe)
-    record = fetch.build(root, recipe := recipe or choose(), folder, args.mirror)
+        _refuse(place, tree, recipe)
+    record = fetch.build(root, recipe, folder, args.mirror)
     if tree.state != "missing":
         place.rename(folder / f"{name}.old")
     (folder / name).rename(place)
@@ -177,7 +167,7 @@ def _bring(root: Path, name: str, choose: Callable[[], Recipe], folder: Path, ar
     return (name, "created" if tree.state == "missing" else "replaced", detail, record.commit[:12])
 
 
-def _refuse(root: Path, name: str, tree: Tree, recipe: Recipe | None) -> None:
+def _refuse(place: Path, tree: Tree, recipe: Recipe) -> None:
     """Raise ``SourceError`` where a place has content that nobody could make again."""
     reason = "was not made by this tooling"
     if tree.state == "dirty":
@@ -186,15 +176,15 @@ def _refuse(root: Path, name: str, tree: Tree, recipe: Recipe | None) -> None:
     elif tree.branches:
         reason = f"has branches or a stash of yours ({', '.join(tree.branches[:3])})"
     elif tree.state == "commits":
-        with git.open_repo(root / "third_party" / name) as repo:
-            if recipe and git.find_object(repo, "HEAD^{tree}") == (recipe.pin.patched_tree or ""):
+        with git.open_repo(place) as repo:
+            if git.find_object(repo, "HEAD^{tree}") == (recipe.pin.patched_tree or ""):
                 return  # the patches give the same files
         reason = f"is at {tree.head[:12]}, which nobody locked"
     elif tree.state != "unknown":
         return
     raise errors.SourceError(
-        f"third_party/{name}: {reason}; make a patch of it (CONTRIBUTING.md, 'Add a patch'), move it away, or drop it "
-        "with --force"
+        f"third_party/{place.name}: {reason}; make a patch of it (CONTRIBUTING.md, 'Add a patch'), move it away, or "
+        "drop it with --force"
     )
 
 
@@ -221,15 +211,16 @@ def run_status(args: argparse.Namespace) -> int:
     """Print a table of all components; exit 0 if all trees that are here are as locked."""
     sources, pins, rows = manifest.load(ROOT / "sources.yaml"), manifest.load_lock(ROOT / "sources.lock"), []
     for name, component in sources.items():
-        tree = observe(ROOT, name)
-        state, record = str(tree.state), tree.record
+        key, fault = "", ""
         try:
             key = make_recipe(ROOT, component, pins).key
-            state = "outdated" if state == "clean" and record and record.key != key else state
         except errors.SourceError as error:
-            if state != "missing" or not component.follows:  # else it comes after the tree that names its commit
-                console.note(str(error))
-                state = "unlocked"
+            fault = str(error)
+        tree = observe(ROOT, name, key)
+        state, record = tree.state, tree.record
+        if fault and (state != "missing" or not component.follows):  # else it follows the tree that names its commit
+            console.note(fault)
+            state = "unlocked"
         if record and record.override:
             state = "overridden"
         version, count = component.version or (record.version if record else "-"), len(fetch.load_series(ROOT, name))

@@ -25,6 +25,7 @@ AUTHOR = {
     for role in ("AUTHOR", "COMMITTER")
     for field, value in (("NAME", "Upstream"), ("EMAIL", "upstream@example.org"), ("DATE", "@1700000000 +0100"))
 }
+MAIL = "From: Somebody <somebody@example.org>\nDate: Sat, 1 Jan 2000 00:00:00 +0000\nSubject: {}\n\n---\n"
 
 
 def git(cwd: Path, *args: str, stdin: bytes | None = None, env: dict[str, str] | None = None) -> str:
@@ -117,13 +118,14 @@ class Clone:
         """What the lock on disk says of a component."""
         return dict(json.loads((self.root / "sources.lock").read_text())["components"][name])
 
-    def patch(self, name: str, **patches: str | bytes) -> None:
+    def patch(self, name: str, **patches: str) -> None:
         """Replace the patch series of a component; keywords are file names without ``.patch``."""
         folder = self.root / "patches" / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         for file, text in patches.items():
-            (folder / f"{file}.patch").write_bytes(text if isinstance(text, bytes) else text.encode())
+            head = MAIL.format(file) if text.startswith("diff ") else ""
+            (folder / f"{file}.patch").write_text(head + text)
         (folder / "series").write_text("".join(f"{file}.patch\n" for file in patches))
 
     def run(self, *args: str, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -83,6 +83,22 @@ def test_wheel_with_another_tree(clone: Clone, add_wheel: Callable[..., Path]) -
     assert clone.leftovers == []
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [("../out", "x", 0o100644), ("pkg/../../out", "x", 0o100644), ("pkg/link", "/etc/passwd", 0o120777),
+     ("pkg/.GIT/config", "x", 0o100644), ("pkg/git~1/config", "x", 0o100644)],
+    ids=lambda entry: entry[0],
+)  # fmt: skip
+def test_a_crafted_wheel_writes_nothing_elsewhere(
+    clone: Clone, add_wheel: Callable[..., Path], tmp_path: Path, entry: tuple[str, str, int]
+) -> None:
+    """Each has the locked hash: pip refuses a name that leads out of its folder, git one that leads into its own."""
+    add_wheel(PLAIN, entry)
+    clone.refused(INTEGRITY, "sync")
+    assert clone.leftovers == []
+    assert not [path for path in tmp_path.rglob("out*") if path.name == "out"]
+
+
 def test_wheel_that_the_index_offers_with_another_hash(clone: Clone, add_wheel: Callable[..., Path]) -> None:
     path = add_wheel(PLAIN, sha256="4" * 64)
 
