@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import importlib
 import os
 import signal
@@ -23,7 +22,6 @@ MODULES = (
     "ci.steps",
 )
 INTERRUPTED = 130
-_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -68,17 +66,14 @@ def main(argv: Sequence[str] | None = None, inner: Callable[[Sequence[str]], int
         code = inner(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
         return code
-    except (errors.ToolingError, ExceptionGroup) as error:
-        several = error.exceptions if isinstance(error, ExceptionGroup) else (error,)
-        return _fail(*map(str, several), code=getattr(several[0], "exit_code", 1))
     except KeyboardInterrupt:
         return _fail("interrupted; run the same command again to go on", code=INTERRUPTED)
     except BrokenPipeError:
         _drop_output()  # its reader is gone (`... | head`)
         return 128 + signal.SIGPIPE
-    except OSError as error:
-        said = f"{error.filename or 'system call'}: {error.strerror or error}"
-        return _fail(errors.disk_message(error) if error.errno in _OF_THE_DISK else said, code=1)
+    except (errors.ToolingError, ExceptionGroup, OSError) as error:
+        several = error.exceptions if isinstance(error, ExceptionGroup) else (error,)
+        return _fail(*map(errors.describe, several), code=getattr(several[0], "exit_code", 1))
 
 
 def _interrupt(signum: int, frame: object) -> NoReturn:

@@ -102,6 +102,7 @@ def test_the_range_of_versions(version, said, private):
     assert done.stdout.strip() == private
 
 
+@pytest.mark.longer
 def test_a_private_part_that_moved_is_named_once_and_done_without():
     """JAX itself took what it needs of it when it was imported."""
     (line,) = (line for line in STEP.splitlines() if line.startswith("assert _compat.DeviceList"))

@@ -60,6 +60,7 @@ def saved(tmp_path_factory):
     return path
 
 
+@pytest.mark.longer
 def test_no_damage_is_silent(saved):
     """200 of them, in all files: each is one line with the name of the file, from `restore` and from `verify`."""
     tree = state()

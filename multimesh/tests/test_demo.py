@@ -128,6 +128,7 @@ def test_help_names_every_exit_code(capsys):
         assert f"\n{code:>5}  " in shown
 
 
+@pytest.mark.longer
 def test_too_few_real_devices():
     done = multimesh("demo", "--devices", "real", "--json", env=CLEAN | {"JAX_PLATFORMS": "cpu"})
     assert done.returncode == 4
@@ -135,6 +136,7 @@ def test_too_few_real_devices():
     assert "needs 8 devices and JAX found 1" in done.stderr
 
 
+@pytest.mark.longer
 def test_the_example_runs():
     """examples/pipeline.py, alone in a fresh process; it compares itself with one device."""
     path = Path(__file__).parents[2] / "examples" / "pipeline.py"

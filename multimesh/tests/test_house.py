@@ -65,8 +65,8 @@ BUDGETS = {
     "numerics/src": 3_299,
     "maxtext/src": 6_821,
     "tooling/ci": 99,
-    "tooling/core": 314,
-    "tooling/environment": 239,
+    "tooling/core": 322,
+    "tooling/environment": 236,
     "tooling/image": 1_827,
     "tooling/sources": 942,
 }

@@ -112,6 +112,7 @@ def test_the_order_does_not_change_a_bit():
         jax.tree.map(np.testing.assert_array_equal, run(schedule), first)
 
 
+@pytest.mark.longer
 def test_scanned_layers_may_be_constrained_and_drop_out():
     """zb-h1 splits the scan on a submesh of 2 x 2 devices; layouts and random bits stay those of each layer."""
     split = Split(submeshes(2, (2, 2)))

@@ -107,6 +107,7 @@ def test_in_shardings_say_it(name):
     assert all(x.sharding.shard_shape(x.shape) == (WIDTH // 2, WIDTH) for x in moments)
 
 
+@pytest.mark.longer
 def test_parallelize_says_it_by_a_constraint():
     """Constraints on the new parameters, whole, and on the new state say how both are made."""
     optimizer = OPTIMIZERS["adamw"]

@@ -165,6 +165,7 @@ def test_rows_taken_by_hand(cut):
     assert_even(got)
 
 
+@pytest.mark.longer
 def test_casts_before_the_layers():
     def cast(params, batch):
         return scanned(jax.tree.map(lambda w: w.astype("bfloat16").astype("float32"), params), batch)
@@ -223,6 +224,7 @@ def test_compiled_says_where_arguments_and_results_are():
     assert compiled.profile(placed, BATCH, repeats=1).costs
 
 
+@pytest.mark.longer
 def test_derived_layouts():
     def constrained(params, batch):
         def one(x, w):
@@ -280,6 +282,7 @@ def test_a_list_of_stacks(ends):
         assert max(plan.slots[s].nbytes for t in plan.transfers for s in t.ins) <= 4 * SIZE * WIDTH
 
 
+@pytest.mark.longer
 def test_a_list_for_two_stages_on_a_submesh():
     options = two_stages_each("dualpipe-v")
     parts = [part(WEIGHTS, row, row + 1) for row in range(LAYERS)]
@@ -293,6 +296,7 @@ def test_a_list_for_two_stages_on_a_submesh():
     assert_even((params, state))
 
 
+@pytest.mark.longer
 def test_rows_that_submeshes_do_not_divide():
     with pytest.warns(UserWarning, match=r"its 8 rows are read on 3 submeshes, which do not divide them; give a list"):
         check(meshes=MESHES[:3])
@@ -344,6 +348,7 @@ def test_tokens_and_labels_of_a_batch_are_no_stack(width):
     assert not plan.stacks
 
 
+@pytest.mark.longer
 def test_a_stack_that_a_task_reads_whole_stays_whole():
     step = mm.jit(jax.value_and_grad(lambda p, b: by_hand("outside")(p, b) + jnp.float32(0)))
     whole = mm.jit(
@@ -358,6 +363,7 @@ def test_a_stack_that_a_task_reads_whole_stays_whole():
     )
 
 
+@pytest.mark.longer
 def test_explicit_axes():
     """Layouts in types: of a stack, that of a block."""
     meshes = [Mesh(m.devices, m.axis_names, axis_types=(jax.sharding.AxisType.Explicit,)) for m in MESHES]

@@ -48,6 +48,7 @@ def train(loss, schedule="1f1b", has_aux=False):
     return mm.microbatch(grad, size=SIZE, argnum=1, schedule=schedule, reduce="mean")
 
 
+@pytest.mark.longer
 @pytest.mark.telling("interleaved")
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
 def test_two_stages_on_a_submesh(schedule):
@@ -57,6 +58,7 @@ def test_two_stages_on_a_submesh(schedule):
     check(train(loss, schedule), looped(jax.value_and_grad(decoder(plain))), args, alone, MESHES[0])
 
 
+@pytest.mark.longer
 def test_cuts_within_a_checkpointed_layer_with_auto_axes():
     """More stages than layers: each layer is opened, and a part of it is computed under Auto axes."""
     meshes = typed_meshes(((2, 1),) * 4)
@@ -204,6 +206,7 @@ def losses(stage, loop):
     }
 
 
+@pytest.mark.longer
 @pytest.mark.telling("clipped step", "gradient outside")
 @pytest.mark.parametrize("case", losses(plain, looped))
 def test_around(case):
@@ -226,6 +229,7 @@ OUTSIDE = {
 REFUSED_BY_JAX = {("jvp", "pallas"), ("hessian product", "pallas"), ("jvp", "custom_vjp")}
 
 
+@pytest.mark.longer
 @pytest.mark.telling("grad-custom_vjp", "hessian product-auto_axes")
 @pytest.mark.parametrize(
     ("transform", "body"),

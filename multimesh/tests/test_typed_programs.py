@@ -7,6 +7,7 @@ from typed_programs import BODIES, GRADIENTS, SCHEDULES, check_typed, typed_prog
 FEW, SEEDS, ALL, TOGETHER = 1, 100, 2000, 20
 
 
+@pytest.mark.longer
 def test_few():
     each(0, FEW, typed_program, check_typed)
 

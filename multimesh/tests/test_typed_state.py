@@ -82,6 +82,7 @@ def test_a_checkpoint_is_restored_on_another_grid(form, tmp_path):
     assert losses["one go"][-1] < losses["first"][0]
 
 
+@pytest.mark.longer
 @pytest.mark.telling("task")
 @pytest.mark.parametrize("form", ["task", "pipeline"])
 def test_forecasts_and_profiles(form):

@@ -60,6 +60,7 @@ def test_nanotron_ends_a_stage_where_it_exceeds_its_share():
     assert layers["nanotron-005"] == ()
 
 
+@pytest.mark.longer
 def test_most_of_what_ran_fits():
     used = [step.bytes / run.device.memory for run, step in steps().items()]
     assert statistics.mean(share > 1 for share in used) <= 0.1

@@ -208,11 +208,6 @@ def test_wheels_hold_what_git_tracks_and_are_built_alike_twice(root: Path, tmp_p
         assert held == {str(path.relative_to(source)) for path in tracked(root, f"{project}/src")}
 
 
-def test_no_two_modules_of_the_tooling_have_one_name(root: Path) -> None:
-    names = [path.stem for path in tracked(root, "tooling/*.py") if path.stem != "__init__"]
-    assert sorted(names) == sorted(set(names))
-
-
 def test_no_folder_of_the_tooling_imports_in_a_circle(root: Path) -> None:
     """Imports within functions and for types count; the entry points, which open the door to commands, do not."""
     folders = {path.parent.name for path in tracked(root, "tooling/*/*.py")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -38,15 +39,16 @@ def note(text: str) -> None:
 
 @contextlib.contextmanager
 def work(text: str) -> Iterator[Advance]:
-    """Show a piece of work while it lasts: a bar on a terminal, a line elsewhere."""
-    from rich.console import Console  # which the first packages bring
+    """Show a piece of work while it lasts: a bar on a terminal, a line elsewhere and where rich is yet to come."""
+    if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
+        note(text)
+        yield lambda done, total: None
+        return
+    from rich.console import Console
     from rich.markup import escape
     from rich.progress import Progress
 
-    screen = Console(stderr=True)
-    if not screen.is_interactive:
-        note(text)
-    with Progress(console=screen, transient=True, disable=not screen.is_interactive) as progress:
+    with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(escape(text), total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 

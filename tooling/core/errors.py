@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import errno
 
+_OF_DISKS = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space")
+_OF_DISKS |= dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "make it writable")
+
 
 class ToolingError(Exception):
     """This machine is at fault: a full disk, a missing program. The base of all errors that a user may see."""
@@ -43,7 +46,10 @@ class SmokeError(ToolingError):
     exit_code = 5
 
 
-def disk_message(error: OSError) -> str:
-    """Return an error's file, its fault and the remedy, in one line."""
-    remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
-    return f"{error.filename or 'a file'}: {error.strerror}; {remedy} and run the same command again"
+def describe(error: Exception) -> str:
+    """Return an error in one line; of a disk's with the file and the remedy."""
+    if not isinstance(error, OSError):
+        return str(error)
+    remedy = _OF_DISKS.get(error.errno or 0)
+    then = f"; {remedy} and run the same command again" if remedy else ""
+    return f"{error.filename or ('a file' if remedy else 'system call')}: {error.strerror or error}{then}"

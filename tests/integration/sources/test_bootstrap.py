@@ -124,17 +124,6 @@ def test_packages_for_gpus_are_of_one_cuda(done: Clone, other: str) -> None:
     assert "JAX uses either cuda12, of which compile-gpu is a part, or cuda13; choose one" in process.stderr
 
 
-def test_an_environment_of_half_is_made_anew(tmp_path: Path) -> None:
-    clone = furnish(tmp_path / "clone")
-    (clone.root / ".venv" / "bin").mkdir(parents=True)
-    (clone.root / ".venv" / "bin" / "python").symlink_to(sys.executable)  # as `python -m venv` leaves it before pip
-
-    process = bootstrap(clone, "--group", "image")
-
-    assert process.returncode == 0, process.stderr
-    assert (clone.root / ".venv" / "bin" / "pip").exists()
-
-
 def processes_of(clone: Clone) -> list[str]:
     """The command lines of this machine that name the clone."""
     lines = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout.splitlines()

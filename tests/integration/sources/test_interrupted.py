@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,38 +13,6 @@ import pytest
 from .conftest import Clone, Upstream
 
 INTERRUPTED = 130
-HANG = """#!{python}
-import os, sys
-if {step!r} in sys.argv[1:]:
-    open({fifo!r}, "w").close()
-    os.read(os.open({hold!r}, os.O_RDONLY), 1)
-os.execv({git!r}, ["git", *sys.argv[1:]])
-"""
-
-
-class HangingGit:
-    """A ``git`` in front of the real one that stops when a given step begins, and says so through a pipe."""
-
-    def __init__(self, folder: Path, step: str) -> None:
-        folder.mkdir()
-        self.reached, self.hold = folder / "reached", folder / "hold"
-        os.mkfifo(self.reached)
-        os.mkfifo(self.hold)
-        script = folder / "git"
-        real = shutil.which("git")
-        script.write_text(
-            HANG.format(python=sys.executable, step=step, fifo=str(self.reached), hold=str(self.hold), git=real)
-        )
-        script.chmod(0o755)
-        self.env = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
-
-    def wait(self) -> None:
-        """Return when the step has begun."""
-        self.reached.open().close()
-
-    def release(self) -> None:
-        """Let the stopped git go on."""
-        self.hold.open("w").close()
 
 
 def start(clone: Clone, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
@@ -79,27 +45,6 @@ def test_kill_while_fetching(large: Clone, server: Any) -> None:
 
     assert large.state("alpha") == "clean"
     assert large.leftovers == []
-
-
-@pytest.mark.telling("am")
-@pytest.mark.parametrize("step", ["checkout", "am", "update-ref"])
-def test_kill_after_fetching(large: Clone, server: Any, tmp_path: Path, step: str) -> None:
-    large.patch("alpha", only="diff --git a/README b/README\n--- a/README\n+++ b/README\n@@ -1 +1 @@\n-later\n+mine\n")
-    large.ok("lock", "alpha")
-    sent = server.sent
-    hanging = HangingGit(tmp_path / "bin", step)
-    process = start(large, hanging.env)
-    hanging.wait()
-    process.kill()
-    process.wait()
-    assert server.sent > sent
-    assert large.state("alpha") == "missing"
-
-    large.ok("sync")
-
-    assert large.state("alpha") == "clean"
-    assert large.leftovers == []
-    hanging.release()
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])

@@ -70,12 +70,6 @@ def test_bad_patch_is_refused_and_the_old_tree_stays(synced: Clone, text: str, s
     assert not (tmp_path / "escaped").exists()
 
 
-def test_patch_that_upstream_has_is_named_as_such(synced: Clone) -> None:
-    synced.patch("alpha", old=patch_text("README", "old", "hello"))
-
-    assert "or remove it if that has the change" in synced.refused(PATCH_ERROR, "lock", "alpha")
-
-
 def test_patch_edited_after_locking_is_refused(synced: Clone) -> None:
     synced.patch("alpha", only=new_file("added", "line"))
     synced.ok("lock")

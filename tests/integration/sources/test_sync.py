@@ -71,17 +71,6 @@ def test_changed_patch_is_applied_from_what_is_on_disk(clone: Clone, alpha: Upst
     assert (clone.place("alpha") / "README").read_text() == "patched\n"
 
 
-def test_moved_pin_replaces_a_clean_tree(clone: Clone, alpha: Upstream) -> None:
-    clone.ok("sync")
-    clone.add("alpha", clone.components["alpha"]["url"], alpha.head, alpha.tree())
-    assert clone.state("alpha") == "outdated"
-
-    clone.ok("sync")
-
-    assert (clone.place("alpha") / "README").read_text() == "later\n"
-    assert clone.state("alpha") == "clean"
-
-
 def wheel_of(upstream: Upstream, folder: Path) -> Path:
     """Pack the folder ``src`` of an upstream as publishers do; the file modes stay."""
     path, tree = folder / "beta-1.0-py3-none-any.whl", upstream.work / "src"

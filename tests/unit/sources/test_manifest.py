@@ -27,18 +27,6 @@ def test_bad_manifest_is_refused(path: Path) -> None:
     assert "user:secret" not in said
 
 
-def test_file_that_is_not_text(tmp_path: Path) -> None:
-    (tmp_path / "sources.yaml").write_bytes(b"format: \xff\n")
-
-    with pytest.raises(errors.SourceError, match=r"cannot be read .*byte"):
-        manifest.load(tmp_path / "sources.yaml")
-
-
-def test_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(errors.SourceError, match="No such file"):
-        manifest.load(tmp_path / "sources.yaml")
-
-
 def test_manifest_and_lock_of_this_repository(root: Path, tmp_path: Path) -> None:
     sources, locked = manifest.load(root / "sources.yaml"), manifest.load_lock(root / "sources.lock")
     assert {name: component.groups for name, component in sources.items()} == {
