@@ -27,8 +27,8 @@ _INFO = {
     "attributes": "* -text -filter -ident -working-tree-encoding\n",
 }
 _RECORD = Path(".git", "multimesh.json")
-Series = dict[Path, str]
-"""The patches of a component in their order, each with its sha256."""
+Series = tuple[Path, ...]
+"""The patches of a component in their order."""
 
 
 class Recipe(NamedTuple):
@@ -42,7 +42,7 @@ class Recipe(NamedTuple):
     @property
     def key(self) -> str:
         """A digest of the recipe: the same for the same bytes."""
-        pin, sums = self.pin, [*sum_patches(self.series).items()]
+        pin, sums = self.pin, [(path.name, files.sha256(path)) for path in self.series]
         parts = [self.component.path, pin.commit, pin.tree, pin.patched_commit, sums, self.override]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
@@ -72,16 +72,11 @@ def load_series(root: Path, component: str) -> Series:
     names = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
     if odd := sorted({*names} ^ {*patches}) or [name for name in patches if names.count(name) > 1]:
         raise errors.SourceError(f"patches/{component}/series: name each .patch file beside it once, not {odd[0]}")
-    return {patches[name]: files.sha256(patches[name]) for name in names}
-
-
-def sum_patches(series: Series) -> dict[str, str]:
-    """Return the sha256 of each patch by its name, in order."""
-    return {path.name: digest for path, digest in series.items()}
+    return tuple(patches[name] for name in names)
 
 
 def make_recipe(root: Path, component: Component, pins: Pins, override: str = "") -> Recipe:
-    """Return the recipe of a component, if the lock and its patches agree.
+    """Return the recipe of a component, from the lock and its patches.
 
     ``NotThereError``: another component's tree names its commit, and is not there.
     """
@@ -98,15 +93,11 @@ def make_recipe(root: Path, component: Component, pins: Pins, override: str = ""
             raise errors.NotThereError(f"{name}: {path} names its commit, and is not there; {remedy}") from None
     if commit:
         return Recipe(component._replace(version=commit), Pin(commit, commit, None), series, override)
-    pin, remedy = manifest.pin_of(component, pins), f"run `.venv/bin/python -m tooling lock {name}`"
-    on_disk, locked = [*sum_patches(series).items()], [*pin.patches.items()]
-    if on_disk != locked:
-        names = sorted({file for file, _ in {*on_disk} ^ {*locked}}) or ["their order"]
-        raise errors.SourceError(
-            f"patches/{name}: sources.lock does not have {', '.join(names)} as on disk; {remedy} if the change is meant"
-        )
+    pin = manifest.pin_of(component, pins)
     if pin.patched_commit is None:
-        raise errors.SourceError(f"{name}: sources.lock has no patched_commit; {remedy}")
+        raise errors.SourceError(
+            f"{name}: sources.lock has no patched_commit; run `.venv/bin/python -m tooling lock {name}`"
+        )
     return Recipe(component, pin, series)
 
 

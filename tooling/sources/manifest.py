@@ -71,15 +71,14 @@ class Pin(NamedTuple):
     """The pinned bytes of one component; None where no source was read that says.
 
     ``commit`` is the upstream's, ``tree`` git's hash of the component before patches, which ``archives`` (file name to
-    sha256) hold as well: either of the two fixes all bytes. ``patches`` (the same) are in their order, and must give
-    ``patched_commit`` and ``patched_tree``.
+    sha256) hold as well: either of the two fixes all bytes. Its patches must give ``patched_commit`` and
+    ``patched_tree``.
     """
 
     version: str
     commit: str | None
     tree: str | None
     archives: Mapping[str, str] = MappingProxyType({})
-    patches: Mapping[str, str] = MappingProxyType({})
     patched_commit: str | None = None
     patched_tree: str | None = None
 
@@ -137,5 +136,5 @@ def save_lock(path: Path, sources: Sources, pins: Pins) -> None:
     """Write ``sources.lock`` whole or not at all, components in the order of the manifest."""
     entries = {name: pins[name]._asdict() for name in sources if name in pins}
     for entry in entries.values():
-        entry |= {field: dict(entry[field]) for field in ("archives", "patches")}
+        entry["archives"] = dict(entry["archives"])
     files.write_json(path, {"format": 1, "about": _ABOUT, "components": entries})

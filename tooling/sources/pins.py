@@ -21,7 +21,7 @@ def register(subparsers: Subparsers) -> None:
     """Add the commands."""
     text = "record the patches as they are on disk, and what they give"
     parser = command(subparsers, "lock", run_lock, text, [".venv/bin/python -m tooling lock maxtext"])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="components (default: all whose patches changed)")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="components (default: all)")
     text = "move a component to another version, with its patches"
     parser = command(subparsers, "bump", run_bump, text, [".venv/bin/python -m tooling bump maxtext 0.2.5"])
     parser.add_argument("name", metavar="NAME", help="component")
@@ -35,11 +35,9 @@ def run_lock(args: argparse.Namespace) -> None:
     for component in [manifest.find(sources, name) for name in args.names] or sources.values():
         if component.follows:
             continue
-        pin, series = manifest.pin_of(component, pins), fetch.load_series(ROOT, component.name)
-        if args.names or [*fetch.sum_patches(series).items()] != [*pin.patches.items()] or not pin.patched_commit:
-            pins[component.name] = _build(component, pin)
-            manifest.save_lock(ROOT / "sources.lock", sources, pins)
-            console.note(f"{component.name}: locked {len(series)} patches")
+        pins[component.name] = _build(component, manifest.pin_of(component, pins))
+        manifest.save_lock(ROOT / "sources.lock", sources, pins)
+        console.note(f"{component.name}: locked")
 
 
 def run_bump(args: argparse.Namespace) -> None:
@@ -73,9 +71,8 @@ def _with_version(path: Path, name: str, version: str) -> str:
 
 
 def _build(component: Component, pin: Pin, mirror: str | None = None) -> Pin:
-    """Return a pin with its patches and what they give, built aside, and with its tree and wheel."""
+    """Return a pin with what its patches give, built aside, and with its tree and wheel."""
     name, wheel, series = component.name, component.wheel, fetch.load_series(ROOT, component.name)
-    pin = pin._replace(patches=fetch.sum_patches(series))
     if not series and not fetch.is_wrapped(component):  # there is nothing to try: a commit fixes all
         return pin._replace(patched_commit=pin.commit, patched_tree=pin.tree)
     with sync.stage(ROOT) as stage:

@@ -98,7 +98,6 @@ class Clone:
             "commit": commit,
             "tree": tree,
             "archives": archives,
-            "patches": {},
             "patched_commit": commit if complete else None,
             "patched_tree": tree if complete else None,
         }

@@ -35,7 +35,7 @@ def test_manifest_and_lock_of_this_repository(root: Path, tmp_path: Path) -> Non
     assert sources["xla"].follows == "jax"
     assert locked.keys() == {"maxtext", "jax"}, "the tree of jax names xla's commit"
     for name, pin in locked.items():
-        assert fetch.make_recipe(root, sources[name], locked).pin == pin, "the patches on disk are the locked ones"
+        assert fetch.make_recipe(root, sources[name], locked).pin == pin
     manifest.save_lock(tmp_path / "lock", sources, locked)
     assert (tmp_path / "lock").read_text() == (root / "sources.lock").read_text()
 
@@ -58,7 +58,7 @@ def test_the_locked_source_of_jax_is_that_of_the_locked_wheel(root: Path) -> Non
 )
 def test_lock_takes_whole_hashes_only(root: Path, tmp_path: Path, field: str, value: str) -> None:
     path = tmp_path / "sources.lock"
-    entry = {"version": "1", "commit": None, "tree": None, "archives": {}, "patches": {}}
+    entry = {"version": "1", "commit": None, "tree": None, "archives": {}}
     path.write_text(json.dumps({"components": {"alpha": entry | {field: value}}}))
 
     with pytest.raises(errors.SourceError, match=f"components.alpha.{field}: .* does not match .* with git"):
