@@ -133,6 +133,7 @@ def test_options_are_part_of_the_signature():
 # Task fusion
 
 
+@pytest.mark.longer
 def test_fusion_makes_one_program_of_the_tasks_of_a_submesh():
     split, params, batch = Split(submeshes(2)), MLP.init(4), MLP.batch(ROWS, 0)
     step = two_layers_a_stage(split)

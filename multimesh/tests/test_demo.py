@@ -146,6 +146,7 @@ def test_the_example_runs():
     assert "parameters of back are on devices [4, 5, 6, 7]" in done.stdout
 
 
+@pytest.mark.longer
 def test_interrupted():
     """Ctrl-C at a terminal, pressed until it ends."""
     command = [sys.executable, "-m", "multimesh", "demo", "--steps", "1000000"]

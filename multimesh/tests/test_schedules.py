@@ -99,6 +99,7 @@ def test_idle_time_numerics_and_live_bytes(name, p, m):
         assert live <= cut + 1.25 * peak + 1e5
 
 
+@pytest.mark.longer
 def test_the_order_does_not_change_a_bit():
     """Each sums over microbatches in the same order. (1F1B and zb-h1 join or split programs, which may round.)"""
     split = Split(submeshes(2, (1,)))

@@ -120,6 +120,7 @@ def test_each_stage_holds_its_rows(schedule):
     assert all(slot.shape[:1] != (LAYERS,) for slot in lowered.plan.slots)
 
 
+@pytest.mark.longer
 def test_state_says_so():
     """``cuts`` of the function and the plan's arguments agree."""
     cuts = mm.pipeline(scanned, MESHES).cuts(WEIGHTS, {k: x[:SIZE] for k, x in BATCH.items()})
@@ -201,6 +202,7 @@ def test_arrays_that_lie_elsewhere(given):
     assert_even(got[:2])
 
 
+@pytest.mark.longer
 def test_layouts_within_a_stage():
     """Columns over the devices of a stage, as arguments have them, and as ``in_shardings`` say."""
     spec = {"kernel": P(None, None, "data"), "bias": P(None, "data")}
@@ -302,6 +304,7 @@ def test_rows_that_submeshes_do_not_divide():
         check(meshes=MESHES[:3])
 
 
+@pytest.mark.longer
 def test_uneven_stages():
     """Six rows, two and a half of the head, in blocks of four: two rows of the first stage lie on the second."""
 

@@ -205,8 +205,8 @@ def _apply_series(repo: Repo, series: Series, component: str) -> None:
             git.run(repo, "am", "--quiet", "--keep-cr", "--no-scissors", "--whitespace=nowarn", str(path))
         except errors.SourceError as error:
             raise errors.SourceError(
-                f"patches/{component}/{path.name}: does not apply ({error}); adapt it to the pinned source, or remove "
-                "it if that has the change"
+                f"patches/{component}/{path.name}: does not apply ({error}); adapt it to the pinned source, write it "
+                "with git format-patch, or remove it if that has the change"
             ) from error
 
 

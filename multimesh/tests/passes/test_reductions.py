@@ -220,6 +220,7 @@ def repeated(form):
     return fn
 
 
+@pytest.mark.longer
 @pytest.mark.telling("bfloat16")
 @pytest.mark.parametrize("form", ["scan", "reverse", "checkpoint", "bfloat16"])
 def test_layers_of_a_scan_are_summed_once_as_those_of_a_list_are(form):
