@@ -68,7 +68,7 @@ BUDGETS = {
     "tooling/core": 322,
     "tooling/environment": 236,
     "tooling/image": 1_827,
-    "tooling/sources": 929,
+    "tooling/sources": 917,
 }
 """Lines of Python of each room and package. Who needs more raises a number here, and says why in the commit."""
 

@@ -123,19 +123,6 @@ def fetch(repo: Repo, url: str, commit: str, label: str) -> None:
                     raise _explain_fetch(error, url, commit, label) from error
 
 
-def find_tag(repo: Repo, url: str, tag: str, label: str) -> str | None:
-    """Return the commit of a tag on a server, None where that has no such tag."""
-    from git import GitCommandError
-
-    ref = f"refs/tags/{tag}"
-    try:
-        answer = str(repo.git.ls_remote("--end-of-options", url, ref, f"{ref}^{{}}"))
-    except GitCommandError as error:
-        raise _explain_fetch(error, url, ref, label) from error
-    commits = {name: commit for commit, name in (line.split("\t") for line in answer.splitlines())}
-    return commits.get(f"{ref}^{{}}") or commits.get(ref)
-
-
 def write_tree(repo: Repo, folder: Path) -> str:
     """Write the files of a folder into a repository; return the hash of their tree."""
     index = folder.with_suffix(".index")

@@ -97,12 +97,13 @@ def _commit_of_tag(component: Component, mirror: str | None) -> str:
         return component.version
     if not component.tag:
         raise errors.OptionError(f"{component.name}: has no 'tag' in sources.yaml, so its version must be a commit")
-    url = component.address(mirror)
+    url, ref = component.address(mirror), f"refs/tags/{component.tag}"
     with tempfile.TemporaryDirectory() as folder, git.open_repo(Path(folder), new=True) as repo:
-        commit = git.find_tag(repo, url, component.tag, component.name)
-    if commit is None:
+        lines = git.run(repo, "ls_remote", "--end-of-options", url, ref, f"{ref}^{{}}").splitlines()
+    commits = {name: commit for commit, name in (line.split("\t") for line in lines)}
+    if not commits:
         raise errors.NotThereError(f"{component.name}: {url} has no tag {component.tag}; check the version")
-    return commit
+    return commits.get(f"{ref}^{{}}") or commits[ref]
 
 
 def _commit_in_wheel(component: Component, file: CommitFile) -> str:
