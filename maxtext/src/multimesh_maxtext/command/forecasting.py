@@ -29,7 +29,7 @@ from multimesh_maxtext.errors import DoesNotFitError, TrainerFailedError
 from multimesh_maxtext.outcome import read as read_outcome
 from multimesh_planner import Configuration, Step, Transformer, band, step_time
 
-_POLICIES = {
+_POLICIES: dict[str | None, str] = {
     **{name: name for name in ("save_dot_except_mlp", "save_out_proj", "save_qkv_proj", "full")},
     **dict.fromkeys((None, "none"), "full"),  # MaxText recomputes everything then
     **dict.fromkeys(("save_dot_except_mlpwi", "save_dot_with_context_except_mlp"), "save_dot_except_mlp"),
