@@ -17,7 +17,7 @@ from multimesh_maxtext.command.checkpoint import beginning
 from multimesh_maxtext.command.cli import main
 from multimesh_maxtext.command.job import Job, Paths
 from multimesh_maxtext.command.translate import forecasting, launch
-from multimesh_maxtext.errors import CheckpointError, LauncherError, MissingPartError
+from multimesh_maxtext.errors import CheckpointError, MissingPartError
 
 MakeJob = Callable[[Sequence[str]], Job]
 
@@ -47,27 +47,6 @@ def test_settings_of_a_dataset_go_to_maxtext_as_they_are(job: MakeJob, paths: Pa
     command = forecasting(checked, paths, inherited={}, gpu_memory=None).command
     assert "dataset_type=synthetic" in command  # which needs no files
     assert "dataset_type=grain" not in command
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ("--tokenizer-path p", r"tokenizer_path= is for data of dataset_type=, not for synthetic; add that"),
-        ("grain_train_files=*.x dataset_type=grain", r"grain_train_files=\*.x: the value is no YAML; put strings"),
-        ("--text LICENSE dataset_type=grain", r"dataset_type= is decided by the flags"),
-        (
-            "--nodes 2 --cpus 1 --pp 2 grain_use_elastic_iterator=true dataset_type=grain grain_train_files=x "
-            "--tokenizer-path p",
-            r"grain_use_elastic_iterator=True: run.py decides which processes read, and ends all where one has no more",
-        ),
-    ],
-)
-def test_what_a_dataset_lacks_is_said_before_a_run(
-    job: MakeJob, root: Path, monkeypatch: pytest.MonkeyPatch, argv: str, message: str
-):
-    monkeypatch.chdir(root)
-    with pytest.raises(LauncherError, match=message):
-        job(argv.split())
 
 
 def test_a_package_that_is_missing_names_its_group(job: MakeJob, monkeypatch: pytest.MonkeyPatch):

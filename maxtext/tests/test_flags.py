@@ -11,7 +11,7 @@ import grid
 import pytest
 
 from multimesh import schedules
-from multimesh_maxtext.command import environment
+from multimesh_maxtext.command import environment, within_stage
 from multimesh_maxtext.command import settings as key_values
 from multimesh_maxtext.command.command_line import read
 from multimesh_maxtext.command.environment import find_gpus
@@ -46,10 +46,16 @@ WRONG = """
 checkpoint_period=3 | checkpoint_period= needs --checkpoint; add it
 --tokenizer-path | --tokenizer-path: expected one argument
 --device h100 | --device needs --forecast or --suggest; add it
+--pp 2 --gpus 2 --compile --device h100 | --compile needs --forecast; add it
+--pp 2 --cpus 2 --compile --forecast --device h100 | --compile needs --gpus and a --device
+--pp 2 --gpus 2 --compile --forecast --device tpu-v5p | h100, h200, b200, a100
+--pp 2 --gpus 2 --compile --forecast | --compile needs --gpus and a --device that can be compiled for
 --attention cudnn_flash_te | use --attention dot_product
 --text README.md --dataset-name x | dataset_name= is for data of dataset_type=, not for olmo_grain
+--tokenizer-path p | tokenizer_path= is for data of dataset_type=, not for synthetic; add that
 --dataset-name c4 | dataset_name= is for data of dataset_type=, not for synthetic
 model_name=llama3-8b | use that
+grain_train_files=*.x dataset_type=grain | grain_train_files=*.x: the value is no YAML; put strings
 learning_rat=3 | MaxText has no setting learning_rat; did you mean learning_rate
 --microbatchsize 4 | --microbatchsize: no such flag; did you mean --microbatch-size?
 --frobnicate | --frobnicate: no such flag; maxtext/run.py --help lists every flag
@@ -89,6 +95,7 @@ learning_rate | 'learning_rate' is neither a flag nor a KEY=VALUE
 --tp 4 vocab_size=254 | --tp 4 does not divide the vocabulary (254); change --tp or vocab_size=
 --tp 2 --sequence-parallel --sequence-length 127 | does not divide the sequence (127)
 base_num_kv_heads=3 | base_num_kv_heads 3 does not divide the attention heads (4)
+--dp 2 --tp 2 --pp 2 quantization=int8 | 2, by 4 devices; use --microbatch-size 2 or use_qwix_quantization=true
 --num-heads 3 | 3 heads do not divide 256 model dims; change --num-heads or --model-dims
 --model-name olmo3-7b --num-layers 6 --scan-layers | use --num-layers 8 or --no-scan-layers
 vocab_size=0 | vocab_size=0: it is a size, a whole number of at least 1
@@ -102,7 +109,7 @@ head_dim=x | head_dim=x: it is a size
 steps=3 | steps= is decided by the flags (steps=10); use --num-steps, or leave it out
 --checkpoint ck run_name=mine | run_name= is decided by the flags
 hardware=gpu | hardware= is decided by the flags (hardware=cpu); use --gpus or --cpus, or leave it out
-dataset_type=hf --text README.md | dataset_type= is decided by the flags
+dataset_type=hf --text README.md | (dataset_type=olmo_grain); use --text, or leave it out
 --backend spmd --pp 2 --no-scan-layers | remove --no-scan-layers or --pp
 --backend cuda | --backend cuda needs GPUs; add --gpus N
 --backend cpu --gpus 2 | --backend cpu trains on CPU devices; remove --gpus 2
@@ -157,6 +164,12 @@ UNSUPPORTED = """
 --backend spmd --forecast | --backend spmd has no use for --forecast: no plan; leave it out
 --backend spmd --device-memory 80GiB | has no use for --device-memory: it has no plan to forecast from; leave
 --backend spmd --dump x --dump-only | has no use for --dump-only
+dataset_type=grain grain_use_elastic_iterator=true | run.py decides which processes read, and ends all where
+quantization=int4 | add use_qwix_quantization=true
+quantization=int8 --model-name mixtral-8x7b | add use_qwix_quantization=true
+quantization=intmp use_qwix_quantization=true quant_cfg_path=x | use quantization=fp8_full
+quantization=fp8 | use quantization=fp8_full
+quantization=te_mxfp8 | use quantization=fp8_full
 enable_diloco=true | use enable_diloco=False or --backend spmd
 decoder_block=deepseek4 | its layers read the tokens
 --model-name gemma4-e2b | =gemma4_small yet: its last layers read keys and values
@@ -226,6 +239,10 @@ def test_all_forms_draw_the_same_parameters_from_a_seed(job: Callable[[Sequence[
         "--model-name gpt3-6b",
         "--model-name mixtral-8x7b",
         "--model-name mixtral-8x7b --ep 2 sparse_matmul=false",
+        *(f"quantization={kind} use_qwix_quantization=true" for kind in within_stage.QWIX),
+        *(f"quantization={kind}" for kind in within_stage.AQT),
+        "--tp 2 --microbatch-size 2 quantization=int8",
+        "--tp 2 quantization=int8 use_qwix_quantization=true",
         *grid.UNLIKE.values(),
         *grid.NEWEST,
     ],

@@ -162,21 +162,6 @@ def test_a_device_with_a_byte_less_than_xla_assigns_is_refused(run: Run, tmp_pat
     assert "compiling kernels: " in refused.stdout
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--gpus", 2, "--compile", "--device", "h100"), "--compile needs --forecast; add it"),
-        (("--cpus", 2, "--compile", "--forecast", "--device", "h100"), "--compile needs --gpus and a --device"),
-        (("--gpus", 2, "--compile", "--forecast", "--device", "tpu-v5p"), "h100, h200, b200, a100"),
-        (("--gpus", 2, "--compile", "--forecast"), "--compile needs --gpus and a --device that can be compiled for"),
-    ],
-)
-def test_compiling_needs_a_gpu_that_it_knows(run: Run, flags: tuple[Any, ...], message: str):
-    done = run(*flags, "--pp", 2)
-    assert done.code == 2, done.stderr
-    assert message in done.stderr
-
-
 @pytest.mark.full
 def test_every_process_makes_the_same_plan(run: Run, tmp_path: Path):
     """Under another hash seed, with scanned layers whose weight gradients are made apart."""

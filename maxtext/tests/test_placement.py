@@ -81,18 +81,6 @@ def test_the_layers_of_a_piece_get_the_random_numbers_of_one_stack():
         np.testing.assert_array_equal(np.concatenate(keys[1:]), keys[0])
 
 
-def test_parameters_and_their_moments_go_with_their_layer(stages: Stages):
-    layers = {f"layers_{n}": {"mlp": {"kernel": 0}} for n in (0, 3, 7)}
-    params = {"decoder": {**layers, "decoder_norm": {"scale": 0}, "logits_dense": {"kernel": 0}}, "embedding": 0}
-    state = {"model": params, "optimizer": [{"mu": params, "nu": params, "count": 0}], "step": 0}
-    found = located(stages, state)
-    for part in (found["model"], found["optimizer"][0]["mu"], found["optimizer"][0]["nu"]):
-        decoder = part["decoder"]
-        assert [decoder[f"layers_{n}"]["mlp"]["kernel"] for n in (0, 3, 7)] == [0, 1, 3]
-        assert (decoder["decoder_norm"]["scale"], decoder["logits_dense"]["kernel"], part["embedding"]) == (3, 3, 0)
-    assert (found["optimizer"][0]["count"], found["step"]) == (0, 0)
-
-
 def test_state_is_created_on_its_stage_and_nowhere_else(stages: Stages):
     def init() -> dict[str, jax.Array]:
         keys = jax.random.split(jax.random.key(0), 8)

@@ -16,7 +16,7 @@ from multimesh_maxtext.command.command_line import read, write_words
 from multimesh_maxtext.command.forecasting import planner_configuration, precision, recompute, transformer
 from multimesh_maxtext.command.job import Job, describe_model
 from multimesh_maxtext.command.suggesting import POLICIES, Request
-from multimesh_maxtext.command.values import DEVICES, REMAT
+from multimesh_maxtext.command.values import REMAT
 from multimesh_maxtext.errors import DoesNotFitError, FlagError, UnsupportedError
 from multimesh_planner import Configuration, models
 from multimesh_planner.pasting import find_obstacle, write_command
@@ -31,11 +31,6 @@ def suggested(maxtext: Path, capsys: pytest.CaptureFixture[str], *argv: str) -> 
     argv = (*argv, "--dry-run")  # without exact forecasts
     assert suggesting.run(read(argv), argv, maxtext) == 0
     return json.loads(capsys.readouterr().out)
-
-
-def test_devices_are_those_of_the_library():
-    assert tuple(DEVICES) == planner.devices()
-    assert (DEVICES["h100"], DEVICES["b200"]) == (81_559, 183_359)
 
 
 def test_sizes_are_those_of_the_models(maxtext: Path):

@@ -22,7 +22,7 @@ from multimesh_maxtext.command.flags import FLAGS
 from multimesh_maxtext.command.job import END_OF_DOCUMENT, Job, Paths
 from multimesh_maxtext.command.translate import configuration, launch, per_device
 from multimesh_maxtext.command.values import argument
-from multimesh_maxtext.errors import FlagError, LauncherError
+from multimesh_maxtext.errors import FlagError
 
 Check = Callable[[Sequence[str]], Job]
 
@@ -258,8 +258,6 @@ def test_text_that_cannot_be_used_is_named(tmp_path: Path, job: Check):
     short.write_text("x")
     with pytest.raises(FlagError, match=r"--text needs 257 tokens .*, the model has 256; use vocab_size=384"):
         job(["vocab_size=256", "--text", str(short)])
-    with pytest.raises(LauncherError, match=r"dataset_type= is decided by the flags .*; use --text, or leave it out"):
-        job(["--use-tfds-dataset", "--text", str(short)])
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,12 @@ from multimesh_maxtext.errors import DoesNotFitError, TrainerFailedError
 from multimesh_maxtext.outcome import read as read_outcome
 from multimesh_planner import Configuration, Step, Transformer, band, step_time
 
-_POLICIES = ("save_dot_except_mlp", "save_out_proj", "save_qkv_proj", "full")  # that the planner knows by name
+_POLICIES: dict[str | None, str] = {
+    **{name: name for name in ("save_dot_except_mlp", "save_out_proj", "save_qkv_proj", "full")},
+    **dict.fromkeys((None, "none"), "full"),  # MaxText recomputes everything then
+    **dict.fromkeys(("save_dot_except_mlpwi", "save_dot_with_context_except_mlp"), "save_dot_except_mlp"),
+}
+"""The planner's name of each policy of MaxText that it knows."""
 
 
 def transformer(model: Model) -> Transformer:
@@ -107,11 +112,7 @@ def planner_configuration(job: Job) -> Configuration:
 
 def recompute(policy: str | None) -> str:
     """Return the planner's name of a policy of MaxText: ``minimal`` for those that it does not know."""
-    if policy in (None, "none"):  # MaxText recomputes everything then
-        return "full"
-    if policy in ("save_dot_except_mlpwi", "save_dot_with_context_except_mlp"):
-        return "save_dot_except_mlp"
-    return policy if policy in _POLICIES else "minimal"
+    return _POLICIES.get(policy, "minimal")
 
 
 def forecast_step(job: Job) -> Step | None:

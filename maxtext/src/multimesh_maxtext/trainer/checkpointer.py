@@ -20,6 +20,7 @@ import jax
 from multimesh import MultiMeshError, UsageError, distributed
 from multimesh_maxtext.checkpoint_folder import COMPLETE, aside, look
 from multimesh_maxtext.errors import CheckpointError, DamagedCheckpointError, LauncherError
+from multimesh_maxtext.trainer.ending import list_causes
 from multimesh_maxtext.trainer.relayout import make_loader
 
 _OTHERS = (LauncherError, MultiMeshError, jax.errors.JaxRuntimeError, FileExistsError)
@@ -142,8 +143,7 @@ def _unwritten(folder: Path, why: str, *_: Any) -> str:
 
 def reason(error: BaseException) -> str:
     """Return the cause of an error in a few words. Orbax wraps it several times."""
-    while cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
-        error = cause
+    *_, error = list_causes(error)
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     text = str(error).partition("\n")[0]

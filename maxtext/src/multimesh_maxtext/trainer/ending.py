@@ -98,7 +98,7 @@ def explain_stop(stop: BaseException) -> LauncherError:
 
 def explain(error: BaseException) -> LauncherError:
     """Return the error of the launcher for an exception that ended MaxText, by the classes of its causes."""
-    chain = list(_causes(error))
+    chain = list(list_causes(error))
     full_disks = [full for cause in reversed(chain) if (full := full_file(cause)) is not None]
     if full_disks:
         return next((full for full in full_disks if str(full).startswith("/")), full_disks[0])  # one knows the file
@@ -108,7 +108,8 @@ def explain(error: BaseException) -> LauncherError:
     )
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def list_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, and those that it was raised from, the first cause last."""
     while error is not None:
         yield error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

@@ -93,8 +93,7 @@ def place_state(abstract_state: Any, shardings: Any, checkpoints: Any) -> tuple[
             lambda x, s: NamedSharding(s.mesh, P()) if x.size < below else s, abstract_state, shardings
         )
     shardings = stages.shardings(shardings)
-    types = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract_state, shardings)
-    return types, shardings, checkpoints and telling(checkpoints, stages.layers)
+    return placement.lay_out(abstract_state, shardings), shardings, checkpoints and telling(checkpoints, stages.layers)
 
 
 def init_state(fn: Callable[[], Any], *, in_shardings: None, out_shardings: Any) -> Callable[[], Any]:

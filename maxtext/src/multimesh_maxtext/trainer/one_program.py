@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ import jax
 
 import multimesh
 from multimesh_maxtext.handoff import Target
+from multimesh_maxtext.trainer.placement import lay_out
 
 
 def compile_step(target: Target, file: Path) -> None:
@@ -27,19 +27,11 @@ def compile_step(target: Target, file: Path) -> None:
 
     devices = multimesh.topology(**asdict(target))
 
-    def init_state(fn: Callable[[], Any], *, in_shardings: None, out_shardings: Any) -> Callable[[], Any]:
-        del in_shardings
-        return lambda: jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            jax.eval_shape(fn),
-            out_shardings,
-        )
-
     hooks.stage_devices = lambda _devices=None: devices
     hooks.first_device = lambda _mesh: SimpleNamespace(platform="gpu")
     hooks.everywhere = lambda _x: 0  # the number of the first step
     hooks.batches = lambda _config, _mesh: (iter(()), None)
-    hooks.init_state = init_state
+    hooks.init_state = lambda fn, *, out_shardings, **_: lambda: lay_out(jax.eval_shape(fn), out_shardings)
     hooks.jit = lambda fn, **options: SimpleNamespace(lower=partial(_write_costs, jax.jit(fn, **options), file))
 
 

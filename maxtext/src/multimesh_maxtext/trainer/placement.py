@@ -130,6 +130,11 @@ def list_stacks(pieces: Sequence[range], rngs: nnx.Rngs | None) -> list[tuple[st
     return [(f"layers_{p.start}_{p.stop - 1}", len(p), Share(every, p) if every else None) for p in pieces]
 
 
+def lay_out(types: Any, shardings: Any) -> Any:
+    """Return types with their shardings."""
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), types, shardings)
+
+
 def parameter_specs(shardings: Any) -> dict[str, P]:
     """Return the layout of each parameter of a train state, by its path in the model."""
     named = ((_path(path), leaf.spec) for path, leaf in jax.tree_util.tree_leaves_with_path(shardings))
