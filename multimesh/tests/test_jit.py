@@ -259,24 +259,3 @@ def test_an_axis_that_another_submesh_has_says_nothing_of_this_one():
     first, second = mm.task(lambda x: 2 * x, mesh=wide), mm.task(jnp.sin, mesh=narrow)
     got = mm.jit(lambda x, y: (first(x), second(y)), in_shardings=(P("rows"), P("rows")))(np.ones((2, 3)), np.ones(3))
     assert_same(got, (2 * jnp.ones((2, 3)), jnp.sin(jnp.ones(3))))
-
-
-def test_an_argument_of_the_last_release_warns_and_an_unknown_one_is_refused():
-    with pytest.warns(DeprecationWarning, match="jax_compilation_cache_dir"):
-        assert mm.jit(lambda x: x + 1, precompiled="kernels")(1) == 2
-    with pytest.raises(TypeError, match="precompile"):
-        mm.jit(lambda x: x, precompile="kernels")
-
-
-def test_names_of_the_last_release_warn_or_are_refused_with_their_remedy():
-    with pytest.warns(DeprecationWarning, match="num_stages= is gone and ignored; the tasks say"):
-        loop = mm.microbatch(lambda x: x.sum(), size=2, num_stages=1)
-    with pytest.warns(DeprecationWarning, match=r"write multimesh.context\(ignore_transforms=True\)"):
-        context = mm.ignore_transforms()
-    with context:
-        assert loop(jnp.ones(4)) == 4
-    for option, remedy in (("stack", 'reduce="stack"'), ("custom_schedule", r"schedules.custom\(rows\)")):
-        with pytest.raises(mm.UsageError, match=f"{option}= is gone; .*{remedy}"):
-            mm.microbatch(lambda x: x, size=2, **{option: True})
-    with pytest.raises(AttributeError, match=r"'sequential'; .* cut it with multimesh.pipeline"):
-        mm.sequential([], [])

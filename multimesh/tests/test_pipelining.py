@@ -288,7 +288,6 @@ def test_a_loop_that_jax_jit_keeps_is_told():
     [
         ([None], {}, "a mesh must be a jax.sharding.Mesh"),
         (2, {"placement": (0, 2)}, "must name each of submeshes 0 to 1, and no other"),
-        (2, {"memory": 10.0}, r"memory= is gone; memory_estimate\(\)"),
         (2, {"argnums": "params"}, "argnums must be numbers of arguments"),
         (2, {"interleave": 500}, "operations cannot make 1000 stages"),
     ],

@@ -84,7 +84,7 @@ def __getattr__(name: str) -> Any:
     elif name in _MODULE_OF:
         value = getattr(importlib.import_module(f"multimesh.{_MODULE_OF[name]}"), name)
     else:
-        return names.find_former(name)
+        raise AttributeError(f"module 'multimesh' has no attribute {name!r}")
     globals()[name] = value
     return value
 

@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from multimesh.calling.arguments import abstract
 from multimesh.core import _compat, checks
-from multimesh.core.names import FormerName
 from multimesh.core.specs import strip
 from multimesh.errors import UsageError
 from multimesh.marking.tracing import pause_gc
@@ -114,8 +113,6 @@ class Lowered:
             from multimesh.observe.memory import estimate_memory
 
             return estimate_memory(self.plan, platform)
-
-    memory_forecast = FormerName("memory_estimate")
 
     def on(self, devices: Sequence[jax.Device]) -> Lowered:
         """Return the plan for other devices, each in the place of one of ours in the order of their ids.

@@ -19,7 +19,6 @@ from multimesh.calling.cache import Cache, Recent, Trace, matching, traits
 from multimesh.calling.remarks import check_layouts, refuse_other_devices, warn_of_costs
 from multimesh.calling.transforms import Call
 from multimesh.core import _compat, checks
-from multimesh.core.names import warn_former
 from multimesh.core.specs import strip
 from multimesh.core.weak_cache import keep_with, weak
 from multimesh.errors import MultiMeshError, UsageError
@@ -369,7 +368,7 @@ def jit(
 ) -> Jitted[P, R]: ...
 @overload
 def jit(fn: None = None, **options: Any) -> _Decorator: ...
-def jit(
+def jit(  # type: ignore[misc]  # the options are those of the first overload
     fn: Callable[..., Any] | None = None,
     *,
     donate_argnums: int | Sequence[int] = (),
@@ -379,7 +378,6 @@ def jit(
     in_shardings: Any = None,
     out_shardings: Any = None,
     devices: Sequence[jax.Device] | None = None,
-    **former: Any,
 ) -> Any:
     """Compile a function whose tasks run on different submeshes.
 
@@ -402,8 +400,6 @@ def jit(
         memory kind that its ``NamedSharding`` names.
     devices
         The devices that tasks may use and that `register_task` callbacks count; by default all.
-    former
-        Arguments of the last release that are gone, with a ``DeprecationWarning`` that says what stands in their place.
 
     Returns
     -------
@@ -427,7 +423,6 @@ def jit(
     >>> mm.jit(forward)(jnp.eye(4), jnp.zeros((2, 4))).devices() == set(back.devices.flat)
     True
     """
-    warn_former("jit", former)
     options = {"in_shardings": in_shardings, "out_shardings": out_shardings, "devices": devices}
     static, donate = (static_argnums, static_argnames), (donate_argnums, donate_argnames)
 

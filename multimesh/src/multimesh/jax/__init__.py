@@ -22,7 +22,6 @@ from multimesh import *  # noqa: F403
 from multimesh import __all__ as _names_here
 from multimesh.calling import jitted as _jitted
 from multimesh.core import checks, submesh
-from multimesh.core.names import CONTEXTS
 from multimesh.errors import UsageError
 from multimesh.marking import contexts, microbatching, registrations
 from multimesh.marking import tasks as _marks
@@ -335,7 +334,8 @@ _ABSENT = {
     "shard_map": "call jax.shard_map with the task's mesh inside the task",
     "slice_global_mesh": "use the slice method of MultiMesh",
 }
+_CONTEXTS = tuple(field.name for field in dataclasses.fields(contexts.Options) if isinstance(field.default, bool))
 globals().update({name: functools.partial(_refuse, name) for name in _ABSENT})
-globals().update({name: _option(name, name in ("autoshard", "ignore_transforms") or None) for name in CONTEXTS})
-_ONLY = ("MultiMesh", "Task", "TaskMesh", "clear_tasks", "mjit", "shutdown", "tasks", *CONTEXTS, *_ABSENT)
+globals().update({name: _option(name, name in ("autoshard", "ignore_transforms") or None) for name in _CONTEXTS})
+_ONLY = ("MultiMesh", "Task", "TaskMesh", "clear_tasks", "mjit", "shutdown", "tasks", *_CONTEXTS, *_ABSENT)
 __all__ = sorted({*_names_here, *_ONLY})

@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 
 from multimesh import schedules
 from multimesh.core import _compat, checks
-from multimesh.core.names import warn_former
 from multimesh.core.specs import carry_over
 from multimesh.core.weak_cache import keep_with, weak
 from multimesh.errors import UsageError
@@ -57,7 +56,7 @@ def microbatch(
 ) -> Callable[A, R]: ...
 @overload
 def microbatch(fn: Callable[..., R], *, size: int | None, index: str, **options: Any) -> Callable[..., R]: ...
-def microbatch(
+def microbatch(  # type: ignore[misc]  # the options are those of the first overload
     fn: Callable[..., Any],
     *,
     dim: int = 0,
@@ -68,7 +67,6 @@ def microbatch(
     index: str | None = None,
     carry: int | None = None,
     accumulate: Any = None,
-    **former: Any,
 ) -> Callable[..., Any]:
     """Call ``fn`` once for each microbatch of one argument, and sum, average, join or stack the results.
 
@@ -106,9 +104,6 @@ def microbatch(
         where it is 256 times smaller than its sum. None: float32 for results of at most 65,536 elements (losses, norms,
         biases), for others their own. If the gradient is taken outside of the loop, `multimesh.jit` does the same.
 
-    former
-        Arguments of the last release that are gone, each refused or ignored with its remedy.
-
     Returns
     -------
     Callable
@@ -129,7 +124,6 @@ def microbatch(
     >>> mm.microbatch(step, size=4, argnum=1, carry=2, reduce="mean")(params, batch, stats)
     >>> predictions = mm.microbatch(forward, size=4, argnum=1, reduce="rows")(params, batch)  # doctest: +SKIP
     """
-    warn_former("microbatch", former)
     checks.function("microbatch: the first argument", fn)
     size = None if size is None else checks.integer("microbatch: size", size, 1)
     carry = None if carry is None else checks.integer("microbatch: carry", carry)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from multimesh.core.grouping import group
-from multimesh.core.names import FormerName
 from multimesh.core.text import amount, columns
 from multimesh.errors import UsageError
 from multimesh.observe.measure import JointMeasurement, MeasuredRun, SerialMeasurement
@@ -62,8 +61,6 @@ class Profile:
     processes: int = 1
     clocks: float = 0.0
     plan: Plan | None = field(default=None, repr=False)
-
-    forecast = FormerName("simulated")
 
     @property
     def schedule(self) -> Auto:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from multimesh.core.names import FormerName
 from multimesh.plan.instructions import PlanData, record
 from multimesh.schedules.costs import UNIT_COSTS
 
@@ -100,8 +99,6 @@ class Plan(PlanData):
         from multimesh.plan import timing
 
         return timing.simulate(self, costs)
-
-    forecast = FormerName("simulate")
 
     def to_svg(self, path: str | Path, costs: str | Device | Costs | Mapping[Any, float] = UNIT_COSTS) -> None:
         """Write a picture of `simulate`. ``profile.measured.to_svg`` draws a measured run."""

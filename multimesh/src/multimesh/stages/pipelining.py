@@ -15,7 +15,6 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from multimesh.core import _compat, checks
-from multimesh.core.names import warn_former
 from multimesh.core.submesh import AxisMap, make_task
 from multimesh.errors import UsageError
 from multimesh.marking import contexts
@@ -253,7 +252,6 @@ def pipeline(
     seconds: Sequence[float] | None = None,
     logical_axes: AxisMap | None = None,
     within_layers: bool = False,
-    **former: Any,
 ) -> PipelinedFunction[P, R]:
     """Cut a function without marks into the stages of a pipeline.
 
@@ -287,8 +285,6 @@ def pipeline(
     within_layers
         Whether stages may begin inside of layers that repeat. By default they do so only where that makes the slowest
         stage more than 5 % faster: stages of whole layers share their kernels.
-    former
-        ``memory=`` is refused, with what stands in its place.
 
     Returns
     -------
@@ -310,7 +306,6 @@ def pipeline(
     >>> [grad.device.id for grad in grads]
     [0, 0, 1, 1]
     """
-    warn_former("pipeline", former)
     checks.function("pipeline: the first argument", fn)
     grids = () if meshes is None else checks.many("pipeline: meshes", meshes, "a sequence of jax meshes")
     for mesh in grids:

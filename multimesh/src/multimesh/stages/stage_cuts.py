@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from multimesh.core.names import FormerName
 from multimesh.core.text import amount, columns
 
 WIDTH = 120  # columns of a table
@@ -49,8 +48,6 @@ class StageCut:
     state: float
     received: float
     work: Work
-
-    held = FormerName("state")
 
     @property
     def start(self) -> str:
