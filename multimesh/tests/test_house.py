@@ -67,7 +67,7 @@ BUDGETS = {
     "tooling/ci": 99,
     "tooling/core": 314,
     "tooling/environment": 239,
-    "tooling/image": 1_774,
+    "tooling/image": 1_771,
     "tooling/sources": 995,
 }
 """Lines of Python of each room and package. Who needs more raises a number here, and says why in the commit."""

@@ -89,7 +89,7 @@ def plan_commands(request: Request) -> list[list[str]]:
             view = snapshot.take_snapshot(ROOT, Path(folder), build.name_components(request))
             plan = build.make_plan(ROOT, request, view, build.FOLDER / "context", Path(folder))
         if request.upload:
-            release.check_sources(ROOT, request, plan.labels, view.changed, plan.base.unpinned)
+            release.check_push(ROOT, request, plan.labels, view.changed, plan.base.unpinned)
         commands, image = [plan.to_image(request.target, Path("RESULT"), None)], "IMAGE"
     if request.target != "devcontainer" and request.validate != "none":
         means = ["--gpus", "all"] if request.validate == "medium" else ["--network", "none"]

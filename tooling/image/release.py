@@ -131,11 +131,12 @@ def _list_dirty(labels: Mapping[str, str]) -> list[str]:
     ]
 
 
-def check_sources(
+def check_push(
     root: Path, request: Request, labels: Mapping[str, str], changed: Sequence[str] = (), bases: Sequence[str] = ()
 ) -> None:
-    """Raise errors that would stop a push after the build: changes that no commit holds, pins of a release.
+    """Raise errors that would stop a push after the build; of a dry run, those that need no registry.
 
+    Changes that no commit holds, pins of a release, ``release.json`` that cannot be written, a login that may not push.
     ``labels`` are those that the image has or would get; ``changed`` the files that no commit holds, ``bases``
     the images without a digest that it is built from.
     """
@@ -145,13 +146,8 @@ def check_sources(
     elif not request.allow_dirty and (lines := _list_dirty(labels)):
         names = f" ({shorten_names(changed)})" if changed else ""
         raise errors.SourceError(f"{lines[0]}{names}; or push it all the same with --allow-dirty")
-
-
-def check_push(
-    root: Path, request: Request, labels: Mapping[str, str], changed: Sequence[str] = (), bases: Sequence[str] = ()
-) -> None:
-    """Raise those errors, and where ``release.json`` cannot be written or this login may not push."""
-    check_sources(root, request, labels, changed, bases)
+    if request.dry_run:
+        return
     place = (request.release_file or root / RECORD).parent
     place.mkdir(parents=True, exist_ok=True)
     if not os.access(place, os.W_OK):

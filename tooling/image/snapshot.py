@@ -87,10 +87,11 @@ def _copy(place: Path, target: Path, paths: Sequence[str]) -> tuple[str, list[st
     tracked = ("diff", "--no-ext-diff", "--no-renames", "--ignore-submodules", "--name-only", "-z", commit)
     new = git("ls-files", "--others", "--exclude-standard", "-z", "--", *paths)
     changed = sorted({*git(*tracked), *(name for name in new if not name.endswith("/"))})  # a folder is a clone
-    for name in changed:
+    for name in changed:  # a folder before what lies in it: one that became a link is not followed
+        if (target / name).is_dir() and not (target / name).is_symlink():
+            shutil.rmtree(target / name)
         (target / name).unlink(missing_ok=True)
     for name in {*changed}.difference(git(*tracked, "--diff-filter=D")):
-        shutil.rmtree(target / name, ignore_errors=True)  # emptied: what lay there is a file now
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(place / name, target / name, follow_symlinks=False)
     return commit, changed
