@@ -140,7 +140,7 @@ def run_job(job: Job, notes: Iterable[str], maxtext: Path, root: Path | None) ->
     if flags.export:
         return 0 if this.rank else _export(start, flags, flags.export)
     # Of several processes the first speaks for all, unless another fails.
-    console = Output(soft_wrap=True, highlight=False, quiet=this.rank > 0)
+    console = Output(soft_wrap=True, highlight=False, markup=False, quiet=this.rank > 0)
     if flags.forecast and this.rank:
         return 0
     if not (flags.forecast or flags.dump_only):

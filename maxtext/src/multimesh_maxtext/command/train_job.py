@@ -57,7 +57,7 @@ def train_job(
         make_way(o, first, paths)
         listeners = make_listeners(o) if this.rank == 0 else []
         if not o.json:
-            console.print(python(), highlight=False, markup=False)
+            console.print(python())
         prepare_folders(job, paths, texts)
         check_memory(job, paths, console, gpu_memory)
         while True:
@@ -131,18 +131,18 @@ def _report(job: Job, console: Output, paths: Paths, result: TrainingResult, pai
         print(json.dumps(report.schedule_choice(paths.schedule) | summary))
     else:
         if schedule := report.schedule_choice(paths.schedule):
-            console.print(f"{schedule['schedule']['text']}\nschedule {paths.schedule}\n", highlight=False, markup=False)
+            console.print(f"{schedule['schedule']['text']}\nschedule {paths.schedule}\n")
         console.print(report.comparison(pairs) if pairs else report.step_table(steps))
         for evaluation in result.evaluations:
-            console.print(f"evaluated after step {evaluation.step}: loss {evaluation.loss:.4f}", highlight=False)
+            console.print(f"evaluated after step {evaluation.step}: loss {evaluation.loss:.4f}")
         if pairs:
-            console.print(f"largest difference {largest(pairs):.1e}, at most {TOLERANCE:.0e} allowed", highlight=False)
-        console.print(f"metrics {paths.metrics}", highlight=False)
+            console.print(f"largest difference {largest(pairs):.1e}, at most {TOLERANCE:.0e} allowed")
+        console.print(f"metrics {paths.metrics}")
     if not error:
         if not o.json:
             agree = f"; the same without the pipeline, in {job.model.resolved.get('dtype')}" if pairs else ""
             line = f"ok: {len(steps)} steps, loss {steps[0].loss:.4f} -> {steps[-1].loss:.4f}{agree}"
-            console.print(line, highlight=False)
+            console.print(line)
         return 0
     if not ((error.shared and console.quiet) or SPAWNED in os.environ):  # else another process or --spawn tells
         if isinstance(error, TrainerFailedError):

@@ -96,10 +96,10 @@ def train(
     """Start the trainer, show its progress, tell it to others, judge the run, and write why it ended."""
     o = job.flags
     if not o.json:
-        console.print(f"{headline(job)}\noutput {paths.output}\nlog    {paths.log}", highlight=False)
+        console.print(f"{headline(job)}\noutput {paths.output}\nlog    {paths.log}")
         if o.checkpoint:
             number = o.values.get(KEEP, CHECKPOINTS[KEEP])
-            console.print(f"the newest {number} checkpoints stay ({KEEP}=)", highlight=False)
+            console.print(f"the newest {number} checkpoints stay ({KEEP}=)")
         if o.nodes > 1 and not o.output:
             console.print("other processes log to temporary folders of their own; --output DIR keeps all in one")
     before = keep_before(paths.metrics, first)
