@@ -18,8 +18,8 @@ import jax
 
 from multimesh.core import _compat, known_faults
 from multimesh.errors import LostProcessError, UsageError
-from multimesh.processes import agree, host_values, lost_service, rendezvous, timeouts
-from multimesh.processes.endings import leave, see_end
+from multimesh.processes import agree, host_values, rendezvous, timeouts
+from multimesh.processes.endings import call_at_loss, leave, see_end
 from multimesh.processes.liveness import GONE, GRACE, HOLD, Watch
 
 _watch: Watch | None = None
@@ -187,7 +187,7 @@ def initialize(
     jax.config.update("jax_enable_preemption_service", preemptible)
     description = rendezvous.describe(rank, count, options, same_command)
     if rank:
-        lost_service.call_at_loss(functools.partial(_end_without_first, description))
+        call_at_loss(functools.partial(_end_without_first, description))
     rendezvous.start_jax(address, count, rank, devices, bind, waits.start, waits.silence, options)
     try:
         members = agree.run_in_all("the start", lambda: description, rendezvous.compare, waits.start)

@@ -19,8 +19,7 @@ import numpy as np
 from multimesh.errors import DamagedError, NoRecordError, UsageError
 from multimesh.processes import agree
 from multimesh.state import file_sums, saving
-from multimesh.state.leaves import compare, has_sharding, kind_of, name_leaves
-from multimesh.state.saving import HALF, load_handlers
+from multimesh.state.saving import HALF, has_sharding, kind_of, load_handlers, name_leaves
 
 TREE = "_METADATA"
 """Orbax's description of a tree. `save` notes the types of all leaves in it."""
@@ -131,13 +130,28 @@ def _read(folder: Path, like: Mapping[str, Any], kinds: Mapping[str, str], parti
             f"{folder} was not written by mm.distributed.save: restore it with Orbax and mm.distributed.orbax_handler()"
         )
     stored = contents["leaves"]
-    compare(folder, kinds, {name: kind for name, kind in stored.items() if name in kinds} if partial else stored)
+    _compare(folder, kinds, {name: kind for name, kind in stored.items() if name in kinds} if partial else stored)
     try:
         arrays = load_handlers("mm.distributed.restore").read(folder, like)
         return [_convert(x, arrays[name], contents["keys"].get(name)) for name, x in like.items()]
     except Exception as error:  # whatever the file system, Orbax and TensorStore raise
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DamagedError(f"{folder} can't be read: {line[:300]}; {file_sums.REMEDY}") from error
+
+
+def _compare(path: Path, targets: Mapping[str, str], kinds: Mapping[str, str]) -> None:
+    """Refuse a tree that is not like the saved one."""
+    for name in [*targets, *kinds]:
+        stored, wanted = kinds.get(name), targets.get(name)
+        if stored == wanted:
+            continue
+        if stored is None:
+            difference = f"no {name} ({wanted}), which `like` has"
+        elif wanted is None:
+            difference = f"{name} ({stored}), which `like` lacks"
+        else:
+            difference = f"{name} as {stored}, `like` as {wanted}"
+        raise UsageError(f"{path} has {difference}; give a tree like the one saved")
 
 
 def _convert(like: Any, value: Any, key: str | None) -> Any:

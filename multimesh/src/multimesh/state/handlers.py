@@ -34,7 +34,7 @@ from multimesh.core import _compat
 from multimesh.errors import UsageError
 from multimesh.processes import agree
 from multimesh.processes.arrays import absent, here, is_key
-from multimesh.state.leaves import has_sharding, kind_of
+from multimesh.state.saving import has_sharding, kind_of
 
 _KEY_KIND = "random_key_impl"  # Orbax's name
 

@@ -31,7 +31,6 @@ from multimesh.errors import MissingPartError, MultiMeshError, UsageError
 from multimesh.processes import agree
 from multimesh.processes.arrays import is_key
 from multimesh.state import file_sums
-from multimesh.state.leaves import has_sharding, kind_of, name_leaves
 
 OLDEST = (0, 12, 4)
 """Orbax before this fails where JAX's preemption service is off, as `initialize` leaves it."""
@@ -60,6 +59,40 @@ def load_handlers(user: str) -> ModuleType:
             "pip install 'multimesh-jax[checkpoints]'"
         )
     return importlib.import_module("multimesh.state.handlers")
+
+
+def name_leaves(tree: Any) -> dict[str, Any]:
+    """Return the leaves by their names, such as ``params/0/w``."""
+    leaves: dict[str, Any] = {}
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        name = jax.tree_util.keystr(path, simple=True, separator="/") or "tree"
+        if name in (".", ".."):
+            raise UsageError(f"the tree has a leaf that is called {name!r}: rename a key")
+        if name in leaves:
+            raise UsageError(f"the tree has two leaves that are called {name!r}: rename a key")
+        leaves[name] = leaf
+    folders = {name.replace("/", "."): name for name in leaves}  # in which Orbax writes them
+    for name in leaves:
+        above = itertools.accumulate(name.split("/"), "{}/{}".format)
+        other = next((parent for parent in above if parent in leaves and parent != name), None)
+        other = other or folders[name.replace("/", ".")]
+        if other != name:
+            raise UsageError(f"the tree has leaves that are called {name!r} and {other!r}: rename a key")
+    return leaves
+
+
+def kind_of(x: Any) -> str:
+    """Return the type of a leaf in words, such as ``float32[8,4]``."""
+    if hasattr(x, "dtype") and hasattr(x, "shape"):
+        return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+    return type(x).__name__
+
+
+def has_sharding(x: Any) -> bool:
+    """Return whether a leaf has a sharding. Otherwise every process has it."""
+    if isinstance(x, jax.Array):
+        return bool(x.committed)
+    return getattr(x, "sharding", None) is not None
 
 
 def save(path: Path, tree: Any, *, background: bool = False) -> None:
