@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from multimesh.processes import post
 
-STALLED = 120.0  # seconds without progress after which a line says so, once
+STALLED = 120.0  # seconds without progress after which a line says so, and again after twice as long
 LEFT = 5.0  # seconds that others wait in a step for a process that has ended
 
 
@@ -41,8 +41,9 @@ class StepsOfAll:
     def __init__(self, count: int, stall: float, now: float) -> None:
         self._all = {rank: _Progress(since=now) for rank in range(count)}
         self._together = now  # when nobody was behind
-        self._stall = stall
+        self._stall, self._first = stall, min(stall or STALLED, STALLED)
         self._reported: object = None
+        self._after = self._first
 
     def note(self, rank: int, progress: bytes, now: float) -> None:
         """Note the progress of a process, as `text_of` has it."""
@@ -56,8 +57,8 @@ class StepsOfAll:
         """Return a process that has held up the others for long; None if there is none to report now.
 
         One that has ended before a call that needs it ends the job; any other one only if that was asked for. Those
-        that wait are in the next call already, or have ended it. Before the first call, and where all are between the
-        same two, they compile, save or read: nobody holds up another.
+        that wait are in the next call already, or have ended it. Where all are between the same two calls, they
+        compile, save or read: that is only told.
         """
         running = {rank: each for rank, each in self._all.items() if not each.done}
         for rank in self._all.keys() - running.keys():
@@ -65,18 +66,22 @@ class StepsOfAll:
             for each in running.values():
                 if each.begun > gone.begun and rank in (each.partners or {rank}) and now - each.since > LEFT:
                     return Stall(rank, f"ended {gone}, and others have begun step {each.begun}, which needs it", True)
-        places = {each.at for each in running.values()}
-        if not any(ended for ended, _ in places) or (len(places) == 1 and len(set(*places)) == 1):
-            self._together = now
+        if not running or max(each.ended for each in running.values()) == 0:
+            self._together = now  # nobody has ended a call: they compile
             return None
         rank, last = min(running.items(), key=lambda item: (sum(item[1].at), item[0]))
-        still = now - max(last.since, self._together)
-        ends = 0 < self._stall <= still
-        if not ends and (still < STALLED or self._reported == (rank, last.at)):
+        between = last.begun == last.ended and len({each.at for each in running.values()}) == 1
+        self._together = now if between else self._together
+        still = now - (last.since if between else max(last.since, self._together))
+        if self._reported != (rank, last.at):
+            self._reported, self._after = (rank, last.at), self._first
+        ends = 0 < self._stall <= still and not between
+        if not ends and still < (max(self._after, STALLED) if between else self._after):
             return None
-        self._reported = (rank, last.at)
-        others = sorted({str(each) for other, each in running.items() if other != rank})
-        where = f"all others are {others[0]}" if len(others) == 1 else f"others are {' and '.join(others[:2])}"
+        self._after = self._stall if still < self._stall else 2 * still
+        others = [each for other, each in running.items() if other != rank]
+        places = sorted({str(each) for each in others})
+        where = f"all others are {places[0]}" if len(places) == 1 else f"others are {' and '.join(places[:2])}"
         how = f"{'has been' if ends else 'is'} {last} for {still:.0f} s, {where if others else 'all others have ended'}"
         return Stall(rank, how, ends)
 
