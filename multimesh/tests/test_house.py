@@ -43,13 +43,13 @@ A module that stands here apart from its room is data, or a part, that rooms bel
 """
 
 BUDGETS = {
-    "calling": 1_996,
+    "calling": 1_988,
     "commands": 1_390,
     "core": 2_849,
     "ir": 1_020,
     "jax": 400,
-    "marking": 1_509,
-    "observe": 2_054,
+    "marking": 1_503,
+    "observe": 2_051,
     "passes": 5_091,
     "plan": 932,
     "processes": 1_561,
@@ -60,14 +60,14 @@ BUDGETS = {
     "state": 701,
     "(beside the rooms)": 921,
     "multimesh/benchmarks": 1_442,
-    "multimesh/src": 26_468,
+    "multimesh/src": 26_357,
     "planner/src": 3_199,
     "numerics/src": 3_299,
-    "maxtext/src": 6_821,
+    "maxtext/src": 6_819,
     "tooling/ci": 99,
     "tooling/core": 322,
     "tooling/environment": 236,
-    "tooling/image": 1_827,
+    "tooling/image": 1_771,
     "tooling/sources": 917,
 }
 """Lines of Python of each room and package. Who needs more raises a number here, and says why in the commit."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from docker import DockerClient
 from tests.integration.parts import engine as engines
 from tests.integration.parts import registry as registries
 from tests.integration.parts import slurm
@@ -35,7 +36,7 @@ def docker_engine(parts_folder: Path) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def engine(docker_engine: None) -> docker_engines.Engine:
+def engine(docker_engine: None) -> DockerClient:
     """The engine that runs, as build.py sees it."""
     return docker_engines.connect()
 

@@ -104,6 +104,21 @@ def test_changed_and_new_files_are_in_it_and_in_the_label(clone: Path) -> None:
     assert (view.revision.endswith("-dirty"), view.maxtext.endswith("-dirty")) == (False, True), "MaxText has its own"
 
 
+def test_a_file_that_became_a_folder_or_a_link_is_copied_as_that(clone: Path) -> None:
+    (clone / "run").unlink()
+    write(clone, run__inner="in a folder now")
+    (clone / "src").rename(clone / "moved")
+    (clone / "src").symlink_to("moved")
+    files = read(clone, look(clone))
+    assert (files["run/inner"], files["moved/library"]) == ("in a folder now", "2")
+    assert (clone / "build/context/src").readlink() == Path("moved")
+    (clone / "run/inner").unlink()
+    (clone / "run").rmdir()
+    (clone / "run").symlink_to("nowhere")
+    look(clone)
+    assert (clone / "build/context/run").is_symlink()
+
+
 def test_data_beside_the_files_of_a_build_is_not_read(clone: Path) -> None:
     write(clone, docker__Dockerfile="", **{"docker__Dockerfile.dockerignore": "# names\n*\n!docker\n!gone\n!src\n"})
     commit(clone)

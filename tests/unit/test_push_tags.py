@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tooling.core import errors
-from tooling.image import engine, reference, tags
+from tooling.image import engine, reference
+from tooling.image.registry import name_candidate
 
 NAME = reference.make("r.example/team", "image", "main")
 
@@ -13,12 +14,12 @@ NAME = reference.make("r.example/team", "image", "main")
 def test_a_candidate_is_named_by_its_commit_and_its_difference_from_the_usual_image() -> None:
     commit, image_id = "0123456789ab" + "c" * 28, "sha256:" + "d" * 64
     labels = {"org.opencontainers.image.revision": commit}
-    assert tags.candidate(labels, image_id, checked=True) == "sha-0123456789ab-dddddddddddd"
-    assert tags.candidate(labels, image_id, checked=False).endswith("-unchecked")
+    assert name_candidate(labels, image_id, checked=True) == "sha-0123456789ab-dddddddddddd"
+    assert name_candidate(labels, image_id, checked=False).endswith("-unchecked")
     more = {"target": "dev", "accelerator": "cpu", "jaxlib": "source Release"}
     odd = {f"io.github.multimesh-jax.{key}": value for key, value in more.items()}
     odd["org.opencontainers.image.revision"] = f"{commit}-dirty"
-    assert tags.candidate(odd, image_id, checked=True) == "sha-0123456789ab-dirty-dev-cpu-source-dddddddddddd"
+    assert name_candidate(odd, image_id, checked=True) == "sha-0123456789ab-dirty-dev-cpu-source-dddddddddddd"
 
 
 @pytest.mark.parametrize(
@@ -42,13 +43,13 @@ def test_complaints_of_engines(complaint: str, passes: bool) -> None:
 
 
 def test_tags_of_a_release_end_with_latest() -> None:
-    assert tags.public(NAME, latest=False, version=None) == ("main",)
-    assert tags.public(NAME, latest=True, version="v1.20.3") == ("main", "v1.20.3", "v1.20", "latest")
-    assert tags.public(NAME.tagged("1.2.3"), latest=False, version="1.2.3") == ("1.2.3", "1.2")
+    assert reference.list_tags(NAME, latest=False, version=None) == ("main",)
+    assert reference.list_tags(NAME, latest=True, version="v1.20.3") == ("main", "v1.20.3", "v1.20", "latest")
+    assert reference.list_tags(NAME.tagged("1.2.3"), latest=False, version="1.2.3") == ("1.2.3", "1.2")
     of_a_target = NAME.tagged("devcontainer-v1.2.3")
-    assert tags.public(of_a_target, latest=False, version="v1.2.3") == (of_a_target.tag, "devcontainer-v1.2")
+    assert reference.list_tags(of_a_target, latest=False, version="v1.2.3") == (of_a_target.tag, "devcontainer-v1.2")
     for tag in ("1.2.3-rc1", "main", "v1", "py3.13"):
-        assert tags.public(NAME.tagged(tag), latest=False, version=None) == (tag,)
+        assert reference.list_tags(NAME.tagged(tag), latest=False, version=None) == (tag,)
 
 
 @pytest.mark.parametrize(
@@ -63,4 +64,4 @@ def test_tags_of_a_release_end_with_latest() -> None:
 )
 def test_only_a_release_or_a_push_gives_the_tags_of_one(tag: str, latest: bool, version: str | None) -> None:
     with pytest.raises(errors.OptionError, match=r"add --release|names the commit|three numbers"):
-        tags.public(NAME.tagged(tag), latest=latest, version=version)
+        reference.list_tags(NAME.tagged(tag), latest=latest, version=version)

@@ -218,7 +218,7 @@ def test_the_page_of_errors_has_each_message_with_its_remedy(monkeypatch: pytest
         (lambda: commands_of_library.parser().parse_args(["demo", "--nosuch"]), True),
         (lambda: schedules.load(tmp_path / "no.json"), False),
         (lambda: cli.main_inner(["bump", "nosuch", "1"]), False),
-        (lambda: reference.check_tag("a b"), True),
+        (lambda: reference.make(None, None, "a b"), True),
     ):
         with pytest.raises((MultiMeshError, errors.ToolingError)) as raised:
             call()

@@ -11,7 +11,7 @@ from pathlib import Path
 from tooling.core import errors, files
 from tooling.core.console import Subparsers, command
 from tooling.core.files import ROOT
-from tooling.image import buildx, reference, release, tags
+from tooling.image import buildx, reference, release
 from tooling.image.registry import Registry
 from tooling.image.request import add_options, from_options
 from tooling.sources import manifest
@@ -46,9 +46,9 @@ def register(subparsers: Subparsers) -> None:
 def run_preflight(args: argparse.Namespace) -> None:
     """Print the tags that the image would get."""
     name = reference.make(args.image, None, args.tag)
-    names, registry = tags.public(name, latest=args.latest, version=args.release), Registry(name.repository)
+    names, registry = reference.list_tags(name, latest=args.latest, version=args.release), Registry(name.repository)
     registry.check_push()
-    tags.check_free(registry, names)
+    registry.check_free(names)
     print(" ".join(names))
 
 

@@ -7,16 +7,19 @@ import os
 import re
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tooling.core import console, errors, files, proc
-from tooling.image import bazel_cache, buildx, digests, snapshot
-from tooling.image.engine import Built, Engine
+from tooling.image import bazel_cache, buildx, digests, engine, snapshot
 from tooling.image.request import Request, fits_an_option
 from tooling.image.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from docker.models.images import Image
+
+    from docker import DockerClient
 
 FOLDER, ARCHIVE = Path("build/image"), Path("docker/context/python.tar.gz")
 _CA_VARIABLES = ("PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "CURL_CA_BUNDLE")
@@ -140,16 +143,16 @@ def name_components(request: Request) -> tuple[str, ...]:
 
 def run(
     root: Path,
-    engine: Engine,
+    client: DockerClient,
     request: Request,
     allow: Callable[[Plan, Snapshot], None] = lambda plan, view: None,
-) -> Built:
+) -> Image:
     """Build an image, with all that it needs beside it; it has no name yet.
 
     ``allow`` gets what will be built, and raises where that may not be. An image for a push has no times of its build,
     so that another build of the commit has the same digest, where the engine can.
     """
-    started, folder = time.monotonic(), root / FOLDER
+    folder = root / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory(prefix="multimesh-image-") as temporary,
@@ -167,15 +170,15 @@ def run(
             console.note(f"not committed, and read by the build: {shorten_names(view.changed)}")
         for reference in plan.base.unpinned:
             console.note(f"{reference}: not pinned by digest; a release refuses that")
-        archive = place / "image.tar" if request.upload and engine.rewrites_times else None
+        archive = place / "image.tar" if request.upload and engine.rewrites_times(client) else None
         _run(plan.to_image(request.target, place / "result", archive), plan)
         answer = json.loads((place / "result").read_text(encoding="utf-8"))
         if archive:
             with archive.open("rb") as file:
-                engine.client.images.load(file)
+                client.images.load(file)
     # By the configuration or, in a containerd store, by the manifest.
     names = [answer[key] for key in ("containerimage.config.digest", "containerimage.digest") if key in answer]
-    return engine.describe(request.target, *names)._replace(seconds=time.monotonic() - started)
+    return engine.find_image(client, *names)
 
 
 def _run(argv: Sequence[str], plan: Plan) -> None:

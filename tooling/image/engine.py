@@ -8,12 +8,14 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from tooling.core import console, errors, proc
 from tooling.image.reference import Reference, split
 
 if TYPE_CHECKING:
+    from docker.models.images import Image
+
     from docker import DockerClient
 
 _PATIENCE_S = 5
@@ -23,73 +25,6 @@ _PASSES = re.compile(
     r"(?i)\b(429|50[0234])\b|too ?many ?requests|time[d ]*out|deadline|reset|refused|lost|eof|broken pipe|"
     r"closed (network|idle)|unavailable|no such host|unreachable|blob upload (unknown|invalid)"
 )
-
-
-class Built(NamedTuple):
-    """An image in the engine that built it, of a target; it gets its public name when it passed its check."""
-
-    target: str
-    image_id: str  # of the engine; a registry gives a manifest digest when it is pushed
-    bytes: int
-    labels: dict[str, str]
-    user: str = ""
-    seconds: float = 0.0
-
-
-class Engine(NamedTuple):
-    """An engine that answered."""
-
-    client: DockerClient
-
-    def describe(self, target: str, *names: str) -> Built:
-        """Return the image that the engine has under one of these names."""
-        from docker.errors import ImageNotFound
-
-        for name in names:
-            with suppress(ImageNotFound):
-                image = self.client.api.inspect_image(name)
-                config = image.get("Config") or {}
-                labels = dict(config.get("Labels") or {})
-                return Built(target, str(image["Id"]), int(image.get("Size") or 0), labels, config.get("User") or "")
-        raise errors.EngineError(f"{' or '.join(names)}: the engine has no such image; build it first")
-
-    def tag(self, image_id: str, name: Reference) -> None:
-        """Give an image a name."""
-        self.client.api.tag(image_id, name.repository, name.tag)
-
-    def push(self, name: Reference) -> None:
-        """Push a tag, again after faults that pass. ``EngineError``: refused, or out of reach to the last attempt."""
-        for wait in (*_WAITS_S, None):
-            events = self.client.api.push(name.repository, name.tag, stream=True, decode=True)
-            fault = next((str(event["error"]) for event in events if "error" in event), "")
-            if not fault:
-                return
-            if wait is None or not _PASSES.search(fault):
-                host = split(name.repository)[0] or "docker.io"
-                raise errors.EngineError(
-                    f"{name}: not pushed ({proc.shorten(fault)}); log in with `docker login {host}`, and check --repo"
-                )
-            console.note(f"{name}: {fault}; pushing it again in {wait} s")
-            time.sleep(wait)
-
-    @property
-    def rewrites_times(self) -> bool:
-        """Say whether what it builds can have the times of its files set: only a store of containerd keeps that."""
-        return "io.containerd.snapshotter.v1" in json.dumps(self.client.info().get("DriverStatus"))
-
-
-@contextmanager
-def name_faults() -> Iterator[None]:
-    """Give what the SDK raises the form of our errors. ``ToolingError``: it is not installed."""
-    try:
-        import docker.errors
-        import requests.exceptions
-    except ImportError:  # the folder docker/ of a clone is a package of this name too, and an empty one
-        raise errors.ToolingError("there is no .venv with docker's library; run ./bootstrap.sh --group image") from None
-    try:
-        yield
-    except (docker.errors.DockerException, requests.exceptions.RequestException) as error:
-        raise errors.EngineError(f"the engine: {getattr(error, 'explanation', None) or error}") from error
 
 
 def ask() -> DockerClient:
@@ -112,9 +47,54 @@ def ask() -> DockerClient:
     return client
 
 
-def connect() -> Engine:
-    """Return an engine that can build, or raise ``EngineError``."""
+def connect() -> DockerClient:
+    """Return the client of an engine that can build, or raise ``EngineError``."""
     client = ask()
     if proc.run(["docker", "buildx", "version"], check=False).returncode:
         raise errors.EngineError("docker has no buildx; install it (Debian and Ubuntu: docker-buildx)")
-    return Engine(client)
+    return client
+
+
+@contextmanager
+def name_faults() -> Iterator[None]:
+    """Give what the SDK raises the form of our errors. ``ToolingError``: it is not installed."""
+    try:
+        import docker.errors
+        import requests.exceptions
+    except ImportError:  # the folder docker/ of a clone is a package of this name too, and an empty one
+        raise errors.ToolingError("there is no .venv with docker's library; run ./bootstrap.sh --group image") from None
+    try:
+        yield
+    except (docker.errors.DockerException, requests.exceptions.RequestException) as error:
+        raise errors.EngineError(f"the engine: {getattr(error, 'explanation', None) or error}") from error
+
+
+def find_image(client: DockerClient, *names: str) -> Image:
+    """Return the image that the engine has under one of these names."""
+    from docker.errors import ImageNotFound
+
+    for name in names:
+        with suppress(ImageNotFound):
+            return client.images.get(name)
+    raise errors.EngineError(f"{' or '.join(names)}: the engine has no such image; build it first")
+
+
+def push(client: DockerClient, name: Reference) -> None:
+    """Push a tag, again after faults that pass. ``EngineError``: refused, or out of reach to the last attempt."""
+    for wait in (*_WAITS_S, None):
+        events = client.api.push(name.repository, name.tag, stream=True, decode=True)
+        fault = next((str(event["error"]) for event in events if "error" in event), "")
+        if not fault:
+            return
+        if wait is None or not _PASSES.search(fault):
+            host = split(name.repository)[0] or "docker.io"
+            raise errors.EngineError(
+                f"{name}: not pushed ({proc.shorten(fault)}); log in with `docker login {host}`, and check --repo"
+            )
+        console.note(f"{name}: {fault}; pushing it again in {wait} s")
+        time.sleep(wait)
+
+
+def rewrites_times(client: DockerClient) -> bool:
+    """Say whether what it builds can have the times of its files set: only a store of containerd keeps that."""
+    return "io.containerd.snapshotter.v1" in json.dumps(client.info().get("DriverStatus"))

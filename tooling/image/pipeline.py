@@ -6,16 +6,20 @@ import argparse
 import json
 import shlex
 import tempfile
-from collections.abc import Sequence
+import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tooling.core.console import Subparsers, command
 from tooling.core.files import ROOT
-from tooling.image import build, engine, release, smoke, snapshot, tags
-from tooling.image.engine import Built, Engine
+from tooling.image import build, engine, reference, release, smoke, snapshot
 from tooling.image.reference import Reference
 from tooling.image.request import Request, add_options, from_options
+
+if TYPE_CHECKING:
+    from docker.models.images import Image
+
+    from docker import DockerClient
 
 
 def register(subparsers: Subparsers) -> None:
@@ -36,7 +40,7 @@ def run(args: argparse.Namespace) -> None:
     request = from_options(args)
     smoke.check_means(request.validate)
     if request.upload and request.promote:  # impossible tags are refused without an engine
-        tags.public(request.reference, latest=request.latest, version=request.release)
+        reference.list_tags(request.reference, latest=request.latest, version=request.release)
     if request.dry_run:
         commands = plan_commands(request)
         print(json.dumps({"commands": commands}) if request.json else "\n".join(map(shlex.join, commands)))
@@ -45,24 +49,26 @@ def run(args: argparse.Namespace) -> None:
             make_image(engine.connect(), request)
 
 
-def make_image(where: Engine, request: Request) -> None:
+def make_image(client: DockerClient, request: Request) -> None:
     """Do all that a command line asks for."""
 
     def allow(plan: build.Plan, view: snapshot.Snapshot) -> None:
         if request.upload:
             release.check_push(ROOT, request, plan.labels, view.changed, plan.base.unpinned)
 
+    started = time.monotonic()
     if request.build:
-        built = build.run(ROOT, where, request, allow)
+        image = build.run(ROOT, client, request, allow)
     else:
-        built = where.describe(request.target, str(request.reference))
+        image = engine.find_image(client, str(request.reference))
         if request.upload:
-            release.check_push(ROOT, request, built.labels)
-    check = smoke.check(ROOT, where, built, request.validate)
+            release.check_push(ROOT, request, image.labels)
+    seconds = time.monotonic() - started
+    check = smoke.check(ROOT, client, image, request.target, request.validate)
     for name in _names(request):
-        where.tag(built.image_id, name)
-    pushed = release.publish(ROOT, where, built, check, request) if request.upload else None
-    report(built, check, _names(request), pushed, as_json=request.json)
+        image.tag(*name)
+    pushed = release.publish(ROOT, client, image, check, request) if request.upload else None
+    report(image, seconds, check, request, pushed)
 
 
 def _names(request: Request) -> list[Reference]:
@@ -83,7 +89,7 @@ def plan_commands(request: Request) -> list[list[str]]:
             view = snapshot.take_snapshot(ROOT, Path(folder), build.name_components(request))
             plan = build.make_plan(ROOT, request, view, build.FOLDER / "context", Path(folder))
         if request.upload:
-            release.check_sources(ROOT, request, plan.labels, view.changed, plan.base.unpinned)
+            release.check_push(ROOT, request, plan.labels, view.changed, plan.base.unpinned)
         commands, image = [plan.to_image(request.target, Path("RESULT"), None)], "IMAGE"
     if request.target != "devcontainer" and request.validate != "none":
         means = ["--gpus", "all"] if request.validate == "medium" else ["--network", "none"]
@@ -100,23 +106,22 @@ def plan_commands(request: Request) -> list[list[str]]:
     return commands
 
 
-def report(
-    built: Built, check: smoke.Check, names: Sequence[Reference], pushed: dict[str, Any] | None, *, as_json: bool
-) -> None:
+def report(built: Image, seconds: float, check: smoke.Check, request: Request, pushed: dict[str, Any] | None) -> None:
     """Print the image that was made: for people, or as JSON."""
-    if as_json:
-        answer = {"image": str(names[0]), "names": list(map(str, names)), "id": built.image_id, "bytes": built.bytes,
-                  "seconds": round(built.seconds, 2), "check": check._asdict(), "labels": built.labels,
+    names, size = _names(request), built.attrs["Size"]
+    if request.json:
+        answer = {"image": str(names[0]), "names": list(map(str, names)), "id": built.id, "bytes": size,
+                  "seconds": round(seconds, 2), "check": check._asdict(), "labels": built.labels,
                   "pushed": pushed}  # fmt: skip
         print(json.dumps(answer, indent=1))
         return
-    print(f"image   {names[0]}\nid      {built.image_id}\nsize    {built.bytes / 1e6:.0f} MB")
-    print(f"built   {built.seconds:.1f} s\ncheck   {check.verdict}")
+    print(f"image   {names[0]}\nid      {built.id}\nsize    {size / 1e6:.0f} MB")
+    print(f"built   {seconds:.1f} s\ncheck   {check.verdict}")
     if pushed is not None:
         image = pushed["image"]
         states = {None: "new", image["digest"]: "as it was"}
         moved = [f"{move['tag']} ({states.get(move['before'], 'moved')})" for move in image["tags"]]
         print(f"digest  {image['digest']}\npushed  {image['bytes'] / 1e6:.1f} MB to pull")
         print(f"tags    {', '.join([image['candidate'], *moved])}\npull    {image['pull']}")
-    if built.target == "runtime":
+    if request.target == "runtime":
         print(f"run     docker run --rm {names[0]} /opt/maxtext/validate-cpu.sh")

@@ -1,4 +1,11 @@
-"""Names of images: ``registry/owner/name:tag``, checked before an image is built that no engine would name so."""
+"""Names of images, checked before one is built that no engine would name so, and the one rule for their tags.
+
+==========================================  ====================================================
+``[NAME-]vX.Y.Z[-...]``, ``sha-COMMIT-ID``  may be new, and never move
+``[NAME-]vX.Y``, ``latest``                 a release alone gives them; they never go back
+all others                                  move
+==========================================  ====================================================
+"""
 
 from __future__ import annotations
 
@@ -9,8 +16,13 @@ from tooling.core import errors
 
 _PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
 _HOST = r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?|\[[0-9A-Fa-f:]+\])(?::[0-9]{1,5})?"
-_TAG, _DIGEST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}"), re.compile(r"sha256:[0-9a-f]{64}")
+_REPOSITORY = f"(?:{_HOST}/)?{_PART}(?:/{_PART})*"
+_TAG, _DIGEST = "[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", "sha256:[0-9a-f]{64}"
+IMAGE = f"{_REPOSITORY}(:{_TAG})?(@{_DIGEST})?"
 _OWNED = ("ghcr.io", "docker.io", "quay.io")  # registries whose images are all OWNER/NAME
+_VERSION = r"v?(\d+)\.(\d+)\.(\d+)"
+FIXED = re.compile(rf"(.+-)?{_VERSION}(-[0-9A-Za-z.-]+)?|sha-.+")
+LINE = re.compile(r"(.+-)?v?\d+\.\d+|latest")  # of releases: one that moves with each correction
 
 
 class Reference(NamedTuple):
@@ -24,11 +36,11 @@ class Reference(NamedTuple):
 
     def tagged(self, tag: str) -> Reference:
         """Return the same repository with another tag."""
-        return Reference(self.repository, check_tag(tag))
+        return Reference(self.repository, tag)
 
     def at(self, digest: str) -> str:
         """Return the name that pulls exactly these bytes."""
-        if not _DIGEST.fullmatch(digest):
+        if not re.fullmatch(_DIGEST, digest):
             raise errors.OptionError(f"{digest!r} is not a digest; expected sha256: and 64 hexadecimal digits")
         return f"{self.repository}@{digest}"
 
@@ -36,50 +48,54 @@ class Reference(NamedTuple):
 def make(repo: str | None, name: str | None, tag: str) -> Reference:
     """Return ``REPO:TAG``, or ``REPO/NAME:TAG`` where a name is given; without both, an image of this machine."""
     repository = "/".join(part for part in (repo, name) if part is not None) or "multimesh-jax"
+    if not re.fullmatch(_REPOSITORY, repository.lower()) or repository[255:]:
+        shown = repository.rpartition("@")[2][:80]  # before it, a password may be
+        raise errors.OptionError(
+            f"repository {shown!r}: expected [HOST[:PORT]/]OWNER/NAME, of letters and digits with single . _ or - "
+            "between them, in at most 255 characters; no https://, no tag, and no password: run `docker login`"
+        )
     host, path = split(f"{repository}/")
     if "" in (repo, name) or (host and path.count("/") < (2 if host.lower() in _OWNED else 1)):
         raise errors.OptionError(
             f"--repo {repository}: names no image; write its owner and name behind the registry, or add --name, e.g. "
             "ghcr.io/OWNER/multimesh-jax"
         )
-    return Reference(check_repository(repository), check_tag(tag))
-
-
-def check_repository(text: str) -> str:
-    """Return a repository in lower case, or raise an error that says why it is none."""
-    if "@" in text:  # it is not shown: a password may be in it
-        raise errors.OptionError("a repository has no user, password or digest in it; run `docker login`, leave out @")
-    host, path = split(text)
-    if (host and not re.fullmatch(_HOST, host)) or not re.fullmatch(f"{_PART}(/{_PART})*", path.lower()) or text[255:]:
+    if not re.fullmatch(_TAG, tag):
         raise errors.OptionError(
-            f"repository {text[:80]!r}: expected [HOST[:PORT]/]OWNER/NAME, of letters and digits with single . _ or - "
-            "between them, in at most 255 characters; no https://, no tag"
+            f"tag {tag[:140]!r}: 1 to 128 letters, digits, . _ and -, not beginning with . or -; choose another --tag"
         )
-    return text.lower()
-
-
-def check_image(text: str) -> str:
-    """Return the name of an image with or without a tag or a digest, or raise an error that says why it is none."""
-    name, at, digest = text.partition("@")
-    if at and not _DIGEST.fullmatch(digest):
-        raise errors.OptionError("an image is REPO:TAG or REPO@sha256:..., without a user or a password")
-    head, colon, tag = name.rpartition(":")
-    tagged = colon and "/" not in tag
-    check_repository(head if tagged else name)
-    check_tag(tag if tagged else "latest")
-    return text
-
-
-def check_tag(text: str) -> str:
-    """Return a tag, or raise an error that says why it is none."""
-    if not _TAG.fullmatch(text):
-        raise errors.OptionError(
-            f"tag {text[:140]!r}: 1 to 128 letters, digits, . _ and -, not beginning with . or -; choose another --tag"
-        )
-    return text
+    return Reference(repository.lower(), tag)
 
 
 def split(repository: str) -> tuple[str | None, str]:
     """Separate a host from the path, as every engine does."""
     first, slash, path = repository.partition("/")
     return (first, path) if slash and ("." in first or ":" in first or first == "localhost") else (None, repository)
+
+
+def read_version(tag: str) -> tuple[int, ...]:
+    """Return the three numbers of a version or of the tag of a release, and nothing for any other."""
+    match = re.fullmatch(f"(?:.+-)?{_VERSION}", tag)
+    return tuple(map(int, match.groups())) if match else ()
+
+
+def list_tags(reference: Reference, *, latest: bool, version: str | None) -> tuple[str, ...]:
+    """Return the public tags of an image, the one that matters least first and ``latest`` last.
+
+    A version ``v1.2.3`` also gives ``v1.2``, which moves with every correction; where the tag is ``NAME-v1.2.3``, both
+    begin with that name. ``OptionError``: a tag of the rule's first two rows that this is not a release for.
+    """
+    tag, tags = reference.tag, [reference.tag]
+    if version is not None:
+        if not re.fullmatch(_VERSION, version):
+            raise errors.OptionError(f"--release '{version}': write a version of three numbers, e.g. v0.3.0")
+        name = tag if tag.endswith(f"-{version}") else version
+        tags += [name, name.rpartition(".")[0]]
+    if tag.startswith("sha-"):
+        raise errors.OptionError(f"--tag {tag}: names the commit of an image, which a push gives by itself")
+    unreleased = latest and version is None
+    if unreleased or ((read_version(tag) or LINE.fullmatch(tag)) and tag not in tags[1:]):
+        raise errors.OptionError(
+            f"--tag {'latest' if unreleased else tag}: is the tag of a release; add --release with its version"
+        )
+    return tuple(dict.fromkeys([*tags, *(["latest"] if latest else [])]))

@@ -1,4 +1,4 @@
-"""A repository in its registry, by requests: manifests, labels, and whether this login may push.
+"""A repository in its registry, by requests: manifests, labels, the right to push, and moves of tags by digest.
 
 Docker's configuration gives the login. urllib3 tries faults that pass again; refusals, plain HTTP and unknown
 certificates are final.
@@ -6,17 +6,18 @@ certificates are final.
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import os
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urljoin, urlsplit
 
-from tooling.core import errors
+from tooling.core import console, errors
 from tooling.image import reference
+from tooling.image.buildx import LABEL, OCI
 
 if TYPE_CHECKING:
     import requests
@@ -47,6 +48,14 @@ class Manifest(NamedTuple):
     def bytes(self) -> int:
         """The size of configuration and layers, as they are sent."""
         return sum(int(part["size"]) for part in (self.document["config"], *self.document["layers"]))
+
+
+class Move(NamedTuple):
+    """A tag that has the digest now; ``before`` is the one that it had, None for a new tag."""
+
+    tag: str
+    before: str | None
+    digest: str
 
 
 class Registry:
@@ -96,10 +105,10 @@ class Registry:
         config = self.images(manifest)[0].document["config"]["digest"]
         return dict((self._ask("GET", f"blobs/{config}").json().get("config") or {}).get("Labels") or {})
 
-    def put(self, tag: str, manifest: Manifest) -> None:
-        """Give a tag to a manifest that the repository holds; nothing is sent besides."""
-        kind = str(manifest.document.get("mediaType", "application/vnd.oci.image.manifest.v1+json"))
-        self._ask("PUT", f"manifests/{tag}", data=manifest.content, headers={"Content-Type": kind})
+    def ids(self, manifest: Manifest) -> list[str]:
+        """Return by which ids engines know an image: of its manifest, of its configuration, or of their index."""
+        parts = [(image.document["config"]["digest"], image.digest) for image in self.images(manifest)]
+        return [manifest.digest, *(name for part in parts for name in part)]
 
     def check_push(self) -> None:
         """Raise ``EngineError`` unless this login may push: begin an upload, and take it back. Nothing stays."""
@@ -107,6 +116,59 @@ class Registry:
         location = urljoin(begun.url, begun.headers.get("Location", ""))
         if urlsplit(location).netloc == urlsplit(begun.url).netloc:
             self._session.delete(location, timeout=_TIMEOUT_S)  # a registry that cannot forgets it by itself
+
+    def check_pushed_here(self, digest: str) -> dict[str, str]:
+        """Return the labels of an image that ``docker/build.py`` checked and pushed; ``EngineError`` for any other.
+
+        Only a push of an image that passed its check gives this tag, which never moves.
+        """
+        name, manifest = f"{self.repository}@{digest}", self.get(digest)
+        labels = self.labels(manifest)
+        if f"{LABEL}.lock" not in labels:
+            raise errors.EngineError(f"{name}: has no labels of docker/build.py; push it with that")
+        tags = dict.fromkeys(name_candidate(labels, image_id, checked=True) for image_id in self.ids(manifest))
+        if digest not in map(self.digest, tags):
+            raise errors.EngineError(
+                f"{name}: is not under {[*tags][-1]}, so it passed no check; push it with docker/build.py, without "
+                "--validate none"
+            )
+        return labels
+
+    def check_free(self, tags: Sequence[str], digest: str = "") -> None:
+        """Raise ``EngineError`` where a tag that never moves is another image than this, or any image."""
+        for tag in filter(reference.FIXED.fullmatch, tags):
+            if self.digest(tag) not in (None, digest):
+                raise errors.EngineError(
+                    f"{self.repository}:{tag}: is another image already; take the next version, for none ever moves "
+                    "(on GitHub: run the failed jobs again, not all of them, which build another image)"
+                )
+
+    def promote(self, digest: str, tags: Sequence[str]) -> list[Move]:
+        """Move tags to a digest that the repository holds, in order, read each of them back, and say what it was.
+
+        One that moves with each correction stays where the image of a newer release has it. ``EngineError`` where the
+        digest is not there, or a tag cannot be moved; those before have moved.
+        """
+        manifest, moved, release = self.get(digest), list[Move](), max(map(reference.read_version, tags))
+        self.check_free(tags, digest)
+        for tag in tags:
+            before = self.find(tag)
+            if reference.LINE.fullmatch(tag):
+                if not release:
+                    raise errors.OptionError(f"{tag}: a release alone moves it; give its version too")
+                version = self.labels(before).get(f"{OCI}.version", "") if before else ""
+                if reference.read_version(version) > release:
+                    console.note(f"{self.repository}: {tag} stays with a newer release, {version}")
+                    continue
+            self.check_free([tag], digest)  # again: somebody may have given it since
+            if before != manifest:
+                kind = str(manifest.document.get("mediaType", "application/vnd.oci.image.manifest.v1+json"))
+                self._ask("PUT", f"manifests/{tag}", data=manifest.content, headers={"Content-Type": kind})
+            if (now := self.digest(tag)) != digest:
+                raise errors.EngineError(f"{self.repository}:{tag}: has {now}, not {digest}: somebody else moves it")
+            moved.append(Move(tag, before and before.digest, digest))
+            console.note(f"{self.repository}:{tag}: {digest} (before: {moved[-1].before or 'no such tag'})")
+        return moved
 
     def _ask(self, method: str, path: str, absent: int = 0, **options: Any) -> requests.Response:
         """Return an answer that is good, or says ``absent``."""
@@ -152,11 +214,10 @@ class Registry:
             server = server.replace("https:", "http:")
             answer = self._session.get(f"{server}/v2/", timeout=_TIMEOUT_S)
         login, (kind, _, fields) = _read_login(self.host), answer.headers.get("WWW-Authenticate", "").partition(" ")
-        pair = base64.b64encode(f"{login.get('username')}:{login.get('password')}".encode()).decode()
-        basic = {"Authorization": f"Basic {pair}"} if login.get("username") else {}
+        user, secret = (login.get(key, "").encode().decode("latin-1") for key in ("username", "password"))  # as UTF-8
         words = dict(re.findall(r'(\w+)="([^"]*)"', fields))
         if kind.lower() == "basic":
-            self._session.headers.update(basic)
+            self._session.auth = (user, secret) if user else self._session.auth
         elif kind.lower() == "bearer" and words.get("realm", "").startswith(("https://", "http://")):
             scope = f"repository:{self._path}:pull{',push' if login else ''}"
             form = {"service": words.get("service", ""), "scope": scope}
@@ -164,7 +225,9 @@ class Registry:
                 form |= {"grant_type": "refresh_token", "refresh_token": token, "client_id": "multimesh"}
                 answer = self._session.post(words["realm"], data=form, timeout=_TIMEOUT_S)
             else:
-                answer = self._session.get(words["realm"], params=form, headers=basic, timeout=_TIMEOUT_S)
+                answer = self._session.get(
+                    words["realm"], params=form, auth=(user, secret) if user else None, timeout=_TIMEOUT_S
+                )
             tokens = self._check(answer).json()
             self._session.headers["Authorization"] = f"Bearer {tokens.get('token') or tokens.get('access_token')}"
         return server
@@ -180,3 +243,12 @@ def _read_login(host: str) -> dict[str, str]:
     except (DockerException, ValueError) as error:
         raise errors.EngineError(f"{host}: its login cannot be read ({error}); run `docker login {host}`") from error
     return {name.lower(): value for name, value in login.items() if value}
+
+
+def name_candidate(labels: Mapping[str, str], image_id: str, *, checked: bool) -> str:
+    """Return the tag that an image is pushed under: its commit, what differs from the usual image, and its id."""
+    commit = re.sub(r"^([0-9a-f]{12})[0-9a-f]+", r"\1", labels.get(f"{OCI}.revision", "unknown"))
+    usual = {"target": "runtime", "accelerator": "cuda12", "jaxlib": "wheel"}
+    parts = {name: labels.get(f"{LABEL}.{name}", value).split()[0] for name, value in usual.items()}
+    odd = [part for name, part in parts.items() if part != usual[name]]
+    return "-".join(["sha", commit, *odd, image_id.removeprefix("sha256:")[:12], *([] if checked else ["unchecked"])])

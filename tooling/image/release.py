@@ -8,21 +8,25 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tooling.core import errors, files
 from tooling.core.console import Subparsers, command
 from tooling.core.files import ROOT
-from tooling.image import digests, reference, tags
+from tooling.image import digests, engine, reference
 from tooling.image.build import shorten_names
 from tooling.image.buildx import LABEL, OCI
 from tooling.image.digests import ImageLock, ImagePin
-from tooling.image.engine import Built, Engine
-from tooling.image.registry import Registry
+from tooling.image.registry import Registry, name_candidate
 from tooling.image.request import Request
 from tooling.image.smoke import Check
 from tooling.sources import manifest
 from tooling.sources.manifest import Pins
+
+if TYPE_CHECKING:
+    from docker.models.images import Image
+
+    from docker import DockerClient
 
 RECORD = Path("build/image/release.json")
 SCHEMA = Path(__file__).with_name("release.schema.json")
@@ -43,13 +47,13 @@ def run_promote(args: argparse.Namespace) -> None:
     """Move the tags of an image that passed its check; print their old digests."""
     repository, _, digest = args.image.partition("@")
     name = reference.make(repository, None, args.tag)
-    names = tags.public(name, latest=args.latest, version=args.release)
+    names = reference.list_tags(name, latest=args.latest, version=args.release)
     name.at(digest)  # which raises where it is none
     registry = Registry(name.repository)
-    labels = tags.check_pushed_here(registry, digest)
+    labels = registry.check_pushed_here(digest)
     if args.release:
         check_release(args.release, labels, load_locks(ROOT), tag=name.tag, latest=args.latest)
-    for move in tags.promote(registry, digest, names):
+    for move in registry.promote(digest, names):
         print(f"{move.tag}: {move.digest} (before: {move.before or 'no such tag'})")
 
 
@@ -127,11 +131,12 @@ def _list_dirty(labels: Mapping[str, str]) -> list[str]:
     ]
 
 
-def check_sources(
+def check_push(
     root: Path, request: Request, labels: Mapping[str, str], changed: Sequence[str] = (), bases: Sequence[str] = ()
 ) -> None:
-    """Raise errors that would stop a push after the build: changes that no commit holds, pins of a release.
+    """Raise errors that would stop a push after the build; of a dry run, those that need no registry.
 
+    Changes that no commit holds, pins of a release, ``release.json`` that cannot be written, a login that may not push.
     ``labels`` are those that the image has or would get; ``changed`` the files that no commit holds, ``bases``
     the images without a digest that it is built from.
     """
@@ -141,13 +146,8 @@ def check_sources(
     elif not request.allow_dirty and (lines := _list_dirty(labels)):
         names = f" ({shorten_names(changed)})" if changed else ""
         raise errors.SourceError(f"{lines[0]}{names}; or push it all the same with --allow-dirty")
-
-
-def check_push(
-    root: Path, request: Request, labels: Mapping[str, str], changed: Sequence[str] = (), bases: Sequence[str] = ()
-) -> None:
-    """Raise those errors, and where ``release.json`` cannot be written or this login may not push."""
-    check_sources(root, request, labels, changed, bases)
+    if request.dry_run:
+        return
     place = (request.release_file or root / RECORD).parent
     place.mkdir(parents=True, exist_ok=True)
     if not os.access(place, os.W_OK):
@@ -155,25 +155,25 @@ def check_push(
     Registry(request.reference.repository).check_push()
 
 
-def publish(root: Path, engine: Engine, built: Built, check: Check, request: Request) -> dict[str, Any]:
+def publish(root: Path, client: DockerClient, built: Image, check: Check, request: Request) -> dict[str, Any]:
     """Push under ``sha-COMMIT-ID``, verify, write ``release.json``, move the public tags; return the document.
 
     Until the last step every public tag is where it was.
     """
     name, place = request.reference, request.release_file or root / RECORD
     registry = Registry(name.repository)
-    candidate = name.tagged(tags.candidate(built.labels, built.image_id, checked=check.job != "none"))
-    engine.tag(built.image_id, candidate)
-    engine.push(candidate)
+    candidate = name.tagged(name_candidate(built.labels, str(built.id), checked=check.job != "none"))
+    built.tag(*candidate)
+    engine.push(client, candidate)
     pushed = registry.get(candidate.tag)
-    if built.image_id not in tags.ids(registry, pushed):
+    if built.id not in registry.ids(pushed):
         raise errors.EngineError(
-            f"{candidate}: is another image than the one that was checked ({built.image_id[:19]}); build again"
+            f"{candidate}: is another image than the one that was checked ({str(built.id)[:19]}); build again"
         )
     image: dict[str, Any] = {
         "repository": name.repository,
         "digest": pushed.digest,
-        "id": built.image_id,
+        "id": built.id,
         "bytes": sum(part.bytes for part in registry.images(pushed)),
         "pull": f"docker pull {name.at(pushed.digest)}",
         "candidate": candidate.tag,
@@ -184,7 +184,7 @@ def publish(root: Path, engine: Engine, built: Built, check: Check, request: Req
     document = {"format": 4, "created": created, "image": image, "check": passed, "labels": built.labels}
     files.write_json(place, document)
     if request.promote:
-        names = tags.public(name, latest=request.latest, version=request.release)
-        image["tags"] = [move._asdict() for move in tags.promote(registry, pushed.digest, names)]
+        names = reference.list_tags(name, latest=request.latest, version=request.release)
+        image["tags"] = [move._asdict() for move in registry.promote(pushed.digest, names)]
         files.write_json(place, document)
     return document

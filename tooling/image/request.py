@@ -157,14 +157,11 @@ def _check_values(args: argparse.Namespace) -> None:
         ("--cuda-version", args.cuda_version, _VERSION, "numbers with dots, e.g. 12.8.1"),
         ("--cudnn-version", args.cudnn_version, _VERSION, "numbers with dots, e.g. 9.8.0"),
         ("--bazel-cache", args.bazel_cache, _ADDRESS, "HOST or HOST:PORT, e.g. 127.0.0.1:9090"),
+        ("--base-image", args.base_image, reference.IMAGE, "REPO:TAG or REPO@sha256:..., without a user or a password"),
     ):
         if value is not None and not re.fullmatch(pattern, value):
-            raise errors.OptionError(f"{flag} {value[:80]!r}: not {expected}")
-    try:
-        reference.check_image("x" if args.base_image is None else args.base_image)
-    except errors.OptionError as error:
-        shown = args.base_image.rpartition("@")[2]
-        raise errors.OptionError(f"--base-image {shown[:80]!r}: not the name of an image ({error})") from None
+            shown = value.rpartition("@")[2]  # before it, a password may be
+            raise errors.OptionError(f"{flag} {shown[:80]!r}: not {expected}")
     for flag in ("pip_config", "ca_bundle", "python_archive"):
         path, flag = getattr(args, flag), f"--{flag.replace('_', '-')}"
         if path is not None and not (path.is_file() and fits_an_option(path)):

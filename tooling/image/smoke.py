@@ -8,11 +8,15 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tooling.core import errors, files, proc
 from tooling.image.buildx import LABEL
-from tooling.image.engine import Built, Engine
+
+if TYPE_CHECKING:
+    from docker.models.images import Image
+
+    from docker import DockerClient
 
 _CHECKED, _RECENT = Path("build/image/checked.json"), 20
 JOBS = {"small": "validate-cpu.sh", "medium": "validate-gpu.sh"}
@@ -35,7 +39,7 @@ def check_means(job: str) -> None:
         )
 
 
-def check(root: Path, engine: Engine, built: Built, job: str) -> Check:
+def check(root: Path, client: DockerClient, image: Image, target: str, job: str) -> Check:
     """Check an image in a container, or return the verdict of its last check.
 
     The job ``small`` is MaxText on 8 virtual CPU devices, without network or GPU; ``medium`` runs on the GPUs of this
@@ -43,39 +47,39 @@ def check(root: Path, engine: Engine, built: Built, job: str) -> Check:
     line of the job that failed in it.
     """
     recent = files.read_object(root / _CHECKED)
-    if (before := recent.get(built.image_id, {})).get("job") == job:
+    if (before := recent.get(str(image.id), {})).get("job") == job:
         return Check(**before)
     started, verdict = time.monotonic(), "its content is as promised; no job ran"
-    _check_contents(root, engine, built)
-    if built.target != "devcontainer" and job != "none":
-        verdict = _run_job(engine, built.image_id, job)
+    _check_contents(root, client, image, target)
+    if target != "devcontainer" and job != "none":
+        verdict = _run_job(client, str(image.id), job)
     passed = Check(job, round(time.monotonic() - started, 1), verdict)
     (root / _CHECKED).parent.mkdir(parents=True, exist_ok=True)
-    files.write_json(root / _CHECKED, dict([*recent.items()][-_RECENT:]) | {built.image_id: passed._asdict()})
+    files.write_json(root / _CHECKED, dict([*recent.items()][-_RECENT:]) | {image.id: passed._asdict()})
     return passed
 
 
-def _check_contents(root: Path, engine: Engine, built: Built) -> None:
+def _check_contents(root: Path, client: DockerClient, image: Image, target: str) -> None:
     """Compare the content of an image with the promise of its target."""
-    if built.user.partition(":")[0] in ("", "root", "0"):
-        raise errors.SmokeError(f"{built.image_id}: runs as root; the last USER of its stage must be another")
-    script, labels = (root / "docker/scripts/contents.sh").read_text(encoding="utf-8"), built.labels
-    words = [built.target, labels.get(f"{LABEL}.accelerator", "cpu").split()[0], labels.get(f"{LABEL}.python", "")]
+    if (image.attrs["Config"].get("User") or "").partition(":")[0] in ("", "root", "0"):
+        raise errors.SmokeError(f"{image.id}: runs as root; the last USER of its stage must be another")
+    script, labels = (root / "docker/scripts/contents.sh").read_text(encoding="utf-8"), image.labels
+    words = [target, labels.get(f"{LABEL}.accelerator", "cpu").split()[0], labels.get(f"{LABEL}.python", "")]
     entry = ["/bin/sh", "-c", script, "contents.sh"]
-    status, lines = _run(engine, built.image_id, words, network_mode="none", user="0", entrypoint=entry)
+    status, lines = _run(client, str(image.id), words, network_mode="none", user="0", entrypoint=entry)
     if status:
         faults = [line.removeprefix("fault: ") for line in lines if line.startswith("fault: ")]
-        raise errors.SmokeError(f"{built.image_id}: holds {'; '.join(faults) or ' '.join(lines[-3:])}")
+        raise errors.SmokeError(f"{image.id}: holds {'; '.join(faults) or ' '.join(lines[-3:])}")
 
 
-def _run_job(engine: Engine, image: str, job: str) -> str:
+def _run_job(client: DockerClient, image: str, job: str) -> str:
     """Run a validation job in a container, as a user would, with its lines shown; return the last of them."""
     from docker.types import DeviceRequest
 
     options: dict[str, Any] = {"entrypoint": ["/opt/entrypoint.sh"], "working_dir": "/tmp", "init": True}  # noqa: S108
     gpus = {"device_requests": [DeviceRequest(count=-1, capabilities=[["gpu"]])]}
     options |= gpus if job == "medium" else {"network_mode": "none"}
-    status, lines = _run(engine, image, [f"/opt/maxtext/{JOBS[job]}"], _show, **options)
+    status, lines = _run(client, image, [f"/opt/maxtext/{JOBS[job]}"], _show, **options)
     if status:
         reason = next((line for line in reversed(lines) if re.match("[Ee]rror", line)), (lines or ["no output"])[-1])
         raise errors.SmokeError(
@@ -90,10 +94,14 @@ def _show(line: str) -> None:
 
 
 def _run(
-    engine: Engine, image: str, command: list[str], show: Callable[[str], None] = lambda line: None, **options: Any
+    client: DockerClient,
+    image: str,
+    command: list[str],
+    show: Callable[[str], None] = lambda line: None,
+    **options: Any,
 ) -> tuple[int, list[str]]:
     """Run a container to its end, and remove it whatever happens; return its exit status and its lines."""
-    container, text, lines = engine.client.containers.create(image, command, **options), b"", list[str]()
+    container, text, lines = client.containers.create(image, command, **options), b"", list[str]()
     try:
         container.start()
         for chunk in container.logs(stream=True, follow=True):

@@ -72,29 +72,26 @@ def _copy(place: Path, target: Path, paths: Sequence[str]) -> tuple[str, list[st
     content that was committed.
     """
     target.mkdir(parents=True, exist_ok=True)
-    env = dict(os.environ)
-
-    def git(*args: str) -> str:
-        return proc.run(["git", "-C", place, "-c", "core.autocrlf=false", "--literal-pathspecs", *args], env=env).text
-
     head = proc.run(["git", "-C", place, "rev-parse", "--show-toplevel", "HEAD"], check=False)
     top, _, commit = head.text.partition("\n")
     if head.returncode or Path(top).resolve() != place.resolve():
         raise errors.SourceError(f"{place} has no history of git, so nobody knows its commit; clone it")
-    objects = str((place / git("rev-parse", "--git-path", "objects")).absolute())
-    quoted = objects.replace("\\", r"\\").replace('"', r"\"")
+
+    def git(*args: str, env: dict[str, str] | None = None) -> list[str]:
+        argv: list[str | Path] = ["git", "-C", place, "-c", "core.autocrlf=false", "--literal-pathspecs", *args]
+        return os.fsdecode(proc.run(argv, env=env).stdout).split("\0")[:-1]
+
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".git-") as folder:
-        index, new = Path(folder, "index"), Path(folder, "new")
-        shutil.copyfile(place / git("rev-parse", "--git-path", "index"), index)
-        env |= {"GIT_INDEX_FILE": str(index), "GIT_OBJECT_DIRECTORY": folder}
-        env["GIT_ALTERNATE_OBJECT_DIRECTORIES"] = f'"{quoted}"'
-        git("add", "--update")
-        names = git("ls-files", "--others", "--exclude-standard", "-z", "--", *paths).split("\0")
-        if names := [name for name in names if name and not name.endswith("/")]:  # a folder is a clone of its own
-            new.write_text("\0".join(names), encoding="utf-8", errors="surrogateescape")
-            git("add", f"--pathspec-from-file={new}", "--pathspec-file-nul")
-        tree = git("write-tree")
-        changed = git("diff-tree", "-r", "-z", "--name-only", commit, tree)
-        index.unlink()
-        git(f"--work-tree={target}", "read-tree", "--reset", "-u", tree)
-    return commit, list(filter(None, changed.split("\0")))
+        index = {"GIT_INDEX_FILE": f"{folder}/index"}  # of the copy: the clone's stays as it is
+        git(f"--work-tree={target}", "read-tree", "--reset", "-u", commit, env=os.environ | index)
+    tracked = ("diff", "--no-ext-diff", "--no-renames", "--ignore-submodules", "--name-only", "-z", commit)
+    new = git("ls-files", "--others", "--exclude-standard", "-z", "--", *paths)
+    changed = sorted({*git(*tracked), *(name for name in new if not name.endswith("/"))})  # a folder is a clone
+    for name in changed:  # a folder before what lies in it: one that became a link is not followed
+        if (target / name).is_dir() and not (target / name).is_symlink():
+            shutil.rmtree(target / name)
+        (target / name).unlink(missing_ok=True)
+    for name in {*changed}.difference(git(*tracked, "--diff-filter=D")):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(place / name, target / name, follow_symlinks=False)
+    return commit, changed

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from docker import DockerClient
 from tests.integration.image.conftest import NAME, Repository
 from tooling.core import errors
 from tooling.image import build, smoke
-from tooling.image.engine import Built, Engine
 from tooling.image.request import Request
 
 Docker = Callable[..., str]
@@ -96,24 +96,24 @@ def test_a_rebuild_without_changes_does_nothing(image: dict[str, Any], repositor
 
 
 def test_a_change_of_the_library_rebuilds_one_layer(
-    image: dict[str, Any], changed: Repository, engine: Engine, docker: Docker, ask: Asks
+    image: dict[str, Any], changed: Repository, engine: DockerClient, docker: Docker, ask: Asks
 ) -> None:
     file = changed.path / "multimesh" / "src" / "multimesh" / "__init__.py"
     file.write_text(file.read_text(encoding="utf-8") + "\nA_LINE = 1\n", encoding="utf-8")
     built = build.run(changed.path, engine, ask("runtime"))
-    before, after = layers(docker, image["id"]), layers(docker, built.image_id)
+    before, after = layers(docker, image["id"]), layers(docker, built.id)
     assert [one == other for one, other in zip(before, after, strict=True)] == [True] * (len(before) - 1) + [False]
-    ask = ["run", "--rm", built.image_id, "python3", "-c", "import multimesh; print(multimesh.A_LINE)"]
+    ask = ["run", "--rm", built.id, "python3", "-c", "import multimesh; print(multimesh.A_LINE)"]
     assert docker(*ask) == "1"
 
 
 def test_a_change_of_maxtext_rebuilds_from_there_on(
-    image: dict[str, Any], changed: Repository, engine: Engine, docker: Docker, ask: Asks
+    image: dict[str, Any], changed: Repository, engine: DockerClient, docker: Docker, ask: Asks
 ) -> None:
     file = changed.path / "third_party" / "maxtext" / "src" / "maxtext" / "__init__.py"
     file.write_text(file.read_text(encoding="utf-8") + "\nA_LINE = 1\n", encoding="utf-8")
     built = build.run(changed.path, engine, ask("runtime"))
-    before, after = layers(docker, image["id"]), layers(docker, built.image_id)
+    before, after = layers(docker, image["id"]), layers(docker, built.id)
     last = 7  # MaxText, the launcher, the files of /opt, the inventory, the planner, numerics, MultiMesh
     assert before[:-last] == after[:-last]
     assert before[-last] != after[-last]
@@ -121,7 +121,7 @@ def test_a_change_of_maxtext_rebuilds_from_there_on(
 
 
 def test_an_image_that_breaks_its_promise_gets_no_name(
-    image: dict[str, Any], repository: Repository, engine: Engine, docker: Docker, ask: Asks
+    image: dict[str, Any], repository: Repository, engine: DockerClient, docker: Docker, ask: Asks
 ) -> None:
     text = f"FROM {image['image']}\nUSER 0\nRUN cp /bin/true /usr/bin/gcc && echo s >/etc/pip.conf\n"
     text += "RUN touch /srv/libcublasLt.so.12\nENV LD_LIBRARY_PATH=/usr/local/nvidia/lib:/srv\n"
@@ -144,14 +144,15 @@ def test_an_image_that_breaks_its_promise_gets_no_name(
 
 
 def test_an_image_of_root_or_with_a_label_that_is_not_true_is_refused(
-    image: dict[str, Any], repository: Repository, engine: Engine, docker: Docker, ask: Asks
+    image: dict[str, Any], repository: Repository, engine: DockerClient, docker: Docker, ask: Asks
 ) -> None:
     root_image = docker("build", "-q", "-", stdin=f"FROM {image['image']}\nUSER 0\n")
     with pytest.raises(errors.SmokeError, match="runs as root"):
-        smoke.check(repository.path, engine, engine.describe("runtime", root_image), "small")
-    labels = image["labels"] | {"io.github.multimesh-jax.python": "standalone sha256:12"}
+        smoke.check(repository.path, engine, engine.images.get(root_image), "runtime", "small")
+    label = 'LABEL io.github.multimesh-jax.python="standalone sha256:12"'
+    other = docker("build", "-q", "-", stdin=f"FROM {image['image']}\n{label}\n")
     with pytest.raises(errors.SmokeError, match="the Python of its base, and the label names the standalone one"):
-        smoke.check(repository.path, engine, Built("runtime", image["id"], 0, labels, "1000"), "none")
+        smoke.check(repository.path, engine, engine.images.get(other), "runtime", "none")
 
 
 def test_the_image_of_this_name_can_be_checked_without_a_build(image: dict[str, Any], repository: Repository) -> None:

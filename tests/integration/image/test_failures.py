@@ -17,12 +17,12 @@ from typing import Any, ClassVar
 
 import pytest
 
+from docker import DockerClient
 from tests.integration.image.conftest import NAME, Repository
 from tests.integration.parts import disks, processes
 from tests.integration.parts import engine as engines
 from tooling.core import errors
 from tooling.image import build, engine
-from tooling.image.engine import Engine
 from tooling.image.request import Request
 
 PASSWORD = "hunter2-hunter2"
@@ -121,7 +121,7 @@ def index(root: Path, tmp_path: Path) -> Iterator[str]:
 
 
 def test_a_companys_index_serves_the_build_and_its_password_stays_out(
-    changed: Repository, index: str, engine: Engine, docker: Docker, ask: Asks, tmp_path: Path
+    changed: Repository, index: str, engine: DockerClient, docker: Docker, ask: Asks, tmp_path: Path
 ) -> None:
     config = tmp_path / "pip.conf"
     config.write_text(f"[global]\nindex-url = {index}\n")
@@ -129,13 +129,15 @@ def test_a_companys_index_serves_the_build_and_its_password_stays_out(
     locked.write_text(locked.read_text(encoding="utf-8") + f"# {tmp_path}\n", encoding="utf-8")  # no layer of before
     built = build.run(changed.path, engine, ask("installer", network="host", pip_config=config))
     assert any(path.endswith(".whl") for path in Index.served)
-    assert PASSWORD not in docker("image", "inspect", built.image_id)
-    assert PASSWORD not in docker("history", "--no-trunc", built.image_id)
+    assert PASSWORD not in docker("image", "inspect", built.id)
+    assert PASSWORD not in docker("history", "--no-trunc", built.id)
     find = f"! grep -rqsF {PASSWORD} /etc /opt /root /home /tmp /var /run"
-    docker("run", "--rm", "--user", "0", "--entrypoint", "/bin/sh", built.image_id, "-c", find)
+    docker("run", "--rm", "--user", "0", "--entrypoint", "/bin/sh", built.id, "-c", find)
 
 
-def test_evil_names_stay_data(changed: Repository, engine: Engine, docker: Docker, ask: Asks, tmp_path: Path) -> None:
+def test_evil_names_stay_data(
+    changed: Repository, engine: DockerClient, docker: Docker, ask: Asks, tmp_path: Path
+) -> None:
     config = tmp_path / "$(touch evil) ; touch evil `touch evil` 'a' --privileged"
     config.write_text("[global]\n")
     evil = changed.path.rename(tmp_path / "$(touch evil) --output=type=local ;")

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from docker import DockerClient
 from tests.integration.image.conftest import Repository
 from tests.integration.parts import engine as engines
 from tooling.core import errors
 from tooling.image import build, buildx
-from tooling.image.engine import Engine
 from tooling.image.request import Request
 
 pytestmark = pytest.mark.full
 
 
 def test_another_python_than_the_pinned_one_is_refused(
-    repository: Repository, docker_engine: None, parts_folder: Path, archive: Path, engine: Engine,
+    repository: Repository, docker_engine: None, parts_folder: Path, archive: Path, engine: DockerClient,
     ask: Callable[..., Request], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     make, base = buildx.make_arguments, engines.base_image("jammy", parts_folder)

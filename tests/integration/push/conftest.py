@@ -14,13 +14,14 @@ from typing import NamedTuple
 
 import pytest
 
+from docker import DockerClient
 from tests.integration.parts import engine as engine_parts
 from tests.integration.parts import proxy
-from tooling.image import reference, tags
+from tooling.image import engine as engines
+from tooling.image import reference
 from tooling.image.buildx import LABEL, OCI
-from tooling.image.engine import Engine
 from tooling.image.reference import Reference
-from tooling.image.registry import Manifest, Registry
+from tooling.image.registry import Manifest, Registry, name_candidate
 
 ROOT = Path(__file__).resolve().parents[3]
 VERSION = tomllib.loads((ROOT / "multimesh" / "pyproject.toml").read_text())["project"]["version"]
@@ -86,13 +87,14 @@ def there(target: Reference) -> Registry:
 
 
 @pytest.fixture
-def send(engine: Engine, there: Registry, target: Reference) -> Callable[[Tiny], Manifest]:
+def send(engine: DockerClient, there: Registry, target: Reference) -> Callable[[Tiny], Manifest]:
     """Push an image under its candidate's tag."""
 
     def send(image: Tiny) -> Manifest:
-        tag = tags.candidate(engine.describe("runtime", image.id).labels, image.id, checked=True)
-        engine.tag(image.id, target.tagged(tag))
-        engine.push(target.tagged(tag))
+        in_engine = engine.images.get(image.id)
+        tag = name_candidate(in_engine.labels, image.id, checked=True)
+        in_engine.tag(*target.tagged(tag))
+        engines.push(engine, target.tagged(tag))
         return there.get(tag)
 
     return send

@@ -14,9 +14,8 @@ from tests.integration.parts import packages, processes
 from tests.integration.parts.proxy import Fault, FaultyProxy
 from tooling.core import errors
 from tooling.image import registry as registries
-from tooling.image import tags
-from tooling.image.reference import Reference
-from tooling.image.registry import Registry
+from tooling.image.reference import Reference, list_tags
+from tooling.image.registry import Registry, name_candidate
 
 from .conftest import PINNED, ROOT, tooling
 
@@ -31,7 +30,7 @@ def test_push_promote_pull_run(make_tiny, send, there: Registry, target: Referen
     image = make_tiny("first words")
     digest = send(image).digest
     assert there.digest("v1") is None  # a pushed image has no public tag yet
-    moved = tags.promote(there, digest, tags.public(target, latest=True, version="v1.2.3"))
+    moved = there.promote(digest, list_tags(target, latest=True, version="v1.2.3"))
     assert [(move.tag, move.before) for move in moved] == [(t, None) for t in ("v1", "v1.2.3", "v1.2", "latest")]
     name = target.at(digest)
     subprocess.run(["docker", "rmi", "--force", image.id, name], capture_output=True)
@@ -74,14 +73,14 @@ def test_promotion_that_stops_half_way(make_tiny, send, there: Registry, faulty:
     """What moved is said before the next tag, and the same command goes on; faults that pass are no stop."""
     first, second = send(make_tiny("old")).digest, send(make_tiny("new")).digest
     faulty.faults = [Fault(MANIFEST, status=503), Fault(MANIFEST, status=429), Fault("GET .*/manifests/", cut_after=0)]
-    tags.promote(there, first, ("v1", "main"))
+    there.promote(first, ("v1", "main"))
     faulty.faults = [Fault("PUT .*/manifests/main", 9, status=403)]
     with pytest.raises(errors.EngineError, match="refused"):
-        tags.promote(there, second, ("v1", "main"))
+        there.promote(second, ("v1", "main"))
     assert f":v1: {second} (before: {first})" in capfd.readouterr().err
     assert (there.digest("v1"), there.digest("main")) == (second, first)
     faulty.faults = []
-    assert [move.before for move in tags.promote(there, second, ("v1", "main"))] == [second, first]
+    assert [move.before for move in there.promote(second, ("v1", "main"))] == [second, first]
 
 
 def test_fixed_tags_never_move(make_tiny, send, there: Registry, target: Reference) -> None:
@@ -89,19 +88,19 @@ def test_fixed_tags_never_move(make_tiny, send, there: Registry, target: Referen
     old = make_tiny("old")
     first, second = send(old).digest, send(make_tiny("new")).digest
     for digest in (first, second):
-        assert tags.check_pushed_here(there, digest)[f"{OCI}.revision"] == "ab" * 20
+        assert there.check_pushed_here(digest)[f"{OCI}.revision"] == "ab" * 20
     for tag in ("v1", "dev-v1.0.0"):
-        names = tags.public(target.tagged(tag), latest=False, version="v1.0.0")
-        tags.promote(there, first, names)
-        tags.promote(there, first, names)
+        names = list_tags(target.tagged(tag), latest=False, version="v1.0.0")
+        there.promote(first, names)
+        there.promote(first, names)
         with pytest.raises(errors.EngineError, match=r"v1\.0\.0: is another image already; take the next version"):
-            tags.promote(there, second, names)
+            there.promote(second, names)
         assert {there.digest(name) for name in names} == {first}
     for names in (("v1.0",), ("latest",)):
         with pytest.raises(errors.OptionError, match="a release alone moves it"):
-            tags.promote(there, second, names)
+            there.promote(second, names)
     with pytest.raises(errors.EngineError, match="is another image already"):
-        tags.promote(there, second, (tags.candidate(PINNED, old.id, checked=True),))
+        there.promote(second, (name_candidate(PINNED, old.id, checked=True),))
 
 
 def test_tags_stay_with_the_highest_version(make_tiny, send, there: Registry, target: Reference, capfd) -> None:
@@ -111,12 +110,12 @@ def test_tags_stay_with_the_highest_version(make_tiny, send, there: Registry, ta
         for version in versions
     }
     for version, digest in images.items():
-        moved = tags.promote(there, digest, tags.public(target, latest=True, version=version))
+        moved = there.promote(digest, list_tags(target, latest=True, version=version))
         assert "v1" in [move.tag for move in moved]
     assert "latest stays with a newer release" in capfd.readouterr().err
     minor = {"v1.9": "v1.9.1", "v1.10": "v1.10.0", "v1.8": "v1.8.7", "latest": "v1.10.0"}
     assert {tag: there.digest(tag) for tag in minor} == {tag: images[version] for tag, version in minor.items()}
-    again = tags.promote(there, images["v1.9.0"], tags.public(target, latest=True, version="v1.9.0"))
+    again = there.promote(images["v1.9.0"], list_tags(target, latest=True, version="v1.9.0"))
     assert [move.tag for move in again] == ["v1", "v1.9.0"]
 
 
@@ -146,7 +145,7 @@ def test_only_an_image_that_was_checked_here_is_promoted(make_tiny, upload, ther
 
 def test_failed_check_moves_nothing(make_tiny, send, upload, there: Registry, tmp_path) -> None:
     before = send(make_tiny("good")).digest
-    tags.promote(there, before, ("v1",))
+    there.promote(before, ("v1",))
     done = upload(make_tiny("bad", verdict="echo error: loss is NaN; exit 1"))
     assert done.returncode == 5, done.stderr
     assert "loss is NaN" in done.stderr
@@ -175,7 +174,7 @@ def test_interrupted_push(make_tiny, upload, there, target: Reference, faulty: F
     assert again.returncode == 0, again.stderr
     document = json.loads((tmp_path / "release.json").read_text())
     assert there.digest("v1") == document["image"]["digest"]
-    assert image.id in tags.ids(there, there.get("v1"))
+    assert image.id in there.ids(there.get("v1"))
 
 
 def test_the_right_to_push_is_asked_without_an_image(there: Registry, faulty: FaultyProxy) -> None:

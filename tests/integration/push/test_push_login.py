@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.integration.parts import registry as registries
-from tooling.image import reference, tags
+from tooling.image import engine as engines
+from tooling.image import reference
 from tooling.image.reference import Reference
 from tooling.image.registry import Registry
 
@@ -80,13 +81,13 @@ def test_push_with_a_login(
         "store": {"credsStore": "here", "auths": {host(target): {}}},
     }
     config(ways[way])
-    engine.client.api.reload_config()
+    engine.api.reload_config()
     there, image = Registry(target.repository), make_tiny(way)
-    engine.tag(image.id, target.tagged("candidate"))
+    engine.images.get(image.id).tag(*target.tagged("candidate"))
     there.check_push()
-    engine.push(target.tagged("candidate"))
-    (moved,) = tags.promote(there, there.get("candidate").digest, ("v1",))
-    assert image.id in tags.ids(there, there.get("v1"))
+    engines.push(engine, target.tagged("candidate"))
+    (moved,) = there.promote(there.get("candidate").digest, ("v1",))
+    assert image.id in there.ids(there.get("v1"))
     assert moved.digest == there.digest("v1")
     output = "".join(capfd.readouterr())
     assert SECRET not in output
