@@ -41,8 +41,10 @@ GOALS = {"flops": 1.001, "collectives": 1.02, "accessed": 1.05, "peak": 1.0}
 """The most that each size of ours may be of that of MaxText's one program."""
 
 ABOVE: dict[str, dict[str, float]] = {
-    "llama3-8b cp": {"collectives": 1.08, "accessed": 1.08},
     "qwen3-14b fsdp": {"flops": 1.01},
+    "qwen3-0.6b": {"flops": 1.03, "collectives": 1.3},
+    "gemma2-9b": {"accessed": 1.15},
+    "gemma3-12b": {"flops": 1.01},
 }
 """What is above its goal, and by how much at most; docs/performance.md names the causes."""
 

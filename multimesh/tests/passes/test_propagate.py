@@ -99,6 +99,20 @@ def convolved(x, w):
     return jax.lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
 
 
+@pytest.mark.parametrize(("again", "axes"), [(False, ((), ("data",))), (True, (("data",), ()))])
+def test_what_a_kernel_gathered_for_one_product_is_gathered_for_another(again, axes):
+    """The weight has more bytes than the rows, so that alone it stays divided."""
+
+    def products(x, w):
+        y = x @ w if again else jnp.repeat(x, 16, axis=1)
+        return y, y @ w.T
+
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 4), (4, 64))]
+    program = inline_calls(jaxpr(products, *args), jax.devices())
+    layouts = propagate(program.items, dict.fromkeys(program.inputs, (("data",), ())), MESH)
+    assert layouts[program.outputs[1]] == axes
+
+
 @pytest.mark.parametrize(
     ("fn", "shapes", "specs"),
     [

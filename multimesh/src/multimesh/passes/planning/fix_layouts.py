@@ -4,8 +4,8 @@ Arguments, results and what replaces arguments have the layout that was asked fo
 the constraint that it reaches through cheap operations, then those of its operands (`primitives.links`) in the order of
 the plan; what is still open takes those of its readers. Where one axis divides two operands and the result can have it
 once, the operand with more bytes on a device keeps it, so that the compiler gathers the other; a broadcast has the
-bytes of its operand. Layouts never change a result, but the compiler must obey those of a kernel's results: a wrong one
-costs collectives, time and memory.
+bytes of its operand, and what the kernel gathered before, for another operation, has none. Layouts never change a
+result, but the compiler must obey those of a kernel's results: a wrong one costs collectives, time and memory.
 """
 
 from __future__ import annotations
@@ -121,6 +121,8 @@ class Flow:
     def __init__(self) -> None:
         self._all: list[Array] = []
         self._origin: dict[ir.Value, int] = {}  # bytes of a value, or of what cheap operations make it of if fewer
+        self._root: dict[ir.Value, ir.Value] = {}  # what cheap operations make a value of, if that is one value
+        self.gathers: set[tuple[ir.Value, Axes]] = set()  # of roots, by the operations of a kernel so far
         self.bodies: dict[ir.Op, Inner] = {}
 
     def new(self, value: Any, mesh: Mesh) -> Array:
@@ -160,6 +162,9 @@ class Flow:
                 if is_cheap(op.prim):
                     sizes = (self._origin.get(v, v.nbytes) for v in op.reads)
                     self._origin[value] = min(value.nbytes, max(sizes, default=0))
+                    if len(operands := set(op.reads)) == 1:
+                        (operand,) = operands
+                        self._root[value] = self._root.get(operand, operand)
                 for d, axes in nearest.get(value, ()):
                     out.take(d, out.present(axes))
             fixed = constraint(op)
@@ -184,6 +189,7 @@ class Flow:
                 for group in sorted(groups, key=lambda group: -self._gathered(group, env, others)):
                     nodes = [(env[atom], d) for atom, d in group if atom not in results]
                     self._flow(nodes, [(env[atom], d) for atom, d in group if atom in results] or nodes[1:])
+                self._note_gathers(groups, env, results)
                 if op.prim.name in _PARTS:
                     for operand, out in itertools.product(filter(None, ins), outs):
                         self.join_arrays(operand, out)
@@ -193,9 +199,21 @@ class Flow:
         sizes = (
             self._origin.get(v, v.nbytes) // ways(env[v].divided[:d] + env[v].divided[d + 1 :], env[v].mesh)
             for v, d in group
-            if v not in results and env[v].axes[d]
+            if v not in results and env[v].axes[d] and (self._root.get(v, v), env[v].axes[d]) not in self.gathers
         )
         return max(sizes, default=0)
+
+    def _note_gathers(
+        self, groups: Iterable[Group], env: Mapping[ir.Value, Array], results: Collection[ir.Value]
+    ) -> None:
+        """Note the operands with an axis that a result has for another dimension."""
+        used = {axis for value in results for axes in env[value].divided for axis in axes}
+        for group in groups:
+            divided = {env[v].axes[d] for v, d in group if v in results}
+            for value, d in group:
+                axes = env[value].axes[d]
+                if axes and axes not in divided and not used.isdisjoint(axes):
+                    self.gathers.add((self._root.get(value, value), axes))
 
     def _loop(
         self, op: ir.Op, ins: Sequence[Array | None], outs: Sequence[Array], env: dict[ir.Value, Array], mesh: Mesh
@@ -353,6 +371,7 @@ class _Slots(Flow):
                     self.join_arrays(stack, env[value], -1)
                 inputs = inputs[1 + len(kernel.rows) :]
             env.update(zip(kernel.ins, inputs, strict=True))
+            self.gathers.clear()
             self.operations(kernel.ops, env, mesh)
         else:
             env.update((value, self.new(value, mesh)) for value in kernel.outs)
