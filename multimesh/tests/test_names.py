@@ -91,7 +91,7 @@ def is_property(node: ast.FunctionDef) -> bool:
 
 
 def test_functions_are_verbs():
-    rules = "passes/verifying/"  # these are named by the sentence that must hold
+    rules = "passes/verifying"  # these are named by the sentence that must hold
     found = [
         f"{file}: {f.name}"
         for every in every_room().values()

@@ -114,24 +114,3 @@ def test_a_schedule_that_has_no_table_for_the_loop_is_refused():
         mm.UsageError, match=r"\.py:\d+: schedule zb-h1 has one stage a submesh, but the loop has 2; use"
     ):
         ordered(skip, schedule="zb-h1")
-
-
-def test_zb_h1_makes_the_weight_gradients_apart():
-    """But with the backward where it always follows it, as on submesh 0."""
-    found = ordered(chain, schedule="zb-h1")
-    assert list(rows_of(found).values()) == [
-        "F0 F1 F2 B0 F3 B1 B2 B3",
-        "F0 F1 B0 F2 B1 W0 F3 B2 W1 B3 W2 W3",
-        "B0 B1 B2 W0 B3 W1 W2 W3",
-    ]
-    later = next(s for s in found.fragments if (s.phase, s.stage) == ("W", 1))
-    assert later.outs  # the gradient of the weight, which is summed
-    assert not any(set(later.values) & set(s.ins) for s in found.fragments)
-
-
-def test_a_custom_schedule():
-    rows = [["F0", "F0", "F0", "F0", "B0", "B0", "B0", "B0"], ["F1", "F1", "B1", "F1", "B1", "F1", "B1", "B1"]]
-    cells = ordered(chain, schedule=schedules.custom([*rows, ["F2", "B2", "F2", "B2", "F2", "B2", "F2", "B2"]]))
-    assert list(rows_of(cells).values()) == ["F0 F1 F2 F3 B0 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3", "B0 B1 B2 B3"]
-    with pytest.raises(mm.UsageError, match=r"\.py:\d+: schedule table: 2 rows, but there are 3 submeshes"):
-        ordered(chain, schedule=schedules.custom(rows))

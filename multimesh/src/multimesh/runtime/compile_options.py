@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from multimesh import ir
 from multimesh.core import _compat
 from multimesh.core._compat import executables
 from multimesh.ir.flops import product_sizes
@@ -64,18 +63,14 @@ def for_kernel(plan: Plan, number: int, options: Mapping[str, Any]) -> dict[str,
     if any(device.platform != "cpu" for device in mesh.devices.flat):
         return dict(options)
     chosen: dict[str, Any] = {}
-    if YNNPACK not in options and not _in_environment(YNNPACK) and loses_by_ynnpack(kernel.ops, mesh.size):
+    saved = sum(_seconds(op.prim.name, op.params, op.ins, mesh.size) for op in kernel.ops)
+    if YNNPACK not in options and not _in_environment(YNNPACK) and saved < 0:
         chosen |= {YNNPACK: ""} if executables.takes_option(YNNPACK, "") else {}
     return chosen | dict(options)
 
 
 def _in_environment(name: str) -> bool:
     return name in os.environ.get("XLA_FLAGS", "")
-
-
-def loses_by_ynnpack(ops: Sequence[ir.Op], devices: int) -> bool:
-    """Return whether a kernel's matrix products, on each of ``devices`` devices, take longer with YNNPACK."""
-    return sum(_seconds(op.prim.name, op.params, op.ins, devices) for op in ops) < 0
 
 
 def _seconds(name: str, params: dict[str, Any], ins: Sequence[Any], devices: int) -> float:

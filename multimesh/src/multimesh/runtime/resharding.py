@@ -136,11 +136,6 @@ class Resharder:
     piece: jax.ShapeDtypeStruct
     assemble: Callable[[Sequence[Any]], Any]
 
-    @property
-    def fresh(self) -> bool:
-        """Whether pieces are buffers of their own."""
-        return self.cut is not None
-
     def split(self, x: Any) -> list[dict[jax.Device, Any]]:
         """Return the pieces of an array on this process's devices of its source, by their number and device."""
         return [*map(_shards, self.cut(x) if self.cut else (x,))]

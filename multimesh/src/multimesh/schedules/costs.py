@@ -10,7 +10,8 @@ from multimesh.errors import UsageError
 
 Key = str | tuple[str | int, str]
 PHASES = ("F", "B", "W")
-UNIT_COSTS: Mapping[str, float] = {"F": 1.0, "B": 1.0, "W": 1.0}
+PhaseCosts = Mapping[str, float]
+UNIT_COSTS: PhaseCosts = {"F": 1.0, "B": 1.0, "W": 1.0}
 CLOSE = 1e-9  # relative difference of rounding
 ESTIMATED = "estimated: operations on each device, from shapes; transfers take no time"
 """Where the costs of a traced function are from."""

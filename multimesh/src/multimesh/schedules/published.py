@@ -22,11 +22,11 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from multimesh.schedules.costs import UNIT_COSTS
+from multimesh.schedules.costs import UNIT_COSTS, PhaseCosts
 from multimesh.schedules.table import Cell, PublishedIdle, Schedule
 
 
@@ -44,9 +44,7 @@ class GPipe(Schedule):
         for chunk in reversed(range(chunks)):
             yield from (Cell("B", chunk * submeshes + rank, i) for i in range(microbatches))
 
-    def idle(
-        self, submeshes: int, chunks: int, microbatches: int, costs: Mapping[str, float] = UNIT_COSTS
-    ) -> PublishedIdle:
+    def idle(self, submeshes: int, chunks: int, microbatches: int, costs: PhaseCosts = UNIT_COSTS) -> PublishedIdle:
         """``(p - 1) (tF + tB + tW) / v``, for at least ``p`` microbatches (Huang et al. 2019, Lamy-Poirier 2022)."""
         return _fill_and_drain(submeshes, chunks, costs, "m < p" if microbatches < submeshes and chunks > 1 else "")
 
@@ -88,9 +86,7 @@ class Interleaved(Schedule):
         """Return the number of forwards before the first backward, on a submesh that ``behind`` others follow."""
         return 2 * behind + (chunks - 1) * group if chunks > 1 else behind
 
-    def idle(
-        self, submeshes: int, chunks: int, microbatches: int, costs: Mapping[str, float] = UNIT_COSTS
-    ) -> PublishedIdle:
+    def idle(self, submeshes: int, chunks: int, microbatches: int, costs: PhaseCosts = UNIT_COSTS) -> PublishedIdle:
         """``(p - 1) (tF + tB + tW) / v``, if ``p`` divides ``m`` (Narayanan et al. 2019, 2021)."""
         return _fill_and_drain(submeshes, chunks, costs, _uneven(submeshes, chunks, microbatches))
 
@@ -160,9 +156,7 @@ class InterleavedZB(Schedule):
         forwards, backwards, group = _in_groups(rank, submeshes, chunks, microbatches)
         return _in_turn(forwards, backwards, (chunks - 1) * group + submeshes - rank - 1, rank)
 
-    def idle(
-        self, submeshes: int, chunks: int, microbatches: int, costs: Mapping[str, float] = UNIT_COSTS
-    ) -> PublishedIdle:
+    def idle(self, submeshes: int, chunks: int, microbatches: int, costs: PhaseCosts = UNIT_COSTS) -> PublishedIdle:
         """``(p - 1) (tF + tB - tW) / v``, for at least ``p`` microbatches and ``tW <= tF`` (Qi et al. 2023).
 
         The paper assumes equal times: longer weight gradients do not fit into the gaps.
@@ -206,9 +200,7 @@ class ZBH2(Schedule):
         forwards, backwards, _ = _in_groups(rank, submeshes, chunks, microbatches)
         return _in_turn(forwards, backwards, 2 * (submeshes - rank - 1), 2 * rank)
 
-    def idle(
-        self, submeshes: int, chunks: int, microbatches: int, costs: Mapping[str, float] = UNIT_COSTS
-    ) -> PublishedIdle:
+    def idle(self, submeshes: int, chunks: int, microbatches: int, costs: PhaseCosts = UNIT_COSTS) -> PublishedIdle:
         """``(p - 1) (tF + tB - 2 tW)`` of steps in a row, for ``2 tW <= tF + tB`` (Qi et al. 2023)."""
         gap = costs["F"] + costs["B"] - 2 * costs["W"]
         unless = "m < 2p-1" if microbatches < 2 * submeshes - 1 else "2 tW > tF+tB" if gap < 0 else ""
@@ -265,9 +257,7 @@ class ZBV(VShaped):
         turns = ["F0", "B0", "W0", "F1", "B1", "W1"] * extra + ["B0", "W0", "F1", "B1", "W1"] * (up - 1)
         return fill + turns + ["B0", "B1"] * rank + ["B0", "W0"] * up + ["W1"] * rank + ["W0"] * rank
 
-    def idle(
-        self, submeshes: int, chunks: int, microbatches: int, costs: Mapping[str, float] = UNIT_COSTS
-    ) -> PublishedIdle:
+    def idle(self, submeshes: int, chunks: int, microbatches: int, costs: PhaseCosts = UNIT_COSTS) -> PublishedIdle:
         """None of steps in a row, for equal times (Qi et al. 2024)."""
         equal = costs["F"] == costs["B"] == costs["W"]
         unless = "m < 2p" if microbatches < 2 * submeshes else "" if equal else "tF, tB and tW differ"
@@ -297,9 +287,7 @@ class DualPipeV(VShaped):
         drain += [word for w in late[:behind] for word in (w, "B0")] + late[behind:]
         return fill + turns + drain
 
-    def idle(
-        self, submeshes: int, chunks: int, microbatches: int, costs: Mapping[str, float] = UNIT_COSTS
-    ) -> PublishedIdle:
+    def idle(self, submeshes: int, chunks: int, microbatches: int, costs: PhaseCosts = UNIT_COSTS) -> PublishedIdle:
         """At most ``(p - 1) (tF + 2 tB - tW) / v``, after ``(p - 1) (tF&B + tB - 3 tW)`` of the paper.
 
         That is in times of a stage and of a whole backward, and joins a forward and the backward beside it. In our
@@ -365,7 +353,7 @@ def _uneven(submeshes: int, chunks: int, microbatches: int) -> str:
     return "p does not divide m" if microbatches % submeshes and chunks > 1 else ""
 
 
-def _fill_and_drain(submeshes: int, chunks: int, costs: Mapping[str, float], unless: str) -> PublishedIdle:
+def _fill_and_drain(submeshes: int, chunks: int, costs: PhaseCosts, unless: str) -> PublishedIdle:
     """Return the idle time of a fill and a drain by whole microbatches."""
     return PublishedIdle((submeshes - 1) * sum(costs.values()) / chunks, f"(p-1)(tF+tB+tW){_over(chunks)}", unless)
 

@@ -6,7 +6,7 @@ import collections
 import functools
 import itertools
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from multimesh.stages.partitioning import least_largest
 
@@ -30,15 +30,15 @@ class Chain:
     reads: tuple[tuple[Hashable, ...], ...]
     makes: tuple[tuple[Hashable, ...], ...]
     size: Mapping[Hashable, float]  # bytes of each value
-    home: Mapping[Hashable, int] = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        """Find the operation at which each value lies."""
+    @functools.cached_property
+    def home(self) -> Mapping[Hashable, int]:
+        """The operation at which each value lies."""
         home: dict[Hashable, int] = {}
         for i, (read, makes) in enumerate(zip(self.reads, self.makes, strict=True)):
             for value in (*read, *makes):
                 home.setdefault(value, i)
-        object.__setattr__(self, "home", home)
+        return home
 
     @functools.cached_property
     def ends(self) -> tuple[float, ...]:

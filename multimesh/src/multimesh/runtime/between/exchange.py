@@ -78,12 +78,15 @@ class Exchange:
         ]
         crossing = [t for t in crossing if t.pieces]
         self._untried += crossing
-        types = [_drop_layout(end.piece) if at else end.piece for end, at in zip(both, shown, strict=True)]
+        pieces = zip([end.piece for end in both], shown, strict=True)
+        types = [jax.ShapeDtypeStruct(piece.shape, piece.dtype) if at else piece for piece, at in pieces]
         send = self.transport.connect(crossing, types)
         me = jax.process_index()
         sent = [piece for t in crossing if t.source == me for piece in t.pieces]
         stays = [piece for t in every if t.source == t.target == me for piece in t.pieces]
-        copied = {piece for piece in sent if self.transport.late and lent[piece.array] and not both[piece.array].fresh}
+        copied = {
+            piece for piece in sent if self.transport.late and lent[piece.array] and both[piece.array].cut is None
+        }
         places = [SingleDeviceSharding(p.copy.target, memory_kind=targets[p.array].memory_kind) for p in stays]
         leaves = [here(source.device_set) for source in sources]
         arriving = {(p.array, p.copy): p for t in every if t.target == me for p in t.pieces}
@@ -119,7 +122,3 @@ def _mesh_layout(layout: Any) -> NamedSharding:
     if len(layout.device_set) == 1:
         return on_device(next(iter(layout.device_set)))
     raise UsageError(f"an argument has the layout {layout}, which can't be moved: give it a NamedSharding")
-
-
-def _drop_layout(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(struct.shape, struct.dtype)
