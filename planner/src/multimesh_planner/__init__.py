@@ -6,9 +6,6 @@ of them takes. Nothing here imports JAX.
 
 from __future__ import annotations
 
-import warnings
-from typing import Any
-
 from multimesh.core.targets import target_names as targets
 
 from multimesh_planner.bands import UNKNOWN, band
@@ -23,14 +20,6 @@ from multimesh_planner.step import Step, step_time
 from multimesh_planner.suggesting import suggest
 from multimesh_planner.suggestions import Suggestions
 from multimesh_planner.transformer import Transformer
-
-
-def __getattr__(name: str) -> Any:
-    if name != "forecast":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn("multimesh_planner.forecast is now multimesh_planner.step_time", DeprecationWarning, stacklevel=2)
-    return step_time
-
 
 __all__ = [
     "UNKNOWN",

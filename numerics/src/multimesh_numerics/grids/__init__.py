@@ -5,8 +5,6 @@ A grid has two or three dimensions. The first is sharded over mesh axes (slabs),
 cells, unless ``box`` says how long the grid is.
 """
 
-import warnings
-
 from multimesh_numerics.grids.derivatives import PowerSpectrum, gradient, poisson, power_spectrum, wavenumbers
 from multimesh_numerics.grids.halos import halo_add, halo_exchange
 from multimesh_numerics.grids.particles import MassGrid, paint, read
@@ -23,10 +21,3 @@ __all__ = [
     "read",
     "wavenumbers",
 ]
-
-
-def __getattr__(name: str) -> type[MassGrid]:
-    if name != "Painted":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn("multimesh.grids.Painted is now multimesh.grids.MassGrid", DeprecationWarning, stacklevel=2)
-    return MassGrid

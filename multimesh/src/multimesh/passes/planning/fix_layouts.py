@@ -162,9 +162,9 @@ class Flow:
                 if is_cheap(op.prim):
                     sizes = (self._origin.get(v, v.nbytes) for v in op.reads)
                     self._origin[value] = min(value.nbytes, max(sizes, default=0))
-                    if len(operands := set(op.reads)) == 1:
-                        (operand,) = operands
-                        self._root[value] = self._root.get(operand, operand)
+                    if len(reads := set(op.reads)) == 1:
+                        first = reads.pop()
+                        self._root[value] = self._root.get(first, first)
                 for d, axes in nearest.get(value, ()):
                     out.take(d, out.present(axes))
             fixed = constraint(op)
