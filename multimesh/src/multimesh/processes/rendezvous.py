@@ -98,27 +98,33 @@ def describe(rank: int, count: int, options: Mapping[str, Any], same_command: bo
 
 
 def compare(members: Sequence[Member]) -> list[Member]:
-    """Return all processes without their facts; raise ``UsageError`` if they do not run the same.
-
-    A word may differ if it holds the process's own number or host, as in ``train.py 3`` and ``--log=/tmp/3.log``.
-    """
-    first, *others = members
-    texts = {}
-    for fact, words in first["facts"].items():
-        for other in reversed(others):  # that of the lowest number is named
-            for a, b in itertools.zip_longest(words, other["facts"].get(fact, []), fillvalue=""):
-                if a != b and _neutral(a, first) != _neutral(b, other):
-                    a, b = (repr(word[:300]) if word else "nothing" for word in (a, b))
-                    texts[fact] = f"{fact}: {name_of(first)} has {a} where {name_of(other)} has {b}"
-                    break
-    if texts:
-        raise UsageError(f"the processes do not run the same; {'; '.join(texts.values())}. Start all of them alike")
+    """Return all processes without their facts; raise ``UsageError`` if they do not run the same."""
+    if differs := _describe_differences(members):
+        raise UsageError(f"the processes do not run the same; {differs}. Start all of them alike")
     return [{key: value for key, value in member.items() if key != "facts"} for member in members]
 
 
 def name_of(member: Mapping[str, Any]) -> str:
     """Name a process, as in all messages."""
     return f"process {member['rank']} of {member['count']} ({member['host']}, pid {member['pid']})"
+
+
+def _describe_differences(members: Sequence[Member]) -> str:
+    """Say in which facts processes differ, and which processes; empty if they do not.
+
+    A word may differ if it holds the process's own number or host, as in ``train.py 3`` and ``--log=/tmp/3.log``.
+    """
+    first, *others = members
+    texts = []
+    for fact, words in first["facts"].items():
+        for other in others:
+            pairs = itertools.zip_longest(words, other["facts"].get(fact, []), fillvalue="")
+            odd = [(a, b) for a, b in pairs if a != b and _neutral(a, first) != _neutral(b, other)]
+            if odd:
+                a, b = (repr(word[:300]) if word else "nothing" for word in odd[0])
+                texts.append(f"{fact}: {name_of(first)} has {a} where {name_of(other)} has {b}")
+                break
+    return "; ".join(texts)
 
 
 def _neutral(word: str, member: Member) -> str:

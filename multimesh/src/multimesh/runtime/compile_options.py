@@ -63,8 +63,11 @@ def for_kernel(plan: Plan, number: int, options: Mapping[str, Any]) -> dict[str,
     if any(device.platform != "cpu" for device in mesh.devices.flat):
         return dict(options)
     chosen: dict[str, Any] = {}
-    saved = sum(_seconds(op.prim.name, op.params, op.ins, mesh.size) for op in kernel.ops)
-    if YNNPACK not in options and not _in_environment(YNNPACK) and saved < 0:
+    if (
+        YNNPACK not in options
+        and not _in_environment(YNNPACK)
+        and sum(_seconds(op.prim.name, op.params, op.ins, mesh.size) for op in kernel.ops) < 0
+    ):
         chosen |= {YNNPACK: ""} if executables.takes_option(YNNPACK, "") else {}
     return chosen | dict(options)
 

@@ -36,15 +36,10 @@ class Blocks:
         ends = [n * self.rows for n in range(len(self.meshes) + 1)]
         return tuple(itertools.pairwise(ends))
 
-    @functools.cached_property
+    @property
     def mesh(self) -> Mesh:
         """The mesh of all submeshes. Its first axis is ``"stage"``, or the like if the submeshes have that."""
-        first = self.meshes[0]
-        axis = next(name for name in ("stage", "stages", "stage_", "stages_") if name not in first.axis_names)
-        devices = np.stack([mesh.devices for mesh in self.meshes])
-        mesh = Mesh(devices, (axis, *first.axis_names), axis_types=(AxisType.Auto, *first.axis_types))
-        _FIRST[mesh] = first
-        return mesh
+        return _join_meshes(self.meshes)
 
     def sharding(self, spec: PartitionSpec, memory: str | None = None) -> NamedSharding:
         """Return the layout of the whole, if blocks have ``spec`` on their submesh."""
@@ -57,6 +52,16 @@ class Blocks:
     def cut(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of a block of an array."""
         return (*shape[: self.dim], self.rows, *shape[self.dim + 1 :])
+
+
+@functools.cache
+def _join_meshes(meshes: tuple[Mesh, ...]) -> Mesh:
+    first = meshes[0]
+    axis = next(name for name in ("stage", "stages", "stage_", "stages_") if name not in first.axis_names)
+    devices = np.stack([mesh.devices for mesh in meshes])
+    mesh = Mesh(devices, (axis, *first.axis_names), axis_types=(AxisType.Auto, *first.axis_types))
+    _FIRST[mesh] = first
+    return mesh
 
 
 @functools.cache
