@@ -24,7 +24,7 @@ from multimesh_maxtext.trainer.checkpointer import telling
 
 STATE = {"params": {"w": jnp.arange(4000.0).reshape(40, 100)}, "opt_state": {"count": jnp.ones(7, jnp.int32)}}
 RECORD = "multimesh-sums.0-of-1.json"
-Open = Callable[[Path], Any]
+Open = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +32,12 @@ def start() -> Iterator[Open]:
     """Orbax's checkpointer for a folder, as MaxText makes it."""
     opened = []
 
-    def checkpointer(folder: Path) -> Any:
+    def checkpointer(folder: Path, layers: int | None = None) -> Any:
         context = ocp.Context()
         context.array.saving.use_ocdbt = context.array.saving.use_zarr3 = context.pytree.loading.partial_load = True
         every = ocp.training.save_decision_policies.FixedIntervalPolicy(1)
         opened.append(ocp.training.Checkpointer(folder, context=context, save_decision_policy=every))
-        return telling(opened[-1])
+        return telling(opened[-1], layers)
 
     yield checkpointer
     for each in opened:
@@ -135,6 +135,23 @@ def test_another_model_is_refused_before_it_is_loaded(start: Open, written: Path
     wider = STATE | {"params": {"w": jnp.zeros((40, 101))}}
     with pytest.raises(CheckpointError, match=r"params/w is \(40, 100\) in it and \(40, 101\) in this run; use the"):
         start(written).load_checkpointables(3, {"items": wider})
+
+
+def test_layers_are_loaded_into_another_layout_of_the_same_widths(start: Open, tmp_path: Path):
+    kernels = jnp.arange(24.0).reshape(3, 4, 2)  # of four layers
+    layers = {f"layers_{n}": {"w": kernels[:, n]} for n in range(4)}
+    checkpoints = start(tmp_path, 4)
+    checkpoints.save_checkpointables(0, {"items": {"params": {**layers, "embedding": jnp.ones(2)}}})
+    stacks = {"layers_0_2": {"w": jnp.zeros((3, 3, 2))}, "layers_3_3": {"w": jnp.zeros((3, 1, 2))}}
+    model = {"params": {**stacks, "embedding": jnp.zeros(2)}}
+    loaded = checkpoints.load_checkpointables(0, {"items": model})["items"]["params"]
+    assert jnp.array_equal(loaded["layers_0_2"]["w"], kernels[:, :3])
+    assert jnp.array_equal(loaded["layers_3_3"]["w"], kernels[:, 3:])
+    assert jnp.array_equal(loaded["embedding"], jnp.ones(2))
+    stacks["layers_0_2"]["w"] = jnp.zeros((4, 3, 2))
+    message = r"params/layers_0_2/w gives \(3, 3, 2\), but the model has \(4, 3, 2\)"
+    with pytest.raises(CheckpointError, match=message):
+        checkpoints.load_checkpointables(0, {"items": model})
 
 
 def test_a_step_that_is_there_already_is_no_failure(start: Open, written: Path):

@@ -31,7 +31,7 @@ everywhere = processes.everywhere  # MaxText calls it for each scalar that it re
 _stages: placement.Stages | None = None
 _auto: multimesh.schedules.Auto | None = None
 """The schedule of ``--schedule auto``, with the memory and the costs that are known by now."""
-_specs: dict[str, P] = {}
+_specs: dict[tuple[str, ...], P] = {}
 """Layout of each parameter, by its path in the model."""
 _layers: list[tuple[Any, Any, Any]] = []
 """In a forecast: the model, the arguments and the layer of each kind of layer that was made."""
