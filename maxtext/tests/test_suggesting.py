@@ -13,7 +13,7 @@ from multimesh import planner
 from multimesh.__main__ import main
 from multimesh_maxtext.command import cli, suggesting
 from multimesh_maxtext.command.command_line import read, write_words
-from multimesh_maxtext.command.forecasting import planner_configuration, precision, recompute, transformer
+from multimesh_maxtext.command.forecasting import planner_configuration, recompute, transformer
 from multimesh_maxtext.command.job import Job, describe_model
 from multimesh_maxtext.command.suggesting import POLICIES, Request
 from multimesh_maxtext.command.values import REMAT
@@ -181,7 +181,7 @@ def test_the_precision_of_quantization_is_forecast(
     assert found["suggestions"][0]["seconds"] < 0.9 * wide["suggestions"][0]["seconds"]
     words = found["command"].split()[1:]
     assert set(FP8) <= set(words)
-    assert precision(job(words).model) == "fp8"
+    assert planner_configuration(job(words)).precision == "fp8"
 
 
 SHORT = (
@@ -207,7 +207,7 @@ def test_exact_forecasts_are_tried_until_one_fits(
     argv = (*JOB, "--json", "--tp", "2")
     sizes, tried = [90 * 10**9, 50 * 10**9], list[Configuration]()
 
-    def plan(request: Request, how: Configuration) -> int:
+    def plan(request: Request, how: Configuration, text: str) -> int:
         tried.append(how)
         return sizes[len(tried) - 1]
 

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -70,11 +71,11 @@ class StepFunction:
             write_placement(Path(config.placement), stepped=result[0])
         return (result[0], everywhere(result[1])) if self._trains else everywhere(result)
 
-    def lower(self, state: Any, batch: Any) -> Ahead:
+    def lower(self, state: Any, batch: Any) -> SimpleNamespace:
         """Stand in for a compilation of which MaxText only prints the memory. A run that does not train ends here."""
         config = self._config
         if not (config.forecast or config.dump_only):
-            return Ahead()
+            return leave_compilation()
         with multimesh.context(autoshard=True):
             lowered = self._jitted.lower(state, batch)
             if config.chosen:
@@ -111,16 +112,11 @@ class StepFunction:
         Path(self._config.chosen).write_text(json.dumps({**choice.to_json(), "text": str(choice)}))
 
 
-class Ahead:
-    """A compilation that is left to the first call."""
-
-    def compile(self, compiler_options: Any = None) -> Ahead:
-        """Do nothing."""
-        del compiler_options
-        return self
-
-    def memory_analysis(self) -> None:
-        """Know nothing: MaxText prints nothing then."""
+def leave_compilation() -> SimpleNamespace:
+    """Return a compilation that is left to the first call; of its memory, which MaxText would print, it knows none."""
+    ahead = SimpleNamespace(memory_analysis=lambda: None)
+    ahead.compile = lambda **_options: ahead
+    return ahead
 
 
 def eval_types(fn: Callable[[], Any], shardings: Any) -> Any:
@@ -135,7 +131,11 @@ def eval_types(fn: Callable[[], Any], shardings: Any) -> Any:
 
 
 @jax.custom_vjp
-def _like_flash(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+def like_flash_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return arrays of the types of an attention's result and its sums, with residuals of the same types.
+
+    ``query``, ``key``, ``value``: of shape [batch, tokens, heads, width]; the kernel calls that ``BTNH``.
+    """
     return _like_flash_forward(query, key, value)[0]
 
 
@@ -153,15 +153,7 @@ def _like_flash_backward(residuals: Any, cotangents: Any) -> Any:
     return mixed, jnp.cumsum(key, 1) + weight, jnp.cumsum(value, 1) + weight
 
 
-_like_flash.defvjp(_like_flash_forward, _like_flash_backward)
-
-
-def like_flash_attention(query: jax.Array, key: jax.Array, value: jax.Array, **_settings: Any) -> Any:
-    """Return arrays of the types of an attention's result and its sums, with residuals of the same types.
-
-    ``query``, ``key``, ``value``: of shape [batch, tokens, heads, width]; the kernel calls that ``BTNH``.
-    """
-    return _like_flash(query, key, value)
+like_flash_attention.defvjp(_like_flash_forward, _like_flash_backward)
 
 
 def _dump(compiled: multimesh.Compiled, folder: Path) -> None:
