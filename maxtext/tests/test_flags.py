@@ -54,7 +54,7 @@ checkpoint_period=3 | checkpoint_period= needs --checkpoint; add it
 --text README.md --dataset-name x | dataset_name= is for data of dataset_type=, not for olmo_grain
 --tokenizer-path p | tokenizer_path= is for data of dataset_type=, not for synthetic; add that
 --dataset-name c4 | dataset_name= is for data of dataset_type=, not for synthetic
-model_name=llama3-8b | use that
+model_name=llama3-8b | model_name= is decided by the flags (model_name=); use --model-name
 grain_train_files=*.x dataset_type=grain | grain_train_files=*.x: the value is no YAML; put strings
 learning_rat=3 | MaxText has no setting learning_rat; did you mean learning_rate
 --microbatchsize 4 | --microbatchsize: no such flag; did you mean --microbatch-size?
@@ -161,7 +161,7 @@ UNSUPPORTED = """
 --nodes 2 --gpus 1 --verify | --verify is for one process so far on GPUs
 --backend spmd --verify | --backend spmd has no use for --verify
 --backend spmd --custom-schedule-path table.json | has no use for --custom-schedule-path
---backend spmd --forecast | --backend spmd has no use for --forecast: no plan; leave it out
+--backend spmd --forecast | --backend spmd has no use for --forecast: no plan, but with --compile; leave it out
 --backend spmd --device-memory 80GiB | has no use for --device-memory: it has no plan to forecast from; leave
 --backend spmd --dump x --dump-only | has no use for --dump-only
 dataset_type=grain grain_use_elastic_iterator=true | run.py decides which processes read, and ends all where

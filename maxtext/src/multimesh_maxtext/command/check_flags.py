@@ -102,15 +102,13 @@ def find_job_notes(parsed: CommandLine, job: Job) -> Iterator[str]:
 
 def _find_overrides(job: Job) -> Iterator[LauncherError]:
     """Yield errors of settings that flags decide."""
-    fixed = find_fixed_settings(job)
+    fixed = {"model_name": "", **find_fixed_settings(job)}
     for setting in job.flags.settings:
         key = setting.split("=")[0]
         if key in fixed:
             names = " or ".join(flag.option for flag in FLAGS.values() if key in (flag.setting, *flag.decides))
             remedy = f"use {names}, or leave it out" if names else "leave it out"
             yield FlagError(f"{key}= is decided by the flags ({key}={fixed[key]}); {remedy}")
-        elif key == "model_name":
-            yield FlagError(f"{setting}: the sizes of the model follow from --model-name; use that")
 
 
 def _follows(error: LauncherError, doubtful: frozenset[str]) -> bool:
@@ -127,7 +125,7 @@ def find_wrong_flags(flags: Flags) -> Iterator[LauncherError]:
             yield UnsupportedError(
                 f"--backend {flags.backend} has no use for {flag.option}: {flag.pipeline}; leave it out"
             )
-        elif flag.pipeline and flags.pp == 1:
+        elif flag.pipeline and flags.pp == 1 and not (name == "forecast" and flags.compile):
             yield FlagError(f"{flag.option} is about pipeline stages; add --pp")
         if flag.needs and not {*flag.needs} & {*flags.used}:
             yield FlagError(f"{flag.option} needs {' or '.join(FLAGS[other].option for other in flag.needs)}; add it")
@@ -164,10 +162,6 @@ def _find_wrong_combinations(o: Flags) -> Iterator[LauncherError]:
     ):
         if wrong:
             yield FlagError(text)
-    if o.forecast and not (o.staged or o.compile):
-        about = "is about pipeline stages; add --pp, or --compile for MaxText's one program"
-        useless = f"--backend {o.backend} has no use for --forecast: no plan; leave it out, or add --compile"
-        yield FlagError(f"--forecast {about}") if o.backend == "multimesh" else UnsupportedError(useless)
     if o.verify and o.gpus and o.nodes > 1 and o.staged and not o.forecast:
         yield UnsupportedError(
             "--verify is for one process so far on GPUs: the reference trains on all GPUs of a stage; leave it out, or "

@@ -76,13 +76,6 @@ def check_dataset(job: Job) -> None:
         raise MissingPartError(f"{flag} needs {' and '.join(missing)}; run ./bootstrap.sh --group data")
 
 
-def tokenize(texts: Sequence[str]) -> np.ndarray:
-    """Return the tokens of some documents, each followed by END_OF_DOCUMENT; dtype uint16, shape (tokens,)."""
-    end = np.array([END_OF_DOCUMENT], _DTYPE)
-    pieces = [np.append(np.frombuffer(text.encode(), np.uint8).astype(_DTYPE), end) for text in texts]
-    return np.concatenate(pieces) if pieces else np.empty(0, _DTYPE)
-
-
 def read_texts(files: Sequence[Path]) -> list[str]:
     """Read UTF-8 files.
 
@@ -100,11 +93,13 @@ def read_texts(files: Sequence[Path]) -> list[str]:
 
 
 def write_corpus(texts: Sequence[str], folder: Path, *, sequence_length: int) -> Path:
-    """Write ``tokens.bin`` and ``index.json`` into a folder; return the index.
+    """Write ``tokens.bin`` and ``index.json`` into a folder; return the index. END_OF_DOCUMENT follows each text.
 
     Raises ``FlagError`` where the text does not fill one sequence.
     """
-    tokens = tokenize(texts)
+    end = np.array([END_OF_DOCUMENT], _DTYPE)
+    pieces = [piece for text in texts for piece in (np.frombuffer(text.encode(), np.uint8), end)]
+    tokens = np.concatenate(pieces, dtype=_DTYPE)
     sequences = len(tokens) // sequence_length
     if not sequences:
         raise FlagError(

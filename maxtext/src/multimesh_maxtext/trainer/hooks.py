@@ -196,10 +196,10 @@ def gradient_layouts(gradients: Any, shardings: Any) -> Any:
 
 def jit(fn: Callable[..., Any], *, donate_argnums: Any = (), **_shardings: Any) -> step.StepFunction:
     """Compile a step; arguments keep their layouts, and the new state takes that of the old."""
-    _set_auto(None)
-    return step.StepFunction(fn, donate_argnums, _config(), _set_auto)
 
+    def set_auto(schedule: multimesh.schedules.Auto | None) -> None:
+        global _auto
+        _auto = schedule
 
-def _set_auto(schedule: multimesh.schedules.Auto | None) -> None:
-    global _auto
-    _auto = schedule
+    set_auto(None)
+    return step.StepFunction(fn, donate_argnums, _config(), set_auto)

@@ -83,18 +83,15 @@ class Stages:
         """
         layouts = jax.tree.leaves(shardings)
         closed, shape = jax.make_jaxpr(fn, return_shape=True)()
-        leaves: list[Any] = [None] * len(layouts)
+        leaves = [None if has_device(s) else absent(x, s) for x, s in zip(closed.out_avals, layouts, strict=True)]
         for mesh in self.meshes:
-            indices = [i for i, layout in enumerate(layouts) if layout.mesh == mesh]
-            if indices and has_device(layouts[indices[0]]):
+            indices = [i for i, layout in enumerate(layouts) if layout.mesh == mesh and leaves[i] is None]
 
-                def initialize(indices: Sequence[int] = indices) -> list[Any]:
-                    results = jaxpr_as_fun(closed)()
-                    return [results[i] for i in indices]
+            def initialize(indices: Sequence[int] = indices) -> list[Any]:
+                results = jaxpr_as_fun(closed)()
+                return [results[i] for i in indices]
 
-                arrays = jax.jit(initialize, out_shardings=[layouts[i] for i in indices])()
-            else:
-                arrays = [absent(closed.out_avals[i], layouts[i]) for i in indices]
+            arrays = jax.jit(initialize, out_shardings=[layouts[i] for i in indices])() if indices else ()
             for i, leaf in zip(indices, arrays, strict=True):
                 leaves[i] = leaf
         return jax.tree.unflatten(jax.tree.structure(shape), leaves)
