@@ -204,6 +204,8 @@ def link(checkpoints: Path, folder: Path) -> None:
     """Make the folder appear where MaxText keeps its checkpoints."""
     checkpoints.parent.mkdir(parents=True, exist_ok=True)
     if checkpoints.is_symlink():
+        if checkpoints.readlink() == folder.resolve():
+            return  # at which other processes may look now
         checkpoints.unlink()
     if checkpoints.exists():
         raise FileError(f"{checkpoints} is in the way of the link to --checkpoint; choose another --output")
