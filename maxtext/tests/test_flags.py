@@ -11,7 +11,7 @@ import grid
 import pytest
 
 from multimesh import schedules
-from multimesh_maxtext.command import environment, within_stage
+from multimesh_maxtext.command import check_flags, environment
 from multimesh_maxtext.command import settings as key_values
 from multimesh_maxtext.command.command_line import read
 from multimesh_maxtext.command.environment import find_gpus
@@ -114,6 +114,7 @@ dataset_type=hf --text README.md | (dataset_type=olmo_grain); use --text, or lea
 --backend cuda | --backend cuda needs GPUs; add --gpus N
 --backend cpu --gpus 2 | --backend cpu trains on CPU devices; remove --gpus 2
 --pp 2 --device-memory much | --device-memory: 'much' is no size; write e.g. 80GiB or 24GB
+--pp 2 --device-memory 1e9 | --device-memory: '1e9' is no size; write e.g. 80GiB or 24GB
 --text nowhere.txt | --text nowhere.txt: no such file
 --model-name lama3-8b | MaxText has no such model; near it are llama3-8b
 --maxtext-config nowhere.yml | --maxtext-config nowhere.yml: cannot be read
@@ -239,8 +240,8 @@ def test_all_forms_draw_the_same_parameters_from_a_seed(job: Callable[[Sequence[
         "--model-name gpt3-6b",
         "--model-name mixtral-8x7b",
         "--model-name mixtral-8x7b --ep 2 sparse_matmul=false",
-        *(f"quantization={kind} use_qwix_quantization=true" for kind in within_stage.QWIX),
-        *(f"quantization={kind}" for kind in within_stage.AQT),
+        *(f"quantization={kind} use_qwix_quantization=true" for kind in check_flags.QWIX),
+        *(f"quantization={kind}" for kind in check_flags.AQT),
         "--tp 2 --microbatch-size 2 quantization=int8",
         "--tp 2 quantization=int8 use_qwix_quantization=true",
         *grid.UNLIKE.values(),

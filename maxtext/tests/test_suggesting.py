@@ -13,10 +13,9 @@ from multimesh import planner
 from multimesh.__main__ import main
 from multimesh_maxtext.command import cli, suggesting
 from multimesh_maxtext.command.command_line import read, write_words
-from multimesh_maxtext.command.forecasting import planner_configuration, recompute, transformer
+from multimesh_maxtext.command.forecasting import planner_configuration, transformer
 from multimesh_maxtext.command.job import Job, describe_model
-from multimesh_maxtext.command.suggesting import POLICIES, Request
-from multimesh_maxtext.command.values import REMAT
+from multimesh_maxtext.command.suggesting import Request
 from multimesh_maxtext.errors import DoesNotFitError, FlagError, UnsupportedError
 from multimesh_planner import Configuration, models
 from multimesh_planner.pasting import find_obstacle, write_command
@@ -145,14 +144,6 @@ def test_experts_share_the_axis_of_data(maxtext: Path):
     words = write_words(request.change(how))
     assert words[words.index("--dp") + 1] == words[words.index("--ep") + 1] == "2"
     assert read(words).flags.parallelism == 16
-
-
-def test_policies_have_names_of_the_planner():
-    named = {policy: recompute(policy) for policy in (None, *REMAT)}
-    assert {named[policy] for policy in POLICIES} == {*POLICIES}
-    assert named[None] == "full"
-    assert named["save_dot_except_mlpwi"] == "save_dot_except_mlp"
-    assert named["custom"] == "minimal"
 
 
 def test_what_would_be_refused_is_left_out(maxtext: Path):

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import multimesh
-from multimesh_maxtext.command import within_stage
 from multimesh_maxtext.command.command_line import CommandLine
 from multimesh_maxtext.command.dataset import UNTOKENIZED, find_data_notes, find_missing_settings
 from multimesh_maxtext.command.environment import PLUGINS
@@ -25,10 +24,11 @@ from multimesh_maxtext.command.job import (
     Job,
     Model,
     describe_model,
+    interprets_experts,
     make_job,
 )
 from multimesh_maxtext.command.settings import find_wrong_settings, has_package
-from multimesh_maxtext.command.translate import find_fixed_settings
+from multimesh_maxtext.command.translate import find_fixed_settings, quantizing_devices
 from multimesh_maxtext.errors import FileError, FlagError, LauncherError, MissingPartError, UnsupportedError, raise_all
 from multimesh_maxtext.handoff import find_schedule
 from multimesh_planner import targets
@@ -70,6 +70,13 @@ _REASONS = {
 """Why stages cannot run with other values, or with a block; else no pipeline was compared with one program there."""
 
 
+QWIX = ("int8", "int4", "fp4", "fp8_e4m3", "fp8_e5m2", "fp8_nanoo", "fp8_full")
+"""Kinds of quantization by Qwix, ``use_qwix_quantization=true``, that pipelines were compared with."""
+
+AQT = ("int8",)
+"""Kinds of quantization by AQT that pipelines were compared with, without experts."""
+
+
 def check_job(parsed: CommandLine, package: Path) -> Job:
     """Return the job of a command line. ``package``: MaxText's package folder; its ``configs`` are read.
 
@@ -97,7 +104,22 @@ def find_job_notes(parsed: CommandLine, job: Job) -> Iterator[str]:
     if job.flags.verify and "dtype" not in job.flags.values:
         yield f"--verify trains in dtype={EXACT}, in which the two programs can agree"
     yield from find_data_notes(job)
-    yield from within_stage.describe_experts(job.flags, job.model)
+    yield from describe_experts(job.flags, job.model)
+
+
+def describe_experts(o: Flags, model: Model) -> Iterator[str]:
+    """Yield how experts are multiplied on GPUs, where that is not MaxText's default."""
+    if interprets_experts(o, model.resolved):
+        yield (
+            "experts are multiplied by MaxText's kernel for TPUs (megablox), which Pallas interprets on GPUs, tile by "
+            "tile; leave out megablox=true and use_ring_of_experts=true"
+        )
+    elif "megablox" in model.settings:
+        yield (
+            "experts are multiplied by lax.ragged_dot: MaxText's own kernel (megablox) is for TPUs. XLA multiplies all "
+            f"tokens by each of the {model.experts // o.ep} experts of a device: sparse_matmul=false "
+            "capacity_factor=1.25 needs less but drops tokens, a larger --ep drops none"
+        )
 
 
 def _find_overrides(job: Job) -> Iterator[LauncherError]:
@@ -232,7 +254,7 @@ def _wrong_schedule(job: Job) -> Iterator[LauncherError]:
 def _not_placeable(job: Job) -> Iterator[LauncherError]:
     """Yield the settings of a pipeline that the backend cannot run yet, why, and what to use."""
     resolved = job.model.resolved
-    yield from within_stage.find_wrong_quantization(job)
+    yield from _wrong_quantization(job)
     for key, values in _ABLE.items():
         value = resolved.get(key, values[0])
         if value not in values:
@@ -307,8 +329,8 @@ def _wrong_model(o: Flags, model: Model) -> Iterator[LauncherError]:
     ):
         if size % parts:
             yield FlagError(f"{flag} {parts} does not divide the {name} ({size}); change {flag} or {remedy}")
-    yield from within_stage.find_wrong_context(o, model)
-    yield from within_stage.find_wrong_experts(o, model)
+    yield from _wrong_context(o, model)
+    yield from _wrong_experts(o, model)
     lora = model.resolved.get("lora")
     if isinstance(lora, dict) and lora.get("enable_lora"):  # the optimizer would find nothing to train, and say nothing
         yield UnsupportedError("lora: MaxText has adapters in its train_sft alone, which needs tunix; leave lora= out")
@@ -329,3 +351,65 @@ def _wrong_model(o: Flags, model: Model) -> Iterator[LauncherError]:
                 "--attention cudnn_flash_jax attends across documents that are packed into one sequence; add "
                 "packing=false, or install TransformerEngine for cudnn_flash_te"
             )
+
+
+def _wrong_context(o: Flags, model: Model) -> Iterator[LauncherError]:
+    """Yield what of ``--cp`` the model, the attention or the devices cannot honour, and MaxText would not say."""
+    if o.cp == 1:
+        return
+    balanced, kernel = model.resolved.get("context_parallel_load_balance", True), "cudnn_flash_te"
+    parts = o.cp * (2 if balanced else 1)
+    if o.sequence_length % parts:
+        yield FlagError(
+            f"--cp {o.cp} cuts a sequence into {parts} parts, and {o.sequence_length} tokens are no multiple of them; "
+            f"use --sequence-length {max(1, round(o.sequence_length / parts)) * parts}"
+        )
+    if not o.gpus or o.forecast:
+        return
+    if o.attention not in (kernel, "dot_product"):
+        yield UnsupportedError(
+            f"--attention {o.attention} attends within the part of a sequence that a device has; with --cp {o.cp} use "
+            f"--attention {kernel} or dot_product"
+        )
+    elif not has_package("transformer_engine") and (balanced or o.attention == kernel):
+        yield MissingPartError(
+            f"--cp {o.cp} on GPUs needs TransformerEngine, which orders the parts of sequences; install it, or use "
+            "--attention dot_product context_parallel_load_balance=false"
+        )
+
+
+def _wrong_experts(o: Flags, model: Model) -> Iterator[LauncherError]:
+    """Yield how experts cannot exchange tokens on these devices."""
+    settings = model.resolved
+    if o.ep == 1 or not settings.get("sparse_matmul"):
+        return
+    ring = settings.get("use_ring_of_experts")
+    if ring and not (settings.get("megablox") or settings.get("use_tokamax_gmm")):
+        yield UnsupportedError(
+            f"--ep {o.ep}: MaxText's ring of experts multiplies by all groups, which lax.ragged_dot refuses for the "
+            "experts of one device; leave out megablox=false"
+        )
+    if o.platform == "cpu" and not ring:
+        yield UnsupportedError(
+            f"--ep {o.ep}: with sparse_matmul=True experts exchange tokens by an operation that XLA lacks on CPU "
+            "devices; add use_ring_of_experts=true, which gathers them, or sparse_matmul=false"
+        )
+
+
+def _wrong_quantization(job: Job) -> Iterator[LauncherError]:
+    """Yield why a pipeline cannot train with a quantization, and which it can train with."""
+    o, settings = job.flags, job.model.resolved
+    kind, by_qwix = str(settings.get("quantization") or ""), bool(settings.get("use_qwix_quantization"))
+    by_aqt = kind in AQT and not by_qwix
+    rows, parts = o.domains * o.microbatch_size, quantizing_devices(job)
+    if by_aqt and rows % parts:
+        yield FlagError(
+            f"quantization={kind}: AQT cuts the rows of a microbatch, {rows}, by {parts} devices; use "
+            f"--microbatch-size {math.lcm(rows, parts) // o.domains} or use_qwix_quantization=true"
+        )
+    if kind and not (kind in QWIX and by_qwix) and not (by_aqt and job.model.experts == 1):
+        remedy = "add" if kind in QWIX else "use quantization=fp8_full, fp8_e4m3 or int8 with"
+        yield UnsupportedError(
+            f"--backend multimesh cannot train with quantization={kind} yet: no pipeline was compared with one program "
+            f"there; {remedy} use_qwix_quantization=true"
+        )

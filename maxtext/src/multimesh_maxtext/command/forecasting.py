@@ -28,12 +28,11 @@ from multimesh_maxtext.errors import DoesNotFitError, TrainerFailedError
 from multimesh_maxtext.outcome import read as read_outcome
 from multimesh_planner import Configuration, Transformer, band, step_time
 
-_POLICIES: dict[str | None, str] = {
+_POLICIES = {
     **{name: name for name in ("save_dot_except_mlp", "save_out_proj", "save_qkv_proj", "full")},
-    **dict.fromkeys((None, "none"), "full"),  # MaxText recomputes everything then
     **dict.fromkeys(("save_dot_except_mlpwi", "save_dot_with_context_except_mlp"), "save_dot_except_mlp"),
 }
-"""The planner's name of each policy of MaxText that it knows."""
+"""The planner's name of each policy of MaxText that it knows; others are like ``minimal``."""
 
 
 _LATENT = {
@@ -81,7 +80,10 @@ FIELDS = {
 
 def planner_fields(flags: Flags, model: Model, names: Iterable[str] = FIELDS) -> dict[str, Any]:
     """Return the fields of `Configuration` that flags of these names fix, and the precision of products."""
-    values = vars(flags) | {"remat": recompute(flags.remat), "zero": "optimizer" if flags.zero else "none"}
+    values = vars(flags) | {
+        "remat": _POLICIES.get(flags.remat, "minimal"),
+        "zero": "optimizer" if flags.zero else "none",
+    }
     values |= {name: bool(values[name]) for name in ("sequence_parallel", "gather_once")}
     precision = "fp8" if "fp8" in str(model.resolved.get("quantization") or "") else "bf16"
     return {FIELDS[name]: values[name] for name in names} | {"precision": precision}
@@ -104,11 +106,6 @@ def planner_configuration(job: Job) -> Configuration:
     fields = planner_fields(o, job.model) | {"dp": o.dp * o.ep, "microbatch": microbatch, "schedule": name}
     fields["layers"] = job.pieces if o.pp > 1 else ()
     return Configuration(job.batch, o.sequence_length, **fields)
-
-
-def recompute(policy: str | None) -> str:
-    """Return the planner's name of a policy of MaxText: ``minimal`` for those that it does not know."""
-    return _POLICIES.get(policy, "minimal")
 
 
 def forecast_step(job: Job, costs: Sequence[Costs] = ()) -> dict[str, Any]:

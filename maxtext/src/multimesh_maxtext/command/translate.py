@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from multimesh import planner
-from multimesh_maxtext.command import within_stage
 from multimesh_maxtext.command.dataset import UNTOKENIZED, index_path
 from multimesh_maxtext.command.environment import CACHE_SWITCH, environment, memory_limit, xla_flags
 from multimesh_maxtext.command.flags import FLAGS, Flags
@@ -70,7 +69,7 @@ def configuration(job: Job, paths: Paths) -> dict[str, Any]:
         settings |= {"olmo_apply_ngram_filter": False, "grain_worker_count": 0}
     if flags.staged and model.resolved.get("quantization"):
         # MaxText takes all devices of the process, among them those of other stages, and cuts a microbatch by them.
-        settings["quantization_local_shard_count"] = within_stage.quantizing_devices(job)
+        settings["quantization_local_shard_count"] = quantizing_devices(job)
     if flags.checkpoint:
         # enable_autocheckpoint: also where a signal says that the job is about to end
         settings |= {"enable_checkpointing": True, "enable_autocheckpoint": True, **CHECKPOINTS}
@@ -93,6 +92,11 @@ def find_fixed_settings(job: Job) -> dict[str, Any]:
     free |= set() if job.flags.text else {"dataset_type"}
     settings = configuration(job, Paths(python="", maxtext=Path(), output=Path(), metrics=Path()))
     return {key: value for key, value in settings.items() if key not in free}
+
+
+def quantizing_devices(job: Job) -> int:
+    """Return how many devices of a stage a process has: by these MaxText cuts a microbatch that it quantizes."""
+    return max(1, job.mesh_devices // max(1, job.flags.nodes // job.flags.pp))
 
 
 def per_device(rows: int, devices: int) -> float:
