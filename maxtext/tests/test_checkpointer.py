@@ -7,7 +7,7 @@ import random
 import re
 import resource
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from orbax.checkpoint import v1 as ocp
+from test_checkpoint import LAYOUTS, state
 
 from multimesh import distributed
 from multimesh.errors import DamagedError, NoRecordError
 from multimesh_maxtext.errors import CheckpointError, DamagedCheckpointError
 from multimesh_maxtext.trainer.checkpointer import telling
+from multimesh_maxtext.trainer.relayout import flat, nest
 
 STATE = {"params": {"w": jnp.arange(4000.0).reshape(40, 100)}, "opt_state": {"count": jnp.ones(7, jnp.int32)}}
 RECORD = "multimesh-sums.0-of-1.json"
@@ -137,21 +139,19 @@ def test_another_model_is_refused_before_it_is_loaded(start: Open, written: Path
         start(written).load_checkpointables(3, {"items": wider})
 
 
-def test_layers_are_loaded_into_another_layout_of_the_same_widths(start: Open, tmp_path: Path):
-    kernels = jnp.arange(24.0).reshape(3, 4, 2)  # of four layers
-    layers = {f"layers_{n}": {"w": kernels[:, n]} for n in range(4)}
+@pytest.mark.parametrize("wanted", LAYOUTS, ids=len)
+@pytest.mark.parametrize("kept", LAYOUTS, ids=len)
+def test_layers_are_loaded_in_any_layout(start: Open, tmp_path: Path, kept: Sequence[str], wanted: Sequence[str]):
     checkpoints = start(tmp_path, 4)
-    checkpoints.save_checkpointables(0, {"items": {"params": {**layers, "embedding": jnp.ones(2)}}})
-    stacks = {"layers_0_2": {"w": jnp.zeros((3, 3, 2))}, "layers_3_3": {"w": jnp.zeros((3, 1, 2))}}
-    model = {"params": {**stacks, "embedding": jnp.zeros(2)}}
-    loaded = checkpoints.load_checkpointables(0, {"items": model})["items"]["params"]
-    assert jnp.array_equal(loaded["layers_0_2"]["w"], kernels[:, :3])
-    assert jnp.array_equal(loaded["layers_3_3"]["w"], kernels[:, 3:])
-    assert jnp.array_equal(loaded["embedding"], jnp.ones(2))
-    stacks["layers_0_2"]["w"] = jnp.zeros((4, 3, 2))
-    message = r"params/layers_0_2/w gives \(3, 3, 2\), but the model has \(4, 3, 2\)"
-    with pytest.raises(CheckpointError, match=message):
-        checkpoints.load_checkpointables(0, {"items": model})
+    checkpoints.save_checkpointables(0, {"items": nest(state(kept))})
+    model = {path: jnp.zeros(x.shape, jnp.int32) for path, x in state(wanted).items()}
+    loaded = flat(checkpoints.load_checkpointables(0, {"items": nest(model)})["items"])
+    assert {path: x.tolist() for path, x in loaded.items()} == {path: x.tolist() for path, x in state(wanted).items()}
+    if kept != wanted:
+        path = ("params", "decoder", wanted[0], "kernel")
+        model[path] = jnp.zeros((9, *model[path].shape[1:]))
+        with pytest.raises(CheckpointError, match=rf"{'/'.join(path)} gives \(3, .*\), but the model has \(9, "):
+            checkpoints.load_checkpointables(0, {"items": nest(model)})
 
 
 def test_a_step_that_is_there_already_is_no_failure(start: Open, written: Path):

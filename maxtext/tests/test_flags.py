@@ -153,7 +153,7 @@ def test_processes_read_equal_shares_of_real_data(job: Callable[[Sequence[str]],
         job([*four, *read])
     assert job([*four, *read, "--batch-size", "8"]).microbatches == 4
     uneven = ("--nodes", "3", "--cpus", "2", "--pp", "2", "--dp", "3", "--batch-size", "6", "--microbatch-size", "1")
-    with pytest.raises(FlagError, match=r"the 3 devices of a stage lie on them in unequal numbers; use --nodes 1"):
+    with pytest.raises(FlagError, match=r"do not divide the 3 devices of a stage; use --nodes 1"):
         job([*uneven, *read])
 
 

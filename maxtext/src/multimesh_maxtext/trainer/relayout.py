@@ -186,11 +186,8 @@ def export(folder: Path, step: int, target: Path, *, unrolled: bool = False) -> 
         arrays = flat(ocp.load(folder / str(step), like, checkpointable_name="items"))
     stacks = {part: path for path in stored for part in _of(path) if is_stack(part)}
     layers = max((layers_in(name, arrays[path].shape[1]).stop for name, path in stacks.items()), default=0)
-    targets: set[Entry] = set()
-    for path in stored:
-        stack = next((part for part in _of(path) if part in stacks), "")
-        names = [f"layers_{layer}" for layer in layers_in(stack, layers)] if unrolled else ["layers"]
-        targets |= {tuple(name if part == stack else part for part in path) for name in (names if stack else [""])}
+    names = [f"layers_{layer}" for layer in range(layers)] if unrolled and stacks else ["layers"]
+    targets = {tuple(name if part in stacks else part for part in path) for path in stored for name in names}
     sources = find_sources(targets, stored, layers)
     leaves = {path: join_layers(path, sources[path], arrays) if path in sources else arrays[path] for path in targets}
     scanned = not unrolled and layout(source.layers()) != "unrolled"

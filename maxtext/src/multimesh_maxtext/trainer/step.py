@@ -16,7 +16,7 @@ from jax.extend.core import Literal, jaxpr_as_fun
 from jax.sharding import Mesh
 
 import multimesh
-from multimesh_maxtext.errors import LauncherError, UnsupportedError
+from multimesh_maxtext.errors import UnsupportedError
 from multimesh_maxtext.handoff import TrainerConfig
 from multimesh_maxtext.trainer.foresight import forecast_stages
 from multimesh_maxtext.trainer.placement import write_placement
@@ -52,7 +52,7 @@ class StepFunction:
         self._config = config
         self._set_auto = set_auto
         self._trains = donate_argnums != ()
-        self._jitted = multimesh.jit(fn, donate_argnums=donate_argnums)
+        self._jitted: Any = multimesh.jit(fn, donate_argnums=donate_argnums)
         self._first = True
 
     def __call__(self, state: Any, batch: Any) -> Any:
@@ -63,9 +63,9 @@ class StepFunction:
             if first and config.chosen:
                 self._write(self._choose(state, batch))
             if first and config.dump:
-                _dump(self._prepare(state, batch), Path(config.dump))
+                _dump(self._jitted.prepare(state, batch), Path(config.dump))
             if first and config.profile:
-                _profile(self._prepare(state, batch), Path(config.profile), state, batch)
+                _profile(self._jitted.prepare(state, batch), Path(config.profile), state, batch)
             result = self._jitted(state, batch)
         if first:
             write_placement(Path(config.placement), stepped=result[0])
@@ -86,16 +86,9 @@ class StepFunction:
                 _dump(lowered.compile(), Path(config.dump))
         sys.exit()
 
-    def _prepare(self, state: Any, batch: Any) -> multimesh.Compiled:
-        """Compile the step for the next call of it."""
-        compiled = self._jitted.prepare(state, batch)
-        if not isinstance(compiled, multimesh.Compiled):
-            raise LauncherError("nothing in this step is a task, so there is no plan")
-        return compiled
-
     def _choose(self, state: Any, batch: Any) -> Any:
         """Choose the order of ``--schedule auto``; measure the kernels first where a second copy of the state fits."""
-        compiled, limit = self._prepare(state, batch), self._config.limit
+        compiled, limit = self._jitted.prepare(state, batch), self._config.limit
         (choice,) = compiled.plan.choices
         if limit and any(need.total + need.arguments > limit for need in compiled.lowered.memory_estimate()):
             print("schedule auto: a second copy of the state does not fit, so costs are estimated, not measured")
@@ -106,7 +99,7 @@ class StepFunction:
             return better
         self._set_auto(schedule)
         self._jitted.clear_cache()  # forgets the step, to make it with the other schedule
-        return self._prepare(state, batch).plan.choices[0]
+        return self._jitted.prepare(state, batch).plan.choices[0]
 
     def _write(self, choice: Any) -> None:
         Path(self._config.chosen).write_text(json.dumps({**choice.to_json(), "text": str(choice)}))
@@ -156,7 +149,7 @@ def _like_flash_backward(residuals: Any, cotangents: Any) -> Any:
 like_flash_attention.defvjp(_like_flash_forward, _like_flash_backward)
 
 
-def _dump(compiled: multimesh.Compiled, folder: Path) -> None:
+def _dump(compiled: Any, folder: Path) -> None:
     if jax.process_index():  # of several processes, which all have the same plan, the first writes it
         return
     plan, lowered = compiled.plan, compiled.lowered
@@ -169,7 +162,7 @@ def _dump(compiled: multimesh.Compiled, folder: Path) -> None:
         (folder / f"{number:02}-{name}.txt").write_text(text)
 
 
-def _profile(compiled: multimesh.Compiled, folder: Path, state: Any, batch: Any) -> None:
+def _profile(compiled: Any, folder: Path, state: Any, batch: Any) -> None:
     profile = compiled.profile(state, batch)
     if jax.process_index():  # the first of several processes, which all have the same, speaks for them
         return
