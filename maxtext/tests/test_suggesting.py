@@ -13,8 +13,8 @@ from multimesh import planner
 from multimesh.__main__ import main
 from multimesh_maxtext.command import cli, suggesting
 from multimesh_maxtext.command.command_line import read, write_words
-from multimesh_maxtext.command.forecasting import planner_configuration, transformer
-from multimesh_maxtext.command.job import Job, describe_model
+from multimesh_maxtext.command.forecasting import planner_configuration
+from multimesh_maxtext.command.job import Job, describe_model, transformer
 from multimesh_maxtext.command.suggesting import Request
 from multimesh_maxtext.errors import DoesNotFitError, FlagError, UnsupportedError
 from multimesh_planner import Configuration, models

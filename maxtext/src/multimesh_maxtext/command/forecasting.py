@@ -18,7 +18,7 @@ from multimesh import UsageError, schedules
 from multimesh_maxtext.command.check_flags import find_wrong_sizes
 from multimesh_maxtext.command.environment import memory_limit
 from multimesh_maxtext.command.flags import GRID_AXES, Flags
-from multimesh_maxtext.command.job import Job, Model, Paths, make_job
+from multimesh_maxtext.command.job import Job, Model, Paths, make_job, transformer
 from multimesh_maxtext.command.report import make_table, schedule_choice
 from multimesh_maxtext.command.steps import Tail, reference_job
 from multimesh_maxtext.command.training import StopRequest, log_tail, receiving, trainer
@@ -26,50 +26,13 @@ from multimesh_maxtext.command.translate import Launch, forecasting
 from multimesh_maxtext.command.values import DEVICES
 from multimesh_maxtext.errors import DoesNotFitError, TrainerFailedError
 from multimesh_maxtext.outcome import read as read_outcome
-from multimesh_planner import Configuration, Transformer, band, step_time
+from multimesh_planner import Configuration, band, step_time
 
 _POLICIES = {
     **{name: name for name in ("save_dot_except_mlp", "save_out_proj", "save_qkv_proj", "full")},
     **dict.fromkeys(("save_dot_except_mlpwi", "save_dot_with_context_except_mlp"), "save_dot_except_mlp"),
 }
 """The planner's name of each policy of MaxText that it knows; others are like ``minimal``."""
-
-
-_LATENT = {
-    **{"value_head": "v_head_dim", "query_rank": "q_lora_rank"},
-    **{"kv_rank": "kv_lora_rank", "rope_head": "qk_rope_head_dim"},
-}
-"""The planner's names of the sizes of multi-head latent attention."""
-
-
-def transformer(model: Model) -> Transformer:
-    """Return the model's sizes. Layers that differ from each other count as equal ones, but dense ones at the start."""
-
-    def number(name: str) -> int:
-        return int(model.resolved.get(name) or 0)
-
-    sizes: dict[str, Any] = {"kv_heads": model.kv_heads, "head": number("head_dim")}
-    if model.resolved.get("attention_type") == "mla":
-        sizes = {field: number(name) for field, name in _LATENT.items()} | {"kv_heads": model.query_heads}
-        sizes["head"] = number("qk_nope_head_dim") + sizes["rope_head"]
-    if model.experts > 1:
-        width = max(0, number("base_moe_mlp_dim")) or model.mlp  # -1: as the MLP
-        sizes |= {"experts": model.experts, "active": max(1, number("num_experts_per_tok")), "expert_ffn": width}
-        sizes["shared_ffn"] = width * number("shared_experts")
-        sizes["dense_layers"] = min(model.layers, number("first_num_dense_layers"))
-    return Transformer(
-        name=model.name or "this model",
-        layers=model.layers,
-        hidden=model.embedding,
-        ffn=model.mlp,
-        heads=model.query_heads,
-        vocabulary=model.vocabulary,
-        gated=len(model.resolved.get("mlp_activations") or ["silu"]) > 1,
-        tied=bool(model.resolved.get("logits_via_embedding")),
-        predicted=number("mtp_num_layers"),
-        **sizes,
-    )
-
 
 FIELDS = {
     **{name: name for name in (*GRID_AXES, "schedule", "sequence_parallel", "gather_once")},

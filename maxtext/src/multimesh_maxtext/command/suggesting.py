@@ -25,9 +25,8 @@ from multimesh_maxtext.command.forecasting import (
     masks_groups,
     planner_fields,
     run_forecast,
-    transformer,
 )
-from multimesh_maxtext.command.job import UNLIKE, Model, Paths, describe_model
+from multimesh_maxtext.command.job import UNLIKE, Model, Paths, describe_model, transformer
 from multimesh_maxtext.command.settings import find_wrong_settings
 from multimesh_maxtext.command.values import DEVICES
 from multimesh_maxtext.errors import (
