@@ -28,9 +28,6 @@ _PACKAGES = {
 }
 """Packages of the group ``data`` that a dataset needs, by ``dataset_type``, or by ``grain_file_type``."""
 
-_FROM_THE_BEGINNING = ("hf", "tfds", "c4_mlperf")
-"""Datasets of which MaxText keeps no position in a checkpoint."""
-
 _OURS = {
     "expansion_factor_real_data": -1,
     "grain_use_elastic_iterator": False,
@@ -40,12 +37,11 @@ _OURS = {
 """Settings that change which processes read, and how they end, with the value that leaves that to us."""
 
 _DTYPE = np.dtype("<u2")
-_INDEX_FORMAT = "1"  # MaxText 0.2.5 reads this one
 
 
 def find_data_notes(job: Job) -> Iterator[str]:
-    """Yield a line on data that does not go on where a checkpoint stopped."""
-    if job.flags.checkpoint and (kind := job.flags.dataset) in _FROM_THE_BEGINNING:
+    """Yield a line on data of which MaxText keeps no position in a checkpoint."""
+    if job.flags.checkpoint and (kind := job.flags.dataset) in ("hf", "tfds", "c4_mlperf"):
         yield (
             f"dataset_type={kind} has no position in checkpoints: a run that resumes reads from the beginning; "
             "dataset_type=grain and --text go on where they stopped"
@@ -111,7 +107,7 @@ def write_corpus(texts: Sequence[str], folder: Path, *, sequence_length: int) ->
     tokens.tofile(data)
     file = {"path": str(data), "label": "text", "n_tokens": len(tokens), "n_instances": sequences, "instance_offset": 0}
     index = {
-        "format_version": _INDEX_FORMAT,
+        "format_version": "1",  # MaxText 0.2.5 reads this one
         "sequence_length": sequence_length,
         "dtype": _DTYPE.name,
         "tokenizer": "bytes",

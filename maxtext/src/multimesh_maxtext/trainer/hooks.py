@@ -122,10 +122,8 @@ def new_layer(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return _layers[-1][2]
 
 
-@functools.lru_cache(maxsize=1)
-def _keep_trace(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function whose trace JAX keeps, for the layers that are like the first."""
-    return jax.jit(fn)
+_keep_trace = functools.lru_cache(maxsize=1)(jax.jit)
+"""Makes a function whose trace JAX keeps, for the layers that are like the first."""
 
 
 def attention(kernel: Callable[..., Any], sums: bool = True) -> Callable[..., Any]:
