@@ -86,8 +86,13 @@ def place_state(abstract_state: Any, shardings: Any, checkpoints: Any) -> tuple[
     """Place the types and shardings of the train state by stage. A checkpoint may hold it in another layout."""
     stages, below = _current(), _config().replicate_below
     _specs.update(placement.parameter_specs(shardings))
-    if _config().zero:
-        shardings = placement.spread_optimizer(abstract_state, shardings)
+    if _config().zero:  # each device keeps and updates its part of the moments, and XLA gathers parameters after that
+
+        def spread(path: Any, x: Any, sharding: NamedSharding) -> NamedSharding:
+            moment = placement.name_path(path)[0] == "optimizer"
+            return placement.spread_over_data(x, sharding) if moment else sharding
+
+        shardings = jax.tree_util.tree_map_with_path(spread, abstract_state, shardings)
     if below:
         shardings = jax.tree.map(
             lambda x, s: NamedSharding(s.mesh, P()) if x.size < below else s, abstract_state, shardings

@@ -232,18 +232,16 @@ def accumulate_microbatches(
 
     # Cut as the rows are, this gives each microbatch its number.
     numbers = jnp.arange(rows, dtype=jnp.uint32) % length
-    stacked = jax.tree_util.tree_map_with_path(_is_stacked, result[1])
+    stacked = jax.tree_util.tree_map_with_path(
+        lambda path, x: x.dtype == jnp.bool_ or any(getattr(part, "key", None) in _REDUCED for part in path[:1]),
+        result[1],
+    )
     reductions = "sum", jax.tree.map(lambda stack: "stack" if stack else "sum", stacked)
     total, aux = multimesh.microbatch(one, size=rows // length, reduce=reductions, **loop)((batch, numbers))
     # MaxText reduces over the microbatches once more; a sum is one row.
     aux = jax.tree.map(lambda stack, x: x if stack else jnp.asarray(x)[None], stacked, aux)
     state = jax.tree_util.tree_map_with_path(final, init[_STATE], jax.tree.unflatten(tree, strides))
     return {**total, PARAMETERS: init[PARAMETERS], _STATE: state}, aux
-
-
-def _is_stacked(path: Any, like: Any) -> bool:
-    """Whether MaxText needs a result of each microbatch, not their sum."""
-    return like.dtype == jnp.bool_ or any(getattr(part, "key", None) in _REDUCED for part in path[:1])
 
 
 def _read_strides(traced: Any, arguments: Any, result: Any) -> list[int]:
