@@ -112,17 +112,6 @@ def leave_compilation() -> SimpleNamespace:
     return ahead
 
 
-def eval_types(fn: Callable[[], Any], shardings: Any) -> Any:
-    """Return the types of ``fn()`` with their shardings; scalars are arrays, because MaxText reads the step number."""
-
-    def leaf(x: Any, sharding: Any) -> Any:
-        if x.ndim == 0 and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
-            return jax.device_put(jnp.zeros((), x.dtype), sharding)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    return jax.tree.map(leaf, jax.eval_shape(fn), shardings)
-
-
 @jax.custom_vjp
 def like_flash_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return arrays of the types of an attention's result and its sums, with residuals of the same types.
