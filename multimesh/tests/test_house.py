@@ -64,10 +64,10 @@ BUDGETS = {
     "planner/src": 3_188,
     "numerics/src": 3_290,
     "maxtext/src": 6_819,
-    "tooling/ci": 99,
+    "tooling/ci": 98,
     "tooling/core": 322,
     "tooling/environment": 236,
-    "tooling/image": 1_771,
+    "tooling/image": 1_450,
     "tooling/sources": 917,
 }
 """Lines of Python of each room and package. Who needs more raises a number here, and says why in the commit."""

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from tooling.ci import steps
-from tooling.image import buildx
+from tooling.image.reference import LABEL, OCI
 
 
 def test_notes_say_how_to_begin_and_which_commits_nobody_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     image: dict[str, Any] = {"repository": "ghcr.io/some-lab/multimesh-jax", "pull": "docker pull it"}
-    labels = {f"{buildx.OCI}.version": "0.1.0", f"{buildx.LABEL}.accelerator": "cpu"}
+    labels = {f"{OCI}.version": "0.1.0", f"{LABEL}.accelerator": "cpu"}
     digest = "sha256:" + "ab" * 32
     image |= {"digest": digest, "id": digest, "bytes": 1, "candidate": "sha-x", "tags": []}
     check = {"job": "small", "verdict": "ok"}
