@@ -72,7 +72,6 @@ def test_the_options_of_the_original_are_taken(words: str, name: str, value: obj
             "a release uses no Bazel cache",
         ),
         (["--release", "v1.0.0", "--upload", "--repo", "r.example/x", "--validate", "none"], "checked by a job"),
-        (["--release", "v1.0.0", "--upload", "--repo", "r.example/x", "--latest", "--accelerator", "cpu"], "for GPUs"),
         (["--image", "dev", "--stage", "runtime"], "give one"),
         (["--python-archive", "/nonexistent.tar.gz"], "there is no such file"),
         (["--repo", "ghcr.io"], "--repo ghcr.io: names no image"),
@@ -111,6 +110,7 @@ def test_dry_run_prints_the_commands_and_touches_nothing(root: Path, tmp_path: P
         (["--latest"], "--tag latest: is the tag of a release; add --release"),
         (["--validate", "medium"], "nvidia-smi lists no GPU here"),
         (["--release", "v99.0.0"], "the library says"),
+        (["--release", "v0.1.0", "--latest", "--accelerator", "cpu"], "--latest is the image for GPUs"),
     ],
 )
 def test_dry_run_refuses_what_a_run_refuses(root: Path, tmp_path: Path, options: list[str], line: str) -> None:

@@ -84,7 +84,7 @@ def prepare(root: Path, request: argparse.Namespace) -> Iterator[list[str]]:
             for flag, pairs in (("--build-arg", arguments), ("--label", labels)):
                 command += [word for pair in pairs.items() for word in (flag, "=".join(pair))]
             if view.changed:
-                console.note(f"not committed, and read by the build: {release.shorten_names(view.changed)}")
+                console.note(f"not committed, and read by the build: {proc.shorten(', '.join(view.changed), 200)}")
             if labels[f"{OCI}.base.digest"] == "unpinned":
                 console.note(f"{labels[f'{OCI}.base.name']}: not pinned by digest; a release refuses that")
             yield [*command, "--target", request.target, context]

@@ -34,9 +34,7 @@ def register(subparsers: Subparsers) -> None:
     parser = command(
         subparsers, "image", run, "build an image, check it in a container, and push it",
         [f"docker/build.py {words}" for words in options], prog="docker/build.py",
-        usage="%(prog)s --tag T [options]",
-        epilog="Without an engine, --dry-run shows the commands. docs/releasing.md lists the exit codes.",
-        allow_abbrev=False,
+        usage="%(prog)s --tag T [options]", allow_abbrev=False, epilog="docs/releasing.md lists the exit codes.",
     )  # fmt: skip
     add_options(parser)
 
@@ -114,7 +112,6 @@ def read_options(args: argparse.Namespace) -> argparse.Namespace:
         (args.base_image and args.cuda_version and wheel, "--cuda-version: --base-image replaces it; give one"),
         (upload and not args.repo, "--upload: where to? Add --repo, e.g. --repo ghcr.io/OWNER/multimesh-jax"),
         (args.latest and not args.repo, "--latest marks an image in a registry; add --repo"),
-        (args.release and args.latest and cpu, "--latest: is the image for GPUs; leave it out"),
         (args.release and args.validate == "none", "--validate none: a release was checked by a job; take small"),
         (not upload and (args.release or args.allow_dirty), "--release, --allow-dirty: about a push; add --upload"),
         (not upload and not args.promote, "--no-promote pushes without moving tags; add --upload"),

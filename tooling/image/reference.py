@@ -1,10 +1,6 @@
 """Names of images, checked before one is built that no engine would name so, and the one rule for their tags.
 
-==========================================  ====================================================
-``[NAME-]vX.Y.Z[-...]``, ``sha-COMMIT-ID``  may be new, and never move
-``[NAME-]vX.Y``, ``latest``                 a release alone gives them; they never go back
-all others                                  move
-==========================================  ====================================================
+``FIXED`` ones never move, a release alone gives those of its ``LINE``, which never go back, and all others move.
 """
 
 from __future__ import annotations
@@ -83,7 +79,7 @@ def list_tags(reference: Reference, *, latest: bool, version: str | None) -> tup
     """Return the public tags of an image, the one that matters least first and ``latest`` last.
 
     A version ``v1.2.3`` also gives ``v1.2``, which moves with every correction; where the tag is ``NAME-v1.2.3``, both
-    begin with that name. ``OptionError``: a tag of the rule's first two rows that this is not a release for.
+    begin with that name. ``OptionError``: the tag of a release that this is not.
     """
     tag, tags = reference.tag, [reference.tag]
     if version is not None:

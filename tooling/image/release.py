@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tooling.core import errors, files
+from tooling.core import errors, files, proc
 from tooling.core.console import Subparsers, command
 from tooling.core.files import ROOT
 from tooling.image import digests, engine, reference
@@ -106,21 +106,15 @@ def _list_dirty(labels: Mapping[str, str]) -> list[str]:
     ]
 
 
-def shorten_names(names: Sequence[str]) -> str:
-    """Return the first of many names."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
 def check_push(root: Path, request: argparse.Namespace, labels: Mapping[str, str], changed: Sequence[str] = ()) -> None:
     """Raise errors that would stop a push after the build; of a dry run, those that need no registry.
 
-    Changes that no commit holds, pins of a release, ``release.json`` that cannot be written, a login that may not push.
     ``labels`` are those that the image has or would get; ``changed`` the files that no commit holds.
     """
     if request.release is not None:
         check_release(request.release, labels, load_locks(root), tag=request.reference.tag, latest=request.latest)
     elif not request.allow_dirty and (lines := _list_dirty(labels)):
-        names = f" ({shorten_names(changed)})" if changed else ""
+        names = f" ({proc.shorten(', '.join(changed), 200)})" if changed else ""
         raise errors.SourceError(f"{lines[0]}{names}; or push it all the same with --allow-dirty")
     if request.dry_run:
         return
