@@ -72,7 +72,7 @@ def list_null_pins(
     """
     sources, images = locks
     lines = [
-        f"{name}: sources.lock has neither commit nor tree; run `.venv/bin/python -m tooling bump {name} {pin.version}`"
+        f"{name}: sources.lock has neither commit nor tree; run `.venv/bin/python -m tooling lock {name} {pin.version}`"
         for name, pin in sources.items()
         if not (pin.commit or pin.tree) and (jaxlib_from_source or name != "jax")
     ]

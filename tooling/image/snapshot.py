@@ -59,7 +59,7 @@ def _copy_component(root: Path, context: Path, name: str) -> tuple[str, list[str
         raise errors.NotThereError(f"third_party/{name} is not there; {remedy}")
     commit, changed = _copy(place, context / "third_party" / name, ["."])
     component, record = manifest.find(manifest.load(root / "sources.yaml"), name), fetch.read_record(place)
-    recipe = fetch.make_recipe(root, component, manifest.load_lock(root / "sources.lock"))
+    recipe = manifest.make_recipe(root, component, manifest.load_lock(root / "sources.lock"))
     if record is None or (commit, record.key) != (record.commit, recipe.key):
         raise errors.SourceError(f"third_party/{name} is at {commit[:12]}, which is not its pin; {remedy}")
     return commit, changed
