@@ -66,9 +66,9 @@ BUDGETS = {
     "maxtext/src": 6_819,
     "tooling/ci": 98,
     "tooling/core": 322,
-    "tooling/environment": 236,
+    "tooling/environment": 228,
     "tooling/image": 1_437,
-    "tooling/sources": 917,
+    "tooling/sources": 816,
 }
 """Lines of Python of each room and package. Who needs more raises a number here, and says why in the commit."""
 

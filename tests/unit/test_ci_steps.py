@@ -24,7 +24,7 @@ def test_notes_say_how_to_begin_and_which_commits_nobody_told(
     check = {"job": "small", "verdict": "ok"}
     document = {"format": 4, "created": "2026-01-01", "image": image, "check": check, "labels": labels}
     (tmp_path / "release.json").write_text(json.dumps(document))
-    pin = {"version": "0.2.5", "commit": None, "tree": "f" * 40, "archives": {}}
+    pin = {"version": "0.2.5", "commit": None, "tree": "f" * 40}
     (tmp_path / "sources.lock").write_text(json.dumps({"components": {"maxtext": pin}}))
     monkeypatch.setattr(steps, "ROOT", tmp_path)
     steps.run_notes(argparse.Namespace(tag="v0.1.0", file=tmp_path / "release.json", gpu=False))

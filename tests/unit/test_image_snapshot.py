@@ -44,13 +44,13 @@ def clone(tmp_path: Path) -> Path:
     write(place / "third_party/maxtext", src__train="4")
     pin = commit(place / "third_party/maxtext")
     entry = {"url": "https://r.example/maxtext.git", "groups": ["image"]}
-    sources = {name: entry | {"version": "1"} for name in ("maxtext", "jax")}
+    sources = dict.fromkeys(("maxtext", "jax"), entry)
     pins = {name: {"version": "1", "commit": pin, "tree": None, "patched_commit": pin} for name in sources}
     (place / "sources.yaml").write_text(json.dumps({"format": 1, "components": sources}))
     (place / "sources.lock").write_text(json.dumps({"components": pins}))
     component = manifest.load(place / "sources.yaml")["maxtext"]
-    key = fetch.make_recipe(place, component, manifest.load_lock(place / "sources.lock")).key
-    record = fetch.Record(key, pin, "1", "git")._asdict()
+    key = manifest.make_recipe(place, component, manifest.load_lock(place / "sources.lock")).key
+    record = fetch.Record(key, pin)._asdict()
     (place / "third_party/maxtext/.git/multimesh.json").write_text(json.dumps(record))
     return place
 

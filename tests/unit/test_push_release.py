@@ -22,7 +22,7 @@ GOOD = {
     "io.github.multimesh-jax.target": "runtime",
     "io.github.multimesh-jax.accelerator": "cuda12 12.8.90",
 }
-FULL = Pin("1", "a" * 40, "b" * 40, patched_commit="c" * 40, patched_tree="d" * 40)
+FULL = Pin("1", "a" * 40, "b" * 40, patched_commit="c" * 40)
 BAZELS = {f"bazel linux/{machine}": {"url": "https://example.org/b", "sha256": None} for machine in ("amd64", "arm64")}
 IMAGES = ImageLock({}, BAZELS | {"python linux/amd64": {"url": "https://example.org/python", "sha256": "ab" * 32}})
 
@@ -45,7 +45,7 @@ def test_faults_of_a_release() -> None:
     for pin in (Pin("1", None, "b" * 40), Pin("1", "a" * 40, None)):
         check(GOOD, {"maxtext": pin})
     (line,) = refused(GOOD, {"maxtext": Pin("1", None, None)})
-    assert "neither commit nor tree; run `.venv/bin/python -m tooling bump maxtext 1`" in line
+    assert "neither commit nor tree; run `.venv/bin/python -m tooling lock maxtext 1`" in line
     jax = {"jax": Pin("1", None, None)}
     check(GOOD, jax)  # wheels need no sources of jaxlib, and no Bazel
     line, bazel = refused(GOOD | {"io.github.multimesh-jax.jaxlib": "source Release"}, jax)

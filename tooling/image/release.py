@@ -75,7 +75,7 @@ def check_release(
     platforms = {file["sha256"]: name.split()[1] for name, file in locks[1].files.items() if name.startswith("python ")}
     conditions: list[tuple[object, type[errors.ToolingError], str]] = [
         *((pin.commit or pin.tree or (name == "jax" and not from_source), errors.SourceError,
-           f"{name}: sources.lock has neither commit nor tree; run `.venv/bin/python -m tooling bump {name} "
+           f"{name}: sources.lock has neither commit nor tree; run `.venv/bin/python -m tooling lock {name} "
            f"{pin.version}`") for name, pin in locks[0].items()),
         (labels.get(f"{OCI}.base.digest", "unpinned") != "unpinned", errors.SourceError,
          f"{base}: has no digest; {ImagePin(base).remedy}, or give one by digest"),

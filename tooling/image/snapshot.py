@@ -49,7 +49,7 @@ def take_snapshot(root: Path, folder: Path, names: Sequence[str]) -> Snapshot:
         if not place.is_dir():
             raise errors.NotThereError(f"third_party/{name} is not there; {remedy}")
         pin, files = _copy(place, context / "third_party" / name, ["."])
-        recipe = fetch.make_recipe(root, manifest.find(sources, name), manifest.load_lock(root / "sources.lock"))
+        recipe = manifest.make_recipe(root, manifest.find(sources, name), manifest.load_lock(root / "sources.lock"))
         record = fetch.read_record(place)
         if record is None or (pin, recipe.key) != (record.commit, record.key):
             raise errors.SourceError(f"third_party/{name} is at {pin[:12]}, which is not its pin; {remedy}")
