@@ -91,7 +91,7 @@ def test_the_outcome_that_the_trainer_wrote_is_the_error(tmp_path: Path, error: 
     """Its class and exit code, whatever the words are, also through the file."""
     outcome.reserve(tmp_path / "outcome.json")
     assert outcome.read(tmp_path / "outcome.json") is None
-    outcome.write(outcome.outcome_of(error), tmp_path / "outcome.json")
+    outcome.write(error, tmp_path / "outcome.json")
     for returncode in (0, 1, -9):
         with pytest.raises(type(error), match=message) as raised:
             judge(run_of(3.0), returncode, outcome.read(tmp_path / "outcome.json"), range(3))
@@ -100,7 +100,7 @@ def test_the_outcome_that_the_trainer_wrote_is_the_error(tmp_path: Path, error: 
 
 def test_an_outcome_that_follows_from_another_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(outcome, "_PATIENCE", 0.1)
-    assert [outcome.doubt(cause) for cause in error_classes()].count(0) == len(error_classes()) - 4
+    assert [kind.doubt for kind in error_classes().values()].count(0) == len(error_classes()) - 4
     lost, failed, full = ProcessLostError("lost"), TrainerFailedError("failed"), NoSpaceError("full; make room")
     (tmp_path / "process-1").mkdir()
     killed = ProcessKilledError("killed")
@@ -109,8 +109,8 @@ def test_an_outcome_that_follows_from_another_gives_way(tmp_path: Path, monkeypa
     interrupted = InterruptedRunError("SIGTERM ended it")  # by a launcher that ends all where one fails
     cases += (full, interrupted, full), (lost, interrupted, interrupted)
     for other, own, expected in cases:
-        outcome.write(outcome.outcome_of(other), tmp_path / "process-1/outcome.json")
-        outcome.write(outcome.outcome_of(own), tmp_path / "outcome.json")
+        outcome.write(other, tmp_path / "process-1/outcome.json")
+        outcome.write(own, tmp_path / "outcome.json")
         found = outcome.find_cause(tmp_path, 2, own)
         assert (type(found), str(found)) == (type(expected), str(expected))
         assert found.shared == (found is not own or own.shared)
@@ -126,7 +126,7 @@ def test_who_started_all_believes_a_cause_and_else_the_code_that_came_first(tmp_
         ((full, failed), 10, 20),
     ):
         for name, error in zip((".", "process-1"), errors, strict=True):
-            outcome.write(outcome.outcome_of(error), tmp_path / name / "outcome.json")
+            outcome.write(error, tmp_path / name / "outcome.json")
         first = outcome.find_first(tmp_path, 2, code=code)
         assert first is not None
         assert first.exit_code == expected

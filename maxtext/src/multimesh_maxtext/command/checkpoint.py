@@ -111,11 +111,12 @@ def beginning(job: Job, checkpoints: Path, *, first: bool = True) -> Iterator[in
             where = f"from checkpoint {saved.steps[-1]}" if saved.steps else "from step 0: there is no checkpoint yet"
             print(f"resuming {where}", file=sys.stderr)
         checkpoints.parent.mkdir(parents=True, exist_ok=True)
-        if checkpoints.is_symlink():
-            checkpoints.unlink()
-        if checkpoints.exists():
-            raise FileError(f"{checkpoints} is in the way of the link to --checkpoint; choose another --output")
-        checkpoints.symlink_to(o.checkpoint.resolve())
+        if not checkpoints.is_symlink() or checkpoints.readlink() != o.checkpoint.resolve():  # others may look at it
+            if checkpoints.is_symlink():
+                checkpoints.unlink()
+            if checkpoints.exists():
+                raise FileError(f"{checkpoints} is in the way of the link to --checkpoint; choose another --output")
+            checkpoints.symlink_to(o.checkpoint.resolve())
         yield saved.next_step
 
 
@@ -127,13 +128,9 @@ def _check_parameters(job: Job) -> None:
         return
     folder = Path(source.removesuffix("/items"))
     items = folder / "items"
-    try:
-        layers = checkpoint_folder.layers_of(checkpoint_folder.leaf_paths(items if items.is_dir() else folder))
-    except checkpoint_folder.UNREADABLE as error:
-        raise CheckpointError(
-            f"{PARAMETERS}={source}: cannot be read as a checkpoint of MaxText ({error}); give the folder that "
-            "--export writes, or one that ends with a number"
-        ) from error
+    remedy = "give the folder that --export writes, or one that ends with a number"
+    paths = checkpoint_folder.leaf_paths(items if items.is_dir() else folder, f"{PARAMETERS}={source}", remedy)
+    layers = checkpoint_folder.layers_of(paths)
     stored, scans = checkpoint_folder.layout(layers), "in stacks" if o.staged else "scanned"
     expected = scans if job.scans_layers else "unrolled"
     if not layers or stored == expected:

@@ -27,7 +27,6 @@ from multimesh_maxtext.errors import (
     TrainerFailedError,
 )
 from multimesh_maxtext.handoff import SECONDS
-from multimesh_maxtext.outcome import Outcome
 
 TOLERANCE = 1e-5
 """Largest relative difference of a loss or a gradient norm at which two runs agree; float32 needs less."""
@@ -135,12 +134,12 @@ def tail(file: Path) -> Iterator[list[str]]:
         yield data[:end].decode("utf-8", "replace").splitlines()
 
 
-def judge(run: Run, returncode: int, ended: Outcome | None, steps: range, *, several: bool = False) -> None:
+def judge(run: Run, returncode: int, ended: LauncherError | None, steps: range, *, several: bool = False) -> None:
     """Return if every step ran and the loss fell: the mean of the last third of the steps is below that of the first.
 
     A run of one step only needs a finite loss, and so does a resumed run whose earlier steps are not known.
 
-    ``returncode``, ``ended``: of the trainer: its exit code, and the outcome that it wrote, if it did.
+    ``returncode``, ``ended``: of the trainer: its exit code, and the error that it wrote, if it did.
     ``steps``: numbers of the steps that this run was to do.
 
     Raises the ``LauncherError`` of the first class that fits; a diverged run may also end with an error.
@@ -152,10 +151,11 @@ def judge(run: Run, returncode: int, ended: Outcome | None, steps: range, *, sev
             )
     complete = [step.number for step in run.steps] == list(steps)
     after, see = f"after {len(run.steps)} of {len(steps)} steps", f"; see {run.log}"
-    if ended and not (complete and returncode == 0) and (error := ended.error()):
-        shown = "" if isinstance(error, FlagError | CheckpointError) else f" {after}"
-        more = see if isinstance(error, TrainerFailedError) else ""
-        raise type(error)("; ".join(filter(None, (f"{ended.message}{shown}", ended.remedy))) + more)
+    if ended and not (complete and returncode == 0):
+        message, separator, remedy = str(ended).partition("; ")
+        shown = "" if isinstance(ended, FlagError | CheckpointError) else f" {after}"
+        more = see if isinstance(ended, TrainerFailedError) else ""
+        raise type(ended)(f"{message}{shown}{separator}{remedy}{more}")
     if returncode == -signal.SIGABRT and _NO_MEMORY in run.log.read_bytes():
         raise DoesNotFitError(
             f"the memory of this machine did not suffice {after} ({_NO_MEMORY.decode()}); {MORE_MEMORY}"

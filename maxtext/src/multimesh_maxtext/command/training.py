@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -123,13 +121,8 @@ def train(
 def write_outcome(run: Run, paths: Paths, this: Member, checkpoints: Path | None) -> None:
     """Write why this process ended, and how far it came, for whoever started it and for the others."""
     newest = look(checkpoints).steps[-1:] if checkpoints else ()
-    ended = replace(
-        outcome.outcome_of(run.error),
-        who=f"process {this.rank} of {this.count} on {socket.gethostname()}",
-        step=run.steps[-1].number if run.steps else None,
-        checkpoint=newest[0] if newest else None,
-    )
-    outcome.write(ended, paths.outcome)
+    step, checkpoint = run.steps[-1].number if run.steps else None, newest[0] if newest else None
+    outcome.write(run.error, paths.outcome, this.rank, this.count, step=step, checkpoint=checkpoint)
 
 
 def follow(
