@@ -261,7 +261,7 @@ def inspect(start: Launch, paths: Paths, tell: Callable[[str], object] = lambda 
     if stop.count:
         raise KeyboardInterrupt
     if process.returncode:
-        error = outcome.error() if (outcome := read_outcome(paths.outcome)) else None
+        error = read_outcome(paths.outcome)
         if error and not isinstance(error, TrainerFailedError):
             raise error
         print(log_tail(paths.log), file=sys.stderr)
