@@ -63,7 +63,7 @@ BUDGETS = {
     "multimesh/src": 26_328,
     "planner/src": 3_188,
     "numerics/src": 3_290,
-    "maxtext/src": 6_654,
+    "maxtext/src": 6_493,
     "tooling/ci": 98,
     "tooling/core": 322,
     "tooling/environment": 228,
