@@ -52,7 +52,7 @@ BUDGETS = {
     "observe": 2_051,
     "passes": 5_110,
     "plan": 932,
-    "processes": 1_555,
+    "processes": 1_387,
     "runtime": 1_514,
     "schedules": 1_438,
     "stacked": 1_133,

@@ -1,27 +1,20 @@
-"""How a process leaves: with an error at once, and so do all others.
-
-JAX alone waits for all processes at exit: a process that fails would wait for others, which wait for it.
-"""
+"""How a process leaves, without JAX's wait for all processes at exit: one that fails would wait for others."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import logging
 import os
 import re
-import signal
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, NoReturn
 
 import jax
 
 from multimesh.errors import MultiMeshError
-from multimesh.processes.liveness import Watch
 
 _STATUS = re.compile(r"(UNKNOWN|UNAVAILABLE|ABORTED|CANCELLED|INTERNAL|DEADLINE_EXCEEDED|FAILED_PRECONDITION): ")
 """How an error of a computation begins; JAX raises some as ValueError."""
@@ -29,42 +22,14 @@ _STATUS = re.compile(r"(UNKNOWN|UNAVAILABLE|ABORTED|CANCELLED|INTERNAL|DEADLINE_
 _OWN_FAULTS = ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED", "Traceback (most recent call last)")
 """In an error of JAX: it is this process's own, and not the echo of another one's end."""
 
+_ELSEWHERE = "Fetching value for `jax.Array` that spans non-addressable"
 _Handler = ctypes.CFUNCTYPE(None)
 _handler: Any = None  # this process refers to it for all its life
 _LEAVING = 60.0  # seconds in which another thread, which knew of the loss first, ends this process
 
 
-def see_end(watch: Watch) -> None:
-    """Let `Watch` tell the others how this process ends: by an error that nobody catches, or at its end."""
-    pid, usual = os.getpid(), sys.excepthook
-
-    def fail(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        """End this process for an error that nobody catches, without JAX's barrier at exit."""
-        if os.getpid() != pid:  # forked from it
-            usual(kind, error, traceback)
-            return
-        with contextlib.suppress(ValueError):  # where this is not the main thread
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would end this hook, and not the process
-        code = 130 if kind is KeyboardInterrupt else getattr(error, "exit_code", 1)
-        remedy = _remedy(error)
-        for line in remedy:
-            error.add_note(f"multimesh: {line}")
-        text = ": ".join(["failed", kind.__name__, *_reason(error), *remedy])
-        watch.fail(text[:1000], code, echo=_may_echo(error))
-        usual(kind, error, traceback)
-        leave(code)
-
-    def finish() -> None:
-        """Wait until all processes are done, however long that takes. JAX's own end then need not wait."""
-        if os.getpid() == pid:
-            watch.finish()
-
-    sys.excepthook = fail
-    atexit.register(finish)  # runs before JAX's handler, which was registered first
-
-
-def _may_echo(error: BaseException | None) -> bool:
-    """Whether the end of another process may have caused this error of a computation or a connection."""
+def may_echo(error: BaseException | None) -> bool:
+    """Return whether the end of another process may have caused this error of a computation or a connection."""
     while isinstance(error, Exception) and not isinstance(error, MultiMeshError):
         text = str(error)
         broken = isinstance(error, (jax.errors.JaxRuntimeError, ConnectionError)) or _STATUS.match(text)
@@ -74,18 +39,18 @@ def _may_echo(error: BaseException | None) -> bool:
     return False
 
 
-def _reason(error: BaseException) -> list[str]:
-    """The first line of an error; of one with the traceback of a callback its last line, which has the cause."""
-    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+def explain(error: BaseException) -> str:
+    """Return an error in one line. JAX does not know of submeshes: to some errors the remedy is added, as a note too.
+
+    Of one with the traceback of a callback the last line has the cause.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     of_callback = any("Traceback (most recent call last)" in line for line in lines)
-    return [lines[-1].strip() if of_callback else lines[0]] if lines else []
-
-
-def _remedy(error: BaseException) -> list[str]:
-    """Return the remedy for an error of JAX that does not know of submeshes, or nothing."""
-    if "Fetching value for `jax.Array` that spans non-addressable" not in str(error):
-        return []
-    return ["multimesh.distributed.gather(x), called in every process, brings the value of an array elsewhere"]
+    texts = [type(error).__name__, *(lines[-1:] if of_callback else lines[:1])]
+    if _ELSEWHERE in str(error):
+        texts += ["multimesh.distributed.gather(x), called in every process, brings the value of an array elsewhere"]
+        error.add_note(f"multimesh: {texts[-1]}")
+    return ": ".join(texts)[:1000]
 
 
 def leave(code: int) -> NoReturn:

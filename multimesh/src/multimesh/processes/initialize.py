@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
 
 from multimesh.core import _compat, known_faults
-from multimesh.errors import LostProcessError, UsageError
+from multimesh.errors import UsageError
 from multimesh.processes import agree, host_values, rendezvous, timeouts
-from multimesh.processes.endings import call_at_loss, leave, see_end
-from multimesh.processes.liveness import GONE, GRACE, HOLD, Watch
-
-_watch: Watch | None = None
-_hosts: Sequence[str] = ()
+from multimesh.processes.endings import call_at_loss, leave
+from multimesh.processes.liveness import GRACE, see_uncaught_errors, watch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,18 +58,8 @@ def _end_in_one_line() -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        usual, expected = sys.excepthook, error
-
-        def hook(kind: type[BaseException], raised: BaseException, traceback: TracebackType | None) -> None:
-            if raised is not expected:
-                usual(kind, raised, traceback)
-                return
-            if not getattr(expected, "told", False):
-                sys.stderr.write(f"multimesh: {expected}\n")
-                time.sleep(HOLD)  # with its service process 0 would end who has not heard yet
-            leave(expected.exit_code)
-
-        sys.excepthook = hook
+        error.told = getattr(error, "told", False)  # type: ignore[attr-defined]
+        see_uncaught_errors()
         raise
 
 
@@ -157,9 +142,6 @@ def initialize(
     --------
     >>> mm.distributed.initialize("localhost:6000", num_processes=2, process_id=rank)  # doctest: +SKIP
     """
-    global _watch, _hosts
-    seconds = {"start": initialization_timeout, "silence": silence_timeout, "compile": compile_timeout}
-    waits = timeouts.choose(seconds | {"transfer": transfer_timeout, "stall": stall_timeout})
     if jax.distributed.is_initialized():
         raise UsageError(
             "processes are initialized already; call mm.distributed.initialize() once, and in place of "
@@ -169,31 +151,34 @@ def initialize(
         raise UsageError(
             "mm.distributed.initialize() must come before anything that uses a device of JAX: jax.devices(), an array"
         )
-    options = jax_options or {}
+    seconds = {"start": initialization_timeout, "silence": silence_timeout, "compile": compile_timeout}
+    timeouts.choose(seconds | {"transfer": transfer_timeout, "stall": stall_timeout})
+    start = timeouts.seconds("start")
     arguments = coordinator_address, num_processes, process_id, local_device_ids
     launcher, (address, count, rank, devices) = host_values.complete(
-        arguments, cluster_detection_method, math.ceil(waits.start)
+        arguments, cluster_detection_method, math.ceil(start)
     )
+    host = socket.gethostname()
     if alone and address is count is rank is None:
-        return Processes("nobody", 0, (socket.gethostname(),))
+        return Processes("nobody", 0, (host,))
     host_values.check(address, count, rank)
     bind = coordinator_bind_address or os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
     bind = bind or f"[::]:{address.rpartition(':')[2]}"
-    timeouts.use(waits)
     jax.config.update("jax_enable_recoverability", True)  # else JAX ends all others before they can say a word
     if preemptible is None:
         preemptible = os.environ.get("JAX_ENABLE_PREEMPTION_SERVICE", "").lower() in ("1", "true", "yes", "on")
     # else JAX takes SIGTERM as a notice, which few scripts look for
     jax.config.update("jax_enable_preemption_service", preemptible)
-    description = rendezvous.describe(rank, count, options, same_command)
+    watch.rank, watch.name = rank, f"process {rank} of {count} ({host}, pid {os.getpid()})"
+    description = rendezvous.describe(watch.name, jax_options or {}, same_command)
     if rank:
-        call_at_loss(functools.partial(_end_without_first, description))
-    rendezvous.start_jax(address, count, rank, devices, bind, waits.start, waits.silence, options)
+        call_at_loss(watch.end_without_first)
+    rendezvous.start_jax(watch.name, address, count, rank, devices, bind, jax_options or {})
     try:
-        members = agree.run_in_all("the start", lambda: description, rendezvous.compare, waits.start)
+        members = agree.run_in_all("the start", lambda: description, rendezvous.compare, start)
     except jax.errors.JaxRuntimeError:
         if rank:
-            time.sleep(GRACE)  # process 0 is gone, and `_end_without_first` says so in another thread
+            time.sleep(GRACE)  # process 0 is gone, and another thread says so
         raise
     except UsageError as error:
         error.told = rank > 0  # type: ignore[attr-defined]
@@ -201,63 +186,33 @@ def initialize(
     if not rank and count > 1:
         for fault in known_faults.find_overrides(os.environ):
             sys.stderr.write(f"multimesh: {fault}\n")
-    _hosts = [member["host"] for member in members]
-    _watch = Watch(rank, members, waits)
-    see_end(_watch)
-    _watch.start(leave)
-    return Processes(launcher, rank, tuple(_hosts))
-
-
-def _end_without_first(member: rendezvous.Member) -> None:
-    """End this process because process 0 is gone, and JAX's service with it."""
-    if _watch is not None:
-        _watch.end_without_first()
-        return
-    os.write(2, f"multimesh: {rendezvous.name_of(member)} ends because process 0 {GONE}\n".encode())
-    leave(LostProcessError.exit_code)
-
-
-def name_process(rank: int) -> str:
-    """Name a process, with its host where `initialize` has found it."""
-    return f"process {rank} of {jax.process_count()}" + (f" ({_hosts[rank]})" if _hosts else "")
-
-
-def begin_step(partners: Collection[int] = ()) -> None:
-    """Note that a call of a plan begins, of some processes or of all."""
-    if _watch is not None:
-        _watch.partners = frozenset(partners) if len(partners) < len(_hosts) else frozenset()
-        _watch.at[1] = _watch.at[0] + 1
-
-
-def count_step() -> None:
-    """Count a call of a plan. Messages about this process say how many it made."""
-    if _watch is not None:
-        _watch.at[:] = [_watch.at[0] + 1] * 2
+    names, hosts = zip(*members, strict=True)
+    watch.start(names)
+    return Processes(launcher, rank, hosts)
 
 
 def tell_at_loss(tell: Callable[[str, int], None]) -> None:
     """Let ``tell`` have the line and the exit code with which this process ends because of another one.
 
-    Call it after `initialize`. A thread calls ``tell`` before the process ends; handlers of ``atexit`` do not run then.
+    A thread calls ``tell`` before the process ends; handlers of ``atexit`` do not run then.
     """
-    if _watch is not None:
-        _watch.tell_at_loss = tell
+    watch.tell_at_loss = tell
 
 
 def end_together(code: int) -> NoReturn:
     """Wait until all processes are done, and leave with a code that all have."""
-    if _watch is not None:
-        _watch.finish()
+    if watch.names:
+        watch.finish()
         jax.distributed.shutdown()  # else process 0 waits for the heartbeats of the others, which have left
     leave(code)
 
 
 def end_others(why: str, code: int) -> NoReturn:
     """Leave although another process may not answer any more, and end that, too."""
-    if _watch is not None and _watch.rank:
+    if watch.rank:
         time.sleep(2 * GRACE)  # process 0 says why
-    elif _watch is not None:
-        _watch.fail(f"failed: {why}", code)
+    elif watch.names:
+        watch.fail(why, code)
     leave(code)
 
 
@@ -267,7 +222,7 @@ def fail(error: BaseException) -> NoReturn:
     It is for code that catches errors it does not know. An uncaught error does the same. Without `initialize` the error
     is raised.
     """
-    if _watch is None:
+    if not watch.names:
         raise error
     sys.excepthook(type(error), error, error.__traceback__)
-    raise AssertionError  # the hook of `see_end` leaves
+    raise AssertionError  # the hook leaves
