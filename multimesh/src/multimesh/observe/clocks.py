@@ -10,7 +10,6 @@ from pathlib import Path
 
 import jax
 
-from multimesh.core import _compat
 from multimesh.processes import agree
 
 ROUNDS = 40  # questions of a clock to process 0
@@ -53,8 +52,7 @@ def offset(name: str) -> tuple[float, float]:
         answer(f"{questions}/{rank}", count, rank)
     ahead, error = ask(f"{questions}/{jax.process_index()}", count) if clock != first else (0.0, 0.0)
     agree.decide_together(f"{name}/clocks/read", b"")
-    if not jax.process_index():
-        _compat.key_value_store().key_value_delete(questions)
+    agree.forget(questions)
     return ahead, error
 
 

@@ -59,6 +59,12 @@ def look(key: str) -> bytes:
         return b""
 
 
+def forget(folder: str) -> None:
+    """Let process 0 delete a value, or all values of a folder."""
+    if _compat.process_index() == 0:
+        _compat.key_value_store().key_value_delete(folder)
+
+
 def wait_for(keys: Mapping[int, str], label: str, timeout: float | None = None) -> list[bytes]:
     """Wait for the values that processes, by their numbers, leave under keys of one folder, and return them.
 
@@ -117,7 +123,7 @@ def decide_together(
     """
     if not several():
         return decide([data])
-    folder, decision, store = f"multimesh/{kind}/{name}", f"multimesh/decided/{kind}/{name}", _compat.key_value_store()
+    folder, decision = f"multimesh/{kind}/{name}", f"multimesh/decided/{kind}/{name}"
     if rank := _compat.process_index():
         put(f"{folder}/{rank}", data)
         limit = timeouts.seconds("compile") if timeout is None else timeout
@@ -132,8 +138,8 @@ def decide_together(
         put(decision, f"-{error}".encode())
         raise
     result = decide([data, *values])
-    for key in (folder, getattr(_here, "read", decision)):
-        store.key_value_delete(key)
+    forget(folder)
+    forget(getattr(_here, "read", decision))
     _here.read = decision
     put(decision, b"+" + result)
     return result

@@ -25,7 +25,6 @@ TREE = "_METADATA"
 """Orbax's description of a tree. `save` notes the types of all leaves in it."""
 
 _MARKS = (TREE, "_CHECKPOINT_METADATA", file_sums.RECORD.format("*", "*"))
-_OLD = ("multimesh.json", "process-*.shards")  # files of the format before Orbax's
 _numbers = itertools.count(1)
 
 
@@ -71,7 +70,7 @@ def record(path: Path) -> None:
 
 def _is_checkpoint(folder: Path) -> bool:
     """Return whether a folder is a checkpoint, or a part of one."""
-    return any(any(folder.glob(mark)) for mark in (*_MARKS, *_OLD))
+    return any(any(folder.glob(mark)) for mark in _MARKS)
 
 
 def _list_checkpoints(folder: Path) -> list[Path]:
@@ -100,26 +99,22 @@ def _check(folder: Path, *, strict: bool = False) -> None:
     """
     if folder.name.endswith(HALF):
         raise UsageError(f"{folder} was half-written when its process ended; it can't be used")
-    if any(any(folder.glob(file)) for file in _OLD):
-        raise UsageError(
-            f"{folder} is in a format of multimesh-jax 0.1.0 that this version does not read: restore it with 0.1.0, "
-            "commit 1891ba3 of its repository, and save it with Orbax"
-        )
     if not _is_checkpoint(folder):
         others = ", ".join(path.name for path in reversed(_list_checkpoints(folder.parent)[:8]))
         beside = f"{folder.parent} has {others}" if others else "nor is one beside it"
         raise UsageError(f"{folder}: no checkpoint of mm.distributed.save is there; {beside}")
     sums, complete = file_sums.read_sums(folder)
     file_sums.check_share(folder, sums, jax.process_index(), jax.process_count())
-    if not complete:
-        file_sums.read_sums(folder, _read_contents(folder).get("records"))  # names the one that is missing
-    if not complete and not strict and not (folder / TREE).exists():
-        raise DamagedError(f"{folder / TREE}: missing; {file_sums.REMEDY}")
-    if not complete and strict:
+    if complete:
+        return
+    file_sums.read_sums(folder, _read_contents(folder).get("records"))  # names the one that is missing
+    if strict:
         raise NoRecordError(
-            f"{folder} has no checksums of {'some' if sums else 'its'} files: an older version wrote it, or its job "
-            "was killed just after; mm.distributed.record(path) writes those of the bytes that it has now"
+            f"{folder} has no checksums of {'some' if sums else 'its'} files: its job was killed just after it wrote "
+            "it, or nobody called mm.distributed.record(path), which writes those of the bytes that it has now"
         )
+    if not (folder / TREE).exists():
+        raise DamagedError(f"{folder / TREE}: missing; {file_sums.REMEDY}")
 
 
 def _read(folder: Path, like: Mapping[str, Any], kinds: Mapping[str, str], partial: bool) -> list[Any]:
@@ -130,28 +125,15 @@ def _read(folder: Path, like: Mapping[str, Any], kinds: Mapping[str, str], parti
             f"{folder} was not written by mm.distributed.save: restore it with Orbax and mm.distributed.orbax_handler()"
         )
     stored = contents["leaves"]
-    _compare(folder, kinds, {name: kind for name, kind in stored.items() if name in kinds} if partial else stored)
+    for name in [*kinds, *(() if partial else stored)]:
+        saved, target = stored.get(name, "nothing"), kinds.get(name, "nothing")
+        if saved != target:
+            raise UsageError(f"{folder} has {name} as {saved}, `like` as {target}; give a tree like the one saved")
     try:
         arrays = load_handlers("mm.distributed.restore").read(folder, like)
         return [_convert(x, arrays[name], contents["keys"].get(name)) for name, x in like.items()]
     except Exception as error:  # whatever the file system, Orbax and TensorStore raise
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise DamagedError(f"{folder} can't be read: {line[:300]}; {file_sums.REMEDY}") from error
-
-
-def _compare(path: Path, targets: Mapping[str, str], kinds: Mapping[str, str]) -> None:
-    """Refuse a tree that is not like the saved one."""
-    for name in [*targets, *kinds]:
-        stored, wanted = kinds.get(name), targets.get(name)
-        if stored == wanted:
-            continue
-        if stored is None:
-            difference = f"no {name} ({wanted}), which `like` has"
-        elif wanted is None:
-            difference = f"{name} ({stored}), which `like` lacks"
-        else:
-            difference = f"{name} as {stored}, `like` as {wanted}"
-        raise UsageError(f"{path} has {difference}; give a tree like the one saved")
+        raise DamagedError(f"{folder} can't be read: {saving.first_line(error)}; {file_sums.REMEDY}") from error
 
 
 def _convert(like: Any, value: Any, key: str | None) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import errno
 import importlib
 import itertools
 import os
@@ -64,19 +63,16 @@ def load_handlers(user: str) -> ModuleType:
 def name_leaves(tree: Any) -> dict[str, Any]:
     """Return the leaves by their names, such as ``params/0/w``."""
     leaves: dict[str, Any] = {}
+    folders: dict[str, str] = {}  # in which Orbax writes leaves, to their names
     for path, leaf in jax.tree.leaves_with_path(tree):
         name = jax.tree_util.keystr(path, simple=True, separator="/") or "tree"
-        if name in (".", ".."):
-            raise UsageError(f"the tree has a leaf that is called {name!r}: rename a key")
-        if name in leaves:
-            raise UsageError(f"the tree has two leaves that are called {name!r}: rename a key")
+        other = folders.setdefault(name.replace("/", "."), name)
+        if name in leaves or other != name or name in (".", ".."):
+            raise UsageError(f"the tree has leaves that are called {name!r} and {other!r}: rename a key")
         leaves[name] = leaf
-    folders = {name.replace("/", "."): name for name in leaves}  # in which Orbax writes them
     for name in leaves:
-        above = itertools.accumulate(name.split("/"), "{}/{}".format)
-        other = next((parent for parent in above if parent in leaves and parent != name), None)
-        other = other or folders[name.replace("/", ".")]
-        if other != name:
+        *above, _ = itertools.accumulate(name.split("/"), "{}/{}".format)
+        for other in leaves.keys() & above:
             raise UsageError(f"the tree has leaves that are called {name!r} and {other!r}: rename a key")
     return leaves
 
@@ -106,15 +102,14 @@ def save(path: Path, tree: Any, *, background: bool = False) -> None:
     kinds = {name: kind_of(x) for name, x in leaves.items()}
     stored = {name: handlers.store(name, x) for name, x in leaves.items()}
     step = f"save {next(_numbers)}"
-    places = {name: f" on {x.sharding}" if has_sharding(x) else "" for name, x in leaves.items()}
-    agree.agree_on(step, [str(path), *(f"{name}: {kinds[name]}{place}" for name, place in places.items())])
+    places = {name: x.sharding if has_sharding(x) else "the host" for name, x in leaves.items()}
+    agree.agree_on(step, [str(path), *(f"{name}: {kinds[name]} on {place}" for name, place in places.items())])
     writer = agree.first_says(step, f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
     half = path.with_name(f"{path.name}@{writer}{HALF}")
 
     def begin() -> None:
         if jax.process_index() == 0:
             with _explain_errors(path, half):
-                _refuse_existing(path)
                 half.mkdir(parents=True)
 
     agree.run_in_all(f"{step}/begin", begin)
@@ -169,8 +164,7 @@ def _finish(step: str, path: Path, half: Path, futures: Sequence[Any], files: Se
             load_handlers("mm.distributed.save").finish_write(half)
             others = sorted({*file_sums.list_files(half)}.difference(*files_of_all))
             file_sums.write_sums(half, sums | file_sums.sum_files(half, others), 0, len(files_of_all))
-            _refuse_existing(path)
-            half.rename(path)
+            half.rename(path)  # which fails where another job was faster
         for remnant in path.parent.glob(f"*{HALF}"):  # of jobs that were killed, or that will be told
             if remnant.name.rpartition("@")[0] == path.name:
                 shutil.rmtree(remnant, ignore_errors=True)
@@ -183,23 +177,25 @@ def _finish(step: str, path: Path, half: Path, futures: Sequence[Any], files: Se
         raise
 
 
-def _refuse_existing(path: Path) -> None:
-    if path.exists():
-        raise FileExistsError(errno.EEXIST, "", str(path))
-
-
 @contextlib.contextmanager
 def _explain_errors(path: Path, half: Path) -> Iterator[None]:
-    """Raise any error of a save as one of ours, which says what becomes of the checkpoint."""
+    """Refuse a path that exists; raise any error of a save as one of ours."""
+    begun = f"mm.distributed.save to {path}"
     try:
+        if path.exists():
+            raise FileExistsError
         yield
     except Exception as error:
-        begun = f"mm.distributed.save to {path}"
         if path.exists():  # also where a job that was faster has removed what this one wrote
             raise UsageError(f"{begun}: there is something already; give every checkpoint a path of its own") from error
-        of_system = error.strerror if isinstance(error, OSError) else None
-        text = f"{of_system}: {getattr(error, 'filename', None) or half}" if of_system else str(error).strip()
-        if writing := _OF_TENSORSTORE.search(text):
-            text = f"{writing[2]}: {writing[1]}"
-        line = (text or type(error).__name__).splitlines()[0]
-        raise MultiMeshError(f"{begun}: {line[:300]}; there is no checkpoint of that name") from error
+        raise MultiMeshError(f"{begun}: {first_line(error, half)}; there is no checkpoint of that name") from error
+
+
+def first_line(error: Exception, place: Path | str = "") -> str:
+    """Return what went wrong, in a line: of an error of the system its reason and the file, or the ``place``."""
+    text = str(error).strip() or type(error).__name__
+    if isinstance(error, OSError) and error.strerror:
+        text = f"{error.strerror}: {error.filename or place}"
+    elif writing := _OF_TENSORSTORE.search(text):
+        text = f"{writing[2]}: {writing[1]}"
+    return text.splitlines()[0][:300]

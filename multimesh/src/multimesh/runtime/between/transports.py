@@ -70,9 +70,8 @@ class Pull:
     @functools.cache  # noqa: B019 - lives as long as the process
     def _puller(self, process: int) -> Callable[[int, list[Any]], list[Any]]:
         """Return a function that pulls arrays of another process, by a number and their types."""
-        (address,) = agree.wait_for({process: f"multimesh/transfer/{process}"}, "transfers")
-        self._addresses[process] = address.decode()
-        return _compat.puller(self._server.connect(address.decode()), self._client)
+        self._addresses[process] = agree.wait_for({process: f"multimesh/transfer/{process}"}, "transfers")[0].decode()
+        return _compat.puller(self._server.connect(self._addresses[process]), self._client)
 
     def advice(self, source: int) -> str:
         """See `Transport`."""
