@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 from multimesh.processes import host_values, rendezvous, step_counts, timeouts
-from multimesh.processes.liveness import beat
 
 import multimesh as mm
 
@@ -86,10 +85,6 @@ def test_one_that_has_ended_and_that_others_need_is_named():
     assert steps.stall_at(1006) is None
     steps.note(0, (4, 4), done=True)
     assert steps.stall_at(1200) == (2, "is in step 4 for 200 s, all others have ended", False)
-
-
-def test_eight_hundred_values_a_second_are_enough():
-    assert [beat(n, 30.0) for n in (2, 800, 4000, 8192)] == [1.0, 1.0, 5.0, 10.0]
 
 
 @pytest.fixture(autouse=True)

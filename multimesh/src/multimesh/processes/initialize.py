@@ -23,16 +23,9 @@ from multimesh.processes.liveness import GRACE, see_uncaught_errors, watch
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
-    """The processes of a job, as `initialize` found them.
+    """The processes of a job: the launcher that `initialize` found, this one's number, and the machine of each.
 
-    Attributes
-    ----------
-    launcher
-        The program that started them: a name of `LAUNCHERS`, "mpi4py", "arguments", or "nobody".
-    rank
-        Number of this process.
-    hosts
-        The machine of each process.
+    The launcher is a name of `LAUNCHERS`, "mpi4py", "arguments", or "nobody".
     """
 
     launcher: str
@@ -100,20 +93,20 @@ def initialize(
     cluster_detection_method
         As for ``jax.distributed.initialize``.
     initialization_timeout
-        Seconds in which all processes must have started: 60, or ``MULTIMESH_START_TIMEOUT`` in the environment.
+        Seconds in which all processes must have started: 60. This and the other times are also read from the
+        environment, ``MULTIMESH_START_TIMEOUT``, ``MULTIMESH_SILENCE_TIMEOUT`` and so on.
     silence_timeout
-        Seconds without a heartbeat after which JAX gives a process up: 8, or ``MULTIMESH_SILENCE_TIMEOUT``. Half of
-        them a process may be stopped, or the network be down.
+        Seconds without a heartbeat after which JAX gives a process up: 8. Half of them a process may be stopped, or the
+        network be down.
     compile_timeout
-        Seconds that processes wait for each other to compile, to save, to gather: 3600, or
-        ``MULTIMESH_COMPILE_TIMEOUT``. After a minute process 0 says for whom it waits.
+        Seconds that processes wait for each other to compile, to save, to gather: 3600. After a minute process 0 says
+        for whom it waits.
     transfer_timeout
-        Seconds in which the first transfer between two processes must have arrived: 300, or
-        ``MULTIMESH_TRANSFER_TIMEOUT``. They count when all processes have compiled. Then the job ends, with a line.
+        Seconds in which the first transfer between two processes must have arrived: 300. They count when all processes
+        have compiled. Then the job ends, with a line.
     stall_timeout
-        Seconds after which a process ends the job if it holds up the others in training: by default, and with 0, never,
-        or ``MULTIMESH_STALL_TIMEOUT``. After two minutes a line names it anyway; a process that is
-        ended so prints its Python stack.
+        Seconds after which a process ends the job if it holds up the others in training: by default, and with 0, never.
+        After two minutes a line names it anyway; a process that is ended so prints its Python stack.
     coordinator_bind_address
         Address at which process 0 listens; by default all of its addresses.
     same_command
@@ -126,11 +119,6 @@ def initialize(
         environment has ``JAX_ENABLE_PREEMPTION_SERVICE=1``.
     jax_options
         Further arguments of ``jax.distributed.initialize``, such as ``mtls_cert_file`` from jax 0.12 on.
-
-    Returns
-    -------
-    Processes
-        The processes of the job.
 
     Raises
     ------
@@ -197,14 +185,6 @@ def tell_at_loss(tell: Callable[[str, int], None]) -> None:
     A thread calls ``tell`` before the process ends; handlers of ``atexit`` do not run then.
     """
     watch.tell_at_loss = tell
-
-
-def end_together(code: int) -> NoReturn:
-    """Wait until all processes are done, and leave with a code that all have."""
-    if watch.names:
-        watch.finish()
-        jax.distributed.shutdown()  # else process 0 waits for the heartbeats of the others, which have left
-    leave(code)
 
 
 def end_others(why: str, code: int) -> NoReturn:

@@ -12,32 +12,19 @@ ADDRESS = "JAX_COORDINATOR_ADDRESS"
 class Launcher:
     """A program that starts processes, and tells each its place by variables.
 
-    Attributes
-    ----------
-    mark
-        A variable that only its processes have; empty where JAX alone knows them.
-    rank, size, local
-        Variables with the number of this process, that of all, and this one's number on its machine, which is the
-        device that it takes; without such a variable it takes all. Of several names the first that is set counts.
-    here
-        Variables with the number of its processes on this machine.
-    address
-        A variable by which JAX finds process 0. Where it is not set, the user tells. Empty: JAX finds it anyway.
-    jax
-        The name that JAX has for it; empty if JAX does not know it.
-    mpi
-        Whether it is an MPI.
+    ``rank``, ``size`` and ``local`` are variables with the number of this process, that of all, and this one's on its
+    machine, which is the device that it takes; without it, it takes all. Of several names the first that is set counts.
     """
 
     name: str
-    mark: str = ""
+    mark: str = ""  # a variable that only its processes have
     rank: tuple[str, ...] = ()
     size: tuple[str, ...] = ()
     local: tuple[str, ...] = ()
-    here: tuple[str, ...] = ()
-    address: str = ""
-    jax: str = ""
-    mpi: bool = False
+    here: tuple[str, ...] = ()  # with the number of its processes on this machine
+    address: str = ""  # by which JAX finds process 0; not set: the user tells; empty: JAX finds it anyway
+    jax: str = ""  # the name that JAX has for it, if it knows it
+    mpi: bool = False  # whether it is an MPI
 
 
 LAUNCHERS = (

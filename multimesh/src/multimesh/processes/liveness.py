@@ -39,11 +39,6 @@ _END = "multimesh/end"  # the key of the cause for which the job ends
 _FAILED = (jax.errors.JaxRuntimeError, MultiMeshError)  # of a call of the store
 
 
-def beat(count: int, silence: float) -> float:
-    """Return the seconds between two reports of progress, of each of ``count`` processes."""
-    return max(BEAT, min(count / BEATS, silence / 3))
-
-
 class Watch:
     """The end and the progress of this process, and its waits for those of others: threads that may end it."""
 
@@ -62,7 +57,7 @@ class Watch:
         """Start the threads, and see how this process ends."""
         self.names, self._count, self.pid = names, len(names), os.getpid()
         self._silence = timeouts.seconds("silence")
-        self._beat = beat(self._count, self._silence)
+        self._beat = max(BEAT, min(self._count / BEATS, self._silence / 3))
         if self.rank < 2 <= self._count:  # the second one judges process 0, which may hold Python's lock
             self._steps = StepsOfAll(self._count, timeouts.seconds("stall"), time.monotonic())
         works = [self._hear, self._tell_progress] + [self._follow] * (self.rank + 1 < self._count)

@@ -13,7 +13,6 @@ import re
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from typing import Any
 
 import jax
@@ -82,11 +81,7 @@ def describe(name: str, options: Mapping[str, Any], same_command: bool) -> Membe
     facts["XLA_FLAGS"] = [flag for flag in flags if not flag.startswith("--xla_dump_to=")]
     facts[TRANSPORT] = os.environ.get(TRANSPORT, "").split()
     facts["python"] = [".".join(platform.python_version_tuple()[:2])]
-    for package in ("jax", "jaxlib", "multimesh-jax", "numpy"):
-        try:
-            facts[package] = [metadata.version(package)]
-        except metadata.PackageNotFoundError:
-            facts[package] = ["unknown"]
+    facts |= {package: [sys.modules[package].__version__] for package in ("jax", "jaxlib", "multimesh", "numpy")}
     values = sorted(jax.config.values.items())
     facts["flags of JAX"] = [f"{flag}={value}" for flag, value in values if not _LOCAL_FLAG.search(flag)]
     facts["jax_options"] = sorted(options)
