@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from multimesh.state import saving
+from multimesh.state import checkpoints
 from pipelines import assert_same
 from spawning import run
 
@@ -170,10 +170,10 @@ def test_what_cannot_be_saved_is_named(tmp_path):
 def test_without_orbax_one_line_names_the_package(tmp_path, monkeypatch, version):
     def installed(name):
         if version is None:
-            raise saving.metadata.PackageNotFoundError(name)
+            raise checkpoints.metadata.PackageNotFoundError(name)
         return version
 
-    monkeypatch.setattr(saving.metadata, "version", installed)
+    monkeypatch.setattr(checkpoints.metadata, "version", installed)
     for call in (
         mm.distributed.orbax_handler,
         mm.distributed.orbax_state_handler,

@@ -6,7 +6,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from multimesh.processes import host_values, rendezvous, step_counts, timeouts
+from multimesh.processes import initialize, launchers, step_counts, timeouts
 
 import multimesh as mm
 
@@ -141,10 +141,10 @@ def member(rank, *words):
 def test_command_lines_may_differ_in_the_number_and_host_of_a_process_only(words, told):
     members = [member(rank, *words(rank)) for rank in range(4)]
     if not told:
-        assert [host for _, host in rendezvous.compare(members)] == ["n0", "n1", "n2", "n3"]
+        assert [host for _, host in initialize.compare(members)] == ["n0", "n1", "n2", "n3"]
         return
     with pytest.raises(mm.UsageError, match=re.escape(f"; command line: process 0 of 4 (n0, pid 7) {told}")):
-        rendezvous.compare(members)
+        initialize.compare(members)
 
 
 @pytest.mark.parametrize(
@@ -199,9 +199,9 @@ def test_devices_in_use_are_refused():
 def test_launchers_are_found(monkeypatch, environ, told):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert host_values.complete((None,) * 4, None, 1) == told
+    assert launchers.complete((None,) * 4, None, 1) == told
     explicit = ("n9:1", 8, 7, None)
-    assert host_values.complete(explicit, None, 1) == ("arguments", (*explicit[:3], told[1][3]))
+    assert launchers.complete(explicit, None, 1) == ("arguments", (*explicit[:3], told[1][3]))
 
 
 def test_what_a_launcher_lacks_is_said_in_a_line(monkeypatch):
@@ -215,7 +215,7 @@ def test_what_a_launcher_lacks_is_said_in_a_line(monkeypatch):
 
     monkeypatch.setattr("multimesh.core._compat.launcher", lambda method: Launcher())
     with pytest.raises(mm.UsageError, match=r"^nothing says where process 0 is: Install the .* of Kubernetes; mend th"):
-        host_values.complete((None,) * 4, None, 1)
+        launchers.complete((None,) * 4, None, 1)
 
 
 def test_one_process_gathers_what_it_has():
@@ -226,4 +226,4 @@ def test_one_process_gathers_what_it_has():
 
 def test_processes_may_dump_programs_to_folders_of_their_own(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XLA_FLAGS", '--a=1 --xla_dump_to="/two words/process-1" --b="c d"')
-    assert rendezvous.describe("", {}, True)["facts"]["XLA_FLAGS"] == ["--a=1", '--b="c d"']
+    assert initialize.describe("", {}, True)["facts"]["XLA_FLAGS"] == ["--a=1", '--b="c d"']

@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import json
+import logging
 import os
+import re
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
 from multimesh.core import _compat
 from multimesh.errors import LostProcessError, MultiMeshError
-from multimesh.processes import endings, timeouts
+from multimesh.processes import timeouts
 from multimesh.processes.agree import DONE, PROGRESS, look, put
 from multimesh.processes.step_counts import StepsOfAll, text_of
 
@@ -37,6 +40,16 @@ NOTICE = 10.0  # seconds after which a process says that it waits for others
 
 _END = "multimesh/end"  # the key of the cause for which the job ends
 _FAILED = (jax.errors.JaxRuntimeError, MultiMeshError)  # of a call of the store
+_STATUS = re.compile(r"(UNKNOWN|UNAVAILABLE|ABORTED|CANCELLED|INTERNAL|DEADLINE_EXCEEDED|FAILED_PRECONDITION): ")
+"""How an error of a computation begins; JAX raises some as ValueError."""
+
+_OWN_FAULTS = ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED", "Traceback (most recent call last)")
+"""In an error of JAX: it is this process's own, and not the echo of another one's end."""
+
+_ELSEWHERE = "Fetching value for `jax.Array` that spans non-addressable"
+_Handler = ctypes.CFUNCTYPE(None)
+_handler: Any = None  # this process refers to it for all its life
+_LEAVING = 60.0  # seconds in which another thread, which knew of the loss first, ends this process
 
 
 class Watch:
@@ -171,7 +184,7 @@ class Watch:
             faulthandler.dump_traceback(2)
         self.tell_at_loss(text, cause["code"])
         self._let_others_leave()
-        endings.leave(cause["code"])
+        leave(cause["code"])
 
     def _let_others_leave(self) -> None:
         """At process 0, wait until others have heard of the end: with its service JAX ends those that have not."""
@@ -230,15 +243,15 @@ def see_uncaught_errors() -> None:
             if not error.told:
                 sys.stderr.write(f"multimesh: {error}\n")
                 time.sleep(HOLD)  # with its service process 0 would end who has not heard yet
-            endings.leave(code)
+            leave(code)
         of_job = os.getpid() == watch.pid  # else it has not started, or this process was forked from it
         if of_job:
             with contextlib.suppress(ValueError):  # where this is not the main thread
                 signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would end this hook, and not the process
-            watch.fail(endings.explain(error), code, echo=endings.may_echo(error))
+            watch.fail(explain(error), code, echo=may_echo(error))
         usual(kind, error, traceback)
         if of_job:
-            endings.leave(code)
+            leave(code)
 
     sys.excepthook = end
 
@@ -271,3 +284,66 @@ def _alive(ranks: Sequence[int]) -> set[int]:
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 return set()
+
+
+def may_echo(error: BaseException | None) -> bool:
+    """Return whether the end of another process may have caused this error of a computation or a connection."""
+    while isinstance(error, Exception) and not isinstance(error, MultiMeshError):
+        text = str(error)
+        broken = isinstance(error, (jax.errors.JaxRuntimeError, ConnectionError)) or _STATUS.match(text)
+        if broken and not any(fault in text for fault in _OWN_FAULTS):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def explain(error: BaseException) -> str:
+    """Return an error in one line. JAX does not know of submeshes: to some errors the remedy is added, as a note too.
+
+    Of one with the traceback of a callback the last line has the cause.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    of_callback = any("Traceback (most recent call last)" in line for line in lines)
+    texts = [type(error).__name__, *(lines[-1:] if of_callback else lines[:1])]
+    if _ELSEWHERE in str(error):
+        texts += ["multimesh.distributed.gather(x), called in every process, brings the value of an array elsewhere"]
+        error.add_note(f"multimesh: {texts[-1]}")
+    return ": ".join(texts)[:1000]
+
+
+def leave(code: int) -> NoReturn:
+    """Leave without the handlers at exit. Output is written and children of this process are ended first."""
+    with contextlib.suppress(Exception):
+        logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    if "multiprocessing" in sys.modules:
+        with contextlib.suppress(Exception):
+            for child in sys.modules["multiprocessing"].active_children():
+                child.terminate()
+    os._exit(code)
+
+
+def call_at_loss(end: Callable[[], None]) -> None:
+    """Call ``end``, which ends this process, when JAX's client loses its service. Call it once.
+
+    The client then calls the callback of `limit_start` in a thread of C++. No Python function can take its argument, an
+    ``absl::Status``: the call throws ``std::bad_cast``, which nobody catches, and C++ calls its handler of such errors.
+    """
+    global _handler
+    with contextlib.suppress(OSError, AttributeError):  # of another library of C++: then JAX ends this process
+        library = ctypes.CDLL("libstdc++.so.6")
+        type_of_exception, set_handler = library.__cxa_current_exception_type, library._ZSt13set_terminatePFvvE
+        type_of_exception.restype = ctypes.POINTER(ctypes.c_char_p)
+        set_handler.restype, set_handler.argtypes = _Handler, (_Handler,)
+
+        def terminate() -> None:
+            exception = type_of_exception()  # a `std::type_info`: the table of its methods, and its name
+            if exception and exception[1] == b"St8bad_cast":
+                end()
+                time.sleep(_LEAVING)
+            usual()
+
+        _handler = _Handler(terminate)
+        usual = set_handler(_handler)

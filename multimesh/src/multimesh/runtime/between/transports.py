@@ -21,7 +21,7 @@ from multimesh.errors import UsageError
 from multimesh.marking import contexts
 from multimesh.processes import agree
 from multimesh.processes.arrays import absent, here
-from multimesh.processes.rendezvous import TRANSPORT
+from multimesh.processes.initialize import TRANSPORT
 from multimesh.runtime.actions import Piece, ProcessTransfer, by_devices
 
 Key = tuple[int, int, int]  # plan, run, call
