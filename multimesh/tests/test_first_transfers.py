@@ -10,7 +10,7 @@ from test_distributed import FULL, JOIN, START, _named, address, job  # noqa: F4
 STEP = """
 import signal, socket, threading
 import jax.numpy as jnp
-from multimesh.processes import agree, post
+from multimesh.processes import agree
 from multimesh.runtime.between import transports
 from multimesh.runtime.between import exchange
 from multimesh.runtime.between import first_transfers
@@ -43,10 +43,10 @@ if rank == 0:
     for caller in waiting:
         caller.setblocking(False)
         caller.connect_ex(server.getsockname())
-    def put(key, value, put=post.put):
+    def put(key, value, put=agree.put):
         deaf = f"127.0.0.1:{server.getsockname()[1]}".encode()
         put(key, deaf if key.startswith("multimesh/transfer/") else value)
-    post.put = put
+    agree.put = put
 """
 CUT = """
 def cut(server):
@@ -84,7 +84,7 @@ def test_a_first_transfer_that_never_comes_ends_the_job_with_a_line(job, fault):
     """The job stood still for ever, as with NCCL where it refuses."""
     transport, breaks, source = FAULTS[fault]
     ended = job(script(breaks + RUN), environ=lambda rank: NOTICES | {"MULTIMESH_TRANSPORT": transport})
-    ways = rf"from process {source} of 2 \(\S+\) to process {1 - source} of 2 \(\S+\)"
+    ways = rf"from {_named(source)} to {_named(1 - source)}"
     how, wait = "did not arrive within 3 s", ".*MULTIMESH_TRANSFER_TIMEOUT"
     if CUT in breaks:
         how, wait = r"failed: \S.*", "(?!.*TIMEOUT)"  # XLA says that it was closed, or that it is not connected

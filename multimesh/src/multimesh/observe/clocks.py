@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 
-from multimesh.processes import agree, post
+from multimesh.processes import agree
 
 ROUNDS = 40  # questions of a clock to process 0
 QUESTIONS = 8_000  # of all processes
@@ -52,7 +52,7 @@ def offset(name: str) -> tuple[float, float]:
         answer(f"{questions}/{rank}", count, rank)
     ahead, error = ask(f"{questions}/{jax.process_index()}", count) if clock != first else (0.0, 0.0)
     agree.decide_together(f"{name}/clocks/read", b"")
-    post.forget(f"{questions}/")
+    agree.forget(questions)
     return ahead, error
 
 
@@ -64,8 +64,8 @@ def rounds(processes: int) -> int:
 def answer(questions: str, rounds: int, rank: int) -> None:
     """Answer the questions of process ``rank``."""
     for i in range(rounds):
-        post.get(f"{questions}/{i}/asked", "the clocks", rank)
-        post.put(f"{questions}/{i}/time", repr(now()).encode())
+        agree.wait_for({rank: f"{questions}/{i}/asked"}, "the clocks")
+        agree.put(f"{questions}/{i}/time", repr(now()).encode())
 
 
 def ask(questions: str, rounds: int) -> tuple[float, float]:
@@ -73,9 +73,9 @@ def ask(questions: str, rounds: int) -> tuple[float, float]:
     samples: list[tuple[float, float]] = []
     for i in range(rounds):
         start = now()
-        post.put(f"{questions}/{i}/asked", b"")
-        theirs = float(post.get(f"{questions}/{i}/time", "the clocks", 0))
+        agree.put(f"{questions}/{i}/asked", b"")
+        (theirs,) = agree.wait_for({0: f"{questions}/{i}/time"}, "the clocks")
         end = now()
-        samples.append((end - start, theirs - (start + end) / 2))
+        samples.append((end - start, float(theirs) - (start + end) / 2))
     best = sorted(samples)[: rounds // 4]  # those with the fastest answers
     return statistics.median(ahead for _, ahead in best), best[-1][0] / 2

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from multimesh.plan import fingerprint
 from multimesh.processes import agree
 from multimesh.processes.arrays import absent, here, is_key, place
-from multimesh.processes.initialize import begin_step, count_step
+from multimesh.processes.liveness import watch
 from multimesh.runtime.actions import Action, owner, processes
 from multimesh.runtime.between import exchange
 from multimesh.runtime.compile import CompiledPlan
@@ -64,9 +64,9 @@ class PartRunner(Runner):
         with exchange.turn:
             if self._exchange is None:  # others have no part in it
                 return super().__call__(args, moved)
-            begin_step(self._partners)
+            watch.begin_step(self._partners)
             results = super().__call__(args, moved)
-            count_step()
+            watch.count_step()
             return results
 
     def _put(self, arrays: Sequence[Any], layouts: Sequence[NamedSharding]) -> Sequence[Any]:

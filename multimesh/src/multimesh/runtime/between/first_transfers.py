@@ -14,7 +14,7 @@ import numpy as np
 from multimesh.core import _compat
 from multimesh.errors import LostProcessError
 from multimesh.processes import timeouts
-from multimesh.processes.initialize import name_process
+from multimesh.processes.liveness import name_process
 from multimesh.runtime.actions import ProcessTransfer, process_transfers
 from multimesh.runtime.between.transports import Key, Transport
 from multimesh.runtime.resharding import Copy, Resharding
@@ -31,7 +31,7 @@ def try_transfers(transport: Transport, transfers: Iterable[ProcessTransfer], ke
     """
     new = dict.fromkeys((piece.copy.source, piece.copy.target) for transfer in transfers for piece in transfer.pieces)
     pairs = [pair for pair in new if pair not in transport.tried]
-    me, limit = jax.process_index(), timeouts.current().transfer
+    me, limit = jax.process_index(), timeouts.seconds("transfer")
     every = process_transfers([Resharding((), (), tuple(Copy(source, 0, target, 0) for source, target in pairs))])
     transfers = sorted((t for t in every if transport.everyone or me in (t.source, t.target)), key=_turn)
     if not transfers:
