@@ -263,7 +263,8 @@ class Jitted(Generic[P, R]):
                     "before the call: jax.sharding.reshard(x, P(...))"
                 )
         blocks = [layout_of_block(x) if isinstance(x, NamedSharding) else x for x in layouts]
-        types = arguments.types_of(blocks, self._types, registrations.meshes(context.registrations))
+        registered = (rule.task.mesh for rule in context.registrations if rule.task is not None)
+        types = arguments.types_of(blocks, self._types, registered)
         homes = arguments.homes_of(leaves)
         meshes = {mesh for mesh in homes if mesh is not None}
         home = meshes.pop() if len(meshes) == 1 and not options.enable_fast_path else None
