@@ -189,31 +189,21 @@ def _dummy(tree: Any) -> Any:
     return jax.tree.unflatten(tree, [object() for _ in range(tree.num_leaves)])
 
 
-def abstracts(leaves: Sequence[Any], tree: Any, parameters: Callable[[], Sequence[str]]) -> tuple[Any, ...]:
-    """Return shape, dtype and weak type of each leaf; an error names the leaf."""
-    try:
-        return tuple(map(abstract, leaves))
-    except UsageError:
-        return tuple(map(abstract, leaves, leaf_names(tree, parameters())))
-
-
 def abstract(leaf: Any, name: str = "an argument") -> tuple[tuple[int, ...], Any, bool]:
     """Return shape, dtype and weak type of a leaf."""
-    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        return tuple(leaf.shape), leaf.dtype, bool(getattr(leaf, "weak_type", False))
     if isinstance(leaf, jax.Ref):
         raise UsageError(
             f"multimesh.jit: {name} is a mutable array (jax.new_ref), and programs of several submeshes can't share "
             "one; pass its value, x[...], return the new one, and write it outside: x[...] = new"
         )
     try:
-        struct = _compat.abstractify(leaf)
+        aval = leaf if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else jax.typeof(leaf)
     except TypeError:
         remedy = "name it in static_argnums or static_argnames"
         if callable(leaf):
             remedy += "; of a model, such as a module of Equinox, pass the arrays: eqx.partition(model, eqx.is_array)"
         raise UsageError(f"multimesh.jit: {name} of type {type(leaf).__name__} is no array; {remedy}") from None
-    return tuple(struct.shape), struct.dtype, bool(struct.weak_type)
+    return tuple(aval.shape), aval.dtype, bool(getattr(aval, "weak_type", False))
 
 
 def layout_of(leaf: Any) -> NamedSharding | None:

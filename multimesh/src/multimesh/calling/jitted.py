@@ -92,7 +92,9 @@ class Jitted(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the function. New types, layouts or static arguments trace and compile it first."""
         if jax.config.jax_disable_jit:
-            args, kwargs = jax.tree.map(self._on_one_device, (args, kwargs))
+            device = (self._devices or jax.devices())[0]  # there each operation runs by itself
+            moves = lambda x: isinstance(x, jax.Array) and not _compat.is_tracer(x)  # noqa: E731
+            args, kwargs = jax.tree.map(lambda x: jax.device_put(x, device) if moves(x) else x, (args, kwargs))
             return self._fn(*args, **kwargs)
         bound = self._parameters.bind(args, kwargs)
         leaves, tree = jax.tree.flatten(bound.dynamic)
@@ -111,12 +113,6 @@ class Jitted(Generic[P, R]):
         compiled = self._compiled(bound, signature)
         self._cache.recent = Recent(tree, key, context, tuple(map(traits, leaves)), compiled)
         return compiled.run_flat(leaves)
-
-    def _on_one_device(self, x: Any) -> Any:
-        """Move an argument to one device, for ``jax.disable_jit``: there each operation runs by itself."""
-        if not isinstance(x, jax.Array) or _compat.is_tracer(x):
-            return x
-        return jax.device_put(x, (self._devices or jax.devices())[0])
 
     def _trace(self, bound: Arguments, signature: Signature) -> Trace:
         """Trace the function, once for all layouts of these types. A trace that captures values is not kept."""
@@ -199,7 +195,10 @@ class Jitted(Generic[P, R]):
 
     def clear_cache(self) -> None:
         """Forget all traces and compiled functions, as ``clear_cache`` of ``jax.jit`` does."""
-        self._cache.clear()
+        with self._cache.lock:
+            for part in (self._cache.compiled, self._cache.lowered, self._cache.traces):
+                part.clear()
+            self._cache.recent = None
 
     def _without_tasks(self) -> MultiMeshError:
         if contexts.ignoring():
@@ -245,7 +244,10 @@ class Jitted(Generic[P, R]):
         return bound, self._signature(leaves, tree, bound)
 
     def _signature(self, leaves: Sequence[Any], tree: Any, bound: Arguments) -> Signature:
-        avals = arguments.abstracts(leaves, tree, lambda: self._parameters.names(bound))
+        try:
+            avals = tuple(map(arguments.abstract, leaves))
+        except UsageError:  # which then names the leaf
+            avals = tuple(map(arguments.abstract, leaves, arguments.leaf_names(tree, self._parameters.names(bound))))
         context, entries = self._context(), [None] * len(leaves)
         options = context.options
         if self._in_shardings is not None:
@@ -324,9 +326,8 @@ class Jitted(Generic[P, R]):
                     f"{self._name}: nothing in this function is a task, so in_shardings and out_shardings name no "
                     "submesh; use jax.jit"
                 )
-            return SingleProgram(
-                jax.jit(_compat.set_name(lambda *leaves: trace.run(*leaves), self._name), donate_argnums=tuple(donated))
-            )
+            run = lambda *leaves: jax.tree.unflatten(out_tree, trace.call.function(*leaves))  # noqa: E731
+            return SingleProgram(jax.jit(_compat.set_name(run, self._name), donate_argnums=tuple(donated)))
         passes: Mapping[str, Pass] = {result.name: result for result in stages}
         if passes[LAST].result.choices:
             from multimesh.calling.auto_schedule import fit_memory  # loaded by loops with ``auto`` alone

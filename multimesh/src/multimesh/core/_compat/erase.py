@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from multimesh.core._compat.jaxprs import Literal, is_ref, retrace, shape_of, subjaxprs, without_layout
 from multimesh.core._compat.lines import scopes, user_line
-from multimesh.core._compat.traces import abstract_mesh_context, is_explicit
+from multimesh.core._compat.traces import abstract_mesh_context, bind_once, is_explicit
 from multimesh.core._compat.typed import is_typed, partitions, struct_of
 from multimesh.errors import UsageError
 
@@ -83,8 +83,7 @@ class _Eraser:
             return self._expand(eqn, args)
         else:
             params = {key: self._erased(value) for key, value in eqn.params.items()}
-            out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(params))
-            results = out if eqn.primitive.multiple_results else [out]
+            results = bind_once(eqn.primitive, params, args)
         if name not in _DECIDED or (name not in _MOVES and self._backward):
             return results  # a weight's gradient lies as the weight, once it is summed up
         return [*map(_constrain, results, (v.aval for v in eqn.outvars))]

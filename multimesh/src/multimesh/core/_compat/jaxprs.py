@@ -171,11 +171,6 @@ def is_differentiated(x: Any) -> bool:
     return is_tracer(x) and hasattr(x, "primal")
 
 
-def abstractify(x: Any) -> jax.ShapeDtypeStruct:
-    """Return shape, dtype and weak type of an argument, without its sharding."""
-    return shape_of(jax.typeof(x))
-
-
 def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
     """Return an abstract value as an argument to trace with."""
     return struct(aval.shape, aval.dtype, getattr(aval, "weak_type", False), memory_kind(aval))
