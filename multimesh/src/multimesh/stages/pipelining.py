@@ -21,13 +21,11 @@ from multimesh.marking import contexts
 from multimesh.marking.flax_modules import refuse_changes
 from multimesh.marking.tracing import Change, in_a_mesh, in_loops, inside, is_partitioning, is_recording, note_mesh
 from multimesh.schedules.costs import cost
-from multimesh.stages.chains import chain_of, count_state, orders, rescale, scan_over_time, work_of
-from multimesh.stages.cuts import SLACK, Chain, ChainCut, cut_chain
-from multimesh.stages.repeats import cut_between_layers, equal_stages, find_layers
+from multimesh.stages.balance import SLACK, Chain, ChainCut, cut_between_layers, cut_chain, equal_stages, find_layers
+from multimesh.stages.chains import add_work, chain_of, count_state, orders, rescale, scan_over_time, work_of
 from multimesh.stages.stage_cuts import Cuts, StageCut, Work
 from multimesh.stages.staged import run
 from multimesh.stages.units import KEPT_LOOP, Unit, Units, kind_of, read
-from multimesh.stages.work import add_work
 
 P = ParamSpec("P")
 R = TypeVar("R")
