@@ -148,15 +148,15 @@ def choose(
     if len(costs.times) != stages:
         raise UsageError(f"schedule auto: costs are those of {len(costs.times)} stages, but the loop has {stages}")
     tables = _simulate_tables(auto.placement(submeshes), shape, costs)
-    peaks = {name: timeline.peaks for name, (_, timeline) in tables.items()}
-    if memory is None and device is None:  # the largest need of 1F1B
-        memory = max(peaks["1f1b"]) if "1f1b" in peaks else min(map(max, peaks.values()))
+    most = {name: max(timeline.peaks) for name, (_, timeline) in tables.items()}
+    if memory is None and device is None:
+        memory = most.get("1f1b", min(most.values()))
     candidates = []
     for name, (table, line) in tables.items():
-        fits = name not in without and (memory is None or max(line.peaks) <= memory * (1 + CLOSE))
+        fits = name not in without and (memory is None or most[name] <= memory * (1 + CLOSE))
         candidates.append(Candidate(name, table, line.makespan, line.bubble, line.peaks, fits))
     if not any(candidate.fits for candidate in candidates):
-        least = ", ".join(amount(size, costs.sizes) for size in min(peaks.values(), key=max))
+        least = ", ".join(amount(size, costs.sizes) for size in min((c.peaks for c in candidates), key=max))
         raise UsageError(
             f"schedule auto: no table keeps activations within {amount(memory or 0, costs.sizes)} (memory=, of each "
             f"submesh); the one that takes least takes {least}; give more memory, smaller microbatches, or recompute "
