@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from models import mlp_block
-from multimesh.stages.chains import chain_of, orders, work_of
 from multimesh.stages.balance import SLACK, WIDE_SLACK, Chain, cut_chain
+from multimesh.stages.chains import chain_of, orders, work_of
 from multimesh.stages.units import read
 from pipelines import submeshes
 from unmarked import MODELS, WIDTH, error, normal, regression

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from multimesh.observe.timelines.spans import Hop, Levels, Span, levels
 from multimesh.observe.timelines.timeline import Timeline
 from multimesh.schedules.costs import UNIT_COSTS, StageCosts, map_covers
-from multimesh.schedules.scheduler import run
+from multimesh.schedules.scheduler import needs, run
 from multimesh.schedules.table import Cell, Table
-from multimesh.schedules.validation import needs
 
 
 def simulate(
