@@ -8,7 +8,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -166,32 +166,25 @@ def _auto(layout: Any) -> Any:
 
 def first_invalid(kernel: Kernel, plan: Plan, args: Sequence[Any], invalid: Callable[[Any], Any]) -> ir.Op | None:
     """Run the operations of a kernel one by one, up to the first invalid result; None where the arguments are gone."""
-    mesh = plan.submeshes[kernel.submesh]
     if any(x.is_deleted() for x in args[len(kernel.sums) :]):
         return None
-    env = _values(kernel, args, lambda stacked, number: stacked[int(number)])
+    env = _values(kernel, args)
     for op in kernel.ops:
-        reads = list(op.reads)
-
-        def run(*values: Any, op: ir.Op = op, reads: Sequence[ir.Value] = reads) -> list[Any]:
-            inner = dict(zip(reads, values, strict=True))
-            with _compat.abstract_mesh_context(mesh):
-                evaluate((op,), inner, mesh)
-            return [inner[o] for o in op.outs]
-
-        results = jax.jit(run)(*(jax.device_put(env[v], _auto(env[v].sharding)) for v in reads))
+        alone = replace(kernel, ops=(op,), sums=(), rows=(), ins=tuple(op.reads), outs=tuple(op.outs))
+        inputs = (jax.device_put(env[v], _auto(env[v].sharding)) for v in alone.ins)
+        results = jax.jit(kernel_function(alone, plan))(*inputs)
         env.update(zip(op.outs, results, strict=True))
         if any(jnp.issubdtype(x.dtype, jnp.inexact) and bool(invalid(x).any()) for x in results):
             return op
     return None
 
 
-def _values(kernel: Kernel, args: Sequence[Any], row: Callable[[Any, Any], Any]) -> dict[ir.Value, Any]:
-    """Map the values that a kernel reads to its arguments. ``row`` takes the row of a microbatch."""
+def _values(kernel: Kernel, args: Sequence[Any]) -> dict[ir.Value, Any]:
+    """Map the values that a kernel reads to its arguments, of stacks to the row of the microbatch."""
     inputs, rows = list(args[len(kernel.sums) :]), dict[ir.Value, Any]()
     if kernel.rows:
         number = inputs.pop(0)
-        rows = {v: row(inputs.pop(0), number) for v in kernel.rows}
+        rows = {v: lax.dynamic_index_in_dim(inputs.pop(0), number, 0, keepdims=False) for v in kernel.rows}
     return rows | dict(zip(kernel.ins, inputs, strict=True))
 
 
@@ -199,16 +192,12 @@ def kernel_function(kernel: Kernel, plan: Plan) -> Callable[..., list[Any]]:
     """Return the function of a kernel; `Kernel` explains its arguments and results."""
     mesh = plan.submeshes[kernel.submesh]
 
-    def zeros() -> list[Any]:
-        return [jnp.zeros(v.aval.shape, v.aval.dtype) for v in kernel.outs]
-
-    def stack(*rows: Any) -> list[Any]:
-        return [_compat.cast_weak_type(jnp.stack(rows), kernel.outs[0].aval)]
-
-    def ops(*args: Any) -> list[Any]:
-        env = _values(
-            kernel, args, lambda stacked, number: lax.dynamic_index_in_dim(stacked, number, 0, keepdims=False)
-        )
+    def run(*args: Any) -> list[Any]:
+        if kernel.make == "zeros":
+            return [jnp.zeros(v.aval.shape, v.aval.dtype) for v in kernel.outs]
+        if kernel.make == "stack":
+            return [_compat.cast_weak_type(jnp.stack(args), kernel.outs[0].aval)]
+        env = _values(kernel, args)
         evaluate(kernel.ops, env, mesh)
         return [
             *(lax.add(total, env[leaf]) for total, leaf in zip(args, kernel.sums, strict=False)),
@@ -217,7 +206,7 @@ def kernel_function(kernel: Kernel, plan: Plan) -> Callable[..., list[Any]]:
 
     def in_mesh(*args: Any) -> list[Any]:
         with _compat.abstract_mesh_context(mesh):
-            return {"ops": ops, "zeros": zeros, "stack": stack}[kernel.make](*args)
+            return run(*args)
 
     return _compat.set_name(in_mesh, "".join(c if c.isalnum() else "_" for c in kernel.name))
 

@@ -16,7 +16,7 @@ from multimesh.errors import UsageError
 from multimesh.observe.timelines.timeline import Timeline
 from multimesh.schedules.costs import CLOSE, UNIT_COSTS, StageCosts
 from multimesh.schedules.published import PUBLISHED
-from multimesh.schedules.simulate import simulate
+from multimesh.schedules.simulate import simulate, sizes
 from multimesh.schedules.table import Schedule, Table
 
 
@@ -76,9 +76,7 @@ class Choice:
     @property
     def title(self) -> str:
         """The sizes of the pipeline."""
-        submeshes, chunks, microbatches, _ = self.shape
-        several = f"{chunks} stages on each" if chunks > 1 else ""
-        return ", ".join(filter(None, (f"{submeshes} submeshes", several, f"{microbatches} microbatches")))
+        return sizes("auto", *self.shape[:3])
 
     @property
     def taken(self) -> Candidate:
@@ -108,7 +106,7 @@ class Choice:
             memory = f"memory for activations: at most {amount(self.limit, unit)} on a submesh"
         else:
             memory = f"memory: at most {amount(self.device or 0, 'bytes')} on a device, by the forecast"
-        head = [f"auto: {self.title}", f"costs: {self.costs.note}" if self.costs.note else "", memory]
+        head = [self.title, f"costs: {self.costs.note}" if self.costs.note else "", memory]
         return "\n".join([*filter(None, head), *(line.rstrip() for line in lines), self.reason])
 
     def to_json(self) -> dict[str, Any]:
