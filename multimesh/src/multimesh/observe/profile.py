@@ -15,9 +15,8 @@ from multimesh.errors import UsageError
 from multimesh.observe.measure import MeasuredRun, Measurement
 from multimesh.observe.timelines.timeline import Timeline
 from multimesh.plan.instructions import Run, Transfer
-from multimesh.plan.kernel_costs import Costs, stage_costs_of
 from multimesh.plan.plan import Plan
-from multimesh.plan.timing import assemble, items_in_time, simulate
+from multimesh.plan.timing import Costs, assemble, items_in_time, simulate, stage_costs_of
 from multimesh.processes import agree
 from multimesh.runtime.actions import processes
 from multimesh.runtime.between import exchange
