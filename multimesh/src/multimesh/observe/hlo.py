@@ -109,7 +109,7 @@ def read_computations(hlo: str) -> Computations:
             operations[name] = []
             entry = name if head[1] else entry
         elif op := _OP.search(text):
-            operations[name].append(Operation(*op.groups(), text))
+            operations[name].append(Operation(op[1], op[2], op[3], text))
     return Computations(hlo.partition("\n%")[0], entry, operations)
 
 
