@@ -26,6 +26,9 @@ INTERRUPTED = 130
 _DEVICES = "--xla_force_host_platform_device_count="  # JAX refuses it beside its own setting
 
 _ROOT = """\
+  python -m multimesh demo
+  python -m multimesh check --help
+
 MultiMesh for JAX: parts of one jitted function on different submeshes. The help of each command has examples."""
 
 _DEMO = """\

@@ -176,16 +176,12 @@ class Pass:
         return str(self.result)
 
 
-def _stacks_of(result: Any) -> Stacks:
-    program = result.program if isinstance(result, Parts) else result
-    return program.stacks if program is not None else Stacks()
-
-
 def run(traced: PassInputs, after: Pass | None = None) -> Iterator[Pass]:
     """Run the passes one at each step of the iterator: all, or those after a pass that has been run."""
     names = [*PASSES]
     result = None if after is None else after.result
-    view = traced.in_blocks(_stacks_of(result))
+    program = result.program if isinstance(result, Parts) else result
+    view = traced.in_blocks(Stacks() if program is None else program.stacks)
     for name in names if after is None else names[names.index(after.name) + 1 :]:
         result = PASSES[name](result, view)
         if name == "cut_stacks":
