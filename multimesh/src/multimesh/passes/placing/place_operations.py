@@ -61,7 +61,7 @@ def _place_once(
     result_homes = {
         i: mesh
         for i, arg in replaced.items()
-        if (mesh := owners.of(value := program.inputs[arg])) and (owners.is_pinned(value) or not is_small(value))
+        if (mesh := owners.of(value := program.inputs[arg])) and (value in owners.pinned or not is_small(value))
     }
     state = State(owners, {}, _pulls(program, result_homes))
     rows = program.linked
