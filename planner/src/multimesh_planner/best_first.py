@@ -1,13 +1,16 @@
 """The search for the fastest configurations that fit: best bound first, until no bound is below what was found.
 
-A cost model gives candidates with lower bounds of their seconds and bytes. Only candidates whose bounds are below what
-was found so far are simulated, each once, so the result is that of simulating all.
+A mesh has a lower bound of its seconds, and each of its configurations has one of its seconds and bytes. Only meshes
+whose bounds are below what was found so far are searched, and only such configurations are simulated, each once, so
+the result is that of simulating all.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import heapq
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -79,11 +82,15 @@ class Search:
         self._computed: dict[tuple[object, ...], Any] = {}  # by its name, and the fields that it depends on
         self._bytes: dict[Configuration, float] = {}
         self._options: dict[Configuration, Option] = {}
-
-    @functools.cached_property
-    def candidates(self) -> Sequence[Candidate]:
-        """Every configuration, with its bounds, the fastest first."""
-        return sorted(self.bound_all(), key=lambda candidate: candidate.seconds)
+        self._bounded: list[Candidate] = []  # the fastest first
+        self._numbers = itertools.count()  # order what is equally fast
+        self._queue: list[tuple[float, int, Candidate | Configuration]] = []  # beside these: a heap, also of meshes
+        self.considered = 0
+        for grid in space.grids():
+            hows = tuple(space.within(grid))
+            self.considered += len(hows)
+            self._queue.append((self._bound_grid(hows), next(self._numbers), grid))
+        heapq.heapify(self._queue)
 
     def best(
         self,
@@ -103,7 +110,7 @@ class Search:
         """
         limit = self.limit if memory is None else memory
         best: dict[tuple[object, ...], Option] = {}
-        for candidate in self.candidates:
+        for candidate in self._sort():
             worst = within if len(best) < count else min(within, _rank(best)[count - 1].seconds)
             if candidate.seconds > worst:
                 break
@@ -145,7 +152,7 @@ class Search:
     def nearest(self) -> tuple[Configuration, float] | None:
         """Return the configuration that needs the fewest bytes, with these; None if there is none."""
         best: tuple[Configuration, float] | None = None
-        for candidate in sorted(self.candidates, key=lambda c: c.bytes):
+        for candidate in sorted(self.list_frugal(), key=lambda c: c.bytes):
             if best is not None and candidate.bytes >= best[1]:
                 break
             with suppress(UsageError):
@@ -154,24 +161,47 @@ class Search:
                     best = candidate.how, needed
         return best
 
-    def bound_all(self) -> Iterator[Candidate]:
-        """Yield every configuration, with its bounds. One stands for all those of a mesh that certainly do not fit."""
-        for grid in self.space.grids():
-            hows = tuple(self.space.within(grid))
-            most = (how for how in hows if how.recompute == hows[-1].recompute)  # recomputed
-            frugal = [Candidate(cut, 0.0, self._least(cut, 1)) for how in most for cut in self._cuts(how)]
-            least = min(frugal, key=lambda bounded: bounded.bytes, default=None)
-            if least is not None and least.bytes > self.limit:
-                yield least
-                continue
-            for how in hows:
-                before: Candidate | None = None  # the other cut into stages: one that is not clearly faster is left out
-                for cut in self._cuts(how):
-                    size = self._least(cut, self._in_flight(cut))
-                    bounded = Candidate(cut, self._bound_seconds(cut) if size <= self.limit else 0.0, size)
-                    if not before or before.bytes > self.limit or bounded.seconds < (1 - _CLOSE) * before.seconds:
-                        yield bounded
-                    before = bounded
+    def list_frugal(self, grid: Configuration | None = None) -> Iterator[Candidate]:
+        """Yield the configurations that compute most again, of a mesh or of all, with bounds of their bytes."""
+        for mesh in self.space.grids() if grid is None else (grid,):
+            hows = tuple(self.space.within(mesh))
+            most = (how for how in hows if how.recompute == hows[-1].recompute)
+            yield from (Candidate(cut, 0.0, self._least(cut, 1)) for how in most for cut in self._cuts(how))
+
+    def _sort(self) -> Iterator[Candidate]:
+        """Yield the configurations that may fit, the fastest first. Those of a mesh are bounded when it is its turn."""
+        yield from self._bounded
+        while self._queue:
+            _, _, first = heapq.heappop(self._queue)
+            if isinstance(first, Candidate):
+                self._bounded.append(first)
+                yield first
+            else:
+                for candidate in self._bound(first):
+                    heapq.heappush(self._queue, (candidate.seconds, next(self._numbers), candidate))
+
+    def _bound_grid(self, hows: Iterable[Configuration]) -> float:
+        """Return a lower bound of a step of all configurations of a mesh: no submesh waits, all have equal work."""
+        model, least = self.space.model, float("inf")
+        for how, parts in {id(parts): (how, parts) for how in hows if (parts := self._find_parts(how))}.values():
+            work = parts.layer.total * (model.layers - model.dense_layers) + parts.first.total * model.dense_layers
+            work += parts.embedding.total + parts.head.total + 2 * parts.blocked * how.stages
+            least = min(least, how.microbatches * work / how.pp * self._stragglers(how) + self._beside(how))
+        return least
+
+    def _bound(self, grid: Configuration) -> Iterator[Candidate]:
+        """Yield the configurations of a mesh that may fit, with their bounds."""
+        if all(candidate.bytes > self.limit for candidate in self.list_frugal(grid)):
+            return
+        for how in self.space.within(grid):
+            before = float("inf")  # seconds of the other cut into stages: one that is not clearly faster is left out
+            for cut in self._cuts(how):
+                size = self._least(cut, self._in_flight(cut))
+                if size <= self.limit:
+                    seconds = self._bound_seconds(cut)
+                    if seconds < (1 - _CLOSE) * before:
+                        yield Candidate(cut, seconds, size)
+                    before = seconds
 
     def _bound_seconds(self, how: Configuration) -> float:
         """Return a lower bound of a step."""
@@ -181,7 +211,10 @@ class Search:
             loop = count * sum(stage.total for stage in stages)
         else:
             loop = pipeline_seconds.least_seconds(how.schedule, how.pp, count, stages, parts.hop, parts.blocked)
-        return loop * (1 + step.stragglers(how, self.space.device, self.software)) + self._beside(how)
+        return loop * self._stragglers(how) + self._beside(how)
+
+    def _stragglers(self, how: Configuration) -> float:
+        return 1 + step.stragglers(how, self.space.device, self.software)
 
     def _once(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
         """Return the result of the first call with such a key: a name, and the fields that the result depends on."""
