@@ -28,6 +28,7 @@ T = TypeVar("T")
 Where = Callable[[Configuration], bool]
 Progress = Callable[[int, str], None]
 
+_NEAREST = 100  # configurations that may need the fewest bytes, of which it is computed
 _CLOSE = 1e-3  # a partition that is faster by less is not worth a flag
 _DATA = (
     *("how", "seconds", "band", "tokens_per_second", "utilization", "bubble", "bytes", "shares", "checked"),
@@ -80,8 +81,6 @@ class Search:
         self.space, self.software, self.limit, self.progress = space, space.software, space.bytes, progress
         self.simulated = 0
         self._computed: dict[tuple[object, ...], Any] = {}  # by its name, and the fields that it depends on
-        self._bytes: dict[Configuration, float] = {}
-        self._options: dict[Configuration, Option] = {}
         self._bounded: list[Candidate] = []  # the fastest first
         self._numbers = itertools.count()  # order what is equally fast
         self._queue: list[tuple[float, int, Candidate | Configuration]] = []  # beside these: a heap, also of meshes
@@ -127,44 +126,36 @@ class Search:
 
     def simulate(self, how: Configuration, limit: float, goal: str = "") -> Option | None:
         """Simulate a configuration; None: it does not fit, or its schedule has no table of this shape."""
-        try:
-            if self.needed(how) > limit:
-                return None
-            if how not in self._options:
-                one = step.step_time(self.space.model, how, self.space.device, self.software)
-                band = max(bands.band(one, self.space.run), self.space.least_band)
-                self._options[how] = Option(**vars(one), band=band, memory_band=bands.memory_band(one))
-                self.simulated += 1
-                if self.progress:
-                    self.progress(self.simulated, goal)
-        except UsageError:
-            self._bytes[how] = float("inf")
-            return None
-        return self._options[how]
+
+        def run() -> Option:
+            self.simulated += 1
+            if self.progress:
+                self.progress(self.simulated, goal)
+            one = step.step_time(self.space.model, how, self.space.device, self.software)
+            band = max(bands.band(one, self.space.run), self.space.least_band)
+            return Option(**vars(one), band=band, memory_band=bands.memory_band(one))
+
+        return self._once(("option", how), run) if self.needed(how) <= limit else None
 
     def needed(self, how: Configuration) -> float:
-        """Return the bytes of the fullest device."""
-        if how not in self._bytes:
-            parts = footprint.peak_bytes(self.space.model, how, self.software)
-            self._bytes[how] = max(part.total for part in parts)
-        return self._bytes[how]
+        """Return the bytes of the fullest device; infinity: the schedule has no table of this shape."""
+
+        def count() -> float:
+            with suppress(UsageError):
+                return max(part.total for part in footprint.peak_bytes(self.space.model, how, self.software))
+            return float("inf")
+
+        return self._once(("bytes", how), count)
 
     def nearest(self) -> tuple[Configuration, float] | None:
         """Return the configuration that needs the fewest bytes, with these; None if there is none."""
-        best: tuple[Configuration, float] | None = None
-        for candidate in sorted(self.list_frugal(), key=lambda c: c.bytes):
-            if best is not None and candidate.bytes >= best[1]:
-                break
-            with suppress(UsageError):
-                needed = self.needed(candidate.how)
-                if best is None or needed < best[1]:
-                    best = candidate.how, needed
-        return best
+        nearest = heapq.nsmallest(_NEAREST, self.list_frugal(), key=lambda candidate: candidate.bytes)
+        return min(((c.how, self.needed(c.how)) for c in nearest), key=lambda pair: pair[1], default=None)
 
-    def list_frugal(self, grid: Configuration | None = None) -> Iterator[Candidate]:
-        """Yield the configurations that compute most again, of a mesh or of all, with bounds of their bytes."""
-        for mesh in self.space.grids() if grid is None else (grid,):
-            hows = tuple(self.space.within(mesh))
+    def list_frugal(self) -> Iterator[Candidate]:
+        """Yield the configurations that compute most again, with bounds of their bytes."""
+        for grid in self.space.grids():
+            hows = tuple(self.space.within(grid))
             most = (how for how in hows if how.recompute == hows[-1].recompute)
             yield from (Candidate(cut, 0.0, self._least(cut, 1)) for how in most for cut in self._cuts(how))
 
@@ -191,8 +182,6 @@ class Search:
 
     def _bound(self, grid: Configuration) -> Iterator[Candidate]:
         """Yield the configurations of a mesh that may fit, with their bounds."""
-        if all(candidate.bytes > self.limit for candidate in self.list_frugal(grid)):
-            return
         for how in self.space.within(grid):
             before = float("inf")  # seconds of the other cut into stages: one that is not clearly faster is left out
             for cut in self._cuts(how):
