@@ -7,10 +7,9 @@ the result is that of simulating all.
 
 from __future__ import annotations
 
-import functools
 import heapq
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, TypeVar
