@@ -67,7 +67,7 @@ def private_uses(source: str) -> Iterator[str]:
         if not isinstance(node, ast.Attribute):
             continue
         names = chain(node)
-        if hidden(node.attr) and names[:-1] not in (["self"], ["cls"]):
+        if hidden(node.attr) and names[:-1] not in (["self"], ["cls"]) and names != ["os", "_exit"]:  # that is public
             yield ast.unparse(node)
         module = ".".join([bound.get(names[0], ""), *names[1:-1]]) if names else ""
         if module in PUBLIC and node.attr not in PUBLIC[module]:

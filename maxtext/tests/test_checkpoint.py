@@ -16,8 +16,8 @@ import pytest
 
 from multimesh_maxtext.checkpoint_folder import aside, going_back, look
 from multimesh_maxtext.command.checkpoint import beginning, writing
-from multimesh_maxtext.command.job import Job
-from multimesh_maxtext.command.steps import keep_before
+from multimesh_maxtext.command.job import Job, Paths
+from multimesh_maxtext.command.steps import Run
 from multimesh_maxtext.errors import CheckpointError, DamagedCheckpointError, FlagError
 from multimesh_maxtext.trainer.relayout import check_same, find_sources, is_stack, layers_in
 
@@ -213,17 +213,17 @@ def test_a_checkpoint_of_another_model_names_the_first_parameter(kept: dict[Any,
         check_same(ours, theirs, {})
 
 
-def test_metrics_of_steps_that_will_be_repeated_are_cut_off(tmp_path: Path):
+def test_metrics_of_steps_that_will_be_repeated_are_cut_off(paths: Paths):
     """The evaluation after the last step that counts stays.
 
     MaxText writes the running means of its batches, numbered from 0, and then the whole, with the step.
     """
-    metrics, lines = tmp_path / "metrics.jsonl", []
-    assert keep_before(metrics, 3) == []
+    metrics, lines = paths.metrics, []
+    assert Run(paths, 3).before == []
     for step in range(4):
         lines.append(json.dumps({"learning/loss": 1.0, "learning/total_weights": 1.0, "step": float(step)}))
         lines += [json.dumps({"eval/avg_loss": 1.0, "step": float(batch)}) for batch in range(2)]
         lines.append(json.dumps({"eval/avg_loss": 1.0, "eval/total_loss": 2.0, "step": float(step)}))
     metrics.write_text("\n".join([*lines, '{"learning/loss": 1.']))
-    assert [step.number for step in keep_before(metrics, 2)] == [0, 1]
+    assert [step.number for step in Run(paths, 2).before] == [0, 1]
     assert metrics.read_text() == "\n".join(lines[:8]) + "\n"

@@ -17,7 +17,7 @@ from multimesh_maxtext.command.command_line import read
 from multimesh_maxtext.command.environment import memory_limit
 from multimesh_maxtext.command.job import Job, Paths
 from multimesh_maxtext.command.member import Member, find_repeats, member
-from multimesh_maxtext.command.steps import Follower, Step
+from multimesh_maxtext.command.steps import Run, Step
 from multimesh_maxtext.command.training import StopRequest, follow
 from multimesh_maxtext.command.translate import Launch, forecasting, launch
 from multimesh_maxtext.errors import FlagError
@@ -166,9 +166,9 @@ def test_two_processes_train_what_one_does(maxtext: Path, tmp_path: Path):
 def followed(paths: Paths, program: str, *, steps: int = 0) -> tuple[int, StopRequest]:
     """The exit code of a trainer that is a line of a shell, and the signals that came to us meanwhile."""
     paths.output.mkdir(parents=True, exist_ok=True)
-    stop, done = StopRequest(), [Step(n, 1.0, 1.0, 1.0, 1.0) for n in range(steps)]
-    start, follower = Launch(("sh", "-c", program), {}, {}), Follower(paths.metrics)
-    return follow(follower, done, print, start, paths, stop, saves=steps > 0), stop
+    stop, run, start = StopRequest(), Run(paths), Launch(("sh", "-c", program), {}, {})
+    run.steps = [Step(n, 1.0, 1.0, 1.0, 1.0) for n in range(steps)]
+    return follow(run, print, start, paths, stop, paths.checkpoints if steps else None), stop
 
 
 ME = os.getpid()

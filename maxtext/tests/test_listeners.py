@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from multimesh_maxtext.command.listeners import GAUGES, Exposition, Watch, load_hook, tell_once
+from multimesh_maxtext.command.listeners import GAUGES, Monitor, load_hook, tell_once
 from multimesh_maxtext.errors import FileError, FlagError, LauncherError
 from multimesh_maxtext.handoff import MEMORY, SECONDS, TIME, UTILIZATION
 
@@ -47,8 +47,7 @@ def scraped(file: Path) -> dict[str, float]:
 
 
 def test_the_newest_step_is_scraped(tmp_path: Path):
-    watch = Watch()
-    tell = Exposition(tmp_path / "run.prom", steps=100, watch=watch)
+    tell = Monitor(100, tmp_path / "run.prom")
     for step in range(4):
         tell(record(step))
     tell({"step": 3, "eval/total_loss": 1.0})
@@ -62,7 +61,7 @@ def test_the_newest_step_is_scraped(tmp_path: Path):
 
 
 def test_what_is_not_known_is_left_out_and_a_loss_that_is_no_number_is_there(tmp_path: Path):
-    tell = Exposition(tmp_path / "run.prom", steps=100, watch=Watch())
+    tell = Monitor(100, tmp_path / "run.prom")
     sample = record(0, math.nan)
     del sample[UTILIZATION]
     tell(sample)
@@ -71,8 +70,10 @@ def test_what_is_not_known_is_left_out_and_a_loss_that_is_no_number_is_there(tmp
     assert math.isnan(metrics["multimesh_loss"])
 
 
-def test_alerts_are_lines_of_a_stable_shape_one_for_steps_that_follow_one_another(capsys: pytest.CaptureFixture):
-    watch = Watch()
+def test_alerts_are_lines_of_a_stable_shape_one_for_steps_that_follow_one_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    watch = Monitor(100, tmp_path / "run.prom")
     losses = [9.0, 5.0, *[3.0] * 18, 4.6, 4.7, 4.8, 3.0, math.nan, math.nan, 3.0, math.inf]
     for step, loss in enumerate(losses):
         watch(record(step, loss))
@@ -81,7 +82,8 @@ def test_alerts_are_lines_of_a_stable_shape_one_for_steps_that_follow_one_anothe
         "alert: loss-not-finite step=24 loss=nan",
         "alert: loss-not-finite step=27 loss=inf",
     ]
-    assert watch.counts == {"loss-spike": 1, "loss-not-finite": 2}
+    metrics = scraped(tmp_path / "run.prom")
+    assert (metrics["multimesh_loss_spikes_total"], metrics["multimesh_losses_not_finite_total"]) == (1, 2)
 
 
 def test_the_dashboard_shows_metrics_that_there_are(root: Path):
@@ -109,7 +111,7 @@ def test_what_a_listener_raises_is_told_once_and_ends_nothing(tmp_path: Path, ca
         raise RuntimeError(f"no network for {record.pop('step')}")
 
     sample, file = record(3), tmp_path / "none/run.prom"
-    write = Exposition(file, steps=9, watch=Watch())
+    write = Monitor(9, file)
     for name, tell in (("--metrics-hook mine:log", log), (f"--prometheus {file}", write)):
         listener = tell_once(name, tell)
         listener(sample)

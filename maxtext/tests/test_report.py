@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 
 from multimesh_maxtext import outcome
+from multimesh_maxtext.command.job import Paths
 from multimesh_maxtext.command.report import step_table, summary
-from multimesh_maxtext.command.steps import Evaluation, Follower, Step, check_agreement, compare, judge, largest
+from multimesh_maxtext.command.steps import Run, Step, compare, find_disagreement, judge
 from multimesh_maxtext.errors import (
-    DisagreementError,
     FlagError,
     InterruptedRunError,
     LauncherError,
@@ -29,20 +29,21 @@ from multimesh_maxtext.errors import (
     error_classes,
 )
 
-LOG = Path("maxtext.log")
+NOWHERE = Paths(python="", maxtext=Path(), output=Path("none"), metrics=Path("none/metrics.jsonl"))
 
 
-def steps(*losses: float) -> list[Step]:
-    return [Step(number, loss, 1.0, 0.5, 1024.0) for number, loss in enumerate(losses)]
-
-
-def normed(*values: tuple[float, float]) -> list[Step]:
-    return [Step(number, loss, norm, 0.1, 64.0) for number, (loss, norm) in enumerate(values)]
+def run_of(*losses: float, norms: float | tuple[float, ...] = 1.0, first: int = 0, paths: Paths = NOWHERE) -> Run:
+    """A run whose steps have these losses."""
+    run, each = Run(paths), norms if isinstance(norms, tuple) else (norms,) * len(losses)
+    run.steps = [
+        Step(first + n, loss, norm, 0.5, 1024.0) for n, (loss, norm) in enumerate(zip(losses, each, strict=True))
+    ]
+    return run
 
 
 @pytest.mark.parametrize("losses", [(3.0, 2.0), (3.0, 3.1, 2.9), (5.0, 4.0, 4.5, 4.2, 3.0, 3.9), (7.0,)])
 def test_a_run_whose_loss_falls_is_a_success(losses: tuple[float, ...]):
-    judge(steps(*losses), 0, None, expected=len(losses), log=LOG)
+    judge(run_of(*losses), 0, None, range(len(losses)))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_a_run_whose_loss_falls_is_a_success(losses: tuple[float, ...]):
 )
 def test_anything_else_is_not(losses: tuple[float, ...], returncode: int, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
-        judge(steps(*losses), returncode, None, expected=3, log=LOG)
+        judge(run_of(*losses), returncode, None, range(3))
 
 
 @pytest.mark.parametrize(
@@ -71,10 +72,9 @@ def test_anything_else_is_not(losses: tuple[float, ...], returncode: int, error:
         (1, TrainerFailedError, 10),
     ],
 )
-def test_a_process_that_is_lost_has_a_code_of_its_own(tmp_path: Path, returncode: int, kind: type, code: int):
-    (tmp_path / "log").touch()
+def test_a_process_that_is_lost_has_a_code_of_its_own(returncode: int, kind: type, code: int):
     with pytest.raises(TrainerFailedError, match="after 1 of 3 steps") as raised:
-        judge(steps(3.0), returncode, None, expected=3, log=tmp_path / "log", several=True)
+        judge(run_of(3.0), returncode, None, range(3), several=True)
     assert (type(raised.value), raised.value.exit_code) == (kind, code)
 
 
@@ -91,16 +91,16 @@ def test_the_outcome_that_the_trainer_wrote_is_the_error(tmp_path: Path, error: 
     """Its class and exit code, whatever the words are, also through the file."""
     outcome.reserve(tmp_path / "outcome.json")
     assert outcome.read(tmp_path / "outcome.json") is None
-    outcome.write(outcome.outcome_of(error), tmp_path / "outcome.json")
+    outcome.write(error, tmp_path / "outcome.json")
     for returncode in (0, 1, -9):
         with pytest.raises(type(error), match=message) as raised:
-            judge(steps(3.0), returncode, outcome.read(tmp_path / "outcome.json"), expected=3, log=LOG)
+            judge(run_of(3.0), returncode, outcome.read(tmp_path / "outcome.json"), range(3))
         assert raised.value.exit_code == error.exit_code
 
 
 def test_an_outcome_that_follows_from_another_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(outcome, "_PATIENCE", 0.1)
-    assert [outcome.doubt(cause) for cause in error_classes()].count(0) == len(error_classes()) - 4
+    assert [kind.doubt for kind in error_classes().values()].count(0) == len(error_classes()) - 4
     lost, failed, full = ProcessLostError("lost"), TrainerFailedError("failed"), NoSpaceError("full; make room")
     (tmp_path / "process-1").mkdir()
     killed = ProcessKilledError("killed")
@@ -109,8 +109,8 @@ def test_an_outcome_that_follows_from_another_gives_way(tmp_path: Path, monkeypa
     interrupted = InterruptedRunError("SIGTERM ended it")  # by a launcher that ends all where one fails
     cases += (full, interrupted, full), (lost, interrupted, interrupted)
     for other, own, expected in cases:
-        outcome.write(outcome.outcome_of(other), tmp_path / "process-1/outcome.json")
-        outcome.write(outcome.outcome_of(own), tmp_path / "outcome.json")
+        outcome.write(other, tmp_path / "process-1/outcome.json")
+        outcome.write(own, tmp_path / "outcome.json")
         found = outcome.find_cause(tmp_path, 2, own)
         assert (type(found), str(found)) == (type(expected), str(expected))
         assert found.shared == (found is not own or own.shared)
@@ -126,22 +126,25 @@ def test_who_started_all_believes_a_cause_and_else_the_code_that_came_first(tmp_
         ((full, failed), 10, 20),
     ):
         for name, error in zip((".", "process-1"), errors, strict=True):
-            outcome.write(outcome.outcome_of(error), tmp_path / name / "outcome.json")
+            outcome.write(error, tmp_path / name / "outcome.json")
         first = outcome.find_first(tmp_path, 2, code=code)
         assert first is not None
         assert first.exit_code == expected
 
 
 def test_a_resumed_run_is_judged_by_its_own_steps_and_the_losses_before():
-    before, after = steps(3.0, 2.5), [Step(2, 2.6, 1.0, 0.5, 1024.0), Step(3, 2.7, 1.0, 0.5, 1024.0)]
-    judge(after, 0, None, expected=4, log=LOG, before=before, first=2)
-    judge(after, 0, None, expected=4, log=LOG, first=2)  # nothing is known of steps 0 and 1
+    after = run_of(2.6, 2.7, first=2)
+    judge(after, 0, None, range(2, 4))  # nothing is known of steps 0 and 1
+    after.before = run_of(3.0, 2.5).steps
+    judge(after, 0, None, range(2, 4))
+    with pytest.raises(StoppedEarlyError, match="after 2 of 3 steps"):
+        judge(after, 0, None, range(2, 5))
+    after.before = run_of(2.0, 2.0).steps
     with pytest.raises(LossNotFallingError, match=r"from 2.0000 to 2.7000"):
-        judge(after, 0, None, expected=4, log=LOG, before=steps(2.0, 2.0), first=2)
+        judge(after, 0, None, range(2, 4))
+    after.steps = [*run_of(3.0, 2.0).steps, *run_of(1.0).steps]
     with pytest.raises(StoppedEarlyError):  # one step twice
-        judge([*steps(3.0, 2.0), *steps(1.0)], 0, None, expected=3, log=LOG)
-    with pytest.raises(StoppedEarlyError, match="after 1 of 2 steps"):
-        judge(after[:1], 0, None, expected=4, log=LOG, before=before, first=2)
+        judge(after, 0, None, range(3))
 
 
 def record(step: int, loss: float, seconds: float) -> str:
@@ -149,27 +152,25 @@ def record(step: int, loss: float, seconds: float) -> str:
     return json.dumps({"step": float(step), **values, "perf/step_time_seconds": 0.01, "perf/step_seconds": seconds})
 
 
-def test_steps_are_followed_with_the_times_of_their_records(tmp_path: Path):
-    metrics = tmp_path / "metrics.jsonl"
-    follower = Follower(metrics)
-    assert follower.poll() == []
+def test_steps_are_followed_with_the_times_of_their_records(paths: Paths):
+    run, metrics = Run(paths), paths.metrics
+    assert run.read() == []
     metrics.write_text(record(0, 7.0, 2.5) + "\n" + record(1, 6.0, 0.75)[:20])
-    assert [(step.number, step.seconds) for step in follower.poll()] == [(0, 2.5)]
+    assert [(step.number, step.seconds) for step in run.read()] == [(0, 2.5)]
     metrics.write_text(record(0, 7.0, 2.5) + "\n" + record(1, 6.0, 0.75) + "\n")
     with metrics.open("a") as file:
         file.write('{"eval/avg_loss": 5.0, "step": 0}\n{"eval/avg_loss": 5.5, "eval/total_loss": 11.0, "step": 1}\n')
-    (step,) = follower.poll()
+    (step,) = run.read()
     assert (step.loss, step.gradient_norm, step.seconds, step.tokens_per_second) == (6.0, 1.5, 0.75, 64 / 0.75)
-    assert follower.poll() == []
-    assert follower.evaluations == [Evaluation(1, 5.5)]
-    assert Follower(metrics, skip=metrics.stat().st_size).poll() == []
+    assert run.read() == []
+    assert run.evaluations == [{"step": 1, "loss": 5.5}]
     metrics.write_text("orn line}\n" + record(2, 5.0, 1.0) + "\n")  # emptied, and read anew
-    assert [step.number for step in follower.poll()] == [2]
+    assert [step.number for step in run.read()] == [2]
 
 
 def test_the_table_is_short_and_has_first_and_last():
     console = Console(width=100, record=True, quiet=False, file=io.StringIO())
-    console.print(step_table(steps(*(100.0 - i for i in range(60)))))
+    console.print(step_table(run_of(*(100.0 - i for i in range(60)))))
     rows = console.export_text().splitlines()
     assert len(rows) == 13
     assert rows[0].split() == ["step", "loss", "gradient", "norm", "step", "time", "tokens/s"]
@@ -178,20 +179,26 @@ def test_the_table_is_short_and_has_first_and_last():
 
 
 def test_json_has_null_where_a_number_is_not_finite():
-    found = summary(steps(math.nan), [], [], {"log": LOG}, None)
-    assert json.loads(json.dumps(found, allow_nan=False))["steps"][0]["loss"] is None
+    shown = summary(run_of(math.nan), NOWHERE)
+    assert json.loads(json.dumps(shown, allow_nan=False))["steps"][0]["loss"] is None
+
+
+def verified(ours: Run, theirs: Run) -> Run:
+    ours.reference, ours.differences = theirs.steps, compare(ours.steps, theirs.steps)
+    return ours
 
 
 def test_runs_that_differ_by_rounding_agree():
-    pairs = compare(normed((2.0, 1.0), (1.0, 0.5)), normed((2.00001, 1.0), (1.0, 0.500002)))
-    check_agreement(pairs, dtype="float32")
-    assert largest(pairs) == pytest.approx(5e-6, rel=0.01)
+    run = verified(run_of(2.0, 1.0, norms=(1.0, 0.5)), run_of(2.00001, 1.0, norms=(1.0, 0.500002)))
+    assert find_disagreement(run, dtype="float32") is None
+    assert max(run.differences) == pytest.approx(5e-6, rel=0.01)
 
 
 @pytest.mark.parametrize("other", [(1.0001, 0.5), (1.0, 0.50001), (float("nan"), 0.5), (1.0, float("inf"))])
 def test_runs_that_differ_by_more_do_not(other: tuple[float, float]):
-    pairs = compare(normed((2.0, 1.0), other), normed((2.0, 1.0), (1.0, 0.5)))
-    with pytest.raises(DisagreementError, match=r"step 1: .* more than 1e-05; report it with both logs"):
-        check_agreement(pairs, dtype="float32")
-    with pytest.raises(DisagreementError, match=r"bfloat16 rounds; compare with dtype=float32"):
-        check_agreement(pairs, dtype="bfloat16")
+    run = verified(run_of(2.0, other[0], norms=(1.0, other[1])), run_of(2.0, 1.0, norms=(1.0, 0.5)))
+    for dtype, remedy in (("float32", "report it with both logs"), ("bfloat16", "rounds; compare with dtype=float32")):
+        text = str(find_disagreement(run, dtype=dtype))
+        assert text.startswith("step 1: ")
+        assert "more than 1e-05; " in text
+        assert text.endswith(remedy)

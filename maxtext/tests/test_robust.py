@@ -80,8 +80,8 @@ def start(stand_in: Path) -> Iterator[Start]:
     started: list[subprocess.Popen[str]] = []
 
     def command(*arguments: object, **environment: str) -> subprocess.Popen[str]:
-        program = "import sys; from pathlib import Path; from multimesh_maxtext.command.cli import main; "
-        program += f"sys.exit(main(sys.argv[1:], root=Path({str(stand_in)!r})))"
+        program = "import sys; from pathlib import Path; from multimesh_maxtext.command.cli import command; "
+        program += f"command(sys.argv[1:], root=Path({str(stand_in)!r}))"
         line = [sys.executable, "-I", "-c", program, "--num-steps", "2", *map(str, arguments)]
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started.append(subprocess.Popen(line, env=os.environ | environment, **pipes))

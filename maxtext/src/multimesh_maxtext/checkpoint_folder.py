@@ -42,19 +42,21 @@ class Checkpoints:
 
     def paths(self) -> frozenset[tuple[str, ...]]:
         """Return the paths of the leaves of the newest checkpoint."""
-        items = self.folder / str(self.steps[-1]) / "items"
-        try:
-            return leaf_paths(items)
-        except UNREADABLE as error:
-            raise CheckpointError(
-                f"{items}/_METADATA: cannot be read as a checkpoint of MaxText ({error}); remove {items.parent}"
-            ) from error
+        return leaf_paths(self.folder / str(self.steps[-1]) / "items")
 
 
-def leaf_paths(items: Path) -> frozenset[tuple[str, ...]]:
-    """Return the path of every leaf of a checkpoint, from Orbax's metadata."""
-    leaves = json.loads((items / "_METADATA").read_text(encoding="utf-8"))["tree_metadata"].values()
-    return frozenset(tuple(str(part["key"]) for part in leaf["key_metadata"]) for leaf in leaves)
+def leaf_paths(items: Path, name: str = "", remedy: str = "") -> frozenset[tuple[str, ...]]:
+    """Return the path of every leaf of a checkpoint, from Orbax's metadata.
+
+    Raises ``CheckpointError`` where that cannot be read. By default it has the ``name`` of its file, and the ``remedy``
+    is to remove the checkpoint.
+    """
+    try:
+        leaves = json.loads((items / "_METADATA").read_text(encoding="utf-8"))["tree_metadata"].values()
+        return frozenset(tuple(str(part["key"]) for part in leaf["key_metadata"]) for leaf in leaves)
+    except UNREADABLE as error:
+        place, remedy = name or f"{items}/_METADATA", remedy or f"remove {items.parent}"
+        raise CheckpointError(f"{place}: cannot be read as a checkpoint of MaxText ({error}); {remedy}") from error
 
 
 def layers_of(paths: Iterable[tuple[str, ...]]) -> frozenset[str]:

@@ -14,7 +14,9 @@ class LauncherError(Exception):
 
     exit_code = 1
     shared = False  # whether all processes of a job find it, in the command line that they share
-    cause = "error"  # in `Outcome`: the name of the class
+    cause = "error"  # in the outcome of a process: the name of the class
+    doubt = 0  # how likely another process knows better why all ended
+    who = ""  # the process whose outcome it is
 
     def __init_subclass__(cls, **attributes: object) -> None:
         cls.cause = re.sub("(?<!^)(?=[A-Z])", "-", cls.__name__.removesuffix("Error")).lower()
@@ -38,7 +40,7 @@ class MissingPartError(LauncherError, exit_code=4):
     """MaxText, a package or a device is not on this machine."""
 
 
-class TrainerFailedError(LauncherError, exit_code=10):
+class TrainerFailedError(LauncherError, exit_code=10, doubt=2):
     """The trainer's process ended with an error."""
 
 
@@ -66,11 +68,11 @@ class DamagedCheckpointError(CheckpointError):
     """A checkpoint does not hold the bytes that were written; it was set aside."""
 
 
-class ProcessLostError(TrainerFailedError, exit_code=17):
+class ProcessLostError(TrainerFailedError, exit_code=17, doubt=3):
     """One of several processes was killed, stopped or out of reach; MultiMesh's own code for that."""
 
 
-class ProcessKilledError(ProcessLostError):
+class ProcessKilledError(ProcessLostError, doubt=0):
     """A signal killed the trainer of this process, which is the reason why others lose it."""
 
 
@@ -78,7 +80,7 @@ class DoesNotFitError(LauncherError, exit_code=16):
     """A run needs more memory than a device or a machine has."""
 
 
-class PreemptedError(LauncherError, exit_code=18, shared=True):
+class PreemptedError(LauncherError, exit_code=18, shared=True, doubt=1):
     """A signal ended the run; all processes wrote a checkpoint first, and a run with ``--resume`` goes on after it."""
 
 
@@ -90,7 +92,7 @@ class NoSpaceError(LauncherError, exit_code=20):
     """A file of the run could not be written: the disk is full, or a limit of the user's or of the file is reached."""
 
 
-class InterruptedRunError(LauncherError, exit_code=130, shared=True):
+class InterruptedRunError(LauncherError, exit_code=130, shared=True, doubt=1):
     """A signal ended the run before a checkpoint could be written for it."""
 
 

@@ -17,7 +17,8 @@ from multimesh_maxtext.command.job import Job, Paths
 from multimesh_maxtext.errors import CheckpointError, FileError, FlagError, LauncherError
 
 RUNNING = ".running"
-"""A file that is locked while a run writes to an output folder, and not empty once a run has done a step there."""
+"""A file that is locked while a run writes to an output folder. After a step of that it says where its checkpoints
+are."""
 
 
 @contextmanager
@@ -43,37 +44,30 @@ def writing(file: Path, flag: str, kind: type[LauncherError] = FileError) -> Ite
         yield
 
 
-def mark_run(folder: Path) -> None:
+def mark_run(folder: Path, checkpoints: Path | None) -> None:
     """Note that an output folder holds a run from now on; one that failed before its first step leaves nothing."""
-    (folder / RUNNING).write_text("a run did steps here\n")
-
-
-def has_content(file: Path) -> bool:
-    """Return whether a file is there, and not empty."""
-    return file.is_file() and file.stat().st_size > 0
+    (folder / RUNNING).write_text(str(checkpoints.resolve()) if checkpoints else os.devnull)
 
 
 def make_way(o: Flags, first: Paths, paths: Paths) -> None:
     """Keep the files of another run, or remove them where a flag asks for that. Call it while `writing`."""
-    folder = o.checkpoint or Path()
-    goes_on = o.resume and _is_written_to(first.checkpoints, folder)
-    if _holds_run(first.output) and not (goes_on or o.overwrite):
+    folder, output, mark = o.checkpoint or Path(), first.output, first.output / RUNNING
+    run = mark.read_text() if mark.is_file() else ""
+    steps = bool(o.resume and checkpoint_folder.look(folder).steps)
+    goes_on = o.resume and (run == str(folder.resolve()) or (steps and not Path(run).exists()))  # it may be moved
+    if run and not (goes_on or o.overwrite):
         if o.resume:
             raise FileError(
-                f"--output {first.output} holds a run that wrote no checkpoint to {folder}: --resume would write over "
-                "it; choose another --output"
+                f"--output {output} holds a run that wrote no checkpoint to {folder}: --resume would write over it; "
+                "choose another --output"
             )
-        target = first.checkpoints.resolve()
-        steps = first.checkpoints.is_symlink() and checkpoint_folder.look(target).steps
-        also = f"--checkpoint {target} --resume to go on with it, " if steps else ""
+        also = f"--checkpoint {run} --resume to go on with it, " if Path(run).is_dir() else ""
         raise FileError(
-            f"--output {first.output} holds another run; add --overwrite to replace it, {also}or choose another folder"
+            f"--output {output} holds another run; add --overwrite to replace it, {also}or choose another folder"
         )
-    repeats = not (goes_on or o.overwrite or (o.resume and checkpoint_folder.look(folder).steps))
-    if o.metrics_file and paths == first and repeats and has_content(paths.metrics):
-        raise FileError(
-            f"--metrics-file {paths.metrics} has the steps of another run; remove it, or choose another file"
-        )
+    metrics = paths.metrics if o.metrics_file and paths == first and not (goes_on or steps or o.overwrite) else None
+    if metrics and metrics.is_file() and metrics.stat().st_size:
+        raise FileError(f"--metrics-file {metrics} has the steps of another run; remove it, or choose another file")
     if o.overwrite:
         names = {path.name for path in paths.output.glob("process-*")} - {f"process-{rank}" for rank in range(o.nodes)}
         for path in (path for name in (*paths.products, *names) for path in paths.output.glob(name)):
@@ -81,20 +75,6 @@ def make_way(o: Flags, first: Paths, paths: Paths) -> None:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
-
-
-def _holds_run(folder: Path) -> bool:
-    """Whether a run did steps in an output folder."""
-    return any(has_content(folder / name) for name in (RUNNING, "metrics.jsonl"))
-
-
-def _is_written_to(checkpoints: Path, folder: Path) -> bool:
-    """Whether a run that keeps its checkpoints here wrote to a folder, even if that was moved since."""
-    if not checkpoints.is_symlink():
-        return False
-    return checkpoints.resolve() == folder.resolve() or (
-        not checkpoints.exists() and bool(checkpoint_folder.look(folder).steps)
-    )
 
 
 PARAMETERS = "load_parameters_path"
@@ -130,7 +110,13 @@ def beginning(job: Job, checkpoints: Path, *, first: bool = True) -> Iterator[in
         if o.resume and first:
             where = f"from checkpoint {saved.steps[-1]}" if saved.steps else "from step 0: there is no checkpoint yet"
             print(f"resuming {where}", file=sys.stderr)
-        link(checkpoints, o.checkpoint)
+        checkpoints.parent.mkdir(parents=True, exist_ok=True)
+        if not checkpoints.is_symlink() or checkpoints.readlink() != o.checkpoint.resolve():  # others may look at it
+            if checkpoints.is_symlink():
+                checkpoints.unlink()
+            if checkpoints.exists():
+                raise FileError(f"{checkpoints} is in the way of the link to --checkpoint; choose another --output")
+            checkpoints.symlink_to(o.checkpoint.resolve())
         yield saved.next_step
 
 
@@ -142,13 +128,9 @@ def _check_parameters(job: Job) -> None:
         return
     folder = Path(source.removesuffix("/items"))
     items = folder / "items"
-    try:
-        layers = checkpoint_folder.layers_of(checkpoint_folder.leaf_paths(items if items.is_dir() else folder))
-    except checkpoint_folder.UNREADABLE as error:
-        raise CheckpointError(
-            f"{PARAMETERS}={source}: cannot be read as a checkpoint of MaxText ({error}); give the folder that "
-            "--export writes, or one that ends with a number"
-        ) from error
+    remedy = "give the folder that --export writes, or one that ends with a number"
+    paths = checkpoint_folder.leaf_paths(items if items.is_dir() else folder, f"{PARAMETERS}={source}", remedy)
+    layers = checkpoint_folder.layers_of(paths)
     stored, scans = checkpoint_folder.layout(layers), "in stacks" if o.staged else "scanned"
     expected = scans if job.scans_layers else "unrolled"
     if not layers or stored == expected:
@@ -198,15 +180,3 @@ def _check_position(job: Job, saved: checkpoint_folder.Checkpoints) -> None:
             f"checkpoint {saved.steps[-1]} has positions in the data of {before[0]} processes, {before[1]} of which "
             f"read; this run has {o.nodes}, {job.readers} of which read; use the --nodes, --pp and devices that it had"
         )
-
-
-def link(checkpoints: Path, folder: Path) -> None:
-    """Make the folder appear where MaxText keeps its checkpoints."""
-    checkpoints.parent.mkdir(parents=True, exist_ok=True)
-    if checkpoints.is_symlink():
-        if checkpoints.readlink() == folder.resolve():
-            return  # at which other processes may look now
-        checkpoints.unlink()
-    if checkpoints.exists():
-        raise FileError(f"{checkpoints} is in the way of the link to --checkpoint; choose another --output")
-    checkpoints.symlink_to(folder.resolve())

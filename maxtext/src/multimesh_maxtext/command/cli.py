@@ -43,57 +43,47 @@ from multimesh_maxtext.outcome import full_file
 
 
 def command(argv: Sequence[str], *, root: Path | None = None) -> NoReturn:
-    """Run the command line, and end this process with its exit code."""
+    """Run the command line, and end this process with its exit code, which says more than a signal would.
+
+    ``root``: the repository, if this runs from one. It may hold ``third_party/maxtext``.
+    """
     code = 0
     try:
         with unblock_output():
             code = main(argv, root=root)
-            for number in SIGNALS:  # this process ends by itself, with a code that says more
+            for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
-    except BrokenPipeError:
+        sys.stdout.flush()
+    except BrokenPipeError:  # a program such as head has read what it wanted
         code = code or UnreadError.exit_code
-    sys.exit(code)
+    os._exit(code)  # Python itself would end by SIGINT if a string that it executed was interrupted
 
 
 def main(argv: Sequence[str], *, root: Path | None = None) -> int:
-    """Run the command line and return its exit code; nothing but ``--help`` leaves by an exception.
-
-    ``root``: the repository, if this runs from one. It may hold ``third_party/maxtext``.
-    """
+    """Run the command line and return its exit code; nothing but ``--help`` and closed pipes leave by an exception."""
+    this = SINGLE
     with receiving(interrupt):
         try:
-            code = _main(argv, root)
-            sys.stdout.flush()
+            parsed = read(argv)
+            this = any_member(parsed, os.environ)
+            maxtext = find_maxtext(root)
+            if parsed.flags.suggest:
+                return 0 if this.rank else suggesting.run(parsed, argv, maxtext)
+            job = check_job(parsed, maxtext / "maxtext")
+            flags = job.flags
+            if flags.spawn and flags.nodes > 1 and not (flags.dry_run or flags.forecast):
+                find_gpus(flags)
+                return spawn(argv, flags, root)
+            return run_job(job, find_job_notes(parsed, job), maxtext, root)
         except KeyboardInterrupt:
-            exec("")  # noqa: S102 - Python ends by SIGINT if a string that it executed was interrupted, until the next one
             if SPAWNED not in os.environ:  # who spawned this process says so for all
                 print(f"interrupted before it trained; {state_line(read(argv).flags.checkpoint)}", file=sys.stderr)
             return InterruptedRunError.exit_code
-        except BrokenPipeError:  # a program such as head has read what it wanted
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return UnreadError.exit_code
-    return code
-
-
-def _main(argv: Sequence[str], root: Path | None) -> int:
-    this = SINGLE
-    try:
-        parsed = read(argv)
-        this = any_member(parsed, os.environ)
-        maxtext = find_maxtext(root)
-        if parsed.flags.suggest:
-            return 0 if this.rank else suggesting.run(parsed, argv, maxtext)
-        job = check_job(parsed, maxtext / "maxtext")
-        flags = job.flags
-        if flags.spawn and flags.nodes > 1 and not (flags.dry_run or flags.forecast):
-            find_gpus(flags)
-            return spawn(argv, flags, root)
-        return run_job(job, find_job_notes(parsed, job), maxtext, root)
-    except (LauncherError, OSError) as error:
-        shown = error if isinstance(error, LauncherError) else full_file(error)
-        if shown is None:
-            raise
-        return _print_error(shown, this, as_json="--json" in argv)
+        except (LauncherError, OSError) as error:
+            shown = error if isinstance(error, LauncherError) else full_file(error)
+            if shown is None:
+                raise
+            return _print_error(shown, this, as_json="--json" in argv)
 
 
 def _print_error(error: LauncherError, this: Member, *, as_json: bool) -> int:

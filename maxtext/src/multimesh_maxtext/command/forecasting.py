@@ -20,7 +20,7 @@ from multimesh_maxtext.command.environment import memory_limit
 from multimesh_maxtext.command.flags import GRID_AXES, Flags
 from multimesh_maxtext.command.job import Job, Model, Paths, make_job, transformer
 from multimesh_maxtext.command.report import make_table, schedule_choice
-from multimesh_maxtext.command.steps import Tail, reference_job
+from multimesh_maxtext.command.steps import reference_job, tail
 from multimesh_maxtext.command.training import StopRequest, log_tail, receiving, trainer
 from multimesh_maxtext.command.translate import Launch, forecasting
 from multimesh_maxtext.command.values import DEVICES
@@ -193,17 +193,17 @@ def inspect(start: Launch, paths: Paths, tell: Callable[[str], object] = lambda 
 
     Raises ``FlagError`` where MaxText refuses its settings, and ``TrainerFailedError`` where it fails otherwise.
     """
-    log, stop = Tail(paths.log), StopRequest()
+    log, stop = tail(paths.log), StopRequest()
     with receiving(stop), trainer(start, paths) as process:
         while process.poll() is None and not stop.count:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(1)
-            if lines := [line for line in log.lines() if line.startswith("compiling kernels: ")]:
+            if lines := [line for line in next(log) if line.startswith("compiling kernels: ")]:
                 tell(lines[-1])
     if stop.count:
         raise KeyboardInterrupt
     if process.returncode:
-        error = outcome.error() if (outcome := read_outcome(paths.outcome)) else None
+        error = read_outcome(paths.outcome)
         if error and not isinstance(error, TrainerFailedError):
             raise error
         print(log_tail(paths.log), file=sys.stderr)

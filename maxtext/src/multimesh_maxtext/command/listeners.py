@@ -41,49 +41,40 @@ GAUGES = {
 """Every metric of the file, and its help. Names that end with ``_total`` are counters."""
 
 
-class Watch:
-    """Prints an alert where losses rise far above the recent ones, or are no numbers: once for steps in a row.
+class Monitor:
+    """Prints alerts, and writes the newest step as Prometheus text, each time at once, for node_exporter's textfiles.
 
-    Its lines have a stable shape: ``alert: loss-spike step=12 loss=9.3100 median=3.1000``, and ``loss-not-finite``.
+    An alert is for a loss that rises far above the recent ones, or is no number: one for steps in a row. Its line has a
+    stable shape: ``alert: loss-spike step=12 loss=9.3100 median=3.1000``, and ``loss-not-finite``.
     """
 
-    def __init__(self) -> None:
-        """Begin without losses."""
-        self._recent: deque[float] = deque(maxlen=_RECENT)
-        self._alert = ""
-        self.counts = {"loss-spike": 0, "loss-not-finite": 0}
-
-    def __call__(self, record: Mapping[str, float]) -> None:
-        """Look at a record."""
-        if "learning/loss" not in record:
-            return
-        step, loss = int(record["step"]), record["learning/loss"]
-        median = statistics.median(self._recent) if len(self._recent) >= _LEAST else math.inf
-        alert, text = "", f"{loss:.4f} median={median:.4f}"
-        if not math.isfinite(loss):
-            alert, text = "loss-not-finite", str(loss)
-        else:
-            alert = "loss-spike" if loss > SPIKE * median else ""
-            self._recent.append(loss)
-        if alert and alert != self._alert:
-            self.counts[alert] += 1
-            print(f"alert: {alert} step={step} loss={text}", file=sys.stderr)
-        self._alert = alert
-
-
-class Exposition:
-    """Writes the newest record of a step as Prometheus text, each time at once, for node_exporter's textfiles."""
-
-    def __init__(self, file: Path, *, steps: int, watch: Watch) -> None:
-        """Take the file, the steps of the run, and the counts of its alerts."""
-        self._file, self._watch, self._steps = file, watch, steps
-        self._seconds = deque[float](maxlen=_RECENT)
+    def __init__(self, steps: int, file: Path | None = None) -> None:
+        """Take the steps of the run, and the file, if there is to be one."""
+        self._steps, self._file, self._alert = steps, file, ""
+        self._losses, self._seconds = deque[float](maxlen=_RECENT), deque[float](maxlen=_RECENT)
+        self._alerts = {"loss-spike": 0, "loss-not-finite": 0}
         self._count, self._began = 0, math.nan
 
     def __call__(self, record: Mapping[str, float]) -> None:
-        """Write a record; raises ``OSError`` where that cannot be."""
+        """Look at a record, and write it; raises ``OSError`` where that cannot be."""
         if "learning/loss" not in record:
             return
+        loss, alert, text = record["learning/loss"], "", ""
+        median = statistics.median(self._losses) if len(self._losses) >= _LEAST else math.inf
+        if not math.isfinite(loss):
+            alert, text = "loss-not-finite", str(loss)
+        elif loss > SPIKE * median:
+            alert, text = "loss-spike", f"{loss:.4f} median={median:.4f}"
+        if math.isfinite(loss):
+            self._losses.append(loss)
+        if alert and alert != self._alert:
+            self._alerts[alert] += 1
+            print(f"alert: {alert} step={int(record['step'])} loss={text}", file=sys.stderr)
+        self._alert = alert
+        if self._file:
+            self._write(record, self._file)
+
+    def _write(self, record: Mapping[str, float], file: Path) -> None:
         seconds, ended = record.get(SECONDS, math.nan), record.get(TIME, math.nan)
         self._began = ended - seconds if math.isnan(self._began) else self._began
         self._seconds.append(seconds)
@@ -100,7 +91,7 @@ class Exposition:
             record.get(MEMORY, math.nan),
             ended,
             good / (ended - self._began) if ended > self._began else math.nan,
-            *self._watch.counts.values(),
+            *self._alerts.values(),
         )
         lines = list[str]()
         for (name, text), value in zip(GAUGES.items(), values, strict=True):
@@ -108,23 +99,24 @@ class Exposition:
                 kind = "counter" if name.endswith("_total") else "gauge"
                 shown = str(float(value)).replace("inf", "+Inf").replace("-+", "-").replace("nan", "NaN")
                 lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}", f"{name} {shown}"]
-        half = self._file.with_suffix(".new")
+        half = file.with_suffix(".new")
         half.write_text("\n".join([*lines, ""]))
-        half.replace(self._file)
+        half.replace(file)
 
 
 def tell_once(name: str, tell: Callable[[Any], object]) -> Tell:
     """Return a function that hands a copy of each record on. What that raises is told once, and ends nothing."""
-    failures = list[Exception]()
+    failed = False
 
     def listener(record: Mapping[str, Any]) -> None:
+        nonlocal failed
         try:
             tell(dict(record))
         except Exception as error:  # noqa: BLE001 - whatever a user's code raises, training goes on
-            failures.append(error)
-            if len(failures) == 1:
+            if not failed:
                 said = f"{type(error).__name__} at step {record['step']:g}: {error}"
                 print(f"warning: {name}: {said}; training goes on with its next record", file=sys.stderr, flush=True)
+            failed = True
 
     return listener
 
@@ -150,10 +142,7 @@ def load_hook(name: str) -> Callable[[Any], object]:
 
 def make_listeners(flags: Flags) -> list[Tell]:
     """Return the functions that get each record of a run, as flags say."""
-    listeners: list[Tell] = [watch := Watch()]
-    if flags.prometheus:
-        write = Exposition(flags.prometheus, steps=flags.num_steps, watch=watch)
-        listeners.append(tell_once(f"--prometheus {flags.prometheus}", write))
+    listeners = [tell_once(f"--prometheus {flags.prometheus}", Monitor(flags.num_steps, flags.prometheus))]
     if flags.metrics_hook:
         listeners.append(tell_once(f"--metrics-hook {flags.metrics_hook}", load_hook(flags.metrics_hook)))
     return listeners

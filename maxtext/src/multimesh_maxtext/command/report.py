@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
 import shlex
 import stat
@@ -12,20 +11,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from multimesh_maxtext.command.job import Job
-from multimesh_maxtext.command.steps import Evaluation, Pair, Step, largest
-from multimesh_maxtext.errors import LauncherError
-
-Row = TypeVar("Row")
+from multimesh_maxtext.command.job import Job, Paths
+from multimesh_maxtext.command.steps import Run, Step
 
 _ROWS = 12  # of the table
 _PATIENCE = 2.0  # seconds without any progress after which a reader is given up, at the end
@@ -54,21 +49,17 @@ def headline(job: Job) -> str:
 
 @contextmanager
 def progress(console: Console, total: int, *, quiet: bool) -> Iterator[Callable[[Step], object]]:
-    """Show steps as they come: a bar on a terminal, lines elsewhere, nothing if quiet."""
-    if quiet:
-        yield lambda _step: None
-    elif console.is_terminal:
-        yield from _bar(console, total)
-    else:
-        console.print("starting MaxText; it compiles before the first step")
-        yield lambda step: console.print(f"step {step.number} of {total}  loss {step.loss:.4f}  {step.seconds:.2f} s")
+    """Show steps as they come: in one line on a terminal, a line each elsewhere, and not at all if quiet."""
+    begin = "starting MaxText; it compiles before the first step"
+    with console.status(begin) if console.is_terminal and not quiet else nullcontext() as status:
+        say = (lambda _line: None) if quiet else status.update if status else console.print
+        say(begin)
 
+        def show(step: Step) -> None:
+            speed = f"  {step.tokens_per_second:,.0f} tokens/s" if step.number else ""
+            say(f"step {step.number} of {total}  loss {step.loss:.4f}  {step.seconds:.2f} s{speed}")
 
-def _bar(console: Console, total: int) -> Iterator[Callable[[Step], object]]:
-    shown = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*shown, console=console, transient=True) as bar:
-        task = bar.add_task("MaxText starts and compiles", total=total)
-        yield lambda step: bar.update(task, completed=step.number + 1, description=f"loss {step.loss:.4f}")
+        yield show
 
 
 def make_table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
@@ -81,34 +72,26 @@ def make_table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     return table
 
 
-def step_table(steps: Sequence[Step]) -> Table:
-    """Return step, loss, step time and tokens/s of at most a dozen steps, the first and the last among them."""
-    return make_table(
-        ("step", "loss", "gradient norm", "step time", "tokens/s"),
-        [(f"{x.number}", f"{x.loss:.4f}", f"{x.gradient_norm:.4f}", *_speed(x)) for x in _some(steps)],
-    )
+def step_table(run: Run) -> Table:
+    """Return losses, gradient norms and speed of at most a dozen steps, the first and the last among them.
 
-
-def comparison(pairs: Sequence[Pair]) -> Table:
-    """Return a pipeline's steps with losses and gradient norms beside those of one program; at most a dozen."""
+    With ``--verify`` those of one program stand beside them.
+    """
+    last = len(run.steps) - 1
+    count = min(_ROWS, last + 1)
     rows = []
-    for pair in _some(pairs):
-        ours, theirs = pair.step, pair.reference
-        numbers = (ours.loss, theirs.loss, ours.gradient_norm, theirs.gradient_norm)
-        rows.append((f"{ours.number}", *(f"{x:.6f}" for x in numbers), f"{pair.difference:.1e}", *_speed(ours)))
-    return make_table(("step", "loss", "spmd", "grad norm", "spmd", "diff", "step time", "tokens/s"), rows)
-
-
-def _speed(step: Step) -> tuple[str, str]:
-    """Return the time of a step and its tokens a second; the first also compiles."""
-    return f"{step.seconds:.3f} s", f"{step.tokens_per_second:,.0f}" if step.number else "compiles"
-
-
-def _some(rows: Sequence[Row]) -> list[Row]:
-    """Return all rows, or a dozen with the first and the last among them."""
-    last = len(rows) - 1
-    numbers = range(len(rows)) if last < _ROWS else sorted({round(i * last / (_ROWS - 1)) for i in range(_ROWS)})
-    return [rows[number] for number in numbers]
+    for number in (round(i * last / max(1, count - 1)) for i in range(count)):
+        step = run.steps[number]
+        values = [f"{step.loss:.4f}", f"{step.gradient_norm:.4f}"]
+        if run.reference:
+            other = run.reference[number]
+            pairs = (step.loss, other.loss, step.gradient_norm, other.gradient_norm)
+            values = [*(f"{value:.6f}" for value in pairs), f"{run.differences[number]:.1e}"]
+        # the first step also compiles
+        speed = f"{step.tokens_per_second:,.0f}" if step.number else "compiles"
+        rows.append([str(step.number), *values, f"{step.seconds:.3f} s", speed])
+    names = ("loss", "spmd", "grad norm", "spmd", "diff") if run.reference else ("loss", "gradient norm")
+    return make_table(("step", *names, "step time", "tokens/s"), rows)
 
 
 def plan_text(command: Sequence[str], environment: Mapping[str, str], configuration: Mapping[str, Any]) -> str:
@@ -119,36 +102,24 @@ def plan_text(command: Sequence[str], environment: Mapping[str, str], configurat
     return "\n".join(lines)
 
 
-def summary(
-    steps: Sequence[Step],
-    evaluations: Sequence[Evaluation],
-    pairs: Sequence[Pair],
-    paths: Mapping[str, Path],
-    error: LauncherError | None,
-) -> dict[str, Any]:
+def summary(run: Run, paths: Paths) -> dict[str, Any]:
     """Return the object that ``--json`` prints after a run. JSON has no NaN: a number that is not finite is null."""
-    verified = {"reference": _records([pair.reference for pair in pairs]), "difference": _finite(largest(pairs))}
-    return {
-        "steps": _records(steps),
-        "evaluations": _records(evaluations),
-        **(verified if pairs else {}),
-        **{name: str(path) for name, path in paths.items()},
-        "error": str(error) if error else None,
-        "exit_code": error.exit_code if error else 0,
+    verified = {"reference": list(map(asdict, run.reference)), "difference": max(run.differences, default=0.0)}
+    values = {
+        **schedule_choice(paths.schedule),
+        "steps": list(map(asdict, run.steps)),
+        "evaluations": run.evaluations,
+        **(verified if run.reference else {}),
+        **{"output": str(paths.output), "metrics_file": str(paths.metrics), "log": str(paths.log)},
+        "error": str(run.error) if run.error else None,
+        "exit_code": run.error.exit_code if run.error else 0,
     }
+    return json.loads(json.dumps(values), parse_constant=lambda _name: None)
 
 
 def schedule_choice(file: Path) -> dict[str, Any]:
-    """Return the choice of ``--schedule auto`` for `summary`; nothing under another schedule."""
+    """Return the choice of ``--schedule auto``; nothing under another schedule."""
     return {"schedule": json.loads(file.read_text())} if file.exists() else {}
-
-
-def _records(steps: Sequence[Step | Evaluation]) -> list[dict[str, float | None]]:
-    return [{key: _finite(value) for key, value in asdict(step).items()} for step in steps]
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 class UnblockedOutput(io.TextIOBase):
@@ -157,14 +128,14 @@ class UnblockedOutput(io.TextIOBase):
     def __init__(self, stream: TextIO) -> None:
         """Write with a descriptor of its own, as all that have the stream's would get errors else."""
         super().__init__()
-        self._encoding, self._waiting = stream.encoding, bytearray()
+        self._waiting = bytearray()
         self.fileno, self.isatty, self.writable = stream.fileno, stream.isatty, stream.writable  # type: ignore[method-assign]
         self._descriptor = os.open(f"/proc/self/fd/{stream.fileno()}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
 
     def write(self, text: str) -> int:
         """Write text now or later. Raises ``BrokenPipeError`` where nobody reads any more."""
         with _writing, suppress(BlockingIOError):
-            self._waiting += text.encode(self._encoding, "backslashreplace")
+            self._waiting += text.encode("utf-8", "backslashreplace")
             while self._waiting:
                 del self._waiting[: os.write(self._descriptor, self._waiting)]
         return len(text)
@@ -182,20 +153,15 @@ class UnblockedOutput(io.TextIOBase):
 @contextmanager
 def unblock_output() -> Iterator[None]:
     """Let stdout and stderr not block where they are pipes or terminals; at the end wait for readers who still read."""
-    streams, outputs = (sys.stdout, sys.stderr), dict[tuple[int, int], UnblockedOutput]()
-
-    def replace(stream: TextIO) -> TextIO:
-        status = os.fstat(stream.fileno())
-        reader = status.st_dev, status.st_ino
-        with suppress(OSError):  # a terminal of another user
-            if reader not in outputs and (stat.S_ISFIFO(status.st_mode) or stream.isatty()):
-                outputs[reader] = UnblockedOutput(stream)
-        return outputs.get(reader, stream)  # type: ignore[return-value]
-
+    streams, outputs = (sys.stdout, sys.stderr), list[UnblockedOutput]()
     try:
-        sys.stdout, sys.stderr = map(replace, streams)
+        for name, stream in zip(("stdout", "stderr"), streams, strict=True):
+            with suppress(OSError):  # a terminal of another user
+                if stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode) or stream.isatty():
+                    outputs.append(UnblockedOutput(stream))
+                    setattr(sys, name, outputs[-1])
         yield
     finally:
         sys.stdout, sys.stderr = streams
-        for output in outputs.values():
+        for output in outputs:
             output.drain()

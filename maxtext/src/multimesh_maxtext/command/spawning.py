@@ -45,8 +45,8 @@ def spawn(argv: Sequence[str], options: Flags, root: Path | None) -> int:
     if killed:  # and its trainer with it: by us before it could listen, or by somebody else
         code = (InterruptedRunError if -code in SIGNALS else ProcessLostError).exit_code
     first = outcome.find_first(folder, count, begun, code)
-    if first and (first.exit_code == code or not outcome.doubt(first.cause)):
-        print(f"error: {first.text}; {state} ({first.who})", file=sys.stderr)
+    if first and (first.exit_code == code or not first.doubt):
+        print(f"error: {first}; {state} ({first.who})", file=sys.stderr)
         return first.exit_code
     if code == InterruptedRunError.exit_code:
         print(f"interrupted before it trained; {state}", file=sys.stderr)

@@ -7,16 +7,18 @@ import math
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from multimesh_maxtext.command.job import Job, make_job
+from multimesh_maxtext.command.job import Job, Paths, make_job
 from multimesh_maxtext.errors import (
     MORE_MEMORY,
     CheckpointError,
     DisagreementError,
     DoesNotFitError,
     FlagError,
+    LauncherError,
     LossNotFallingError,
     LossNotFiniteError,
     ProcessKilledError,
@@ -25,7 +27,6 @@ from multimesh_maxtext.errors import (
     TrainerFailedError,
 )
 from multimesh_maxtext.handoff import SECONDS
-from multimesh_maxtext.outcome import Outcome
 
 TOLERANCE = 1e-5
 """Largest relative difference of a loss or a gradient norm at which two runs agree; float32 needs less."""
@@ -53,26 +54,49 @@ class Step:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """An evaluation: the optimizer step that it came after, and the mean loss over its tokens in nats."""
+class Run:
+    """A training, whose records are read from its metrics file as the trainer writes them.
 
-    step: int
-    loss: float
+    Attributes
+    ----------
+    before
+        Steps of the run that this one resumes, as far as they are known.
+    steps
+        Steps of this run.
+    evaluations
+        Of each evaluation of this run the optimizer ``step`` that it came after, and its mean ``loss`` in nats.
+    error
+        Why it ended; None for a success.
+    log
+        Log of the trainer that failed.
+    reference, differences
+        With ``--verify``, the steps of one program, and by how much those of this run differ: see `compare`.
+    """
 
+    error: LauncherError | None = None
+    reference: Sequence[Step] = ()
+    differences: Sequence[float] = ()
 
-class Follower:
-    """Reads the steps of a run, and its ``evaluations``, as they are written."""
+    def __init__(self, paths: Paths, first: int = 0, tell: Sequence[Tell] = ()) -> None:
+        """Cut the ``first`` step and all that comes after it off the file; ``tell`` gets the records from then on."""
+        metrics, self.log = paths.metrics, paths.log
+        self._lines, self._tell = tail(metrics), tuple[Tell, ...]()
+        self.steps, self.evaluations = list[Step](), list[dict[str, float]]()
+        end = position = 0
+        for line in metrics.read_bytes().splitlines(keepends=True) if metrics.exists() else ():
+            position += len(line)
+            record = _parse(line.decode("utf-8", "replace"))
+            if record.keys() & {"learning/loss", "eval/total_loss"} and record["step"] < first:
+                end = position
+        if position > end:
+            os.truncate(metrics, end)
+        self.before = self.read()
+        self.steps, self.evaluations, self._tell = [], [], tuple(tell)
 
-    def __init__(self, metrics: Path, *, skip: int = 0, tell: Sequence[Tell] = ()) -> None:
-        """Follow the metrics, of which ``skip`` bytes are an earlier run's; each of ``tell`` gets the other records."""
-        self._metrics, self._tell = Tail(metrics, skip), tell
-        self.evaluations: list[Evaluation] = []
-
-    def poll(self) -> list[Step]:
-        """Return the steps completed since the last poll."""
-        steps = []
-        for record in filter(None, map(_parse, self._metrics.lines())):
+    def read(self) -> list[Step]:
+        """Return the steps that were completed since the last call."""
+        known = len(self.steps)
+        for record in map(_parse, next(self._lines)):
             is_step = "learning/loss" in record
             # MaxText also writes the running means of an evaluation, which have no total.
             if not is_step and "eval/total_loss" not in record:
@@ -80,105 +104,74 @@ class Follower:
             for tell in self._tell:
                 tell(record)
             number = int(record["step"])
-            if not is_step:
-                self.evaluations.append(Evaluation(number, record["eval/avg_loss"]))
-                continue
-            norm = record.get("learning/raw_grad_norm", record.get("learning/grad_norm", math.nan))
-            seconds, tokens = record.get(SECONDS, math.nan), record["learning/total_weights"]
-            steps.append(Step(number, record["learning/loss"], norm, seconds, tokens))
-        return steps
+            if is_step:
+                norm = record.get("learning/raw_grad_norm", record.get("learning/grad_norm", math.nan))
+                seconds, tokens = record.get(SECONDS, math.nan), record["learning/total_weights"]
+                self.steps.append(Step(number, record["learning/loss"], norm, seconds, tokens))
+            else:
+                self.evaluations.append({"step": number, "loss": record["eval/avg_loss"]})
+        return self.steps[known:]
 
 
-def keep_before(metrics: Path, step: int) -> list[Step]:
-    """Cut a step and all that comes after it off a metrics file; return the steps that remain."""
-    end = position = 0
-    if metrics.exists():
-        for line in metrics.read_bytes().splitlines(keepends=True):
-            position += len(line)
-            record = _parse(line.decode("utf-8", "replace")) or {}
-            if record.keys() & {"learning/loss", "eval/total_loss"} and record["step"] < step:
-                end = position
-        os.truncate(metrics, end)
-    return Follower(metrics).poll()
-
-
-def _parse(line: str) -> dict[str, float] | None:
-    """Return a record; ``None`` for a torn line, which MaxText leaves where it empties the file."""
-    try:
+def _parse(line: str) -> dict[str, float]:
+    """Return a record; an empty one for a torn line, which MaxText leaves where it empties the file."""
+    with suppress(json.JSONDecodeError):
         return json.loads(line)
-    except json.JSONDecodeError:
-        return None
+    return {}
 
 
-class Tail:
-    """Complete lines that were appended to a file since the last look; the file may not exist yet, or be emptied."""
-
-    def __init__(self, path: Path, skip: int = 0) -> None:
-        self._path, self._offset = path, skip
-
-    def lines(self) -> Iterator[str]:
-        """Yield the lines that are complete now."""
-        try:
-            with self._path.open("rb") as file:
-                if os.fstat(file.fileno()).st_size < self._offset:
-                    self._offset = 0
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return
+def tail(file: Path) -> Iterator[list[str]]:
+    """Yield, each time, the lines that were completed since the last; the file may not exist yet, or be emptied."""
+    offset = 0
+    while True:
+        data = b""
+        with suppress(FileNotFoundError), file.open("rb") as opened:
+            offset = offset if os.fstat(opened.fileno()).st_size >= offset else 0
+            opened.seek(offset)
+            data = opened.read()
         end = data.rfind(b"\n") + 1
-        self._offset += end
-        yield from data[:end].decode("utf-8", "replace").splitlines()
+        offset += end
+        yield data[:end].decode("utf-8", "replace").splitlines()
 
 
-def judge(
-    steps: Sequence[Step],
-    returncode: int,
-    ended: Outcome | None,
-    *,
-    expected: int,
-    log: Path,
-    before: Sequence[Step] = (),
-    first: int = 0,
-    several: bool = False,
-) -> None:
+def judge(run: Run, returncode: int, ended: LauncherError | None, steps: range, *, several: bool = False) -> None:
     """Return if every step ran and the loss fell: the mean of the last third of the steps is below that of the first.
 
     A run of one step only needs a finite loss, and so does a resumed run whose earlier steps are not known.
 
-    ``returncode``, ``ended``: of the trainer: its exit code, and the outcome that it wrote, if it did.
-    ``expected``, ``first``: how many steps the whole training has, and the one that this run began with.
-    ``before``: steps of the run that this one resumed, as far as they are known.
+    ``returncode``, ``ended``: of the trainer: its exit code, and the error that it wrote, if it did.
+    ``steps``: numbers of the steps that this run was to do.
 
     Raises the ``LauncherError`` of the first class that fits; a diverged run may also end with an error.
     """
-    for step in steps:
+    for step in run.steps:
         if not math.isfinite(step.loss):
             raise LossNotFiniteError(
-                f"the loss of step {step.number} is {step.loss}; lower learning_rate= or look at {log}"
+                f"the loss of step {step.number} is {step.loss}; lower learning_rate= or look at {run.log}"
             )
-    complete = [step.number for step in steps] == list(range(first, expected))
-    after = f"after {len(steps)} of {expected - first} steps"
-    if ended and not (complete and returncode == 0) and (error := ended.error()):
-        shown = "" if isinstance(error, FlagError | CheckpointError) else f" {after}"
-        see = f"; see {log}" if isinstance(error, TrainerFailedError) else ""
-        raise type(error)("; ".join(filter(None, (f"{ended.message}{shown}", ended.remedy))) + see)
-    if returncode == -signal.SIGABRT and _NO_MEMORY in log.read_bytes():
+    complete = [step.number for step in run.steps] == list(steps)
+    after, see = f"after {len(run.steps)} of {len(steps)} steps", f"; see {run.log}"
+    if ended and not (complete and returncode == 0):
+        message, separator, remedy = str(ended).partition("; ")
+        shown = "" if isinstance(ended, FlagError | CheckpointError) else f" {after}"
+        more = see if isinstance(ended, TrainerFailedError) else ""
+        raise type(ended)(f"{message}{shown}{separator}{remedy}{more}")
+    if returncode == -signal.SIGABRT and _NO_MEMORY in run.log.read_bytes():
         raise DoesNotFitError(
             f"the memory of this machine did not suffice {after} ({_NO_MEMORY.decode()}); {MORE_MEMORY}"
         )
     if returncode < 0:
         hint = " (out of memory?)" if -returncode == signal.SIGKILL else ""
         kind = ProcessKilledError if several else TrainerFailedError
-        raise kind(f"the trainer was killed by {signal.Signals(-returncode).name}{hint} {after}; see {log}")
+        raise kind(f"the trainer was killed by {signal.Signals(-returncode).name}{hint} {after}{see}")
     if returncode:
         kind = ProcessLostError if several and returncode == ProcessLostError.exit_code else TrainerFailedError
-        raise kind(f"the trainer failed with exit code {returncode} {after}; see {log}")
+        raise kind(f"the trainer failed with exit code {returncode} {after}{see}")
     if not complete:
-        raise StoppedEarlyError(f"the trainer ended {after} without an error; see {log}")
-    losses = [step.loss for step in (*before, *steps)]
+        raise StoppedEarlyError(f"the trainer ended {after} without an error{see}")
+    losses = [step.loss for step in (*run.before, *run.steps)]
     third = max(1, len(losses) // 3)
-    if len(losses) > 1 and (before or not first) and sum(losses[-third:]) >= sum(losses[:third]):
+    if len(losses) > 1 and (run.before or not steps.start) and sum(losses[-third:]) >= sum(losses[:third]):
         raise LossNotFallingError(
             f"the loss went from {losses[0]:.4f} to {losses[-1]:.4f}; "
             "train longer with --num-steps or change learning_rate="
@@ -207,36 +200,27 @@ def reference_job(job: Job) -> Job:
     return make_job(single, job.model)
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A step of both runs, and the larger of the relative differences of loss and gradient norm."""
+def compare(steps: Sequence[Step], reference: Sequence[Step]) -> list[float]:
+    """Return, for each step of two complete runs, the larger of the relative differences of loss and gradient norm."""
 
-    step: Step
-    reference: Step
-    difference: float
+    def differ(ours: float, theirs: float) -> float:
+        difference = 0.0 if ours == theirs else abs(ours - theirs) / abs(theirs) if theirs else math.inf
+        return difference if math.isfinite(difference) else math.inf
 
-
-def compare(steps: Sequence[Step], reference: Sequence[Step]) -> list[Pair]:
-    """Return the steps of two complete runs side by side."""
-    pairs = []
-    for ours, theirs in zip(steps, reference, strict=True):
-        values = ((ours.loss, theirs.loss), (ours.gradient_norm, theirs.gradient_norm))
-        differences = [0.0 if a == b else abs(a - b) / abs(b) if b else math.inf for a, b in values]
-        pairs.append(Pair(ours, theirs, max(x if math.isfinite(x) else math.inf for x in differences)))
-    return pairs
+    return [
+        max(differ(step.loss, other.loss), differ(step.gradient_norm, other.gradient_norm))
+        for step, other in zip(steps, reference, strict=True)
+    ]
 
 
-def largest(pairs: Sequence[Pair]) -> float:
-    """Return the largest difference of all steps."""
-    return max((pair.difference for pair in pairs), default=0.0)
-
-
-def check_agreement(pairs: Sequence[Pair], *, dtype: str) -> None:
-    """Raise ``DisagreementError``, which names the step, where the runs differ by more than `TOLERANCE`."""
-    for pair in (pair for pair in pairs if pair.difference > TOLERANCE):
-        hint = "report it with both logs" if dtype == "float32" else f"{dtype} rounds; compare with dtype=float32"
-        raise DisagreementError(
-            f"step {pair.step.number}: loss {pair.step.loss:.7f} and gradient norm {pair.step.gradient_norm:.7f}, "
-            f"but {pair.reference.loss:.7f} and {pair.reference.gradient_norm:.7f} without the pipeline: "
-            f"a relative difference of {pair.difference:.1e}, more than {TOLERANCE:.0e}; {hint}"
-        )
+def find_disagreement(run: Run, *, dtype: str) -> DisagreementError | None:
+    """Return an error that names the first step where a run and its reference differ by more than `TOLERANCE`."""
+    for step, other, difference in zip(run.steps, run.reference, run.differences, strict=True):
+        if difference > TOLERANCE:
+            hint = "report it with both logs" if dtype == "float32" else f"{dtype} rounds; compare with dtype=float32"
+            return DisagreementError(
+                f"step {step.number}: loss {step.loss:.7f} and gradient norm {step.gradient_norm:.7f}, "
+                f"but {other.loss:.7f} and {other.gradient_norm:.7f} without the pipeline: "
+                f"a relative difference of {difference:.1e}, more than {TOLERANCE:.0e}; {hint}"
+            )
+    return None

@@ -6,12 +6,10 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from multimesh_maxtext import outcome
 from multimesh_maxtext.checkpoint_folder import going_back
-from multimesh_maxtext.command import report
 from multimesh_maxtext.command.checkpoint import RUNNING, beginning, make_way, writing
 from multimesh_maxtext.command.dataset import write_corpus
 from multimesh_maxtext.command.environment import describe_cache, python
@@ -19,17 +17,16 @@ from multimesh_maxtext.command.forecasting import check_memory
 from multimesh_maxtext.command.job import Job, Paths
 from multimesh_maxtext.command.listeners import make_listeners
 from multimesh_maxtext.command.member import SINGLE, Member
-from multimesh_maxtext.command.report import Output
+from multimesh_maxtext.command.report import Output, schedule_choice, step_table, summary
 from multimesh_maxtext.command.spawning import check_processes
-from multimesh_maxtext.command.steps import TOLERANCE, Pair, check_agreement, compare, largest, reference_job
-from multimesh_maxtext.command.training import SPAWNED, TrainingResult, log_tail, state_line, train, write_outcome
+from multimesh_maxtext.command.steps import TOLERANCE, Run, compare, find_disagreement, reference_job
+from multimesh_maxtext.command.training import SPAWNED, log_tail, state_line, train, write_outcome
 from multimesh_maxtext.command.translate import Launch, launch
 from multimesh_maxtext.errors import (
     DamagedCheckpointError,
     FileError,
     FlagError,
     InterruptedRunError,
-    LauncherError,
     TrainerFailedError,
     UnreadError,
 )
@@ -48,7 +45,7 @@ def train_job(
 
     ``first``: where the first process writes, which may be this one.
     """
-    o, paths, pairs = job.flags, first.of_process(this.rank), list[Pair]()
+    o, paths = job.flags, first.of_process(this.rank)
     if this.rank == 0 and (note := describe_cache(start.environment)):
         print(note, file=sys.stderr)
     if o.check:
@@ -64,34 +61,36 @@ def train_job(
             with beginning(job, paths.checkpoints, first=this.rank == 0) as step:
                 if step >= o.num_steps:
                     return 0 if this.rank else _say_all_steps_ran(o.num_steps, step, as_json=o.json)
-                result = train(job, start, paths, console, step, this, listeners)
-            if result.error and not (SPAWNED in os.environ and isinstance(result.error, InterruptedRunError)):
-                result = replace(result, error=outcome.find_cause(first.output, this.count, result.error))
+                run = train(job, start, paths, console, step, this, listeners)
+            if run.error and not (SPAWNED in os.environ and isinstance(run.error, InterruptedRunError)):
+                run.error = outcome.find_cause(first.output, this.count, run.error)
                 if this.rank == 0 and SPAWNED not in os.environ:  # others read this one for their own
-                    write_outcome(result, paths, this, o.checkpoint)
-            if not isinstance(result.error, DamagedCheckpointError):
+                    write_outcome(run, paths, this, o.checkpoint)
+            if not isinstance(run.error, DamagedCheckpointError):
                 break
-            line = going_back(result.error, o.checkpoint or Path())
+            line = going_back(run.error, o.checkpoint or Path())
             if this.rank == 0:
                 print(line, file=sys.stderr)
-        if isinstance(result.error, UnreadError):
-            raise result.error
-        if o.verify and this.rank == 0 and not result.error:
+        if isinstance(run.error, UnreadError):
+            raise run.error
+        if o.verify and this.rank == 0 and not run.error:
             other, beside = reference_job(job), paths.below("spmd")
             prepare_folders(other, beside, texts)
             start = launch(other, beside, inherited=os.environ, gpu_memory=gpu_memory)
             reference = train(other, start, beside, console, 0, SINGLE)
-            result, pairs = _compare_results(job, result, reference)
-            write_outcome(result, paths, this, o.checkpoint)
-        return _report(job, console, paths, result, pairs, step)
+            if reference.error:
+                run.error, run.log = reference.error, reference.log
+            else:
+                run.reference, run.differences = reference.steps, compare(run.steps, reference.steps)
+                run.error = find_disagreement(run, dtype=str(job.model.resolved.get("dtype")))
+            write_outcome(run, paths, this, o.checkpoint)
+        return _report(job, console, paths, run, step)
 
 
 def _say_all_steps_ran(steps: int, step: int, *, as_json: bool) -> int:
     """Say that all steps were done before: a job that is run again until it succeeds has succeeded."""
-    if as_json:
-        print(json.dumps({"error": None, "exit_code": 0, "steps": [], "checkpoint": step - 1}))
-    else:
-        print(f"ok: checkpoint {step - 1} is after the last of --num-steps {steps}; nothing is left to do")
+    said = f"ok: checkpoint {step - 1} is after the last of --num-steps {steps}; nothing is left to do"
+    print(json.dumps({"error": None, "exit_code": 0, "steps": [], "checkpoint": step - 1}) if as_json else said)
     return 0
 
 
@@ -111,42 +110,27 @@ def prepare_folders(job: Job, paths: Paths, texts: Sequence[str]) -> None:
         write_corpus(texts, paths.text, sequence_length=o.sequence_length)
 
 
-def _compare_results(job: Job, result: TrainingResult, reference: TrainingResult) -> tuple[TrainingResult, list[Pair]]:
-    """Compare a pipeline with its reference. An error of either, or a difference, becomes the error of the result."""
-    if reference.error:
-        return replace(result, error=reference.error, log=reference.log), []
-    pairs = compare(result.steps, reference.steps)
-    try:
-        check_agreement(pairs, dtype=str(job.model.resolved.get("dtype")))
-    except LauncherError as error:
-        return replace(result, error=error), pairs
-    return result, pairs
-
-
-def _report(job: Job, console: Output, paths: Paths, result: TrainingResult, pairs: Sequence[Pair], first: int) -> int:
-    o, steps, error = job.flags, result.steps, result.error
+def _report(job: Job, console: Output, paths: Paths, run: Run, first: int) -> int:
+    o, steps, error = job.flags, run.steps, run.error
     if o.json and not console.quiet:
-        files = {"output": paths.output, "metrics_file": paths.metrics, "log": paths.log}
-        summary = report.summary(steps, result.evaluations, pairs, files, error)
-        print(json.dumps(report.schedule_choice(paths.schedule) | summary))
-    else:
-        if schedule := report.schedule_choice(paths.schedule):
+        print(json.dumps(summary(run, paths)))
+    if not o.json:
+        if schedule := schedule_choice(paths.schedule):
             console.print(f"{schedule['schedule']['text']}\nschedule {paths.schedule}\n")
-        console.print(report.comparison(pairs) if pairs else report.step_table(steps))
-        for evaluation in result.evaluations:
-            console.print(f"evaluated after step {evaluation.step}: loss {evaluation.loss:.4f}")
-        if pairs:
-            console.print(f"largest difference {largest(pairs):.1e}, at most {TOLERANCE:.0e} allowed")
+        console.print(step_table(run))
+        for evaluation in run.evaluations:
+            console.print(f"evaluated after step {evaluation['step']}: loss {evaluation['loss']:.4f}")
+        if run.reference:
+            console.print(f"largest difference {max(run.differences):.1e}, at most {TOLERANCE:.0e} allowed")
         console.print(f"metrics {paths.metrics}")
     if not error:
+        agree = f"; the same without the pipeline, in {job.model.resolved.get('dtype')}" if run.reference else ""
         if not o.json:
-            agree = f"; the same without the pipeline, in {job.model.resolved.get('dtype')}" if pairs else ""
-            line = f"ok: {len(steps)} steps, loss {steps[0].loss:.4f} -> {steps[-1].loss:.4f}{agree}"
-            console.print(line)
+            console.print(f"ok: {len(steps)} steps, loss {steps[0].loss:.4f} -> {steps[-1].loss:.4f}{agree}")
         return 0
     if not ((error.shared and console.quiet) or SPAWNED in os.environ):  # else another process or --spawn tells
         if isinstance(error, TrainerFailedError):
-            print(log_tail(result.log), file=sys.stderr)
+            print(log_tail(run.log), file=sys.stderr)
         early = len(steps) < o.num_steps - first and not isinstance(error, FlagError)
         print(f"error: {error}{f'; {state_line(o.checkpoint)}' if early else ''}", file=sys.stderr)
     return error.exit_code

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
 from rich.console import Console
 
-from multimesh.launch import end_with_parent
 from multimesh_maxtext import outcome
 from multimesh_maxtext.checkpoint_folder import look
 from multimesh_maxtext.command.checkpoint import PARAMETERS, mark_run
 from multimesh_maxtext.command.job import Job, Paths
 from multimesh_maxtext.command.member import Member
 from multimesh_maxtext.command.report import headline, progress
-from multimesh_maxtext.command.steps import Evaluation, Follower, Step, Tail, Tell, judge, keep_before
+from multimesh_maxtext.command.steps import Run, Step, Tell, judge, tail
 from multimesh_maxtext.command.translate import CHECKPOINTS, KEEP, Launch
 from multimesh_maxtext.errors import CheckpointError, InterruptedRunError, LauncherError, MissingPartError, UnreadError
 
@@ -39,19 +35,19 @@ SPAWNED = "MULTIMESH_MAXTEXT_SPAWNED"
 _NEWS = "multimesh: "
 """Begins the lines of the trainer's log that an operator should see at once: who is lost, or holds up the others."""
 
+# Slurm and a terminal send USR1 and INT to all, and we say what ends. A shell that no process waits for kills the
+# trainer's group, also those that read data for it, when we end: however that is, our end of its pipe is closed then.
+_GUARDED = """
+trap '' USR1 INT
+exec 3<&0 </dev/null
+( /bin/sh -c 'read -r _; kill -s KILL 0' guard "$$" <&3 & )
+exec 3<&-
+exec "$@"
+"""
+
 _POLL = 0.1  # seconds between looks at the trainer and its metrics
 _SAME = 2.0  # seconds within which signals are one: a batch system may tell a process by two ways
 _TAIL = 20  # lines of a failed trainer's log
-
-
-@dataclass(frozen=True)
-class TrainingResult:
-    """The steps and evaluations that completed, the error (``None`` for a success), and the log."""
-
-    steps: list[Step]
-    evaluations: list[Evaluation]
-    error: LauncherError | None
-    log: Path
 
 
 def interrupt(_number: int, _frame: FrameType | None) -> None:
@@ -66,7 +62,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         """Begin with none."""
-        self.count, self.name, self._newest = 0, "", -math.inf
+        self.count, self.name, self._newest = 0, "", -_SAME
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
         """Take note of a signal."""
@@ -92,7 +88,7 @@ def receiving(handler: Callable[[int, FrameType | None], object]) -> Iterator[No
 
 def train(
     job: Job, start: Launch, paths: Paths, console: Console, first: int, this: Member, tell: Sequence[Tell] = ()
-) -> TrainingResult:
+) -> Run:
     """Start the trainer, show its progress, tell it to others, judge the run, and write why it ended."""
     o = job.flags
     if not o.json:
@@ -102,75 +98,64 @@ def train(
             console.print(f"the newest {number} checkpoints stay ({KEEP}=)")
         if o.nodes > 1 and not o.output:
             console.print("other processes log to temporary folders of their own; --output DIR keeps all in one")
-    before = keep_before(paths.metrics, first)
-    follower = Follower(paths.metrics, skip=paths.metrics.stat().st_size if paths.metrics.exists() else 0, tell=tell)
-    stop, steps = StopRequest(), list[Step]()
-    error: LauncherError | None = None
+    run, stop, steps = Run(paths, first, tell), StopRequest(), range(first, o.num_steps)
     try:
         with progress(console, o.num_steps, quiet=o.json) as show:
-            code = follow(follower, steps, show, start, paths, stop, saves=bool(o.checkpoint))
-        ended, expected = outcome.read(paths.outcome), o.num_steps
-        if stop.count and not ended and (code < 0 or len(steps) < expected - first):
+            code = follow(run, show, start, paths, stop, o.checkpoint)
+        ended = outcome.read(paths.outcome)
+        if stop.count and not ended and (code < 0 or len(run.steps) < len(steps)):
             raise InterruptedRunError(f"{stop.name} ended the run")
-        judge(steps, code, ended, expected=expected, log=paths.log, before=before, first=first, several=o.nodes > 1)
+        judge(run, code, ended, steps, several=o.nodes > 1)
     except BrokenPipeError:
-        error = UnreadError(
+        run.error = UnreadError(
             "nobody reads the output any more (a closed pipe), so the trainer was stopped; write it to a file"
         )
-    except LauncherError as wrong:
-        error = wrong
-        if type(wrong) is CheckpointError and o.checkpoint and PARAMETERS not in str(wrong):
-            error = CheckpointError(f"--checkpoint {o.checkpoint}: {wrong}")
-    result = TrainingResult(steps, follower.evaluations, error, paths.log)
-    write_outcome(result, paths, this, o.checkpoint)
-    return result
+    except LauncherError as error:
+        run.error = error
+        if type(error) is CheckpointError and o.checkpoint and PARAMETERS not in str(error):
+            run.error = CheckpointError(f"--checkpoint {o.checkpoint}: {error}")
+    write_outcome(run, paths, this, o.checkpoint)
+    return run
 
 
-def write_outcome(result: TrainingResult, paths: Paths, this: Member, checkpoints: Path | None) -> None:
+def write_outcome(run: Run, paths: Paths, this: Member, checkpoints: Path | None) -> None:
     """Write why this process ended, and how far it came, for whoever started it and for the others."""
     newest = look(checkpoints).steps[-1:] if checkpoints else ()
-    ended = replace(
-        outcome.outcome_of(result.error),
-        who=f"process {this.rank} of {this.count} on {socket.gethostname()}",
-        step=result.steps[-1].number if result.steps else None,
-        checkpoint=newest[0] if newest else None,
-    )
-    outcome.write(ended, paths.outcome)
+    step, checkpoint = run.steps[-1].number if run.steps else None, newest[0] if newest else None
+    outcome.write(run.error, paths.outcome, this.rank, this.count, step=step, checkpoint=checkpoint)
 
 
 def follow(
-    follower: Follower,
-    steps: list[Step],
+    run: Run,
     show: Callable[[Step], object],
     start: Launch,
     paths: Paths,
     stop: StopRequest,
-    *,
-    saves: bool = False,
+    checkpoints: Path | None = None,
 ) -> int:
-    """Run the trainer to its end, and return its exit code; ``steps`` gets those that it does.
+    """Run the trainer to its end, and return its exit code; ``run`` gets its records.
 
-    The first signal lets a trainer that ``saves``, and has done a step, write a checkpoint and end; before its first
+    The first signal lets a trainer that has ``checkpoints``, and has done a step, write one and end; before its first
     step there is nothing to save. It, or the second signal, ends any other at once.
     """
-    has_asked, news = False, Tail(paths.log)
+    has_asked, news = False, tail(paths.log)
 
     def say(line: str) -> None:
         if not paths.process:
             print(line, file=sys.stderr)
 
     def look_on() -> None:
-        for line in news.lines():
+        for line in next(news):
             if line.startswith(_NEWS):
                 say(line)
-        for step in follower.poll():
-            if not steps:
-                mark_run(paths.output)
-            steps.append(step)
+        steps = run.read()
+        if steps and steps == run.steps:
+            mark_run(paths.output, checkpoints)
+        for step in steps:
             show(step)
 
     with receiving(stop), trainer(start, paths) as process:
-        while process.poll() is None and not (stop.count > 1 or (stop.count and not (saves and steps))):
+        while process.poll() is None and not (stop.count > 1 or (stop.count and not (checkpoints and run.steps))):
             if stop.count and not has_asked:
                 has_asked = True
                 process.send_signal(signal.SIGTERM)
@@ -188,49 +173,26 @@ def trainer(launch: Launch, paths: Paths) -> Iterator[subprocess.Popen[bytes]]:
     if not shutil.which(launch.command[0]):
         raise MissingPartError(f"{launch.command[0]} cannot be started; run ./bootstrap.sh")
     outcome.reserve(paths.outcome)
-    paths.log.write_bytes(b"")
-    # Slurm and a terminal send these two to all, and we say what ends.
-    command = ("/bin/sh", "-c", "trap '' USR1 INT; exec \"$@\"", "trainer", *launch.command)
-    with paths.log.open("ab") as log:
-        process = subprocess.Popen(
-            command,
+    with (
+        paths.log.open("wb") as log,
+        subprocess.Popen(
+            ("/bin/sh", "-c", _GUARDED, "trainer", *launch.command),
             env={**os.environ, **launch.environment},
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
             start_new_session=True,
             close_fds=False,  # it inherits those of locks
-            preexec_fn=end_with_parent(),  # until the guard is there
-        )
-    with _guard(process.pid):
+        ) as process,
+    ):
         try:
             yield process
         finally:
-            with receiving(StopRequest()):  # what ends now cannot be interrupted
-                _end(process)
-
-
-@contextmanager
-def _guard(group: int) -> Iterator[None]:
-    """Let a shell kill a group of processes if this process dies first: also those that read data for the trainer."""
-    # What a shell puts into the background has no stdin of its own.
-    kill = 'exec 3<&0 >/dev/null 2>&1; { read -r _ <&3 || kill -s KILL -- "-$1"; } &'
-    shell = ["/bin/sh", "-c", kill, "guard", str(group)]
-    guard = subprocess.Popen(shell, stdin=subprocess.PIPE, start_new_session=True)
-    guard.wait()  # it goes on behind the shell
-    try:
-        yield
-    finally:
-        with suppress(BrokenPipeError):
-            guard.communicate(b"\n")
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError):
-        process.kill()  # to the trainer SIGTERM may be a question
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait()
-        os.killpg(process.pid, signal.SIGKILL)
+            with receiving(StopRequest()), suppress(ProcessLookupError):  # what ends now cannot be interrupted
+                for _ in range(100):  # until all are gone, and hold no lock any more
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+                    time.sleep(0.01)
 
 
 def log_tail(log: Path) -> str:

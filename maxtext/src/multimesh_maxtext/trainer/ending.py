@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +58,8 @@ def end_process(error: LauncherError, config: TrainerConfig) -> None:
 
 
 def _write(error: LauncherError, config: TrainerConfig) -> None:
-    who = f"process {config.rank} of {config.count} on {socket.gethostname()}" if config.count > 1 else ""
     with suppress(OSError):  # then the exit code has to do
-        outcome.write(replace(outcome.outcome_of(error), who=who), Path(config.outcome))
+        outcome.write(error, Path(config.outcome), config.rank, config.count)
 
 
 def _note_stops(stops: list[BaseException]) -> None:
