@@ -97,17 +97,17 @@ class Model:
         """Estimate what each decoder layer costs; the embedding counts to the first and the logits to the last.
 
         ``time`` is operations a token: six a parameter that it passes, and those of causal attention; to look an
-        embedding up takes none. ``held`` are bytes on each of ``shards`` devices: 16 a parameter, of itself, its
+        embedding up takes none. ``state`` are bytes on each of ``shards`` devices: 16 a parameter, of itself, its
         gradient and two moments.
         """
         sizes = transformer(self)
         layers, ends = sizes.layers, sizes.embedding_parameters
         times = [(sizes.operations(sequence) - 6.0 * ends) / layers] * layers
-        held = [16.0 * sizes.count_parameters(1.0) / layers / shards] * layers
+        state = [16.0 * sizes.count_parameters(1.0) / layers / shards] * layers
         times[-1] += 6.0 * ends
         for end in (0, -1):
-            held[end] += 16.0 * ends / shards
-        return [LayerCosts(*costs) for costs in zip(times, held, strict=True)]
+            state[end] += 16.0 * ends / shards
+        return [LayerCosts(*costs) for costs in zip(times, state, strict=True)]
 
 
 _LATENT = {
