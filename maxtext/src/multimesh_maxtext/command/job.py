@@ -97,7 +97,7 @@ class Model:
         """Estimate what each decoder layer costs; the embedding counts to the first and the logits to the last.
 
         ``time`` is operations a token: six a parameter that it passes, and those of causal attention; to look an
-        embedding up takes none. ``state`` are bytes on each of ``shards`` devices: 16 a parameter, of itself, its
+        embedding up takes none. ``held`` are bytes on each of ``shards`` devices: 16 a parameter, of itself, its
         gradient and two moments.
         """
         sizes = transformer(self)
