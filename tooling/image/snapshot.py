@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tooling.core import errors, proc
-from tooling.sources import fetch, manifest
+from tooling.sources import manifest
 
 IGNORE = "docker/Dockerfile.dockerignore"
 
@@ -58,9 +58,9 @@ def _copy_component(root: Path, context: Path, name: str) -> tuple[str, list[str
     if not place.is_dir():
         raise errors.NotThereError(f"third_party/{name} is not there; {remedy}")
     commit, changed = _copy(place, context / "third_party" / name, ["."])
-    component, record = manifest.find(manifest.load(root / "sources.yaml"), name), fetch.read_record(place)
-    recipe = manifest.make_recipe(root, component, manifest.load_lock(root / "sources.lock"))
-    if record is None or (commit, record.key) != (record.commit, recipe.key):
+    component, pins = manifest.load(root / "sources.yaml")[name], manifest.load_lock(root / "sources.lock")
+    ref = manifest.make_recipe(root, component, pins).ref
+    if proc.run(["git", "-C", place, "rev-parse", "--verify", ref], check=False).text != commit:
         raise errors.SourceError(f"third_party/{name} is at {commit[:12]}, which is not its pin; {remedy}")
     return commit, changed
 
