@@ -67,7 +67,7 @@ BUDGETS = {
     "tooling/ci": 98,
     "tooling/core": 322,
     "tooling/environment": 236,
-    "tooling/image": 1_437,
+    "tooling/image": 1_397,
     "tooling/sources": 917,
 }
 """Lines of Python of each room and package. Who needs more raises a number here, and says why in the commit."""
