@@ -61,10 +61,9 @@ def take_snapshot(root: Path, folder: Path, names: Sequence[str]) -> Snapshot:
 
 
 def _copy(place: Path, target: Path, paths: Sequence[str]) -> tuple[str, list[str]]:
-    """Copy the files of a clone as they are now; return its commit, and the files that differ from it.
+    """Copy the files of a clone as they are now, new ones from ``paths``; return its commit, and what differs from it.
 
-    New files count below ``paths`` alone, and ignored ones nowhere. A file that git was told not to look at has the
-    content that was committed.
+    A file that git was told not to look at has the content that was committed.
     """
     target.mkdir(parents=True, exist_ok=True)
     asked = ["rev-parse", "--path-format=absolute", "--show-toplevel", "HEAD", "--git-path", "index"]
