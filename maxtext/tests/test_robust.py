@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from killing import command_lines
+from killing import children, command_lines
 
 from multimesh_maxtext.command import cli
 from multimesh_maxtext.command.cli import main
@@ -126,10 +126,6 @@ def wait_for(condition: Callable[[], object]) -> Any:
             return found
         time.sleep(0.05)
     raise AssertionError("waited for a minute")
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def running(start: Start, folder: Path, kind: str) -> tuple[subprocess.Popen[str], int]:
