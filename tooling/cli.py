@@ -28,7 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     parser = argparse.ArgumentParser(
         prog=".venv/bin/python -m tooling",
-        description="  .venv/bin/python -m tooling status\n  .venv/bin/python -m tooling bump maxtext 0.2.5\n\n"
+        description="  .venv/bin/python -m tooling status\n  .venv/bin/python -m tooling lock maxtext 0.2.5\n\n"
         "Sources, images and releases of MultiMesh for JAX.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,6 +1,6 @@
 #!/bin/sh
 # contents.sh TARGET ACCELERATOR PYTHON: what an image must and must not hold; runs in a container of it, as root. PYTHON: as its label
-# says it, "standalone sha256:..." or "3.13.5 of the base"; empty: has no label.
+# says it, "standalone sha256:..." or "of the base, or standalone sha256:..."; empty: has no label.
 set -eu
 target=$1
 packages=jaxlib
@@ -28,10 +28,7 @@ for file in /etc/pip.conf /root/.pip/pip.conf /root/.config/pip/pip.conf /root/.
   fi
 done
 
-case $3 in
-  standalone*) [ -x /opt/python/bin/python3 ] || fault "the Python of its base, and the label names the standalone one" ;;
-  *base) [ ! -e /opt/python ] || fault "the standalone Python, and the label names that of its base" ;;
-esac
+case $3 in standalone*) [ -x /opt/python/bin/python3 ] || fault "the Python of its base, and the label names the standalone one" ;; esac
 if [ "$target" = runtime ]; then
   for program in cc gcc g++ c++ clang clang++ nvcc ld as make bazel pip; do
     if found=$(command -v "$program"); then

@@ -17,7 +17,7 @@ from pathlib import Path
 from parity import BASE, METRICS, ROOT, Result, compare
 
 from multimesh import schedules
-from multimesh_maxtext.command import within_stage
+from multimesh_maxtext.command import check_flags
 
 FILE = Path(__file__).with_name("parity.csv")
 TOLERANCE = 1e-5
@@ -229,7 +229,7 @@ SECTIONS = {
     ],
     "quantization": [
         f"--cpus 2 --pp 2 --num-layers 2 quantization={kind}"
-        for kind in ("int8", *(f"{kind} use_qwix_quantization=true" for kind in within_stage.QWIX))
+        for kind in ("int8", *(f"{kind} use_qwix_quantization=true" for kind in check_flags.QWIX))
     ],
     "quantization-devices": [
         f"--cpus 4 {case}"
@@ -279,12 +279,6 @@ def table(section: str, results: dict[str, Result], *, origin: str) -> list[list
     return rows
 
 
-def renewed(lines: list[list[str]], section: str, rows: list[list[str]]) -> list[list[str]]:
-    """Return the lines of the file with the new rows of a section in the place of the old ones."""
-    sections = list(dict.fromkeys([line[0] for line in lines] + [section]))
-    return [line for name in sections for line in (rows if name == section else lines) if line[0] == name]
-
-
 def _git(folder: str, *arguments: str) -> str:
     line = ["git", "-C", str(ROOT / folder), *arguments]
     return subprocess.run(line, capture_output=True, text=True, check=True).stdout.strip()
@@ -302,9 +296,9 @@ def main(sections: list[str]) -> None:
         day = datetime.datetime.now(datetime.UTC).date().isoformat()
         rows = table(section, results, origin=f"{base} and jax {version('jax')}, {day}, commit {head}")
         with FILE.open(newline="", encoding="utf-8") as file:
-            lines = list(csv.reader(file))
+            others = [line for line in csv.reader(file) if line[0] != section]
         with FILE.open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file, lineterminator="\n").writerows(renewed(lines, section, rows))
+            csv.writer(file, lineterminator="\n").writerows([*others, *rows])
 
 
 if __name__ == "__main__":

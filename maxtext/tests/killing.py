@@ -130,17 +130,3 @@ def while_saving(folder: Path) -> Moment:
         pytest.fail("the run ended before it could be killed")
 
     return moment
-
-
-def after_step(number: int) -> Moment:
-    """The moment when a step, or one after it, is printed: a run may go on from a checkpoint of a later one."""
-
-    def moment(process: subprocess.Popen[str], _trainer: int) -> None:
-        assert process.stdout is not None
-        for printed in process.stdout:
-            step = re.match(r"step (\d+) of ", printed)
-            if step and int(step[1]) >= number:
-                return
-        pytest.fail("the run ended before it could be killed")
-
-    return moment

@@ -7,7 +7,7 @@ import random
 import re
 import resource
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 from orbax.checkpoint import v1 as ocp
+from test_checkpoint import LAYOUTS, state
 
 from multimesh import distributed
 from multimesh.errors import DamagedError, NoRecordError
 from multimesh_maxtext.errors import CheckpointError, DamagedCheckpointError
 from multimesh_maxtext.trainer.checkpointer import telling
+from multimesh_maxtext.trainer.relayout import flat, nest
 
 STATE = {"params": {"w": jnp.arange(4000.0).reshape(40, 100)}, "opt_state": {"count": jnp.ones(7, jnp.int32)}}
 RECORD = "multimesh-sums.0-of-1.json"
-Open = Callable[[Path], Any]
+Open = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +34,12 @@ def start() -> Iterator[Open]:
     """Orbax's checkpointer for a folder, as MaxText makes it."""
     opened = []
 
-    def checkpointer(folder: Path) -> Any:
+    def checkpointer(folder: Path, layers: int | None = None) -> Any:
         context = ocp.Context()
         context.array.saving.use_ocdbt = context.array.saving.use_zarr3 = context.pytree.loading.partial_load = True
         every = ocp.training.save_decision_policies.FixedIntervalPolicy(1)
         opened.append(ocp.training.Checkpointer(folder, context=context, save_decision_policy=every))
-        return telling(opened[-1])
+        return telling(opened[-1], layers)
 
     yield checkpointer
     for each in opened:
@@ -135,6 +137,21 @@ def test_another_model_is_refused_before_it_is_loaded(start: Open, written: Path
     wider = STATE | {"params": {"w": jnp.zeros((40, 101))}}
     with pytest.raises(CheckpointError, match=r"params/w is \(40, 100\) in it and \(40, 101\) in this run; use the"):
         start(written).load_checkpointables(3, {"items": wider})
+
+
+@pytest.mark.parametrize("wanted", LAYOUTS, ids=len)
+@pytest.mark.parametrize("kept", LAYOUTS, ids=len)
+def test_layers_are_loaded_in_any_layout(start: Open, tmp_path: Path, kept: Sequence[str], wanted: Sequence[str]):
+    checkpoints = start(tmp_path, 4)
+    checkpoints.save_checkpointables(0, {"items": nest(state(kept))})
+    model = {path: jnp.zeros(x.shape, jnp.int32) for path, x in state(wanted).items()}
+    loaded = flat(checkpoints.load_checkpointables(0, {"items": nest(model)})["items"])
+    assert {path: x.tolist() for path, x in loaded.items()} == {path: x.tolist() for path, x in state(wanted).items()}
+    if kept != wanted:
+        path = ("params", "decoder", wanted[0], "kernel")
+        model[path] = jnp.zeros((9, *model[path].shape[1:]))
+        with pytest.raises(CheckpointError, match=rf"{'/'.join(path)} gives \(3, .*\), but the model has \(9, "):
+            checkpoints.load_checkpointables(0, {"items": nest(model)})
 
 
 def test_a_step_that_is_there_already_is_no_failure(start: Open, written: Path):

@@ -58,7 +58,7 @@ def test_flags_that_are_settings_of_maxtext_become_these():
 @pytest.mark.parametrize("name", GONE)
 def test_flags_of_the_original_that_are_gone_say_what_to_use(name: str):
     (error,) = read([name]).wrong
-    assert str(error) == f"{name}: there is no such flag any more; {GONE[name]}"
+    assert str(error) == f"{name}: there is no such flag; {GONE[name]}"
 
 
 @pytest.mark.parametrize(

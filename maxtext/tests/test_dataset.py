@@ -9,7 +9,7 @@ from typing import Any
 
 import corpora
 import pytest
-from killing import after_step, killed, records, while_saving
+from killing import records
 
 from multimesh_maxtext.command import dataset
 from multimesh_maxtext.command.check_flags import check_job, find_job_notes
@@ -129,9 +129,9 @@ def evaluations(folder: Path) -> list[float]:
     return numbers(folder, "eval/total_loss")
 
 
-def train(root: Path, output: Path, *words: Any) -> int:
+def train(root: Path, output: Path, *words: Any, workers: int = 0) -> int:
     """Train a small model; its exit code."""
-    same = ("dtype=float32", "grain_worker_count=0", "--num-steps", 6, "--output", output)
+    same = ("dtype=float32", f"grain_worker_count={workers}", "--num-steps", 6, "--output", output)
     return main([str(word) for word in (*SMALL, *same, *words)], root=root)
 
 
@@ -184,20 +184,29 @@ def test_a_pipeline_trains_on_a_dataset_as_one_program_does(root: Path, tmp_path
 @pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.timeout(1800)
-def test_processes_read_what_one_does_and_go_on_where_they_stopped(root: Path, tmp_path: Path, here: Path):
-    """Both readers' evaluations too: they begin anew each time, and the last batch of a pass is not whole."""
+@pytest.mark.parametrize("workers", [0, 2])
+def test_processes_read_what_one_does_and_go_on_where_they_stopped(
+    root: Path, tmp_path: Path, here: Path, workers: int
+):
+    """Also where Grain's workers have read ahead: a checkpoint holds what was trained on, not what was read.
+
+    Evaluations begin anew each time, and the last batch of a pass is not whole.
+    """
     pattern = corpora.array_records(tmp_path, corpora.documents())
     data = (
         *(*grain(here, pattern), f"grain_eval_files={pattern}", "generate_padding_batch_eval=false"),
         *("--pp", 2, "eval_interval=2", "eval_steps=3"),
     )
     spawned = ("--spawn", "--nodes", 2, "--cpus", 1, *data)
-    assert train(root, tmp_path / "one", "--cpus", 2, *data) in (0, 13)
-    assert train(root, tmp_path / "two", *spawned) in (0, 13)
-    assert len(evaluations(tmp_path / "one")) == 3
     kept = ("--checkpoint", tmp_path / "ck", "--resume", "learning_rate_schedule_steps=6")
-    assert train(root, tmp_path / "parts", *spawned, *kept, "--num-steps", 3) in (0, 13)
-    assert train(root, tmp_path / "parts", *spawned, *kept) in (0, 13)
+    for name, words in (
+        ("one", ("--cpus", 2, *data)),
+        ("two", spawned),
+        ("parts", (*spawned, *kept, "--num-steps", 3)),
+        ("parts", (*spawned, *kept)),
+    ):
+        assert train(root, tmp_path / name, *words, workers=workers) in (0, 13)
+    assert len(evaluations(tmp_path / "one")) == 3
     for name in ("two", "parts"):
         assert evaluations(tmp_path / name) == evaluations(tmp_path / "one")
         assert numbers(tmp_path / name) == numbers(tmp_path / "one")
@@ -218,30 +227,6 @@ def test_no_row_is_dropped_where_a_microbatch_has_fewer_rows_than_devices(
     assert train(root, tmp_path / "four", "--cpus", 4, "--tp", 2, *same) in (0, 13)
     assert numbers(tmp_path / "four") == pytest.approx(numbers(tmp_path / "two"), rel=1e-5)
     assert evaluations(tmp_path / "four") == pytest.approx(evaluations(tmp_path / "two"), rel=1e-5)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("moment", ["after a step", "while it saves"])
-def test_a_run_on_a_dataset_that_is_killed_goes_on_bit_for_bit(
-    root: Path, tmp_path: Path, here: Path, moment: str, workers: int
-):
-    """Also where Grain's workers have read ahead: the checkpoint holds what was trained on, not what was read."""
-    data = (
-        *(*SMALL, "dtype=float32", "--num-steps", 6, "--cpus", 2, "--pp", 2, f"grain_worker_count={workers}"),
-        *grain(here, corpora.array_records(tmp_path, corpora.documents())),
-        *("checkpoint_period=1", "--resume"),
-    )
-
-    def flags(name: str) -> tuple[Any, ...]:
-        return (*data, "--output", tmp_path / name, "--checkpoint", tmp_path / f"{name}-ck")
-
-    assert main([str(word) for word in flags("whole")], root=root) in (0, 13)
-    saved = tmp_path / "parts-ck"
-    killed(root, flags("parts"), after_step(2) if moment == "after a step" else while_saving(saved))
-    assert main([str(word) for word in flags("parts")], root=root) in (0, 13)
-    assert records(tmp_path / "parts") == records(tmp_path / "whole")
 
 
 @pytest.mark.full

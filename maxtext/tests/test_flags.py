@@ -11,7 +11,7 @@ import grid
 import pytest
 
 from multimesh import schedules
-from multimesh_maxtext.command import environment, within_stage
+from multimesh_maxtext.command import check_flags, environment
 from multimesh_maxtext.command import settings as key_values
 from multimesh_maxtext.command.command_line import read
 from multimesh_maxtext.command.environment import find_gpus
@@ -54,7 +54,7 @@ checkpoint_period=3 | checkpoint_period= needs --checkpoint; add it
 --text README.md --dataset-name x | dataset_name= is for data of dataset_type=, not for olmo_grain
 --tokenizer-path p | tokenizer_path= is for data of dataset_type=, not for synthetic; add that
 --dataset-name c4 | dataset_name= is for data of dataset_type=, not for synthetic
-model_name=llama3-8b | use that
+model_name=llama3-8b | model_name= is decided by the flags (model_name=); use --model-name
 grain_train_files=*.x dataset_type=grain | grain_train_files=*.x: the value is no YAML; put strings
 learning_rat=3 | MaxText has no setting learning_rat; did you mean learning_rate
 --microbatchsize 4 | --microbatchsize: no such flag; did you mean --microbatch-size?
@@ -114,6 +114,7 @@ dataset_type=hf --text README.md | (dataset_type=olmo_grain); use --text, or lea
 --backend cuda | --backend cuda needs GPUs; add --gpus N
 --backend cpu --gpus 2 | --backend cpu trains on CPU devices; remove --gpus 2
 --pp 2 --device-memory much | --device-memory: 'much' is no size; write e.g. 80GiB or 24GB
+--pp 2 --device-memory 1e9 | --device-memory: '1e9' is no size; write e.g. 80GiB or 24GB
 --text nowhere.txt | --text nowhere.txt: no such file
 --model-name lama3-8b | MaxText has no such model; near it are llama3-8b
 --maxtext-config nowhere.yml | --maxtext-config nowhere.yml: cannot be read
@@ -152,7 +153,7 @@ def test_processes_read_equal_shares_of_real_data(job: Callable[[Sequence[str]],
         job([*four, *read])
     assert job([*four, *read, "--batch-size", "8"]).microbatches == 4
     uneven = ("--nodes", "3", "--cpus", "2", "--pp", "2", "--dp", "3", "--batch-size", "6", "--microbatch-size", "1")
-    with pytest.raises(FlagError, match=r"the 3 devices of a stage lie on them in unequal numbers; use --nodes 1"):
+    with pytest.raises(FlagError, match=r"do not divide the 3 devices of a stage; use --nodes 1"):
         job([*uneven, *read])
 
 
@@ -161,7 +162,7 @@ UNSUPPORTED = """
 --nodes 2 --gpus 1 --verify | --verify is for one process so far on GPUs
 --backend spmd --verify | --backend spmd has no use for --verify
 --backend spmd --custom-schedule-path table.json | has no use for --custom-schedule-path
---backend spmd --forecast | --backend spmd has no use for --forecast: no plan; leave it out
+--backend spmd --forecast | --backend spmd has no use for --forecast: no plan, but with --compile; leave it out
 --backend spmd --device-memory 80GiB | has no use for --device-memory: it has no plan to forecast from; leave
 --backend spmd --dump x --dump-only | has no use for --dump-only
 dataset_type=grain grain_use_elastic_iterator=true | run.py decides which processes read, and ends all where
@@ -239,8 +240,8 @@ def test_all_forms_draw_the_same_parameters_from_a_seed(job: Callable[[Sequence[
         "--model-name gpt3-6b",
         "--model-name mixtral-8x7b",
         "--model-name mixtral-8x7b --ep 2 sparse_matmul=false",
-        *(f"quantization={kind} use_qwix_quantization=true" for kind in within_stage.QWIX),
-        *(f"quantization={kind}" for kind in within_stage.AQT),
+        *(f"quantization={kind} use_qwix_quantization=true" for kind in check_flags.QWIX),
+        *(f"quantization={kind}" for kind in check_flags.AQT),
         "--tp 2 --microbatch-size 2 quantization=int8",
         "--tp 2 quantization=int8 use_qwix_quantization=true",
         *grid.UNLIKE.values(),

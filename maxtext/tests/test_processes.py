@@ -102,7 +102,8 @@ from maxtext.input_pipeline import olmo_data, olmo_data_grain
 from multimesh_maxtext.trainer.data import Text
 file, rows, first = sys.argv[1], 4, 2
 config = SimpleNamespace(
-    olmo_index_path=file, olmo_path_remap_from="", olmo_apply_ngram_filter=False, max_target_length=8,
+    olmo_index_path=file, olmo_path_remap_from="", olmo_path_remap_to="", olmo_apply_ngram_filter=False,
+    max_target_length=8,
 )
 layout = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("data",)), P("data"))
 ours = Text(config, layout, 3, rows, first=first)

@@ -67,7 +67,7 @@ def test_a_run_killed_while_it_saves_resumes_bit_for_bit(whole: Whole, run: Run,
     assert f"resuming from checkpoint {step - 1}\n" in done.stderr
     assert not half.exists()
     continues(records(tmp_path), records(whole.output))
-    newest_are_kept(tmp_path / "ck")
+    assert sorted(int(path.name) for path in (tmp_path / "ck").iterdir() if path.name.isdigit()) == [*range(STEPS)][-3:]
 
 
 def agree(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
@@ -176,19 +176,6 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(whole: Whole, ru
     assert re.fullmatch(f"resuming from checkpoint 2\n{back}\nresuming from checkpoint 1\n", done.stderr)
     agree(records(tmp_path / "out")[-2:], records(whole.output)[-2:])
     assert {path.name for path in ck.iterdir() if path.name[0].isdigit()} == {*map(str, range(STEPS)), "2.damaged"}
-
-
-def newest_are_kept(folder: Path) -> None:
-    """Three of a run that ended."""
-    assert sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit()) == [*range(STEPS)][-3:]
-
-
-@pytest.mark.full
-def test_the_newest_checkpoints_of_one_program_are_kept(run: Run, tmp_path: Path):
-    arguments = ("--backend", "spmd", *TRAINING, "--cpus", 1, "--checkpoint", tmp_path / "ck", "checkpoint_period=1")
-    done = run(*arguments, "max_num_checkpoints_to_keep=3", "--output", tmp_path / "out")
-    assert done.code in (0, 13), done.stderr
-    newest_are_kept(tmp_path / "ck")
 
 
 def largest(step: Path) -> Path:

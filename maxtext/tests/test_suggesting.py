@@ -13,10 +13,9 @@ from multimesh import planner
 from multimesh.__main__ import main
 from multimesh_maxtext.command import cli, suggesting
 from multimesh_maxtext.command.command_line import read, write_words
-from multimesh_maxtext.command.forecasting import planner_configuration, precision, recompute, transformer
-from multimesh_maxtext.command.job import Job, describe_model
-from multimesh_maxtext.command.suggesting import POLICIES, Request
-from multimesh_maxtext.command.values import REMAT
+from multimesh_maxtext.command.forecasting import planner_configuration
+from multimesh_maxtext.command.job import Job, describe_model, transformer
+from multimesh_maxtext.command.suggesting import Request
 from multimesh_maxtext.errors import DoesNotFitError, FlagError, UnsupportedError
 from multimesh_planner import Configuration, models
 from multimesh_planner.pasting import find_obstacle, write_command
@@ -147,14 +146,6 @@ def test_experts_share_the_axis_of_data(maxtext: Path):
     assert read(words).flags.parallelism == 16
 
 
-def test_policies_have_names_of_the_planner():
-    named = {policy: recompute(policy) for policy in (None, *REMAT)}
-    assert {named[policy] for policy in POLICIES} == {*POLICIES}
-    assert named[None] == "full"
-    assert named["save_dot_except_mlpwi"] == "save_dot_except_mlp"
-    assert named["custom"] == "minimal"
-
-
 def test_what_would_be_refused_is_left_out(maxtext: Path):
     argv = (*JOB, "mtp_num_layers=1")
     request = Request(read(argv).flags, frozenset(), maxtext, describe_model(read(argv).flags, maxtext / "maxtext"))
@@ -181,7 +172,7 @@ def test_the_precision_of_quantization_is_forecast(
     assert found["suggestions"][0]["seconds"] < 0.9 * wide["suggestions"][0]["seconds"]
     words = found["command"].split()[1:]
     assert set(FP8) <= set(words)
-    assert precision(job(words).model) == "fp8"
+    assert planner_configuration(job(words)).precision == "fp8"
 
 
 SHORT = (
@@ -207,7 +198,7 @@ def test_exact_forecasts_are_tried_until_one_fits(
     argv = (*JOB, "--json", "--tp", "2")
     sizes, tried = [90 * 10**9, 50 * 10**9], list[Configuration]()
 
-    def plan(request: Request, how: Configuration) -> int:
+    def plan(request: Request, how: Configuration, text: str) -> int:
         tried.append(how)
         return sizes[len(tried) - 1]
 

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
+from test_flags import rows
 
 from multimesh_maxtext.command.check_flags import check_job, find_job_notes
 from multimesh_maxtext.command.command_line import read
@@ -37,89 +38,61 @@ def variables(
     return launch(job(shlex.split(argv)), paths, inherited=inherited or {}, gpu_memory=memory).environment
 
 
-@pytest.mark.parametrize(
-    ("argv", "expected"),
-    [
-        # The source document's example: batch 1024 with dp 8 and microbatch size 4 makes 32 microbatches.
-        (
-            "--dp 8 --batch-size 1024 --microbatch-size 4",
-            {"gradient_accumulation_steps": 32, "per_device_batch_size": 4.0},
-        ),
-        # A batch of 4 on 8 tensor-parallel devices is legal.
-        (
-            "--tp 8 --num-heads 8 --batch-size 4 --microbatch-size 2",
-            {"gradient_accumulation_steps": 2, "per_device_batch_size": 0.25, "ici_tensor_parallelism": 8},
-        ),
-        (
-            "--backend spmd --dp 2 --tp 2 --pp 2 --num-layers 8 --interleave 2 --batch-size 16 --microbatch-size 2",
-            {
-                "ici_pipeline_parallelism": 2,
-                "num_pipeline_microbatches": 4,
-                "num_pipeline_repeats": 2,
-                "num_layers_per_pipeline_stage": 2,
-                "gradient_accumulation_steps": 1,
-                "per_device_batch_size": 2.0,
-                "scan_layers": True,
-            },
-        ),
-        # Quantization cuts a microbatch by the devices of a stage in a process, not by all of the process.
-        (
-            "--dp 2 --cp 2 --pp 2 quantization=fp8_full use_qwix_quantization=true",
-            {"quantization_local_shard_count": 4, "ici_context_parallelism": 2},
-        ),
-        (
-            "--dp 2 --pp 2 --nodes 4 --cpus 1 quantization=fp8_full use_qwix_quantization=true",
-            {"quantization_local_shard_count": 1},
-        ),
-        # Stages of MultiMesh: MaxText sees one of them, and accumulates what the pipeline will run.
-        (
-            "--dp 2 --tp 2 --pp 2 --batch-size 16 --microbatch-size 2",
-            {
-                "ici_pipeline_parallelism": 1,
-                "ici_data_parallelism": 2,
-                "ici_tensor_parallelism": 2,
-                "num_pipeline_microbatches": None,
-                "gradient_accumulation_steps": 4,
-                "per_device_batch_size": 1.0,
-                "scan_layers": False,
-            },
-        ),
-        ("--tp 4 --sequence-parallel", {"ici_tensor_parallelism": 1, "ici_tensor_sequence_parallelism": 4}),
-        ("--fsdp 2 --dp 2", {"ici_fsdp_parallelism": 2, "ici_data_parallelism": 2, "gradient_accumulation_steps": 2}),
-        ("--seed 7", {"init_weights_seed": 7, "data_shuffle_seed": 7}),
-        (
-            "--remat full --attention dot_product",
-            {"remat_policy": "full", "attention": "dot_product", "hardware": "cpu"},
-        ),
-        ("--gpus 2 --tp 2", {"hardware": "gpu"}),
-        ("--model-dims 128", {"base_mlp_dim": 512}),
-        ("--model-dims 128 --mlp-dims 64", {"base_mlp_dim": 64}),
-        ("--remat minimal_flash", {"remat_policy": "minimal_with_context"}),
-        ("--num-heads 8 --model-dims 128", {"base_num_query_heads": 8, "base_num_kv_heads": 8, "head_dim": 16}),
-        ("--num-heads 8 base_num_kv_heads=2", {"base_num_query_heads": 8, "base_num_kv_heads": 2, "head_dim": 32}),
-        ("head_dim=24 vocab_size=512", {"base_num_query_heads": 4, "head_dim": 24, "vocab_size": 512}),
-        ("--num-heads 3 head_dim=24", {"base_num_query_heads": 3, "head_dim": 24}),
-        ("--model-name llama3-8b base_num_kv_heads=4 head_dim=64", {"base_num_kv_heads": 4, "head_dim": 64}),
-        ("--model-name llama3-8b", {"model_name": "llama3-8b", "override_model_config": True}),
-        ("--num-steps 9 --profile", {"steps": 9, "profiler": "xplane", "profiler_steps": 5}),
-        ("--num-steps 2 --profile", {"profiler_steps": 1, "skip_first_n_steps_for_profiler": 1}),
-        ("--checkpoint ck checkpoint_period=7", {"enable_checkpointing": True, "checkpoint_period": 7}),
-        ("--checkpoint ck", {"max_num_checkpoints_to_keep": 5, "checkpoint_period": 100}),
-        ("--checkpoint ck max_num_checkpoints_to_keep=2", {"max_num_checkpoints_to_keep": 2}),
-        ("eval_interval=5", {"eval_interval": 5, "eval_steps": 4}),
-        ("--no-scan-layers --use-iota-embed", {"scan_layers": False, "use_iota_embed": True}),
-        ("--attention-type local_sliding", {"attention_type": "local_sliding"}),
-        (
-            "--use-tfds-dataset --dataset-path /d --dataset-name c4 --tokenizer-path /t",
-            {"dataset_type": "tfds", "dataset_path": "/d", "dataset_name": "c4", "tokenizer_path": "/t"},
-        ),
-    ],
-)
-def test_configuration(job: Check, paths: Paths, argv: str, expected: dict[str, Any]):
+# A batch of 1024 with dp 8 and microbatches of 4 is the source document's example; one of 4 is legal on 8 devices.
+# Quantization cuts a microbatch by the devices of a stage in a process, not by all of the process. Of stages MaxText
+# sees one, and accumulates what the pipeline will run.
+SETTINGS = """
+--dp 8 --batch-size 1024 --microbatch-size 4 | gradient_accumulation_steps: 32, per_device_batch_size: 4.0
+--tp 8 --num-heads 8 --batch-size 4 --microbatch-size 2 | gradient_accumulation_steps: 2, per_device_batch_size: 0.25
+--tp 8 --num-heads 8 --batch-size 4 --microbatch-size 2 | ici_tensor_parallelism: 8
+--backend spmd --dp 2 --tp 2 SIZES --interleave 2 | ici_pipeline_parallelism: 2, num_pipeline_microbatches: 4
+--backend spmd --dp 2 --tp 2 SIZES --interleave 2 | num_pipeline_repeats: 2, num_layers_per_pipeline_stage: 2
+--backend spmd --dp 2 --tp 2 SIZES --interleave 2 | gradient_accumulation_steps: 1, per_device_batch_size: 2.0
+--backend spmd --dp 2 --tp 2 SIZES --interleave 2 | scan_layers: true
+--dp 2 --tp 2 SIZES | ici_pipeline_parallelism: 1, ici_data_parallelism: 2, ici_tensor_parallelism: 2
+--dp 2 --tp 2 SIZES | num_pipeline_microbatches: null, gradient_accumulation_steps: 4, per_device_batch_size: 1.0
+--dp 2 --tp 2 SIZES | scan_layers: false
+--dp 2 --cp 2 --pp 2 FP8 | quantization_local_shard_count: 4, ici_context_parallelism: 2
+--dp 2 --pp 2 --nodes 4 --cpus 1 FP8 | quantization_local_shard_count: 1
+--tp 4 --sequence-parallel | ici_tensor_parallelism: 1, ici_tensor_sequence_parallelism: 4
+--fsdp 2 --dp 2 | ici_fsdp_parallelism: 2, ici_data_parallelism: 2, gradient_accumulation_steps: 2
+--seed 7 | init_weights_seed: 7, data_shuffle_seed: 7
+--remat full --attention dot_product | remat_policy: full, attention: dot_product, hardware: cpu
+--gpus 2 --tp 2 | hardware: gpu
+--model-dims 128 | base_mlp_dim: 512
+--model-dims 128 --mlp-dims 64 | base_mlp_dim: 64
+--remat minimal_flash | remat_policy: minimal_with_context
+--num-heads 8 --model-dims 128 | base_num_query_heads: 8, base_num_kv_heads: 8, head_dim: 16
+--num-heads 8 base_num_kv_heads=2 | base_num_query_heads: 8, base_num_kv_heads: 2, head_dim: 32
+head_dim=24 vocab_size=512 | base_num_query_heads: 4, head_dim: 24, vocab_size: 512
+--num-heads 3 head_dim=24 | base_num_query_heads: 3, head_dim: 24
+--model-name llama3-8b base_num_kv_heads=4 head_dim=64 | base_num_kv_heads: 4, head_dim: 64
+--model-name llama3-8b | model_name: llama3-8b, override_model_config: true
+--num-steps 9 --profile | steps: 9, profiler: xplane, profiler_steps: 5
+--num-steps 2 --profile | profiler_steps: 1, skip_first_n_steps_for_profiler: 1
+--checkpoint ck checkpoint_period=7 | enable_checkpointing: true, checkpoint_period: 7
+--checkpoint ck | max_num_checkpoints_to_keep: 5, checkpoint_period: 100
+--checkpoint ck max_num_checkpoints_to_keep=2 | max_num_checkpoints_to_keep: 2
+eval_interval=5 | eval_interval: 5, eval_steps: 4
+--no-scan-layers --use-iota-embed | scan_layers: false, use_iota_embed: true
+--attention-type local_sliding | attention_type: local_sliding
+--use-tfds-dataset --dataset-path /d --dataset-name c4 --tokenizer-path /t | dataset_type: tfds, dataset_path: /d
+--use-tfds-dataset --dataset-path /d --dataset-name c4 --tokenizer-path /t | dataset_name: c4, tokenizer_path: /t
+"""
+WORDS = {
+    "SIZES": "--pp 2 --num-layers 8 --batch-size 16 --microbatch-size 2",
+    "FP8": "quantization=fp8_full use_qwix_quantization=true",
+}
+
+
+@pytest.mark.parametrize(("argv", "expected"), rows(SETTINGS))
+def test_configuration(job: Check, paths: Paths, argv: str, expected: str):
     """Settings of KEY=VALUE come as words; MaxText makes numbers of them."""
-    found = launch(job(argv.split()), paths, inherited={}, gpu_memory=None).configuration
+    words = " ".join(WORDS.get(word, word) for word in argv.split())
+    found = launch(job(words.split()), paths, inherited={}, gpu_memory=None).configuration
     found = {key: yaml.safe_load(value) if isinstance(value, str) and value else value for key, value in found.items()}
-    assert {key: found.get(key) for key in expected} == expected
+    settings = yaml.safe_load(f"{{{expected}}}")
+    assert {key: found.get(key) for key in settings} == settings
 
 
 @given(rows=st.integers(1, 10_000), devices=st.integers(1, 4096))

@@ -8,15 +8,15 @@ import socket
 import subprocess
 import sys
 import time
-from importlib import metadata
 from typing import Any
 
 ODD = os.environ.get("MULTIMESH_PROCESS") == "1"
 
 
 def have_another_jax() -> None:
-    known = metadata.version
-    metadata.version = lambda name: "9.9" if name == "jax" else known(name)
+    import jax
+
+    jax.__version__ = "9.9"
 
 
 def have_another_folder() -> None:
@@ -48,16 +48,16 @@ def be_slow() -> None:
 
 def be_deaf() -> None:
     """Give others a port of which nothing comes back: its queue is full."""
-    from multimesh.processes import post
+    from multimesh.processes import agree
 
     server = socket.create_server(("127.0.0.1", 0), backlog=0)
     held = [server, *(socket.socket() for _ in range(3))]
     for caller in held[1:]:
         caller.setblocking(False)
         caller.connect_ex(server.getsockname())
-    known = post.put
+    known = agree.put
     deaf = f"127.0.0.1:{held[0].getsockname()[1]}".encode()
-    post.put = lambda key, value: known(key, deaf if key.startswith("multimesh/transfer/") else value)
+    agree.put = lambda key, value: known(key, deaf if key.startswith("multimesh/transfer/") else value)
 
 
 def be_stopped() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from multimesh.runtime.compile_options import cores
+from multimesh.runtime.compile import cores
 from pipelines import Split, assert_same, submeshes
 
 import multimesh as mm

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from multimesh.commands.check import machine, rates, run, steps
+from multimesh.commands.check import machine, rates, run
 from multimesh.commands.check.steps import FAILED, OK, Bench, Row, Step
 from multimesh.core import known_faults
 from multimesh.marking.contexts import TRANSPORTS
@@ -112,18 +112,6 @@ def test_versions_of_nccl_that_hang_pipelines_are_refused_with_their_report():
     assert "install 2.31.2 or later" in said
     for good in ("2.31.2", "2.32.3", "2.29.1", ""):
         assert not known_faults.find_bad_versions({"NCCL": good})
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("process 0 of 16 (n1, pid 70) ends because process 3 of 16 (n2, pid 88) was killed by SIGKILL", [3]),
-        ("check: products: process 3, 5 and 2 more of 16 has not come here within 65 s", [3]),
-        ("the store is gone", []),
-    ],
-)
-def test_the_process_at_fault_is_the_last_that_a_sentence_names(text, found):
-    assert steps.find_processes(text) == found
 
 
 @pytest.mark.stand_in("a libnccl.so of one function")

@@ -25,14 +25,14 @@ import multimesh as mm
 """
 JOIN = START + "job = mm.distributed.initialize(address, count, rank)\n"
 STEPS = """
-from multimesh.processes.initialize import count_step
+from multimesh.processes.liveness import watch
 mesh = jax.sharding.Mesh(np.array(jax.devices()), "x")
 whole, parts = (jax.sharding.NamedSharding(mesh, spec) for spec in (jax.P(), jax.P("x")))
 x = jax.make_array_from_callback((count,), parts, lambda index: np.ones(1, np.float32))
 total = jax.jit(lambda x: x.sum(), out_shardings=whole)
 for step in range(100000):  # each waits for all
     total(x).block_until_ready()
-    count_step()
+    watch.count_step()
     if step == 3:
         print("ready", flush=True)
     if step == 5 and rank == count - 1:
@@ -285,10 +285,10 @@ def test_a_process_that_was_stopped_goes_on(job):
 
 
 STALL = """
-from multimesh.processes.initialize import begin_step, count_step
+from multimesh.processes.liveness import watch
 for step in range(100):
-    begin_step()
-    count_step()
+    watch.begin_step()
+    watch.count_step()
     mm.distributed.barrier(f"step {step}")  # each waits for all
     if step == 5 and rank == 1:
         time.sleep(600)

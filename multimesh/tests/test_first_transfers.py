@@ -1,19 +1,18 @@
-"""`multimesh.runtime.between.first_transfers`: a job whose processes cannot send each other arrays ends with a line."""
+"""First transfers between processes: a job whose processes cannot send each other arrays ends with a line."""
 
 import re
 
 import pytest
 from multimesh.runtime.actions import ProcessTransfer
-from multimesh.runtime.between import first_transfers
+from multimesh.runtime.between import exchange
 from test_distributed import FULL, JOIN, START, _named, address, job  # noqa: F401 - fixtures
 
 STEP = """
 import signal, socket, threading
 import jax.numpy as jnp
-from multimesh.processes import agree, post
+from multimesh.processes import agree
 from multimesh.runtime.between import transports
 from multimesh.runtime.between import exchange
-from multimesh.runtime.between import first_transfers
 
 front, back = (jax.sharding.Mesh(np.array([d]), "x") for d in jax.devices()[:2])
 def loss(w, x):
@@ -43,10 +42,10 @@ if rank == 0:
     for caller in waiting:
         caller.setblocking(False)
         caller.connect_ex(server.getsockname())
-    def put(key, value, put=post.put):
+    def put(key, value, put=agree.put):
         deaf = f"127.0.0.1:{server.getsockname()[1]}".encode()
         put(key, deaf if key.startswith("multimesh/transfer/") else value)
-    post.put = put
+    agree.put = put
 """
 CUT = """
 def cut(server):
@@ -84,7 +83,7 @@ def test_a_first_transfer_that_never_comes_ends_the_job_with_a_line(job, fault):
     """The job stood still for ever, as with NCCL where it refuses."""
     transport, breaks, source = FAULTS[fault]
     ended = job(script(breaks + RUN), environ=lambda rank: NOTICES | {"MULTIMESH_TRANSPORT": transport})
-    ways = rf"from process {source} of 2 \(\S+\) to process {1 - source} of 2 \(\S+\)"
+    ways = rf"from {_named(source)} to {_named(1 - source)}"
     how, wait = "did not arrive within 3 s", ".*MULTIMESH_TRANSFER_TIMEOUT"
     if CUT in breaks:
         how, wait = r"failed: \S.*", "(?!.*TIMEOUT)"  # XLA says that it was closed, or that it is not connected
@@ -114,7 +113,7 @@ args = [far(x, jax.devices()[1]) for x in args]
 ONCE = """
 tried = transports.get_transport(None).tried
 assert len(tried) == WAYS, tried
-first_transfers._send_all = None  # from here on no way is new
+exchange._send_all = None  # from here on no way is new
 mm.jit(lambda *args: loss(*args) + 1)(*args)
 for _ in range(3):
     step(*args)
@@ -144,7 +143,7 @@ def test_neighbors_connect_at_once():
     for apart in (1, 2, 4):
         ways = [ProcessTransfer(*ends, ()) for n in range(16 - apart) for ends in ((n, n + apart), (n + apart, n))]
         waves = 0
-        left = sorted(ways, key=first_transfers._turn)
+        left = sorted(ways, key=exchange._turn)
         while left:
             busy, later = set(), []
             for transfer in left:  # a process makes its transfers in this order, one at a time

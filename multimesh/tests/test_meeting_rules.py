@@ -1,92 +1,95 @@
 """What processes must have alike, who holds up others, and the arguments of a meeting: without processes."""
 
-import dataclasses
 import inspect
 import re
 
 import jax
 import numpy as np
 import pytest
-from multimesh.processes import host_values, rendezvous, step_counts, timeouts
-from multimesh.processes.liveness import beat
+from multimesh.processes import initialize, launchers, step_counts, timeouts
 
 import multimesh as mm
 
 
-def _steps(*at, stall=0.0, now=1000.0):
+class Steps(step_counts.StepsOfAll):
     """Processes that have ended and begun so many calls; one that is None has said nothing yet."""
-    steps = step_counts.StepsOfAll(len(at), stall, 990)
-    for rank, each in enumerate(at):
-        _note(steps, rank, each, now)
-    return steps
 
+    def __init__(self, *at, stall=0.0, now=1000.0):
+        super().__init__(len(at), stall, 990)
+        self.progress = {}
+        for rank, each in enumerate(at):
+            self.note(rank, each)
+        self.stall_at(now)
 
-def _note(steps, rank, at, now, partners=(), done=False):
-    if at:
-        steps.note(rank, step_counts.text_of(at, frozenset(partners), done), now)
+    def note(self, rank, at, partners=(), done=False):
+        if at:
+            self.progress[rank] = step_counts.text_of(at, frozenset(partners), done)
 
+    def stall_at(self, now):
+        return self.find(self.progress, now)
 
-def _told(steps, *moments):
-    return [stall and stall.rank for stall in map(steps.find, moments)]
+    def ranks_at(self, *moments):
+        return [stall and stall[0] for stall in map(self.stall_at, moments)]
 
 
 def test_who_holds_up_others_is_told_after_two_minutes_and_again_after_four():
-    assert _told(_steps(None, None, None), 1000, 1400) == [None, None]  # nobody has ended a step: they compile
-    steps = _steps((52, 53), (51, 51), (52, 53))
-    assert _told(steps, 1000, 1119) == [None, None]
-    assert steps.find(1121) == (1, "is after step 51 for 121 s, all others are in step 53", False)
-    assert _told(steps, 1130, 1241, 1243) == [None, None, 1]
-    _note(steps, 1, (51, 52), 1300)  # it goes on, and hangs again
-    _note(steps, 2, (53, 53), 1300)
-    assert _told(steps, 1301, 1419) == [None, None]
-    assert steps.find(1421) == (1, "is in step 52 for 121 s, others are after step 53 and in step 53", False)
+    assert Steps(None, None, None).ranks_at(1000, 1400) == [None, None]  # nobody has ended a step: they compile
+    steps = Steps((52, 53), (51, 51), (52, 53))
+    assert steps.ranks_at(1000, 1119) == [None, None]
+    assert steps.stall_at(1121) == (1, "is after step 51 for 121 s, all others are in step 53", False)
+    assert steps.ranks_at(1130, 1241, 1243) == [None, None, 1]
+    steps.note(1, (51, 52))  # it goes on, and hangs again
+    steps.note(2, (53, 53))
+    assert steps.ranks_at(1300, 1419) == [None, None]
+    assert steps.stall_at(1421) == (1, "is in step 52 for 121 s, others are after step 53 and in step 53", False)
 
 
 def test_one_that_has_said_nothing_yet_is_not_late_since_the_machine_started():
-    steps = _steps((7, 8), None, (7, 8), stall=2, now=991)
-    assert steps.find(991) is None
-    assert steps.find(993) == (1, "has been after step 0 for 3 s, all others are in step 8", True)
+    steps = Steps((7, 8), None, (7, 8), stall=2, now=991)
+    assert steps.stall_at(991) is None
+    assert steps.stall_at(993) == (1, "has been after step 0 for 3 s, all others are in step 8", True)
 
 
 def test_a_job_that_hangs_ends_when_that_was_asked_for():
-    steps = _steps((5, 6), (5, 6), (5, 6), stall=300)
-    assert _told(steps, 1119, 1121, 1299) == [None, 0, None]
-    assert steps.find(1301) == (0, "has been in step 6 for 301 s, all others are in step 6", True)
+    steps = Steps((5, 6), (5, 6), (5, 6), stall=300)
+    assert steps.ranks_at(1119, 1121, 1299) == [None, 0, None]
+    assert steps.stall_at(1301) == (0, "has been in step 6 for 301 s, all others are in step 6", True)
 
 
 def test_a_job_whose_processes_are_all_between_two_steps_does_not_end():
     """They compile the next plan, or save: other timeouts are for that."""
-    steps = _steps((1, 1), (1, 1), (1, 1), stall=8)
-    assert _told(steps, 1009, 1119) == [None, None]
-    assert steps.find(1121) == (0, "is after step 1 for 121 s, all others are after step 1", False)
+    steps = Steps((1, 1), (1, 1), (1, 1), stall=8)
+    assert steps.ranks_at(1009, 1119) == [None, None]
+    assert steps.stall_at(1121) == (0, "is after step 1 for 121 s, all others are after step 1", False)
     for rank in (1, 2):
-        _note(steps, rank, (1, 2), 1130)
-    assert _told(steps, 1122, 1128) == [None, None]
-    assert steps.find(1130) == (0, "has been after step 1 for 9 s, all others are in step 2", True)
+        steps.note(rank, (1, 2))
+    assert steps.ranks_at(1122, 1128) == [None, None]
+    assert steps.stall_at(1130) == (0, "has been after step 1 for 9 s, all others are in step 2", True)
 
 
 def test_one_that_compiles_longer_than_others_holds_them_up_from_then_on():
     """Not since it began to compile, as they did."""
-    steps = _steps(None, None, None, stall=8)
-    assert steps.find(1060) is None
-    _note(steps, 0, (1, 1), 1061)
-    assert _told(steps, 1061, 1067, 1069) == [None, None, 1]
+    steps = Steps(None, None, None, stall=8)
+    assert steps.stall_at(1060) is None
+    steps.note(0, (1, 1))
+    assert steps.ranks_at(1061, 1067, 1069) == [None, None, 1]
 
 
 def test_one_that_has_ended_and_that_others_need_is_named():
     """After five seconds, but not where others call without it."""
-    steps = _steps((3, 3), None, (3, 4))
-    _note(steps, 1, (3, 3), 1000, done=True)
-    assert steps.find(1004) is None
-    assert steps.find(1006) == (1, "ended after step 3, and others have begun step 4, which needs it", True)
-    _note(steps, 2, (3, 4), 1000, partners={0, 2})
-    assert steps.find(1006) is None
-    _note(steps, 0, (4, 4), 1100, done=True)
-    assert steps.find(1200) == (2, "is in step 4 for 200 s, all others have ended", False)
+    steps = Steps((3, 3), None, (3, 4))
+    steps.note(1, (3, 3), done=True)
+    assert steps.stall_at(1004) is None
+    assert steps.stall_at(1006) == (1, "ended after step 3, and others have begun step 4, which needs it", True)
+    steps.note(2, (3, 4), partners={0, 2})
+    assert steps.stall_at(1006) is None
+    steps.note(0, (4, 4), done=True)
+    assert steps.stall_at(1200) == (2, "is in step 4 for 200 s, all others have ended", False)
 
 
-def test_eight_hundred_values_a_second_are_enough():
-    assert [beat(n, 30.0) for n in (2, 800, 4000, 8192)] == [1.0, 1.0, 5.0, 10.0]
+@pytest.fixture(autouse=True)
+def timeouts_of_this_test(monkeypatch):
+    monkeypatch.setattr(timeouts, "_chosen", {})
 
 
 @pytest.mark.parametrize(
@@ -104,30 +107,21 @@ def test_timeouts_are_numbers(monkeypatch, given, environ, told):
         timeouts.choose(given)
 
 
-def test_timeouts_are_given_or_of_the_environment_or_usual(monkeypatch):
-    for name in ("start", "silence"):
-        monkeypatch.setenv(timeouts.variable(name), "7")
-    found = timeouts.choose({"start": 5, "silence": None, "stall": 0})
-    assert found == timeouts.Timeouts(start=5.0, silence=7.0)
-    assert (found.transfer, found.compile) == (300.0, 3600.0)
-
-
-@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(timeouts.Timeouts)])
+@pytest.mark.parametrize("name", timeouts.DEFAULTS)
 def test_each_timeout_has_an_argument_and_a_variable(monkeypatch, name):
-    """The argument wins."""
+    """The argument wins; without both it is the usual one."""
     argument = "initialization_timeout" if name == "start" else f"{name}_timeout"
     assert argument in inspect.signature(mm.distributed.initialize).parameters
-    monkeypatch.setenv(f"MULTIMESH_{name.upper()}_TIMEOUT", "8")
-    assert getattr(timeouts.choose({name: None}), name) == 8
-    assert getattr(timeouts.choose({name: 7}), name) == 7
+    for variable, value, want in (("", None, timeouts.DEFAULTS[name]), ("8", None, 8), ("8", 7, 7)):
+        monkeypatch.setenv(f"MULTIMESH_{name.upper()}_TIMEOUT", variable)
+        timeouts.choose({name: value})
+        assert timeouts.seconds(name) == want
 
 
 def member(rank, *words):
     return {
-        "rank": rank,
-        "count": 4,
+        "name": f"process {rank} of 4 (n{rank}, pid 7)",
         "host": f"n{rank}",
-        "pid": 7,
         "facts": {"command line": list(words)},
     }
 
@@ -147,10 +141,10 @@ def member(rank, *words):
 def test_command_lines_may_differ_in_the_number_and_host_of_a_process_only(words, told):
     members = [member(rank, *words(rank)) for rank in range(4)]
     if not told:
-        assert [each["rank"] for each in rendezvous.compare(members)] == [0, 1, 2, 3]
+        assert [host for _, host in initialize.compare(members)] == ["n0", "n1", "n2", "n3"]
         return
     with pytest.raises(mm.UsageError, match=re.escape(f"; command line: process 0 of 4 (n0, pid 7) {told}")):
-        rendezvous.compare(members)
+        initialize.compare(members)
 
 
 @pytest.mark.parametrize(
@@ -205,9 +199,9 @@ def test_devices_in_use_are_refused():
 def test_launchers_are_found(monkeypatch, environ, told):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert host_values.complete((None,) * 4, None, 1) == told
+    assert launchers.complete((None,) * 4, None, 1) == told
     explicit = ("n9:1", 8, 7, None)
-    assert host_values.complete(explicit, None, 1) == ("arguments", (*explicit[:3], told[1][3]))
+    assert launchers.complete(explicit, None, 1) == ("arguments", (*explicit[:3], told[1][3]))
 
 
 def test_what_a_launcher_lacks_is_said_in_a_line(monkeypatch):
@@ -221,7 +215,7 @@ def test_what_a_launcher_lacks_is_said_in_a_line(monkeypatch):
 
     monkeypatch.setattr("multimesh.core._compat.launcher", lambda method: Launcher())
     with pytest.raises(mm.UsageError, match=r"^nothing says where process 0 is: Install the .* of Kubernetes; mend th"):
-        host_values.complete((None,) * 4, None, 1)
+        launchers.complete((None,) * 4, None, 1)
 
 
 def test_one_process_gathers_what_it_has():
@@ -232,4 +226,4 @@ def test_one_process_gathers_what_it_has():
 
 def test_processes_may_dump_programs_to_folders_of_their_own(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XLA_FLAGS", '--a=1 --xla_dump_to="/two words/process-1" --b="c d"')
-    assert rendezvous.describe(0, 1, {}, True)["facts"]["XLA_FLAGS"] == ["--a=1", '--b="c d"']
+    assert initialize.describe("", {}, True)["facts"]["XLA_FLAGS"] == ["--a=1", '--b="c d"']

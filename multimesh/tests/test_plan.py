@@ -4,7 +4,6 @@ import collections
 
 import jax
 import jax.numpy as jnp
-import pytest
 from models import MLP
 from pipelines import Split, gradient, submeshes
 
@@ -17,39 +16,6 @@ def plan_of(schedule, stages, count, where="inside", model=MLP):
     split = Split(submeshes(stages, (1,)))
     f = mm.jit(gradient(model, split, size=SIZE, rows=SIZE * count, where=where, schedule=schedule))
     return f.plan(model.init(stages), model.batch(SIZE * count, 0))
-
-
-def runs(plan):
-    return [i for i in plan.instructions if i.kind == "RUN" and i.microbatch is not None]
-
-
-def by_submesh(instructions):
-    grouped = collections.defaultdict(list)
-    for i in instructions:
-        grouped[i.submesh].append(i)
-    return [grouped[k] for k in sorted(grouped)]
-
-
-def live_microbatches(plan):
-    """The most microbatches between their forward and their backward, a submesh."""
-    peaks = []
-    for instructions in by_submesh(runs(plan)):
-        live, peak = set(), 0
-        for i in instructions:
-            live = live | {i.microbatch} if i.phase == "F" else live - {i.microbatch}
-            peak = max(peak, len(live))
-        peaks.append(peak)
-    return peaks
-
-
-@pytest.mark.parametrize("count", [2, 8, 16])
-@pytest.mark.parametrize("where", ["inside", "outside"])
-def test_live_microbatches(count, where):
-    stages = 4
-    peaks = live_microbatches(plan_of("1f1b", stages, count, where))
-    assert peaks[0] == min(stages, count)
-    assert all(peak <= stages - s for s, peak in enumerate(peaks))
-    assert live_microbatches(plan_of("gpipe", stages, count, where))[0] == count
 
 
 def test_residuals_are_not_sent():

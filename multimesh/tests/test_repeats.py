@@ -7,8 +7,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import pytest
-from multimesh.stages.cuts import SLACK, Chain, cut_chain
-from multimesh.stages.repeats import cut_between_layers, equal_stages, find_layers
+from multimesh.stages.balance import SLACK, Chain, cut_between_layers, cut_chain, equal_stages, find_layers
 from pipelines import submeshes
 
 import multimesh as mm

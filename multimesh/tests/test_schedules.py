@@ -187,6 +187,7 @@ def as_dispatched(row):
         ("interleaved-zb", 6, 3),
         ("zb-v", 6, 2),
         ("dualpipe-v", 6, 2),
+        ("1f1b", 4, 1),
         ("1f1b", 4, 2),
         ("wavefront", 4, 1),
         ("wavefront", 6, 3),

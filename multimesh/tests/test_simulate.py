@@ -110,12 +110,6 @@ def test_forward_only():
     assert line.peaks == (1, 1, 1)
 
 
-def test_a_deadlock_names_its_cells():
-    table = ((Cell("B", 0, 0), Cell("F", 0, 0)), (Cell("F", 1, 0), Cell("B", 1, 0)))
-    with pytest.raises(mm.UsageError, match="deadlocks: B0 of microbatch 0, F1 of microbatch 0 wait"):
-        simulate(table)
-
-
 @pytest.mark.parametrize(
     ("costs", "named"),
     [

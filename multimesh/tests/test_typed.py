@@ -53,8 +53,8 @@ def train(loss, schedule="1f1b", has_aux=False):
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
 def test_two_stages_on_a_submesh(schedule):
     args, alone = given()
-    route = mm.schedules.get(schedule).placement(2)
-    loss = mm.pipeline(decoder(plain), MESHES, interleave=2, placement=route)
+    route = [MESHES[n] for n in mm.schedules.get(schedule).placement(2)]
+    loss = mm.pipeline(decoder(plain), route, interleave=4 // len(route))
     check(train(loss, schedule), looped(jax.value_and_grad(decoder(plain))), args, alone, MESHES[0])
 
 
@@ -66,7 +66,7 @@ def test_cuts_within_a_checkpointed_layer_with_auto_axes():
     tokens = jax.device_put(batch(), NamedSharding(meshes[0], P("data")))
     alone = place(made, specs, jax.tree.map(lambda _: 0, owners(made)), meshes)
     loss = decoder(plain, jax.checkpoint(masked))
-    piped = mm.pipeline(loss, meshes, interleave=2, placement=mm.schedules.get("dualpipe-v").placement(4))
+    piped = mm.pipeline(loss, [*meshes, *reversed(meshes)])
     check(train(piped, "dualpipe-v"), looped(jax.value_and_grad(loss)), (alone, tokens), (alone, tokens), meshes[0])
 
 

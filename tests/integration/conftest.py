@@ -29,16 +29,24 @@ def parts_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def docker_engine(parts_folder: Path) -> Iterator[None]:
-    """A Docker engine with buildx."""
-    with engines.running(parts_folder):
-        yield
+def docker_engine(parts_folder: Path) -> Iterator[Callable[[], None]]:
+    """A Docker engine with buildx; starts it again where it has ended."""
+    with engines.running(parts_folder) as ensure:
+        yield ensure
+
+
+@pytest.fixture(autouse=True)
+def _engine_that_answers(request: pytest.FixtureRequest) -> None:
+    """One that ended fails the test in whose middle it did, and not those after it."""
+    if "docker_engine" in request.fixturenames:
+        request.getfixturevalue("docker_engine")()
 
 
 @pytest.fixture(scope="session")
-def engine(docker_engine: None) -> DockerClient:
+def engine(docker_engine: None) -> Iterator[DockerClient]:
     """The engine that runs, as build.py sees it."""
-    return docker_engines.connect()
+    with docker_engines.connect() as client:
+        yield client
 
 
 @pytest.fixture(scope="session")

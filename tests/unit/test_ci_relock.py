@@ -92,7 +92,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ):
         (folder.parent / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, folder.parent / name)
-    (folder.parent / "sources.yaml").write_text('    version: "0.12.0"\n')
+    (folder.parent / "sources.lock").write_text('"version": "0.12.0"')
     for name in ("", "multimesh/"):
         (folder.parent / name).mkdir(exist_ok=True)
         (folder.parent / name / "pyproject.toml").write_text('requires-python = ">=3.9"\npython_version = "3.9"\n')

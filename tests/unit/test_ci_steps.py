@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 
 from tooling.ci import steps
-from tooling.image import buildx
+from tooling.image.reference import LABEL, OCI
 
 
 def test_notes_say_how_to_begin_and_which_commits_nobody_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     image: dict[str, Any] = {"repository": "ghcr.io/some-lab/multimesh-jax", "pull": "docker pull it"}
-    labels = {f"{buildx.OCI}.version": "0.1.0", f"{buildx.LABEL}.accelerator": "cpu"}
+    labels = {f"{OCI}.version": "0.1.0", f"{LABEL}.accelerator": "cpu"}
     digest = "sha256:" + "ab" * 32
     image |= {"digest": digest, "id": digest, "bytes": 1, "candidate": "sha-x", "tags": []}
     check = {"job": "small", "verdict": "ok"}
     document = {"format": 4, "created": "2026-01-01", "image": image, "check": check, "labels": labels}
     (tmp_path / "release.json").write_text(json.dumps(document))
-    pin = {"version": "0.2.5", "commit": None, "tree": "f" * 40, "archives": {}}
+    pin = {"version": "0.2.5", "commit": None, "tree": "f" * 40}
     (tmp_path / "sources.lock").write_text(json.dumps({"components": {"maxtext": pin}}))
     monkeypatch.setattr(steps, "ROOT", tmp_path)
     steps.run_notes(argparse.Namespace(tag="v0.1.0", file=tmp_path / "release.json", gpu=False))

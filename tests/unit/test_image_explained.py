@@ -6,11 +6,6 @@ import pytest
 
 from tooling.core import errors, proc
 from tooling.image import build
-from tooling.image.buildx import Bases
-from tooling.image.digests import ImagePin
-
-DIGEST = "sha256:" + "ab" * 32
-BASE = Bases(ImagePin("docker.io/x/y:1", None), ImagePin("docker.io/x/y:1", None))
 
 
 def result(output: str) -> proc.Result:
@@ -42,35 +37,17 @@ def broken(*lines: str) -> str:
         ("Temporary failure resolving 'archive.example'", errors.NotThereError, "--network"),
         ("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed", errors.NotThereError, "--ca-bundle"),
         ("exec /bin/sh: exec format error", errors.EngineError, "register QEMU"),
-        ("error: this base has no Python >= 3.11", errors.EngineError, "failed: this base has no Python >= 3.11"),
+        ("error: this base has no Python >= 3.11", errors.EngineError, "error: this base has no Python >= 3.11"),
         ("something else", errors.EngineError, "something else"),
         (f"error: {'x' * 500} and {'y' * 500} the reason", errors.EngineError, "the reason"),
     ],
 )
 def test_a_failed_step_is_explained(line: str, kind: type[errors.ToolingError], words: str) -> None:
-    error = build.explain(result(broken("before", line)), BASE)
+    error = build.explain(result(broken("before", line)))
     assert type(error) is kind
     assert words in str(error)
     assert str(error).startswith("step `[locked 1/1] RUN /opt/pip.sh -r /run.txt`")
-
-
-@pytest.mark.parametrize(
-    ("lines", "kind", "telling"),
-    [
-        (("curl: (60) SSL certificate problem: no issuer", "More details here: https://curl.example/docs/sslcerts.html",
-          "how to fix it, please visit the web page mentioned above."), errors.NotThereError, "(curl: (60) SSL"),
-        (("error: subprocess-exited-with-error", "    OSError: no such file: x.py", "error: metadata-generation-failed",
-          "hint:"), errors.EngineError, "failed: OSError: no such file: x.py"),
-        (("Get:1", "E: Failed to fetch http://a.example/x.deb  Certificate verification failed",
-          "E: Unable to fetch some archives"), errors.NotThereError, "(E: Failed to fetch http://a.example/x.deb"),
-    ],
-)  # fmt: skip
-def test_of_many_lines_the_one_that_says_why_is_told(
-    lines: tuple[str, ...], kind: type[errors.ToolingError], telling: str
-) -> None:
-    error = build.explain(result(broken(*lines)), BASE)
-    assert type(error) is kind
-    assert telling in str(error)
+    assert "before / " in str(error), "the last lines are told, whatever the cause"
 
 
 @pytest.mark.parametrize(
@@ -79,19 +56,12 @@ def test_of_many_lines_the_one_that_says_why_is_told(
 def test_a_base_that_cannot_be_pulled_is_named(step: str) -> None:
     reason = "failed to do request: connection refused"
     output = f"#3 {step}\n#3 ERROR: {reason}\n------\n > {step}:\n------\nERROR: failed to solve: {reason}\n"
-    error = build.explain(result(output), BASE)
+    error = build.explain(result(output))
     assert isinstance(error, errors.NotThereError)
-    assert str(error).startswith(f"docker.io/x/y:1: the base image cannot be fetched ({reason}); log in")
-    assert "--base-image" in str(error)
-
-
-def test_a_digest_that_is_gone_names_the_command_that_brings_another() -> None:
-    base = Bases(ImagePin("docker.io/x/z:1", "sha256:" + "cd" * 32), ImagePin("docker.io/x/y:1", DIGEST))
-    step, reason = f"[internal] load metadata for docker.io/x/y:1@{DIGEST}", f"docker.io/x/y@{DIGEST}: not found"
-    output = f"#3 {step}\n------\n > {step}:\n------\nERROR: failed to solve: {reason}\n"
-    error = build.explain(result(output), base)
-    assert str(error).startswith(f"docker.io/x/y:1@{DIGEST}: the base image cannot be fetched (")
-    assert str(error).endswith("`docker buildx imagetools inspect docker.io/x/y:1` prints into docker/images.lock")
+    assert str(error).startswith(
+        f"step `{step}`: the base image cannot be fetched; log in to its registry, give another"
+    )
+    assert str(error).endswith(f"`docker buildx imagetools inspect NAME` prints into docker/images.lock ({reason})")
 
 
 @pytest.mark.parametrize(
@@ -103,5 +73,5 @@ def test_a_digest_that_is_gone_names_the_command_that_brings_another() -> None:
     ],
 )
 def test_what_fails_before_any_step_is_told(output: str, line: str) -> None:
-    error = build.explain(result(output), BASE)
+    error = build.explain(result(output))
     assert (type(error), str(error)) == (errors.EngineError, f"the build failed: {line}")

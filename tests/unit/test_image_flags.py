@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import resource
@@ -11,14 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tooling import cli
 from tooling.core import errors
-from tooling.image.request import Request, add_options, from_options
-
-
-def ask(*argv: str) -> Request:
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_options(parser)
-    return from_options(parser.parse_args(argv))
+from tooling.image import pipeline
 
 
 def build(root: Path, *argv: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -28,41 +22,38 @@ def build(root: Path, *argv: str, **env: str) -> subprocess.CompletedProcess[str
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | nowhere | env)
 
 
-def test_without_options_it_is_a_cuda_image_of_what_runs() -> None:
-    spec = ask()
-    assert (spec.target, spec.accelerator, spec.jaxlib, spec.cuda_version) == ("runtime", "cuda12", "wheel", "12.8.1")
-    assert spec.base_image is None
-
-
 @pytest.mark.parametrize(
-    ("argv", "holds"),
+    ("words", "name", "value"),
     [
-        (["--image", "dev"], lambda r: r.target == "dev"),
-        (["--image", "opt"], lambda r: r.target == "runtime"),
-        (["--stage", "devcontainer"], lambda r: r.target == "devcontainer"),
-        (["--tag", "T", "--repo", "R.example/x", "--upload"], lambda r: r.upload),
-        (["--repo", "r.example/x", "--latest"], lambda r: r.latest),
-        (["--repo", "r.example", "--name", "n", "--tag", "T"], lambda r: str(r.reference) == "r.example/n:T"),
-        (["--no-docker-build-cache"], lambda r: not r.layer_cache),
-        (["--cuda-version", "12.6.3"], lambda r: r.cuda_version == "12.6.3"),
-        (["--jaxlib", "source", "--cudnn-version", "9.8.0"], lambda r: r.cudnn_version == "9.8.0"),
-        (["--jaxlib", "source", "--build-type", "Debug"], lambda r: r.build_type == "Debug"),
-        (["--jaxlib", "source", "--cache-addr", "[::1]:9090"], lambda r: r.bazel_cache == "[::1]:9090"),
-        (["--jaxlib", "source", "--no-cache"], lambda r: not r.use_bazel_cache),
-        (["--jaxlib", "source", "--cache"], lambda r: r.use_bazel_cache),
-        (["--upload", "--repo", "r.example/x", "--release", "v1.0.0"], lambda r: not r.use_bazel_cache),
-        (["--cache", "--no-upload", "--no-latest"], lambda r: not r.upload),
-        (["--jaxlib", "source", "--cache-addr", "172.17.0.1"], lambda r: r.bazel_cache == "172.17.0.1:9090"),
-        (["--stage", "final_image"], lambda r: r.target == "runtime"),
-        (["--validate", "none"], lambda r: r.validate == "none"),
-        (["--no-build"], lambda r: not r.build),
-        (["--build"], lambda r: r.build),
-        (["--dry-run"], lambda r: r.dry_run),
-        (["--validate", "medium"], lambda r: r.validate == "medium"),
+        ("", "target", "runtime"),
+        ("", "accelerator", "cuda12"),
+        ("", "cuda_version", "12.8.1"),
+        ("--image dev", "target", "dev"),
+        ("--image opt", "target", "runtime"),
+        ("--stage devcontainer", "target", "devcontainer"),
+        ("--stage final_image", "target", "runtime"),
+        ("--tag T --repo R.example/x --upload", "upload", True),
+        ("--repo r.example/x --latest", "latest", True),
+        ("--repo r.example --name n --tag T", "reference", ("r.example/n", "T")),
+        ("--no-docker-build-cache", "layer_cache", False),
+        ("--cuda-version 12.6.3", "cuda_version", "12.6.3"),
+        ("--jaxlib source --cudnn-version 9.8.0", "cudnn_version", "9.8.0"),
+        ("--jaxlib source --build-type Debug", "build_type", "Debug"),
+        ("--jaxlib source --cache-addr [::1]:9090", "bazel_cache", "[::1]:9090"),
+        ("--jaxlib source --cache-addr 172.17.0.1", "bazel_cache", "172.17.0.1:9090"),
+        ("--jaxlib source --no-cache", "use_bazel_cache", False),
+        ("--jaxlib source --cache", "use_bazel_cache", True),
+        ("--upload --repo r.example/x --release v1.0.0", "use_bazel_cache", False),
+        ("--cache --no-upload --no-latest", "upload", False),
+        ("--validate none", "validate", "none"),
+        ("--validate medium", "validate", "medium"),
+        ("--no-build", "build", False),
+        ("--build", "build", True),
+        ("--dry-run", "dry_run", True),
     ],
 )
-def test_the_options_of_the_original_are_taken(argv: list[str], holds) -> None:
-    assert holds(ask(*argv))
+def test_the_options_of_the_original_are_taken(words: str, name: str, value: object) -> None:
+    assert getattr(pipeline.parse(words.split()), name) == value
 
 
 @pytest.mark.parametrize(
@@ -81,7 +72,6 @@ def test_the_options_of_the_original_are_taken(argv: list[str], holds) -> None:
             "a release uses no Bazel cache",
         ),
         (["--release", "v1.0.0", "--upload", "--repo", "r.example/x", "--validate", "none"], "checked by a job"),
-        (["--release", "v1.0.0", "--upload", "--repo", "r.example/x", "--latest", "--accelerator", "cpu"], "for GPUs"),
         (["--image", "dev", "--stage", "runtime"], "give one"),
         (["--python-archive", "/nonexistent.tar.gz"], "there is no such file"),
         (["--repo", "ghcr.io"], "--repo ghcr.io: names no image"),
@@ -92,22 +82,21 @@ def test_the_options_of_the_original_are_taken(argv: list[str], holds) -> None:
 )
 def test_what_cannot_be_meant_is_refused_with_a_reason(argv: list[str], reason: str) -> None:
     with pytest.raises(errors.OptionError, match=reason):
-        ask(*argv)
+        pipeline.parse(argv)
 
 
 @pytest.mark.parametrize("image", ["ubuntu:24.04", "localhost:5000/x", "r.example/a/b:c@sha256:" + "0" * 64, "my.base"])
 def test_names_of_base_images_are_taken(image: str) -> None:
-    assert ask("--base-image", image).base_image == image
+    assert pipeline.parse(["--base-image", image]).base_image == image
 
 
 def test_dry_run_prints_the_commands_and_touches_nothing(root: Path, tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in (root / "docker").rglob("*")}
     done = build(root, "--accelerator", "cpu", "--tag", "T", "--dry-run", HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    commands = [shlex.split(line) for line in done.stdout.splitlines()]
-    assert commands[0][:3] == ["docker", "buildx", "build"]
-    assert commands[0][-1] == "build/image/context"
-    assert commands[-1][1:] == ["tag", "IMAGE", "multimesh-jax:T"]
+    (command,) = (shlex.split(line) for line in done.stdout.splitlines())
+    assert command[:3] == ["docker", "buildx", "build"]
+    assert command[-2:] == ["runtime", str(root / "build/image/context")]
     assert {path: path.stat().st_mtime_ns for path in (root / "docker").rglob("*")} == before
     assert not list(tmp_path.iterdir())
 
@@ -121,6 +110,7 @@ def test_dry_run_prints_the_commands_and_touches_nothing(root: Path, tmp_path: P
         (["--latest"], "--tag latest: is the tag of a release; add --release"),
         (["--validate", "medium"], "nvidia-smi lists no GPU here"),
         (["--release", "v99.0.0"], "the library says"),
+        (["--release", "v0.1.0", "--latest", "--accelerator", "cpu"], "--latest is the image for GPUs"),
     ],
 )
 def test_dry_run_refuses_what_a_run_refuses(root: Path, tmp_path: Path, options: list[str], line: str) -> None:
@@ -131,11 +121,12 @@ def test_dry_run_refuses_what_a_run_refuses(root: Path, tmp_path: Path, options:
     assert line in done.stderr
 
 
-def test_dry_run_speaks_json(root: Path) -> None:
-    done = build(root, "--dry-run", "--json", "--validate", "none")
-    command, named = json.loads(done.stdout)["commands"]
-    assert command[-4:] == ["--load", "--metadata-file", "RESULT", "build/image/context"]
-    assert named[-2:] == ["IMAGE", "multimesh-jax:local"]
+def test_dry_run_speaks_json_and_says_what_would_be_pushed(root: Path) -> None:
+    options = ["--dry-run", "--json", "--no-build", "--upload", "--repo", "r.example/x", "--tag", "v1.2.3"]
+    commands = json.loads(build(root, *options, "--release", "v1.2.3", "--latest").stdout)["commands"]
+    assert {command[1] for command in commands} == {"push"}
+    tags = ["sha-COMMIT-ID", "v1.2.3", "v1.2", "latest"]
+    assert [command[2] for command in commands] == [f"r.example/x:{tag}" for tag in tags]
 
 
 def test_without_an_engine_it_says_so_and_what_to_do(root: Path) -> None:
@@ -151,9 +142,18 @@ def test_without_an_engine_it_says_so_and_what_to_do(root: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_a_refusal_is_one_line_of_the_door_and_its_exit_code_says_usage(root: Path) -> None:
+def test_a_refusal_is_one_line_of_the_door_and_its_exit_code_says_usage(root: Path, capsys) -> None:
     done = build(root, "--tag", "$(touch x)")
     assert (done.returncode, done.stderr.count("\n"), done.stdout) == (2, 1, "")
+    for words in (["image"], ["ci", "preflight"], ["promote"]):
+        for place in (
+            "user:hunter2@host.example/i",
+            "https://user:hunter2@host.example/i",
+            "user:hunter2@h.example/i@x",
+        ):
+            argv = [*words, *(["--repo", place] if words == ["image"] else [place, "--tag", "T"])]
+            assert cli.main(argv) == 2
+            assert "hunter2" not in "".join(capsys.readouterr())
     done = build(root, "--bogus")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-1] == "docker/build.py: error: unrecognized arguments: --bogus"

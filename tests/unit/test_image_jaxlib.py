@@ -84,7 +84,14 @@ def test_the_locked_jax_takes_these_arguments(root: Path, tmp_path: Path, accele
     assert ("HERMETIC_CUDA_VERSION=12.8.1" in written) == (accelerator == "cuda12")
 
 
-def test_a_bazel_without_a_pin_is_not_fetched(tmp_path: Path) -> None:
-    with pytest.raises(jaxlib.Refused, match="Bazel is not pinned"):
-        jaxlib.fetch_bazel("https://example.invalid/bazel", "", tmp_path / "bazel", tmp_path / "ca.pem")
+@pytest.mark.parametrize(
+    ("wanted", "sha256", "reason"),
+    [("7.7.0", "", "is not pinned"), ("8.0.0", "ab", "third_party/jax wants Bazel 8.0.0")],
+)
+def test_a_bazel_without_a_pin_or_of_another_version_is_not_fetched(
+    tmp_path: Path, wanted: str, sha256: str, reason: str
+) -> None:
+    place = (tmp_path / "bazel", tmp_path / "ca.pem")
+    with pytest.raises(jaxlib.Refused, match=reason):
+        jaxlib.fetch_bazel("https://example.invalid/7.7.0/bazel", sha256, wanted, *place)
     assert not (tmp_path / "bazel").exists()

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import re
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from tests import locks
-from tooling.core import errors
-from tooling.image import build, buildx, digests
-from tooling.image.reference import make
-from tooling.image.request import Request
+from tooling.image import build, digests, pipeline
+from tooling.image.reference import LABEL, OCI
 from tooling.image.snapshot import Snapshot
 
-REQUEST = Request(make("r.example/i", None, "T"))
 DIGEST = "sha256:" + "a" * 64
 SNAPSHOT = Snapshot("c0ffee", "beef")
+
+
+def ask(*words: str, **changes: object) -> Namespace:
+    """The options of an image."""
+    request = pipeline.parse(words)
+    vars(request).update(changes)
+    return request
 
 
 @pytest.fixture
@@ -28,122 +32,81 @@ def pinned(root: Path) -> digests.ImageLock:
     return lock._replace(images=images)
 
 
-def test_the_base_is_cuda_on_ubuntu_by_digest(pinned: digests.ImageLock) -> None:
-    base = buildx.bases(REQUEST, pinned)
-    assert base.build.exact == f"docker.io/nvidia/cuda:12.8.1-cudnn-devel-ubuntu22.04@{DIGEST}"
-    assert base.runtime.exact == f"docker.io/nvidia/cuda:12.8.1-base-ubuntu22.04@{DIGEST}"
-    assert base.unpinned == ()
-    assert "ubuntu:22.04" in buildx.bases(REQUEST._replace(accelerator="cpu"), pinned).build.exact
-    assert buildx.bases(REQUEST._replace(base_image=f"debian@{DIGEST}"), pinned).unpinned == ()
-    assert buildx.bases(REQUEST._replace(base_image="debian:12"), pinned).unpinned == ("debian:12",)
-    other = buildx.bases(REQUEST._replace(cuda_version="12.6.3"), pinned)
-    assert other.build.exact == "docker.io/nvidia/cuda:12.6.3-cudnn-devel-ubuntu22.04"
-    assert other.unpinned == (other.build.reference, other.runtime.reference), "nobody pinned it"
+@pytest.mark.parametrize(
+    ("words", "tools", "result"),
+    [
+        ("", f"cuda:12.8.1-cudnn-devel-ubuntu22.04@{DIGEST}", f"cuda:12.8.1-base-ubuntu22.04@{DIGEST}"),
+        ("--accelerator cpu", f"library/ubuntu:22.04@{DIGEST}", f"library/ubuntu:22.04@{DIGEST}"),
+        ("--cuda-version 12.6.3", "cuda:12.6.3-cudnn-devel-ubuntu22.04", "cuda:12.6.3-base-ubuntu22.04"),
+        (f"--base-image debian@{DIGEST}", f"debian@{DIGEST}", f"debian@{DIGEST}"),
+        ("--base-image debian:12", "debian:12", "debian:12"),
+    ],
+)
+def test_the_base_is_cuda_on_ubuntu_by_digest(
+    root: Path, pinned: digests.ImageLock, words: str, tools: str, result: str
+) -> None:
+    """Of another version than the locked one nobody pinned it."""
+    request = ask(*words.split())
+    bases = build.choose_bases(request, pinned)
+    assert [pin.exact.removeprefix("docker.io/").removeprefix("nvidia/") for pin in bases] == [tools, result]
+    label = build.make_labels(root, request, bases, SNAPSHOT, "")[f"{OCI}.base.digest"]
+    assert label == (DIGEST if "@" in tools else "unpinned")
 
 
 def test_each_platform_has_its_python_and_a_file_is_held_against_its_own_checksum(
     pinned: digests.ImageLock, tmp_path: Path
 ) -> None:
-    def arguments(**changes: object) -> dict[str, str]:
-        return buildx.make_arguments(REQUEST._replace(**changes), pinned, buildx.bases(REQUEST, pinned))
+    def arguments(*words: str) -> dict[str, str]:
+        return build.make_arguments(ask(*words), pinned, build.choose_bases(ask(), pinned))
 
     for platform, word in (("linux/amd64", "x86_64"), ("linux/arm64", "aarch64")):
-        assert word in arguments(platform=platform)["PYTHON_URL"]
-        assert len(arguments(platform=platform)["PYTHON_SHA256"]) == 64
+        assert word in arguments("--platform", platform)["PYTHON_URL"]
+        assert len(arguments("--platform", platform)["PYTHON_SHA256"]) == 64
     (tmp_path / "python.tar.gz").write_bytes(b"python")
-    archived = arguments(python_archive=tmp_path / "python.tar.gz")
+    archived = arguments("--python-archive", str(tmp_path / "python.tar.gz"))
     assert (archived["PYTHON_URL"], archived["PYTHON_SHA256"][:12]) == ("", "11a4a60b518b")
 
 
-def test_platform_network_and_cache_are_options(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*build._CA_VARIABLES, *build._PROXIES, "PIP_CONFIG_FILE"):
+def test_labels_name_revision_lock_and_versions(
+    root: Path, pinned: digests.ImageLock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GITHUB_SERVER_URL", "GITHUB_REPOSITORY"):
         monkeypatch.delenv(name, raising=False)
-    request = REQUEST._replace(network="host", layer_cache=False, platform="linux/arm64")
-    for asked, options in (
-        (REQUEST, []),
-        (request, ["--platform", "linux/arm64", "--no-cache", "--network", "host"]),
-    ):
-        plan = build.make_plan(root, asked, SNAPSHOT, Path("here"), tmp_path)
-        words = plan._replace(arguments={"A": "1"}, labels={"l": "v"}).argv("runtime", "--load")
-        assert words[:6] == ["docker", "buildx", "build", "--progress=plain", "--file", "here/docker/Dockerfile"]
-        end = ["--build-arg", "A=1", "--label", "l=v", "--target", "runtime", "--load", "here"]
-        assert words[6:] == [*options, *end]
 
-
-def test_labels_name_revision_lock_and_versions(root: Path, pinned: digests.ImageLock) -> None:
-    def labels(snapshot: Snapshot = SNAPSHOT, source: str | None = None, **changes: object) -> dict[str, str]:
-        base = buildx.bases(REQUEST._replace(**changes), pinned)
-        return buildx.labels(
-            root, REQUEST._replace(**changes), base, snapshot, python="3.13.5 of the base", source=source
-        )
+    def labels(*words: str) -> dict[str, str]:
+        return build.make_labels(root, ask(*words), build.choose_bases(ask(*words), pinned), SNAPSHOT, "ab")
 
     usual = labels()
-    assert usual["org.opencontainers.image.revision"] == "c0ffee"
-    assert usual["org.opencontainers.image.base.digest"] == DIGEST
-    assert usual["io.github.multimesh-jax.lock"] == buildx.digest_locks(root)
-    assert usual["io.github.multimesh-jax.maxtext.revision"] == "beef"
-    assert usual["io.github.multimesh-jax.python"] == "3.13.5 of the base"
-    jax = locks.locked_versions(root / "requirements" / "run.txt", "3.13.0")["jax"]
-    assert usual["io.github.multimesh-jax.jax"] == jax
+    assert usual[f"{OCI}.revision"] == "c0ffee"
+    assert re.fullmatch("sha256:[0-9a-f]{64}", usual[f"{LABEL}.lock"])
+    assert usual[f"{LABEL}.maxtext.revision"] == "beef"
+    assert usual[f"{LABEL}.python"] == "standalone sha256:ab"
+    assert labels("--base-image", "debian:13")[f"{LABEL}.python"] == "of the base, or standalone sha256:ab"
+    assert usual[f"{LABEL}.jax"] == locks.locked_versions(root / "requirements" / "run.txt", "3.13.0")["jax"]
     # The installed version, not the one that the base image is named after.
-    assert usual["io.github.multimesh-jax.accelerator"] == "cuda12 12.8.90"
-    assert labels(jaxlib="source")["io.github.multimesh-jax.accelerator"] == "cuda12 12.8.1"
-    assert labels(source="s")["org.opencontainers.image.source"] == "s"
-    assert "org.opencontainers.image.source" not in usual
+    assert usual[f"{LABEL}.accelerator"] == "cuda12 12.8.90"
+    assert labels("--jaxlib", "source")[f"{LABEL}.accelerator"] == "cuda12 12.8.1"
     assert "unknown" not in usual.values()
+    assert f"{OCI}.source" not in usual
+    for name, value in (("GITHUB_SERVER_URL", "https://github.com"), ("GITHUB_REPOSITORY", "some-lab/x")):
+        monkeypatch.setenv(name, value)
+    assert labels()[f"{OCI}.source"] == "https://github.com/some-lab/x"
 
 
-@pytest.mark.parametrize(
-    ("remote", "source"),
-    [
-        ("https://github.com/some-lab/multimesh-jax.git", "https://github.com/some-lab/multimesh-jax"),
-        ("git@github.com:some-lab/multimesh-jax.git", "https://github.com/some-lab/multimesh-jax"),
-        ("https://me:hunter2@github.com/some-lab/x", "https://github.com/some-lab/x"),
-        ("https://me:hunter2@git.example/some-lab/x.git", None),
-        ("", None),
-    ],
-)
-def test_an_image_names_the_repository_that_it_comes_from(tmp_path: Path, remote: str, source: str | None) -> None:
-    build.proc.run(["git", "init", "-q", tmp_path])
-    if remote:
-        build.proc.run(["git", "-C", tmp_path, "remote", "add", "origin", remote])
-    assert build.find_source(tmp_path) == source
-
-
-def test_a_malformed_lock_is_named(tmp_path: Path) -> None:
-    (tmp_path / digests.FILE).parent.mkdir()
-    for fault in ({"reference": "a"}, "text"):
-        (tmp_path / digests.FILE).write_text(json.dumps({"images": {"x": fault}, "files": {}}), encoding="utf-8")
-        with pytest.raises(errors.SourceError, match=r"images\.lock: images\.x: .*; restore it with git"):
-            digests.load(tmp_path)
-
-
-def test_a_configuration_with_a_password_is_handed_over_as_a_file(tmp_path: Path) -> None:
-    config, other = tmp_path / "pip.conf", tmp_path / "other.conf"
+def test_what_reaches_a_build_is_named_and_a_password_is_not(tmp_path: Path) -> None:
+    config = tmp_path / 'a, "b"'
     config.write_text("[global]\nindex-url = https://user:hunter2@index.example/simple\n")
-    path = ["--secret", f"id=pip.conf,src={config}"]
-    assert build.find_access(REQUEST._replace(pip_config=config), {}) == path
-    assert build.find_access(REQUEST, {"PIP_CONFIG_FILE": str(config)}) == path
-    first = build.find_access(REQUEST._replace(pip_config=other), {"PIP_CONFIG_FILE": str(config)})
-    assert first == ["--secret", f"id=pip.conf,src={other}"]
+    secret = ["--secret", f'id=pip.conf,"src={tmp_path}/a, ""b"""']
+    assert build.find_access(ask("--pip-config", str(config)), {}) == secret
+    assert build.find_access(ask(), {"PIP_CONFIG_FILE": str(config)}) == secret
+    assert build.find_access(ask("--pip-config", str(config)), {"PIP_CONFIG_FILE": str(tmp_path)}) == secret
     for variable in ("PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "CURL_CA_BUNDLE"):
-        assert build.find_access(REQUEST, {variable: str(config)}) == ["--secret", f"id=ca.pem,src={config}"]
-        assert build.find_access(REQUEST, {variable: str(tmp_path / "none")}) == []
-    comma = tmp_path / "a,b"
-    comma.write_text("x")
-    assert build.find_access(REQUEST, {"PIP_CERT": str(comma)}) == [], "an engine would read two fields"
-    assert build.find_access(REQUEST, {"HTTPS_PROXY": "http://u:hunter2@p.example"}) == ["--build-arg", "HTTPS_PROXY"]
-
-
-def test_a_bazel_that_jax_does_not_want_is_refused_at_once(tmp_path: Path) -> None:
-    (tmp_path / "third_party/jax").mkdir(parents=True)
-    arguments = {"BAZEL_URL": "https://bazel.example/7.7.0/bazel", "BAZEL_SHA256": "ab"}
-    for version in ("7.7.0", "99.1.0"):
-        (tmp_path / "third_party/jax/.bazelversion").write_text(f"{version}\n")
-        if version == "7.7.0":
-            build._check_bazel(tmp_path, arguments)
-    with pytest.raises(errors.SourceError, match=r"third_party/jax wants Bazel 99\.1\.0, and docker/images\.lock has"):
-        build._check_bazel(tmp_path, arguments)
+        assert build.find_access(ask(), {variable: str(config)})[1].startswith("id=ca.pem,")
+        assert build.find_access(ask(), {variable: str(tmp_path / "none")}) == []
+    assert build.find_access(ask(), {"HTTPS_PROXY": "http://u:hunter2@p.example"}) == ["--build-arg", "HTTPS_PROXY"]
+    words = ("--network", "host", "--platform", "linux/arm64")
+    options = ["--platform", "linux/arm64", "--no-cache", "--network", "host"]
+    assert build.find_access(ask(*words, "--no-docker-build-cache"), {}) == options
 
 
 def test_images_with_cuda_ask_for_the_driver_and_for_no_toolkit(root: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from tooling.core import errors
 from tooling.image import engine, reference
-from tooling.image.registry import name_candidate
+from tooling.image.reference import name_candidate
 
 NAME = reference.make("r.example/team", "image", "main")
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tooling import cli
 from tooling.core import errors
-from tooling.image import digests, reference
-from tooling.image.request import add_options, from_options
+from tooling.image import digests, pipeline
 from tooling.sources import git, manifest, sync
 
 HEX, SHA = "a" * 40, "b" * 64
-FETCHED = {"url": "https://example.org/a.git", "version": "1.0", "groups": ["run"]}
+FETCHED = {"url": "https://example.org/a.git", "groups": ["run"]}
 IMAGE = {"reference": "docker.io/a/b:1", "digest": f"sha256:{SHA}"}
 FILE = {"url": "https://example.org/f", "sha256": SHA}
 
@@ -29,11 +29,8 @@ MANIFESTS: dict[str, Any] = {
     "path-absolute": {"a": FETCHED | {"path": "/etc"}},
     "path-into-git": {"a": FETCHED | {"path": "src/.git/hooks"}},
     "path-backslash": {"a": FETCHED | {"path": "a\\..\\b"}},
-    "version-is-an-option": {"a": FETCHED | {"version": "--upload-pack=x"}},
-    "version-with-a-newline": {"a": FETCHED | {"version": "1.0\n--index-url=http://evil.example"}},
     "tag-with-a-refspec": {"a": FETCHED | {"tag": "v1:refs/heads/main"}},
-    "package-is-an-option": {"a": FETCHED | {"wheel": {"package": "--pre", "file": "a.whl", "root": "a"}}},
-    "wheel-file-escapes": {"a": FETCHED | {"wheel": {"package": "a", "file": "../a.whl", "root": "a"}}},
+    "wheel-escapes": {"a": FETCHED | {"wheel": "../a"}},
     "link": {"a": FETCHED | {"link": "../../home"}},
     "unknown-field": {"a": FETCHED | {"run": "make install"}},
 }
@@ -50,6 +47,8 @@ def test_a_tampered_manifest_is_refused(tmp_path: Path, case: str) -> None:
     "fields",
     [
         {"images": {"a": IMAGE | {"digest": ""}}, "files": {}},  # an empty one would be no pin at all
+        {"images": {"a": {"reference": "a"}}, "files": {}},
+        {"images": {"a": "text"}, "files": {}},
         {"images": {"a": IMAGE}, "files": {"b": FILE | {"url": "http://example.org/f; reboot"}}},
     ],
 )
@@ -66,26 +65,37 @@ def test_the_locks_as_they_should_be_are_taken(tmp_path: Path) -> None:
     assert digests.load(tmp_path).images["a"].exact == f"docker.io/a/b:1@sha256:{SHA}"
 
 
-def asking(*argv: str) -> Callable[[], object]:
-    def ask() -> object:
-        parser = argparse.ArgumentParser(allow_abbrev=False)
-        add_options(parser)
-        return from_options(parser.parse_args(argv))
-
-    return ask
-
-
+TAGS = [
+    "",
+    "-rf",
+    "--privileged",
+    ".hidden",
+    "a b",
+    "a;reboot",
+    "$(id)",
+    "`id`",
+    "a:b",
+    "a/b",
+    "a@sha256:0",
+    "t\n",
+    "é",
+    "x" * 129,
+]
+REPOSITORIES = [
+    "", "https://ghcr.io/o/i", "user:pass@host.example/i", "ghcr.io//i", "ghcr.io/o/../i", "/etc/passwd", "o/i/",
+    "o/i:tag", "o/i@sha256:0", "o/i;reboot", "o/$(id)", "o/ i", "o/i\n", "o/i\n--push", "-o/i", "o/-i", "o/i-",
+    "o/a..b", "host.example:port/i", "o/" + "i" * 300,
+]  # fmt: skip
+BASES = ["x;id", "x@sha256:12", "x\nRUN id", "user:pass@r.example/x"]
 INJECTIONS: list[Callable[[], object]] = [
-    *(asking(f"--tag={text}") for text in ("a;reboot", "$(id)", "`id`", "--privileged", "a\nb")),
-    *(asking(f"--repo={text}") for text in ("o/$(id)", "o/i\n--push", "user:pass@r.example/i", "-o/i")),
-    *(asking(f"--base-image={text}") for text in ("x;id", "x@sha256:12", "x\nRUN id", "user:pass@r.example/x")),
-    *(asking(f"--cuda-version={text}") for text in ("12.8; id", "12.8.1\nRUN id")),
-    asking("--bazel-cache=127.0.0.1:9090 --config=evil"),
-    lambda: reference.make("ghcr.io/o/i", None, "1").at("sha256:12"),
-    *(
-        (lambda text=text: sync.read_override(text))
-        for text in (f"a=ext::sh@{HEX}", f"a=--upload-pack=x@{HEX}", f"a=https://u:p@r.example/a@{HEX}", "a=https://r.example/a@main")
-    ),
+    *(partial(pipeline.parse, [f"--tag={text}"]) for text in TAGS),
+    *(partial(pipeline.parse, [f"--repo={text}"]) for text in REPOSITORIES),
+    *(partial(pipeline.parse, [f"--base-image={text}"]) for text in BASES),
+    *(partial(pipeline.parse, [f"--cuda-version={text}"]) for text in ("12.8; id", "12.8.1\nRUN id")),
+    partial(pipeline.parse, ["--bazel-cache=127.0.0.1:9090 --config=evil"]),
+    partial(cli.main_inner, ["promote", "ghcr.io/o/i@sha256:12", "--tag", "1"]),
+    *(partial(sync.read_override, f"a={text}") for text in
+      (f"ext::sh@{HEX}", f"--upload-pack=x@{HEX}", f"https://u:p@r.example/a@{HEX}", "https://r.example/a@main")),
 ]  # fmt: skip
 
 

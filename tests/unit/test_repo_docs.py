@@ -217,7 +217,7 @@ def test_the_page_of_errors_has_each_message_with_its_remedy(monkeypatch: pytest
         (lambda: schedules.get("lifo"), True),
         (lambda: commands_of_library.parser().parse_args(["demo", "--nosuch"]), True),
         (lambda: schedules.load(tmp_path / "no.json"), False),
-        (lambda: cli.main_inner(["bump", "nosuch", "1"]), False),
+        (lambda: cli.main_inner(["lock", "nosuch", "1"]), False),
         (lambda: reference.make(None, None, "a b"), True),
     ):
         with pytest.raises((MultiMeshError, errors.ToolingError)) as raised:

@@ -11,9 +11,10 @@ from pathlib import Path
 from tooling.core import errors, files
 from tooling.core.console import Subparsers, command
 from tooling.core.files import ROOT
-from tooling.image import buildx, reference, release
+from tooling.image import build, pipeline, reference, release
+from tooling.image.reference import LABEL, OCI
 from tooling.image.registry import Registry
-from tooling.image.request import add_options, from_options
+from tooling.image.snapshot import Snapshot
 from tooling.sources import manifest
 
 PACKAGE = "multimesh/src/multimesh/__init__.py"
@@ -60,13 +61,11 @@ def run_versions(args: argparse.Namespace) -> None:
     wrong = [f"{name} says {other}" for name, other in read_versions(ROOT).items() if other != version]
     if wrong:
         raise errors.OptionError(f"tag {args.tag}: {', '.join(wrong)}; change them, or tag the version that they name")
-    parser = argparse.ArgumentParser("docker/build.py", allow_abbrev=False)
-    add_options(parser)
-    request, locks = from_options(parser.parse_args(args.options)), release.load_locks(ROOT)
-    unpinned, source = buildx.bases(request, locks[1]).unpinned, request.jaxlib == "source"
-    platform = request.platform or "linux/amd64"  # of GitHub's runners
-    if lines := release.list_null_pins(locks, unpinned, jaxlib_from_source=source, platform=platform):
-        raise ExceptionGroup("no release", [errors.SourceError(f"no release: {line}") for line in lines])
+    request, locks = pipeline.parse(args.options), release.load_locks(ROOT)
+    bases = build.choose_bases(request, locks[1])
+    python = build.make_arguments(request, locks[1], bases)["PYTHON_SHA256"]
+    labels = build.make_labels(ROOT, request, bases, Snapshot("committed", "pinned"), python)
+    release.check_release(version, labels, locks, tag=f"{request.target}-{version}", latest=False)
     print(version)
 
 
@@ -81,9 +80,9 @@ def read_versions(root: Path) -> dict[str, str]:
 def run_notes(args: argparse.Namespace) -> None:
     """Print the first part of release notes: how to pull, run and install it, and which commits nobody told."""
     tag, image = args.tag, files.read_document(args.file, release.SCHEMA, "docker/build.py --upload writes it")
-    if (version := image["labels"].get(f"{buildx.OCI}.version")) != tag[1:]:
+    if (version := image["labels"].get(f"{OCI}.version")) != tag[1:]:
         raise errors.OptionError(f"release.json is of version {version}, not of {tag}; take that of its image")
-    name, on_gpus = f"{image['image']['repository']}:{tag}", image["labels"][f"{buildx.LABEL}.accelerator"] != "cpu"
+    name, on_gpus = f"{image['image']['repository']}:{tag}", image["labels"][f"{LABEL}.accelerator"] != "cpu"
     how, job = ("--gpus all ", "validate-gpu.sh") if on_gpus else ("", "validate-cpu.sh")
     server, repository = os.environ.get("GITHUB_SERVER_URL"), os.environ.get("GITHUB_REPOSITORY")
     wheel = f"{server}/{repository}/releases/download/{tag}/multimesh_jax-{tag[1:]}-py3-none-any.whl"

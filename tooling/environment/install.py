@@ -1,4 +1,4 @@
-"""``bootstrap``: makes ``.venv``, brings in sources, and installs hash-locked packages and this repository's folders.
+"""``bootstrap``: makes ``.venv``, installs hash-locked packages and this repository's folders, and brings in sources.
 
 ``bootstrap.sh`` runs it in the Python that ``find_python`` chose; it goes on in that of ``.venv``.
 """
@@ -20,10 +20,10 @@ from tooling import cli
 from tooling.core import console, errors, files, proc
 from tooling.core.console import Subparsers, command
 from tooling.core.files import ROOT
-from tooling.sources import manifest, sync
+from tooling.sources import sync
 
-TOOLS, EDITABLE = "tooling", "this repository"
-INSTALLED = ("run", *manifest.CUDA, manifest.COMPILER, "data", "dev")
+TOOLS, OURS = "tooling", "this repository"
+INSTALLED = ("run", *sync.ADDED, "dev")
 VENV, LOCK = ROOT / ".venv", ROOT / "third_party" / ".venv.lock"
 PYTHON, READY = VENV / "bin" / "python", VENV / ".multimesh-ready"
 PROJECTS = tuple(ROOT / name for name in (".", "multimesh", "planner", "numerics", "maxtext"))
@@ -58,7 +58,7 @@ def make_and_go_on(options: Sequence[str]) -> int:
 def register(subparsers: Subparsers) -> None:
     """Add the command."""
     parser = command(
-        subparsers, "bootstrap", run, "bring in sources and install the Python packages of the groups",
+        subparsers, "bootstrap", run, "install the Python packages of the groups, and bring in sources",
         ["./bootstrap.sh --group run                 # what training MaxText needs: 2 minutes, 3 GB",
          "./bootstrap.sh --group run --group dev     # and what tests need",
          "./bootstrap.sh --group image               # what building an image needs: seconds",
@@ -69,34 +69,27 @@ def register(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Sync the sources, then install; a failed source does not keep the packages from coming."""
-    failure: Exception | None = None
-    try:
-        sync.run(args)
-    except errors.OptionError:
-        raise
-    except (errors.ToolingError, ExceptionGroup) as error:
-        failure = error
+    """Install, then sync the sources, of which one that fails does not keep the packages from coming."""
     groups = sync.choose_groups(args)
-    there = {name for name in manifest.CUDA if any(metadata.distributions(name=f"jax-{name}-plugin"))}
-    asked = {"cuda12" if group == manifest.COMPILER else group for group in groups} & {*manifest.CUDA}
+    asked = {"cuda12" if group == "compile-gpu" else group for group in groups} & {*sync.CUDA}
+    there = {name for name in sync.CUDA if any(metadata.distributions(name=f"jax-{name}-plugin"))}
     if asked and len(there | asked) > 1:
         raise errors.OptionError(
             "--group: JAX uses either cuda12, of which compile-gpu is a part, or cuda13; choose one, and remove .venv "
             "to change it"
         )
-    install([*(group for group in INSTALLED if group in groups), *([EDITABLE] if groups != ("image",) else [])])
-    if failure is not None:
-        raise failure
+    sync.choose_components(args)  # wrong options install nothing
+    install([*(group for group in INSTALLED if group in groups), *([OURS] if groups != {"image"} else [])])
+    sync.run(args)
 
 
 def install(names: Sequence[str]) -> None:
-    """Install what these locks (or ``EDITABLE``) name, where the note of the last run has not the same digest."""
-    settings = "".join((project / "pyproject.toml").read_text(encoding="utf-8") for project in PROJECTS)
-    locks = {name: ROOT / "requirements" / f"{name}.txt" for name in names if name != EDITABLE}
-    digests = {name: files.sha256(path) for name, path in locks.items()}
-    if EDITABLE in names:
-        digests[EDITABLE] = hashlib.sha256(settings.encode()).hexdigest()
+    """Install what these locks (or ``OURS``) name, where the note of the last run has not the same digest."""
+    digests = {}
+    for name in names:
+        inputs = [project / "pyproject.toml" for project in PROJECTS]
+        paths = inputs if name == OURS else [ROOT / "requirements" / f"{name}.txt"]
+        digests[name] = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
     if digests.items() <= files.read_object(READY).items():
         return
     with files.lock(LOCK, "waiting for another run that installs packages"):
@@ -104,27 +97,26 @@ def install(names: Sequence[str]) -> None:
         for name, digest in digests.items():
             if ready.get(name) == digest:
                 continue
-            label = EDITABLE if name == EDITABLE else f"requirements/{name}.txt"
+            label = name if name == OURS else f"requirements/{name}.txt"
+            options = ["--no-deps"] if name in (OURS, "compile-gpu") else []
+            if name == OURS:
+                options += ["--no-build-isolation", "--no-index", *(f"--editable={project}" for project in PROJECTS)]
+            else:
+                options += ["--require-hashes", "-r", str(ROOT / label)]
             with console.work(f"{label}: installing"):
-                if name == EDITABLE:
-                    folders = [word for project in PROJECTS for word in ("-e", str(project))]
-                    _pip("--no-deps", "--no-build-isolation", "--no-index", *folders, label=label)
-                    # MaxText is not installed, only found: its own requirements ask for more than running it needs.
-                    (packages,) = VENV.glob("lib/python3*/site-packages")
-                    files.write(packages / "multimesh-third-party.pth", f"{ROOT / 'third_party' / 'maxtext' / 'src'}\n")
-                else:
-                    only = ["--no-deps"] * (name == manifest.COMPILER)
-                    _pip("--require-hashes", *only, "-r", str(locks[name]), label=label)
-            ready[name] = digest
-            files.write_json(READY, ready)
+                _pip(*options, label=label)
+            files.write_json(READY, ready := ready | {name: digest})
 
 
 def _pip(*args: str, label: str) -> None:
     """Install packages with the pip of .venv. (uv would not read pip's settings, such as a company's index.)"""
+    (packages,) = VENV.glob("lib/python3*/site-packages")
     # A pip that was killed leaves packages without their last file, which the next would take for installed.
-    for place in VENV.glob("lib/python3*/site-packages/*.dist-info"):
+    for place in packages.glob("*.dist-info"):
         if not (place / "RECORD").exists():
             shutil.rmtree(place)
+    # MaxText is not installed, only found: its own requirements ask for more than running it needs.
+    files.write(packages / "multimesh-third-party.pth", f"{ROOT / 'third_party' / 'maxtext' / 'src'}\n")
     # A run imports a quarter of the modules, and Python keeps what it compiles.
     compiling = [] if os.environ.get("PYTHONDONTWRITEBYTECODE") else ["--no-compile"]
     proc.run_pip(PYTHON, "install", *compiling, *args, label=label)

@@ -16,7 +16,7 @@ import re
 import secrets
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from tooling.core import console, errors, files
 from tooling.core.console import Subparsers, command
@@ -27,23 +27,11 @@ from tooling.image.digests import ImagePin
 if TYPE_CHECKING:
     from docker.models.containers import Container
 
+    from docker import DockerClient
+
 USER, STARTS_WITHIN_S = "multimesh", 30.0
 _LABEL = "io.github.multimesh-jax.cache"  # its value: the address for clients, and the bound in GiB
-
-
-class Server(NamedTuple):
-    """A cache server at ``HOST:PORT``; its password is there where ``start-cache.sh`` started it here."""
-
-    address: str
-    password: str | None
-
-    def write_rc(self, path: Path, *, write: bool) -> None:
-        """Write Bazel's options to a file that only its owner may read: the password is in no command line."""
-        login = "" if self.password is None else f"{USER}:{self.password}@"
-        # A server that is silent costs a build so many seconds at most.
-        lines = [f"build --remote_cache=http://{login}{self.address}", "build --remote_timeout=15"]
-        lines += [] if write else ["build --remote_upload_local_results=false"]
-        files.write(path, "\n".join([*lines, ""]), private=True)
+_RC = ("bazelrc", "reading.bazelrc")
 
 
 def default() -> Path:
@@ -53,8 +41,11 @@ def default() -> Path:
 
 def look(folder: Path) -> str:
     """Return the address and the bound of the cache that runs here and answers, or nothing."""
-    container = _find_container(folder) if (folder / "bazelrc").exists() else None
-    settings = container.labels.get(_LABEL, "") if container and container.status == "running" else ""
+    if not (folder / "bazelrc").exists():
+        return ""
+    with engine.connect() as client:
+        containers = _list_containers(client, folder)
+    settings = next((container.labels.get(_LABEL, "") for container in containers if container.status == "running"), "")
     if settings:  # else one that was not started, has ended, or is of somebody else
         import requests
 
@@ -64,50 +55,60 @@ def look(folder: Path) -> str:
     return ""
 
 
-def find_server(address: str | None = None, folder: Path | None = None) -> Server | None:
-    """Return the server at ``address`` (``HOST:PORT``), or else the one of this user; None if that does not run.
+def find_options(
+    address: str | None, place: Path, *, write: bool, folder: Path | None = None
+) -> tuple[str, Path] | None:
+    """Return the address of a cache and a file with Bazel's options for it, written to ``place`` where need be.
 
-    Only the container that ``start-cache.sh`` started gets its password: another server may listen on its port.
+    It is the one at ``address`` (``HOST:PORT``), or that of this user, if it runs. Only the container that
+    ``start-cache.sh`` started gets its password: another server may listen on its port.
     """
-    ours = look(folder or default()).partition(" ")[0]
+    folder = folder or default()
+    ours = look(folder).partition(" ")[0]
     if ours and address in (None, ours):
-        return Server(ours, _read_password(folder or default()))
-    return None if address is None else Server(address, None)
+        return ours, folder / ("bazelrc" if write else "reading.bazelrc")
+    if address is None:
+        return None
+    write_rc(place / "bazelrc", address, write=write)
+    return address, place / "bazelrc"
+
+
+def write_rc(path: Path, address: str, *, write: bool) -> None:
+    """Write Bazel's options to a file that only its owner may read: the password is in no command line."""
+    # A server that is silent costs a build so many seconds at most.
+    lines = [f"build --remote_cache=http://{address}", "build --remote_timeout=15"]
+    lines += [] if write else ["build --remote_upload_local_results=false"]
+    files.write(path, "\n".join([*lines, ""]), private=True)
 
 
 def start(folder: Path, host: str, port: int, max_gib: int, pin: ImagePin) -> bool:
-    """Start bazel-remote; return False if it runs already with these settings, and refuse others while it runs."""
+    """Start bazel-remote, in place of one with other settings; return False if it runs already with these."""
     from docker.errors import APIError, ImageNotFound
 
     if pin.digest is None:
         raise errors.SourceError(f"bazel-remote: no digest of its image is locked; {pin.remedy}")
     here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
-    settings = f"[{here}]:{port} {max_gib}" if ":" in here else f"{here}:{port} {max_gib}"
+    address = f"[{here}]:{port}" if ":" in here else f"{here}:{port}"
     (folder / "content").mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
-    with files.lock(folder / "start.lock"), contextlib.ExitStack() as undo:
-        if look(folder) == settings:
+    with engine.connect() as client, files.lock(folder / "start.lock"), contextlib.ExitStack() as undo:
+        if look(folder) == f"{address} {max_gib}":
             return False
-        if running := look(folder):
-            raise errors.EngineError(
-                f"{folder}: its cache runs at {running.split()[0]} with other settings; "
-                "run docker/start-cache.sh stop first"
-            )
-        _remove(folder)
-        undo.callback(_remove, folder)  # the engine would start one that fails again for ever
+        _remove(client, folder)
+        undo.callback(_remove, client, folder)  # the engine would start one that fails again for ever
         password = _read_password(folder)
         # The unsalted form is the only one that both this standard library can write and bazel-remote reads.
         digest = base64.b64encode(hashlib.sha1(password.encode(), usedforsecurity=False).digest()).decode()
         files.write(folder / "htpasswd", f"{USER}:{{SHA}}{digest}\n", private=True)
-        for name in ("bazelrc", "reading.bazelrc"):
-            Server(settings.split()[0], password).write_rc(folder / name, write=name == "bazelrc")
+        for name in _RC:
+            write_rc(folder / name, f"{USER}:{password}@{address}", write=name == "bazelrc")
         try:  # the image's entry point names the addresses and the folder already
-            container: Container = engine.ask().containers.run(  # type: ignore[call-overload]
+            container: Container = client.containers.run(  # type: ignore[call-overload]
                 pin.exact, ["--max_size", str(max_gib), "--htpasswd_file", "/htpasswd"], name=_name(folder),
-                labels={_LABEL: settings}, ports={"8080/tcp": (host, port)}, user=f"{os.getuid()}:{os.getgid()}",
+                labels={_LABEL: f"{address} {max_gib}"}, ports={"8080/tcp": (host, port)},
                 volumes=[f"{folder / 'content'}:/data", f"{folder / 'htpasswd'}:/htpasswd:ro"], detach=True,
                 restart_policy={"Name": "unless-stopped", "MaximumRetryCount": 0}, read_only=True, cap_drop=["ALL"],
-                security_opt=["no-new-privileges"],
+                security_opt=["no-new-privileges"], user=f"{os.getuid()}:{os.getgid()}",
             )  # fmt: skip
         except (APIError, ImageNotFound) as error:
             raise errors.EngineError(f"bazel-remote: the container does not start ({error.explanation})") from error
@@ -116,7 +117,7 @@ def start(folder: Path, host: str, port: int, max_gib: int, pin: ImagePin) -> bo
             container.reload()
             if time.monotonic() > end or container.status != "running":
                 lines = container.logs(tail=3).decode("utf-8", "replace").strip().replace("\n", " / ")
-                raise errors.EngineError(f"bazel-remote: does not answer on {settings.split()[0]}; it said: {lines}")
+                raise errors.EngineError(f"bazel-remote: does not answer on {address}; it said: {lines}")
             time.sleep(0.1)
         undo.pop_all()
     return True
@@ -126,26 +127,22 @@ def stop(folder: Path) -> bool:
     """Stop it; return False if none runs. Its entries and its password stay."""
     if not folder.exists():
         return False
-    with files.lock(folder / "start.lock"):
-        return _remove(folder)
+    with engine.connect() as client, files.lock(folder / "start.lock"):
+        return _remove(client, folder)
 
 
-def _remove(folder: Path) -> bool:
+def _remove(client: DockerClient, folder: Path) -> bool:
     """Remove the container, running or not, and then Bazel's options for it; return whether there was one."""
-    if container := _find_container(folder):
+    containers = _list_containers(client, folder)
+    for container in containers:
         container.remove(force=True)
-    for name in ("bazelrc", "reading.bazelrc"):
+    for name in _RC:
         (folder / name).unlink(missing_ok=True)
-    return container is not None
+    return bool(containers)
 
 
-def _find_container(folder: Path) -> Container | None:
-    from docker.errors import NotFound
-
-    try:
-        return engine.ask().containers.get(_name(folder))
-    except NotFound:
-        return None
+def _list_containers(client: DockerClient, folder: Path) -> list[Container]:
+    return client.containers.list(all=True, filters={"name": f"^{_name(folder)}$"})
 
 
 def _name(folder: Path) -> str:
@@ -167,7 +164,7 @@ def register(subparsers: Subparsers) -> None:
     doors = [f"docker/start-cache.sh{options}" for options in ("", " status", " --max-size 100G")]
     text = "a Bazel cache that containers and checkouts of this machine share"
     add = command(subparsers, "cache", run, text, doors, prog="docker/start-cache.sh").add_argument
-    text = "start: does nothing if it runs (default); stop: entries stay"
+    text = "start: does nothing if it runs so (default); stop: entries stay"
     add("action", nargs="?", default="start", choices=("start", "stop", "status"), help=text)
     add("--host", type=ipaddress.ip_address, default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=parse_port, default=9090, help="default: %(default)s")
@@ -192,16 +189,15 @@ def parse_gib(text: str) -> int:
 def run(args: argparse.Namespace) -> int:
     """Do one action, and show the cache; exit 1 where it is not as the action wants it."""
     folder, done = (args.folder or default()).absolute(), ""
-    with engine.name_faults():
-        if args.action == "start":
-            if not ipaddress.ip_address(str(args.host)).is_loopback:
-                console.note(f"--host {args.host}: HTTP without TLS, so other machines send the password in clear")
-            pin = digests.load(ROOT).images["bazel-remote"]
-            fresh = start(folder, str(args.host), args.port, args.max_size, pin)
-            done = "started; " if fresh else "runs already; "
-        elif args.action == "stop":
-            done = "stopped; " if stop(folder) else "was not running; "
-        address, _, bound = look(folder).partition(" ")
+    if args.action == "start":
+        if not ipaddress.ip_address(str(args.host)).is_loopback:
+            console.note(f"--host {args.host}: HTTP without TLS, so other machines send the password in clear")
+        pin = digests.load(ROOT).images["bazel-remote"]
+        fresh = start(folder, str(args.host), args.port, args.max_size, pin)
+        done = "started; " if fresh else "runs already; "
+    elif args.action == "stop":
+        done = "stopped; " if stop(folder) else "was not running; "
+    address, _, bound = look(folder).partition(" ")
     print(f"{done}state {f'running, address {address}, at most {bound} GiB in {folder}' if address else 'stopped'}")
     if address:
         print(f"use it: bazel --bazelrc={folder / 'bazelrc'} build ...")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tooling.core import files
 
@@ -14,7 +14,7 @@ class ImagePin(NamedTuple):
     """An image that others are built from or that runs as a service; ``digest`` is None where nobody told it."""
 
     reference: str
-    digest: str | None
+    digest: str | None = None
 
     @property
     def remedy(self) -> str:
@@ -27,22 +27,15 @@ class ImagePin(NamedTuple):
         return f"{self.reference}@{self.digest}" if self.digest else self.reference
 
 
-class FilePin(NamedTuple):
-    """A file that a build downloads; ``sha256`` is None where nobody told it."""
-
-    url: str
-    sha256: str | None
-
-
 class ImageLock(NamedTuple):
-    """The whole file: pins by name; files are named by kind and platform, e.g. ``python linux/amd64``."""
+    """Pins by name; files, with ``url`` and ``sha256`` or None, by kind and platform, e.g. ``python linux/amd64``."""
 
     images: dict[str, ImagePin]
-    files: dict[str, FilePin]
+    files: dict[str, dict[str, Any]]
 
 
 def load(root: Path) -> ImageLock:
     """Read and check ``images.lock``."""
     lock = files.read_document(root / FILE, SCHEMA)
-    images = {name: ImagePin(entry["reference"], entry["digest"]) for name, entry in lock["images"].items()}
-    return ImageLock(images, {name: FilePin(entry["url"], entry["sha256"]) for name, entry in lock["files"].items()})
+    pins = {name: ImagePin(entry["reference"], entry["digest"]) for name, entry in lock["images"].items()}
+    return ImageLock(pins, lock["files"])

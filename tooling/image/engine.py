@@ -1,8 +1,7 @@
-"""The Docker engine that docker's own client would take, by the docker SDK."""
+"""The Docker engine, by the docker SDK: a client, its images, and a push."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -27,45 +26,29 @@ _PASSES = re.compile(
 )
 
 
-def ask() -> DockerClient:
-    """Return the client of the engine. ``EngineError``: none answers within seconds; says what to do."""
-    import requests.exceptions
-
-    import docker
-
+@contextmanager
+def connect() -> Iterator[DockerClient]:
+    """Have a client of the engine. ``EngineError``: none answers within seconds, or what the SDK raises meanwhile."""
+    try:
+        import docker.errors
+        import requests.exceptions
+    except ImportError:  # the folder docker/ of a clone is a package of this name too, and an empty one
+        raise errors.ToolingError("there is no .venv with docker's library; run ./bootstrap.sh --group image") from None
     place = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
+    faults = (docker.errors.DockerException, requests.exceptions.RequestException)
     try:
         client = docker.from_env(timeout=_PATIENCE_S)
         client.ping()
-    except (docker.errors.DockerException, requests.exceptions.RequestException, ValueError) as error:
+    except (*faults, ValueError) as error:
         said = f"within {_PATIENCE_S} s" if "timed out" in str(error) else f"({error})"
         raise errors.EngineError(
             f"no engine answers at {place} {said}; start one, or install docker.io and docker-buildx, and be in its "
             "group docker. Without an engine maxtext/validate-cpu.sh runs the same check on this machine"
         ) from None
     client.api.timeout = None  # type: ignore[assignment]  # a push or a job is silent for minutes
-    return client
-
-
-def connect() -> DockerClient:
-    """Return the client of an engine that can build, or raise ``EngineError``."""
-    client = ask()
-    if proc.run(["docker", "buildx", "version"], check=False).returncode:
-        raise errors.EngineError("docker has no buildx; install it (Debian and Ubuntu: docker-buildx)")
-    return client
-
-
-@contextmanager
-def name_faults() -> Iterator[None]:
-    """Give what the SDK raises the form of our errors. ``ToolingError``: it is not installed."""
     try:
-        import docker.errors
-        import requests.exceptions
-    except ImportError:  # the folder docker/ of a clone is a package of this name too, and an empty one
-        raise errors.ToolingError("there is no .venv with docker's library; run ./bootstrap.sh --group image") from None
-    try:
-        yield
-    except (docker.errors.DockerException, requests.exceptions.RequestException) as error:
+        yield client
+    except faults as error:
         raise errors.EngineError(f"the engine: {getattr(error, 'explanation', None) or error}") from error
 
 
@@ -93,8 +76,3 @@ def push(client: DockerClient, name: Reference) -> None:
             )
         console.note(f"{name}: {fault}; pushing it again in {wait} s")
         time.sleep(wait)
-
-
-def rewrites_times(client: DockerClient) -> bool:
-    """Say whether what it builds can have the times of its files set: only a store of containerd keeps that."""
-    return "io.containerd.snapshotter.v1" in json.dumps(client.info().get("DriverStatus"))

@@ -1,24 +1,22 @@
 """Names of images, checked before one is built that no engine would name so, and the one rule for their tags.
 
-==========================================  ====================================================
-``[NAME-]vX.Y.Z[-...]``, ``sha-COMMIT-ID``  may be new, and never move
-``[NAME-]vX.Y``, ``latest``                 a release alone gives them; they never go back
-all others                                  move
-==========================================  ====================================================
+``FIXED`` ones never move, a release alone gives those of its ``LINE``, which never go back, and all others move.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from tooling.core import errors
 
+LABEL, OCI = "io.github.multimesh-jax", "org.opencontainers.image"
 _PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
 _HOST = r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?|\[[0-9A-Fa-f:]+\])(?::[0-9]{1,5})?"
 _REPOSITORY = f"(?:{_HOST}/)?{_PART}(?:/{_PART})*"
-_TAG, _DIGEST = "[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", "sha256:[0-9a-f]{64}"
-IMAGE = f"{_REPOSITORY}(:{_TAG})?(@{_DIGEST})?"
+_TAG, DIGEST = "[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", "sha256:[0-9a-f]{64}"
+IMAGE = f"{_REPOSITORY}(:{_TAG})?(@{DIGEST})?"
 _OWNED = ("ghcr.io", "docker.io", "quay.io")  # registries whose images are all OWNER/NAME
 _VERSION = r"v?(\d+)\.(\d+)\.(\d+)"
 FIXED = re.compile(rf"(.+-)?{_VERSION}(-[0-9A-Za-z.-]+)?|sha-.+")
@@ -40,8 +38,6 @@ class Reference(NamedTuple):
 
     def at(self, digest: str) -> str:
         """Return the name that pulls exactly these bytes."""
-        if not re.fullmatch(_DIGEST, digest):
-            raise errors.OptionError(f"{digest!r} is not a digest; expected sha256: and 64 hexadecimal digits")
         return f"{self.repository}@{digest}"
 
 
@@ -83,7 +79,7 @@ def list_tags(reference: Reference, *, latest: bool, version: str | None) -> tup
     """Return the public tags of an image, the one that matters least first and ``latest`` last.
 
     A version ``v1.2.3`` also gives ``v1.2``, which moves with every correction; where the tag is ``NAME-v1.2.3``, both
-    begin with that name. ``OptionError``: a tag of the rule's first two rows that this is not a release for.
+    begin with that name. ``OptionError``: the tag of a release that this is not.
     """
     tag, tags = reference.tag, [reference.tag]
     if version is not None:
@@ -99,3 +95,12 @@ def list_tags(reference: Reference, *, latest: bool, version: str | None) -> tup
             f"--tag {'latest' if unreleased else tag}: is the tag of a release; add --release with its version"
         )
     return tuple(dict.fromkeys([*tags, *(["latest"] if latest else [])]))
+
+
+def name_candidate(labels: Mapping[str, str], image_id: str, *, checked: bool) -> str:
+    """Return the tag that an image is pushed under: its commit, what differs from the usual image, and its id."""
+    commit = re.sub(r"^([0-9a-f]{12})[0-9a-f]+", r"\1", labels.get(f"{OCI}.revision", "unknown"))
+    usual = {"target": "runtime", "accelerator": "cuda12", "jaxlib": "wheel"}
+    parts = {name: labels.get(f"{LABEL}.{name}", value).split()[0] for name, value in usual.items()}
+    odd = [part for name, part in parts.items() if part != usual[name]]
+    return "-".join(["sha", commit, *odd, image_id.removeprefix("sha256:")[:12], *([] if checked else ["unchecked"])])

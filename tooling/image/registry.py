@@ -7,17 +7,16 @@ certificates are final.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urljoin, urlsplit
 
 from tooling.core import console, errors
 from tooling.image import reference
-from tooling.image.buildx import LABEL, OCI
+from tooling.image.reference import LABEL, OCI
 
 if TYPE_CHECKING:
     import requests
@@ -30,32 +29,11 @@ _KINDS = ", ".join(f"application/vnd.{kind}+json" for kind in (*_MANIFESTS, *_DO
 
 
 class Manifest(NamedTuple):
-    """A manifest or an index, byte for byte: its digest is the hash of these bytes."""
+    """A manifest or an index: its bytes, the hash that pulls exactly these, and what they say."""
 
     content: bytes
-
-    @property
-    def digest(self) -> str:
-        """``sha256:...`` of the bytes, which pulls exactly these."""
-        return "sha256:" + hashlib.sha256(self.content).hexdigest()
-
-    @property
-    def document(self) -> dict[str, Any]:
-        """Its content."""
-        return dict(json.loads(self.content))
-
-    @property
-    def bytes(self) -> int:
-        """The size of configuration and layers, as they are sent."""
-        return sum(int(part["size"]) for part in (self.document["config"], *self.document["layers"]))
-
-
-class Move(NamedTuple):
-    """A tag that has the digest now; ``before`` is the one that it had, None for a new tag."""
-
-    tag: str
-    before: str | None
     digest: str
+    document: dict[str, Any]
 
 
 class Registry:
@@ -63,6 +41,8 @@ class Registry:
 
     def __init__(self, repository: str) -> None:
         import requests
+        from requests.adapters import HTTPAdapter
+        from urllib3 import Retry
 
         host, path = reference.split(repository)
         self.repository, self.host = repository, host or "docker.io"
@@ -73,16 +53,21 @@ class Registry:
         company = Path("/etc/docker/certs.d", self.host, "ca.crt")  # where the engine looks too
         if company.is_file() or "REQUESTS_CA_BUNDLE" not in os.environ:
             self._session.verify = str(company) if company.is_file() else os.environ.get("SSL_CERT_FILE") or True
+        # other=0: what fails for TLS stays so.
+        again = Retry(_ATTEMPTS - 1, other=0, backoff_factor=0.5, backoff_jitter=0.5, allowed_methods=None,
+                      status_forcelist=(429, 500, 502, 503, 504), raise_on_status=False)  # fmt: skip
+        for scheme in ("https://", "http://"):
+            self._session.mount(scheme, HTTPAdapter(max_retries=again))
 
     def find(self, name: str) -> Manifest | None:
         """Return the manifest of a tag or a digest; None where there is none. ``SourceError``: of other bytes."""
         answer = self._ask("GET", f"manifests/{name}", absent=404, headers={"Accept": _KINDS})
         if answer.status_code == 404:
             return None
-        manifest = Manifest(answer.content)
-        if name.startswith("sha256:") and name != manifest.digest:
-            raise errors.SourceError(f"{self.repository}@{name}: its registry sent {manifest.digest}; do not use it")
-        return manifest
+        digest = f"sha256:{hashlib.sha256(answer.content).hexdigest()}"
+        if name.startswith("sha256:") and name != digest:
+            raise errors.SourceError(f"{self.repository}@{name}: its registry sent {digest}; do not use it")
+        return Manifest(answer.content, digest, answer.json())
 
     def get(self, name: str) -> Manifest:
         """Return the manifest of a tag or a digest, or raise where there is none."""
@@ -126,10 +111,10 @@ class Registry:
         labels = self.labels(manifest)
         if f"{LABEL}.lock" not in labels:
             raise errors.EngineError(f"{name}: has no labels of docker/build.py; push it with that")
-        tags = dict.fromkeys(name_candidate(labels, image_id, checked=True) for image_id in self.ids(manifest))
-        if digest not in map(self.digest, tags):
+        tags = [reference.name_candidate(labels, image_id, checked=True) for image_id in self.ids(manifest)]
+        if digest not in map(self.digest, dict.fromkeys(tags)):
             raise errors.EngineError(
-                f"{name}: is not under {[*tags][-1]}, so it passed no check; push it with docker/build.py, without "
+                f"{name}: is not under {tags[-1]}, so it passed no check; push it with docker/build.py, without "
                 "--validate none"
             )
         return labels
@@ -143,13 +128,15 @@ class Registry:
                     "(on GitHub: run the failed jobs again, not all of them, which build another image)"
                 )
 
-    def promote(self, digest: str, tags: Sequence[str]) -> list[Move]:
-        """Move tags to a digest that the repository holds, in order, read each of them back, and say what it was.
+    def promote(self, digest: str, tags: Sequence[str]) -> list[dict[str, str | None]]:
+        """Move tags to a digest that the repository holds, in order, and read each of them back.
 
-        One that moves with each correction stays where the image of a newer release has it. ``EngineError`` where the
-        digest is not there, or a tag cannot be moved; those before have moved.
+        Return for each the ``tag``, its ``digest``, and the one ``before``, None for a new tag. One that moves with
+        each correction stays where the image of a newer release has it. ``EngineError`` where the digest is not there,
+        or a tag cannot be moved; those before have moved.
         """
-        manifest, moved, release = self.get(digest), list[Move](), max(map(reference.read_version, tags))
+        moved: list[dict[str, str | None]] = []
+        manifest, release = self.get(digest), max(map(reference.read_version, tags))
         self.check_free(tags, digest)
         for tag in tags:
             before = self.find(tag)
@@ -166,23 +153,27 @@ class Registry:
                 self._ask("PUT", f"manifests/{tag}", data=manifest.content, headers={"Content-Type": kind})
             if (now := self.digest(tag)) != digest:
                 raise errors.EngineError(f"{self.repository}:{tag}: has {now}, not {digest}: somebody else moves it")
-            moved.append(Move(tag, before and before.digest, digest))
-            console.note(f"{self.repository}:{tag}: {digest} (before: {moved[-1].before or 'no such tag'})")
+            moved.append({"tag": tag, "before": before and before.digest, "digest": digest})
+            console.note(f"{self.repository}:{tag}: {digest} (before: {moved[-1]['before'] or 'no such tag'})")
         return moved
 
     def _ask(self, method: str, path: str, absent: int = 0, **options: Any) -> requests.Response:
+        self._server = self._server or self._log_in()
+        return self._send(method, f"{self._server}/v2/{self._path}/{path}", absent, **options)
+
+    def _send(self, method: str, url: str, absent: int = 0, **options: Any) -> requests.Response:
         """Return an answer that is good, or says ``absent``."""
         import requests
 
         try:
-            self._server = self._server or self._log_in()
-            url = f"{self._server}/v2/{self._path}/{path}"
             answer = self._session.request(method, url, timeout=_TIMEOUT_S, **options)
         except requests.RequestException as error:
-            raise errors.EngineError(f"{self.repository}: cannot be reached ({error}); try again later") from error
-        return self._check(answer, absent)
-
-    def _check(self, answer: requests.Response, absent: int = 0) -> requests.Response:
+            remedy = "try again later"
+            if isinstance(error, requests.exceptions.SSLError):
+                remedy = "it speaks plain HTTP, or its certificate cannot be verified; put that of its authority into "
+                remedy += f"/etc/docker/certs.d/{self.host}/ca.crt"
+            said = str(error)[-300:]
+            raise errors.EngineError(f"{self.repository}: cannot be reached ({said}); {remedy}") from error
         if answer.ok or answer.status_code == absent:
             return answer
         raise errors.EngineError(
@@ -192,43 +183,29 @@ class Registry:
 
     def _log_in(self) -> str:
         """Take up the challenge of a registry; return its address. Engines speak plain HTTP with this machine alone."""
-        from requests.adapters import HTTPAdapter
-        from requests.exceptions import SSLError
-        from urllib3 import Retry
-
-        # other=0: what fails for TLS stays so.
-        codes = (429, 500, 502, 503, 504)
-        again = Retry(_ATTEMPTS - 1, other=0, backoff_factor=0.5, backoff_jitter=0.5, status_forcelist=codes,
-                      allowed_methods=None, raise_on_status=False)  # fmt: skip
-        for scheme in ("https://", "http://"):
-            self._session.mount(scheme, HTTPAdapter(max_retries=again))
         server = "https://" + ("registry-1.docker.io" if self.host == "docker.io" else self.host)
         try:
-            answer = self._session.get(f"{server}/v2/", timeout=_TIMEOUT_S)
-        except SSLError as error:
+            answer = self._send("GET", f"{server}/v2/", absent=401)
+        except errors.EngineError:
             if not _LOOPBACK.fullmatch(self.host):
-                raise errors.EngineError(
-                    f"{self.repository}: its registry speaks plain HTTP, or its certificate cannot be verified "
-                    f"({str(error)[-200:]}); put the authority's into /etc/docker/certs.d/{self.host}/ca.crt"
-                ) from error
+                raise
             server = server.replace("https:", "http:")
-            answer = self._session.get(f"{server}/v2/", timeout=_TIMEOUT_S)
+            answer = self._send("GET", f"{server}/v2/", absent=401)
         login, (kind, _, fields) = _read_login(self.host), answer.headers.get("WWW-Authenticate", "").partition(" ")
         user, secret = (login.get(key, "").encode().decode("latin-1") for key in ("username", "password"))  # as UTF-8
+        basic = (user, secret) if user else None
         words = dict(re.findall(r'(\w+)="([^"]*)"', fields))
         if kind.lower() == "basic":
-            self._session.auth = (user, secret) if user else self._session.auth
+            self._session.auth = basic or self._session.auth
         elif kind.lower() == "bearer" and words.get("realm", "").startswith(("https://", "http://")):
             scope = f"repository:{self._path}:pull{',push' if login else ''}"
             form = {"service": words.get("service", ""), "scope": scope}
             if token := login.get("identitytoken"):
                 form |= {"grant_type": "refresh_token", "refresh_token": token, "client_id": "multimesh"}
-                answer = self._session.post(words["realm"], data=form, timeout=_TIMEOUT_S)
+                answer = self._send("POST", words["realm"], data=form)
             else:
-                answer = self._session.get(
-                    words["realm"], params=form, auth=(user, secret) if user else None, timeout=_TIMEOUT_S
-                )
-            tokens = self._check(answer).json()
+                answer = self._send("GET", words["realm"], params=form, auth=basic)
+            tokens = answer.json()
             self._session.headers["Authorization"] = f"Bearer {tokens.get('token') or tokens.get('access_token')}"
         return server
 
@@ -243,12 +220,3 @@ def _read_login(host: str) -> dict[str, str]:
     except (DockerException, ValueError) as error:
         raise errors.EngineError(f"{host}: its login cannot be read ({error}); run `docker login {host}`") from error
     return {name.lower(): value for name, value in login.items() if value}
-
-
-def name_candidate(labels: Mapping[str, str], image_id: str, *, checked: bool) -> str:
-    """Return the tag that an image is pushed under: its commit, what differs from the usual image, and its id."""
-    commit = re.sub(r"^([0-9a-f]{12})[0-9a-f]+", r"\1", labels.get(f"{OCI}.revision", "unknown"))
-    usual = {"target": "runtime", "accelerator": "cuda12", "jaxlib": "wheel"}
-    parts = {name: labels.get(f"{LABEL}.{name}", value).split()[0] for name, value in usual.items()}
-    odd = [part for name, part in parts.items() if part != usual[name]]
-    return "-".join(["sha", commit, *odd, image_id.removeprefix("sha256:")[:12], *([] if checked else ["unchecked"])])

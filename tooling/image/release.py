@@ -10,16 +10,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tooling.core import errors, files
+from tooling.core import errors, files, proc
 from tooling.core.console import Subparsers, command
 from tooling.core.files import ROOT
 from tooling.image import digests, engine, reference
-from tooling.image.build import shorten_names
-from tooling.image.buildx import LABEL, OCI
 from tooling.image.digests import ImageLock, ImagePin
-from tooling.image.registry import Registry, name_candidate
-from tooling.image.request import Request
-from tooling.image.smoke import Check
+from tooling.image.reference import LABEL, OCI
+from tooling.image.registry import Registry
 from tooling.sources import manifest
 from tooling.sources.manifest import Pins
 
@@ -45,16 +42,17 @@ def register(subparsers: Subparsers) -> None:
 
 def run_promote(args: argparse.Namespace) -> None:
     """Move the tags of an image that passed its check; print their old digests."""
-    repository, _, digest = args.image.partition("@")
+    repository, _, digest = args.image.rpartition("@")  # a password may be before another
+    if not re.fullmatch(reference.DIGEST, digest):
+        raise errors.OptionError(f"{digest!r} is not a digest; expected sha256: and 64 hexadecimal digits")
     name = reference.make(repository, None, args.tag)
     names = reference.list_tags(name, latest=args.latest, version=args.release)
-    name.at(digest)  # which raises where it is none
     registry = Registry(name.repository)
     labels = registry.check_pushed_here(digest)
     if args.release:
         check_release(args.release, labels, load_locks(ROOT), tag=name.tag, latest=args.latest)
     for move in registry.promote(digest, names):
-        print(f"{move.tag}: {move.digest} (before: {move.before or 'no such tag'})")
+        print(f"{move['tag']}: {move['digest']} (before: {move['before'] or 'no such tag'})")
 
 
 def load_locks(root: Path) -> tuple[Pins, ImageLock]:
@@ -62,62 +60,39 @@ def load_locks(root: Path) -> tuple[Pins, ImageLock]:
     return manifest.load_lock(root / "sources.lock"), digests.load(root)
 
 
-def list_null_pins(
-    locks: tuple[Pins, ImageLock], unpinned: Sequence[str], *, jaxlib_from_source: bool, platform: str = ""
-) -> list[str]:
-    """Return a line for each part of an image whose bytes are not pinned. All parts of a release must be.
-
-    Pins that only a jaxlib from source needs (jax, which fixes xla, and Bazel for the ``platform``, by default for all)
-    count where the image has one. ``unpinned`` are the images without a digest that it was made from.
-    """
-    sources, images = locks
-    lines = [
-        f"{name}: sources.lock has neither commit nor tree; run `.venv/bin/python -m tooling bump {name} {pin.version}`"
-        for name, pin in sources.items()
-        if not (pin.commit or pin.tree) and (jaxlib_from_source or name != "jax")
-    ]
-    lines += [f"{name}: has no digest; {ImagePin(name, None).remedy}, or give one by digest" for name in unpinned]
-    return lines + [
-        f"{name}: images.lock has no sha256; write it there"
-        for name, file in images.files.items()
-        if jaxlib_from_source and file.sha256 is None and re.fullmatch(f"bazel .*{platform}", name)
-    ]
-
-
 def check_release(
-    version: str,
-    labels: Mapping[str, str],
-    locks: tuple[Pins, ImageLock],
-    *,
-    tag: str,
-    latest: bool,
-    bases: Sequence[str] = (),
+    version: str, labels: Mapping[str, str], locks: tuple[Pins, ImageLock], *, tag: str, latest: bool
 ) -> None:
-    """Refuse a release whose parts are not all pinned, or whose tags promise another image.
+    """Refuse a release whose parts are not all pinned, or whose tags promise another image; a group of all reasons.
 
-    A group, with all reasons. ``labels`` are those that the image has or would get.
+    ``labels`` are those that the image has or would get. Pins that only a jaxlib from source needs (jax, which fixes
+    xla, and Bazel for the platform of its Python) count where it has one.
     """
+    base, target = labels.get(f"{OCI}.base.name", "base"), labels.get(f"{LABEL}.target", "runtime")
+    library, accelerator = labels.get(f"{OCI}.version"), labels.get(f"{LABEL}.accelerator", "unknown")
     from_source = labels.get(f"{LABEL}.jaxlib", "").startswith("source")
-    sha256 = labels.get(f"{LABEL}.python", "").partition("standalone sha256:")[2]
-    pythons = {file.sha256: name.split()[1] for name, file in locks[1].files.items() if name.startswith("python ")}
-    pinned = labels.get(f"{OCI}.base.digest", "unpinned") != "unpinned"
-    unpinned = tuple(bases) or (() if pinned else (labels.get(f"{OCI}.base.name", "base"),))
-    lines = list_null_pins(locks, unpinned, jaxlib_from_source=from_source, platform=pythons.get(sha256, ""))
-    if sha256 and sha256 not in pythons:
-        lines.append(f"Python: sha256 {sha256} of the standalone one is not in images.lock; leave out --python-archive")
-    faults: list[errors.ToolingError] = [
-        errors.SourceError(f"no release: {line}") for line in (*lines, *_list_dirty(labels))
-    ]
-    if (library := labels.get(f"{OCI}.version")) != version.removeprefix("v"):
-        faults.append(errors.OptionError(f"no release: {version}: the library says {library}; make them agree"))
-    target, accelerator = labels.get(f"{LABEL}.target", "runtime"), labels.get(f"{LABEL}.accelerator", "unknown")
-    if target != "runtime" and not tag.endswith(f"-{version}"):
-        line = f"no release: {version} is of the image that runs, and this is {target}; add --tag {target}-{version}"
-        faults.append(errors.OptionError(line))
-    if latest and (target != "runtime" or accelerator == "cpu"):
-        line = f"no release: --latest is the image for GPUs that runs, and this is {target}, {accelerator}"
-        faults.append(errors.OptionError(line))
-    if faults:
+    python = labels.get(f"{LABEL}.python", "").partition("standalone sha256:")[2]
+    platforms = {file["sha256"]: name.split()[1] for name, file in locks[1].files.items() if name.startswith("python ")}
+    conditions: list[tuple[object, type[errors.ToolingError], str]] = [
+        *((pin.commit or pin.tree or (name == "jax" and not from_source), errors.SourceError,
+           f"{name}: sources.lock has neither commit nor tree; run `.venv/bin/python -m tooling lock {name} "
+           f"{pin.version}`") for name, pin in locks[0].items()),
+        (labels.get(f"{OCI}.base.digest", "unpinned") != "unpinned", errors.SourceError,
+         f"{base}: has no digest; {ImagePin(base).remedy}, or give one by digest"),
+        *((not from_source or file["sha256"] or not re.fullmatch(f"bazel .*{platforms.get(python, '')}", name),
+           errors.SourceError, f"{name}: images.lock has no sha256; write it there")
+          for name, file in locks[1].files.items()),
+        (not python or python in platforms, errors.SourceError,
+         f"Python: sha256 {python} of the standalone one is not in images.lock; leave out --python-archive"),
+        *((False, errors.SourceError, line) for line in _list_dirty(labels)),
+        (library == version.removeprefix("v"), errors.OptionError,
+         f"{version}: the library says {library}; make them agree"),
+        (target == "runtime" or tag.endswith(f"-{version}"), errors.OptionError,
+         f"{version} is of the image that runs, and this is {target}; add --tag {target}-{version}"),
+        (not latest or (target == "runtime" and accelerator != "cpu"), errors.OptionError,
+         f"--latest is the image for GPUs that runs, and this is {target}, {accelerator}"),
+    ]  # fmt: skip
+    if faults := [kind(f"no release: {line}") for holds, kind, line in conditions if not holds]:
         raise ExceptionGroup("no release", faults)
 
 
@@ -131,20 +106,15 @@ def _list_dirty(labels: Mapping[str, str]) -> list[str]:
     ]
 
 
-def check_push(
-    root: Path, request: Request, labels: Mapping[str, str], changed: Sequence[str] = (), bases: Sequence[str] = ()
-) -> None:
+def check_push(root: Path, request: argparse.Namespace, labels: Mapping[str, str], changed: Sequence[str] = ()) -> None:
     """Raise errors that would stop a push after the build; of a dry run, those that need no registry.
 
-    Changes that no commit holds, pins of a release, ``release.json`` that cannot be written, a login that may not push.
-    ``labels`` are those that the image has or would get; ``changed`` the files that no commit holds, ``bases``
-    the images without a digest that it is built from.
+    ``labels`` are those that the image has or would get; ``changed`` the files that no commit holds.
     """
     if request.release is not None:
-        tag, latest = request.reference.tag, request.latest
-        check_release(request.release, labels, load_locks(root), tag=tag, latest=latest, bases=bases)
+        check_release(request.release, labels, load_locks(root), tag=request.reference.tag, latest=request.latest)
     elif not request.allow_dirty and (lines := _list_dirty(labels)):
-        names = f" ({shorten_names(changed)})" if changed else ""
+        names = f" ({proc.shorten(', '.join(changed), 200)})" if changed else ""
         raise errors.SourceError(f"{lines[0]}{names}; or push it all the same with --allow-dirty")
     if request.dry_run:
         return
@@ -155,36 +125,43 @@ def check_push(
     Registry(request.reference.repository).check_push()
 
 
-def publish(root: Path, client: DockerClient, built: Image, check: Check, request: Request) -> dict[str, Any]:
+def publish(
+    root: Path, client: DockerClient, image: Image, check: Mapping[str, Any], request: argparse.Namespace
+) -> dict[str, Any]:
     """Push under ``sha-COMMIT-ID``, verify, write ``release.json``, move the public tags; return the document.
 
     Until the last step every public tag is where it was.
     """
     name, place = request.reference, request.release_file or root / RECORD
     registry = Registry(name.repository)
-    candidate = name.tagged(name_candidate(built.labels, str(built.id), checked=check.job != "none"))
-    built.tag(*candidate)
+    candidate = name.tagged(reference.name_candidate(image.labels, str(image.id), checked=check["job"] != "none"))
+    image.tag(*candidate)
     engine.push(client, candidate)
     pushed = registry.get(candidate.tag)
-    if built.id not in registry.ids(pushed):
+    if image.id not in registry.ids(pushed):
         raise errors.EngineError(
-            f"{candidate}: is another image than the one that was checked ({str(built.id)[:19]}); build again"
+            f"{candidate}: is another image than the one that was checked ({str(image.id)[:19]}); build again"
         )
-    image: dict[str, Any] = {
-        "repository": name.repository,
-        "digest": pushed.digest,
-        "id": built.id,
-        "bytes": sum(part.bytes for part in registry.images(pushed)),
-        "pull": f"docker pull {name.at(pushed.digest)}",
-        "candidate": candidate.tag,
-        "tags": [],
+    documents = [image.document for image in registry.images(pushed)]
+    parts = [part for document in documents for part in (document["config"], *document["layers"])]
+    record: dict[str, Any] = {
+        "format": 4,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "image": {
+            "repository": name.repository,
+            "digest": pushed.digest,
+            "id": image.id,
+            "bytes": sum(int(part["size"]) for part in parts),
+            "pull": f"docker pull {name.at(pushed.digest)}",
+            "candidate": candidate.tag,
+            "tags": [],
+        },
+        "check": {"job": check["job"], "verdict": check["verdict"]},
+        "labels": image.labels,
     }
-    created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    passed = {"job": check.job, "verdict": check.verdict}
-    document = {"format": 4, "created": created, "image": image, "check": passed, "labels": built.labels}
-    files.write_json(place, document)
+    files.write_json(place, record)
     if request.promote:
         names = reference.list_tags(name, latest=request.latest, version=request.release)
-        image["tags"] = [move._asdict() for move in registry.promote(pushed.digest, names)]
-        files.write_json(place, document)
-    return document
+        record["image"]["tags"] = registry.promote(pushed.digest, names)
+        files.write_json(place, record)
+    return record

@@ -6,6 +6,7 @@ A build reads a copy, so that a file which is saved later changes nothing.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -40,29 +41,24 @@ def take_snapshot(root: Path, folder: Path, names: Sequence[str]) -> Snapshot:
     # Data that lies beside the files of a build is not read.
     lines = (root / IGNORE).read_text(encoding="utf-8").split() if (root / IGNORE).is_file() else ["!."]
     read = [line[1:] for line in lines if line.startswith("!") and line != "!third_party"]
-    commit, changed = _copy(root, context, [name for name in read if (root / name).exists()])
-    dirty, maxtext = bool(changed), ""
+    commit, changed = _copy(root, context, read)
+    dirty, maxtext, sources = bool(changed), "", manifest.load(root / "sources.yaml")
     for name in names:
-        pin, files = _copy_component(root, context, name)
+        place = root / "third_party" / name
+        remedy = f"run ./bootstrap.sh --group {'image' if name == 'maxtext' else 'source'}"
+        if not place.is_dir():
+            raise errors.NotThereError(f"third_party/{name} is not there; {remedy}")
+        pin, files = _copy(place, context / "third_party" / name, ["."])
+        recipe = manifest.make_recipe(root, manifest.find(sources, name), manifest.load_lock(root / "sources.lock"))
+        record = fetch.read_record(place)
+        if record is None or (pin, recipe.key) != (record.commit, record.key):
+            raise errors.SourceError(f"third_party/{name} is at {pin[:12]}, which is not its pin; {remedy}")
         changed += [f"third_party/{name}/{file}" for file in files]
         if name == "maxtext":
             maxtext = f"{pin}-dirty" if files else pin
         else:
             dirty = dirty or bool(files)
     return Snapshot(f"{commit}-dirty" if dirty else commit, maxtext, tuple(changed))
-
-
-def _copy_component(root: Path, context: Path, name: str) -> tuple[str, list[str]]:
-    place = root / "third_party" / name
-    remedy = f"run ./bootstrap.sh --group {'image' if name == 'maxtext' else 'source'}"
-    if not place.is_dir():
-        raise errors.NotThereError(f"third_party/{name} is not there; {remedy}")
-    commit, changed = _copy(place, context / "third_party" / name, ["."])
-    component, record = manifest.find(manifest.load(root / "sources.yaml"), name), fetch.read_record(place)
-    recipe = fetch.make_recipe(root, component, manifest.load_lock(root / "sources.lock"))
-    if record is None or (commit, record.key) != (record.commit, recipe.key):
-        raise errors.SourceError(f"third_party/{name} is at {commit[:12]}, which is not its pin; {remedy}")
-    return commit, changed
 
 
 def _copy(place: Path, target: Path, paths: Sequence[str]) -> tuple[str, list[str]]:
@@ -72,26 +68,28 @@ def _copy(place: Path, target: Path, paths: Sequence[str]) -> tuple[str, list[st
     content that was committed.
     """
     target.mkdir(parents=True, exist_ok=True)
-    head = proc.run(["git", "-C", place, "rev-parse", "--show-toplevel", "HEAD"], check=False)
-    top, _, commit = head.text.partition("\n")
-    if head.returncode or Path(top).resolve() != place.resolve():
+    asked = ["rev-parse", "--path-format=absolute", "--show-toplevel", "HEAD", "--git-path", "index"]
+    head = proc.run(["git", "-C", place, *asked, "--git-path", "objects"], check=False)
+    top, commit, index, objects = head.text.splitlines() if not head.returncode else ("", "", "", "")
+    if Path(top).resolve() != place.resolve():
         raise errors.SourceError(f"{place} has no history of git, so nobody knows its commit; clone it")
 
-    def git(*args: str, env: dict[str, str] | None = None) -> list[str]:
-        argv: list[str | Path] = ["git", "-C", place, "-c", "core.autocrlf=false", "--literal-pathspecs", *args]
-        return os.fsdecode(proc.run(argv, env=env).stdout).split("\0")[:-1]
+    with tempfile.TemporaryDirectory(prefix="multimesh-git-") as folder:
+        # An index and objects of the copy: those of the clone stay as they are.
+        shutil.copyfile(index, f"{folder}/index")
+        env = os.environ | {"GIT_INDEX_FILE": f"{folder}/index", "GIT_OBJECT_DIRECTORY": folder}
+        env["GIT_ALTERNATE_OBJECT_DIRECTORIES"] = json.dumps(objects, ensure_ascii=False)
 
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".git-") as folder:
-        index = {"GIT_INDEX_FILE": f"{folder}/index"}  # of the copy: the clone's stays as it is
-        git(f"--work-tree={target}", "read-tree", "--reset", "-u", commit, env=os.environ | index)
-    tracked = ("diff", "--no-ext-diff", "--no-renames", "--ignore-submodules", "--name-only", "-z", commit)
-    new = git("ls-files", "--others", "--exclude-standard", "-z", "--", *paths)
-    changed = sorted({*git(*tracked), *(name for name in new if not name.endswith("/"))})  # a folder is a clone
-    for name in changed:  # a folder before what lies in it: one that became a link is not followed
-        if (target / name).is_dir() and not (target / name).is_symlink():
-            shutil.rmtree(target / name)
-        (target / name).unlink(missing_ok=True)
-    for name in {*changed}.difference(git(*tracked, "--diff-filter=D")):
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(place / name, target / name, follow_symlinks=False)
-    return commit, changed
+        def git(*args: str) -> str:
+            argv: list[str | Path] = ["git", "-C", place, "-c", "core.autocrlf=false", "--literal-pathspecs", *args]
+            return os.fsdecode(proc.run(argv, env=env).stdout)
+
+        git("add", "--update")
+        new = git("ls-files", "--others", "--exclude-standard", "-z", "--", *paths).split("\0")
+        Path(folder, "new").write_bytes(os.fsencode("\0".join(name for name in new if name[-1:] != "/")))  # no clones
+        git("add", f"--pathspec-from-file={folder}/new", "--pathspec-file-nul")
+        tree = git("write-tree").strip()
+        changed = git("diff", "--no-renames", "--ignore-submodules", "--name-only", "-z", commit, tree).split("\0")
+        Path(folder, "index").unlink()
+        git(f"--work-tree={target}", "read-tree", "--reset", "-u", tree)
+    return commit, changed[:-1]

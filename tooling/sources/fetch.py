@@ -1,21 +1,15 @@
-"""Builds one component in a stage folder: its upstream tree, its patches, its checked-out files.
-
-``patches/<component>/series`` names the patches in their order; ``git am`` makes one commit of each.
-"""
+"""Builds one component in a stage folder: its upstream tree, its patches by ``git am``, its checked-out files."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from tooling.core import console, errors, files, proc
-from tooling.sources import git, manifest
-from tooling.sources.manifest import CommitFile, Component, Pin, Pins
+from tooling.sources import git
+from tooling.sources.manifest import Component, Pin, Recipe
 
 if TYPE_CHECKING:
     from git import Repo
@@ -27,111 +21,57 @@ _INFO = {
     "attributes": "* -text -filter -ident -working-tree-encoding\n",
 }
 _RECORD = Path(".git", "multimesh.json")
-Series = tuple[Path, ...]
-"""The patches of a component in their order."""
-
-
-class Recipe(NamedTuple):
-    """All that decides the bytes of one component. ``override``: the ``URL@SHA`` in place of the locked source."""
-
-    component: Component
-    pin: Pin
-    series: Series
-    override: str = ""
-
-    @property
-    def key(self) -> str:
-        """A digest of the recipe: the same for the same bytes."""
-        pin, sums = self.pin, [(path.name, files.sha256(path)) for path in self.series]
-        parts = [self.component.path, pin.commit, pin.tree, pin.patched_commit, sums, self.override]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 class Record(NamedTuple):
-    """The record in a tree that this tooling made."""
+    """The record in a tree that this tooling made: the key of its recipe, and the commit with the patches."""
 
-    key: str  # of its recipe
-    commit: str  # of the branch, with the patches
-    version: str
-    source: str  # where the bytes came from
+    key: str
+    commit: str
     override: str = ""
 
 
 def read_record(place: Path) -> Record | None:
     """Return the record in a tree, or None for a tree that this tooling did not make."""
     fields = files.read_object(place / _RECORD)
-    # One of an earlier snapshot has no key, so that its tree is made anew.
-    return Record(**{name: fields.get(name) or "" for name in Record._fields}) if "commit" in fields else None
+    return Record(*(fields.get(name) or "" for name in Record._fields)) if "commit" in fields else None
 
 
-def load_series(root: Path, component: str) -> Series:
-    """Read the patch series of a component; no folder and an empty series are the same."""
-    folder = root / "patches" / component
-    patches = {path.name: path for path in folder.glob("*.patch")}
-    lines = (folder / "series").read_text(encoding="utf-8").split("\n") if (folder / "series").is_file() else []
-    names = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-    if odd := sorted({*names} ^ {*patches}) or [name for name in patches if names.count(name) > 1]:
-        raise errors.SourceError(f"patches/{component}/series: name each .patch file beside it once, not {odd[0]}")
-    return tuple(patches[name] for name in names)
-
-
-def make_recipe(root: Path, component: Component, pins: Pins, override: str = "") -> Recipe:
-    """Return the recipe of a component, from the lock and its patches.
-
-    ``NotThereError``: another component's tree names its commit, and is not there.
-    """
-    name, series, commit = component.name, load_series(root, component.name), ""
-    if override:
-        url, _, commit = override.rpartition("@")
-        component = component._replace(url=url, wheel=None)
-    elif component.follows and component.commit:
-        path = Path("third_party", component.follows, component.commit.file)
-        try:
-            commit = read_commit((root / path).read_text(encoding="utf-8"), component.commit, name)
-        except (OSError, UnicodeDecodeError):
-            remedy = f"run `.venv/bin/python -m tooling sync {component.follows} {name}`"
-            raise errors.NotThereError(f"{name}: {path} names its commit, and is not there; {remedy}") from None
-    if commit:
-        return Recipe(component._replace(version=commit), Pin(commit, commit, None), series, override)
-    pin = manifest.pin_of(component, pins)
-    if pin.patched_commit is None:
-        raise errors.SourceError(
-            f"{name}: sources.lock has no patched_commit; run `.venv/bin/python -m tooling lock {name}`"
-        )
-    return Recipe(component, pin, series)
-
-
-def read_commit(text: str, file: CommitFile, label: str) -> str:
-    """Return the commit that a file names."""
-    match = re.search(rf"(?m)^{file.name}\b[^=\n]*=\s*['\"]([0-9a-f]{{40}})['\"]", text)
-    if match is None:
-        raise errors.SourceError(f'{label}: {file.file} has no line {file.name} = "COMMIT"; correct it in sources.yaml')
-    return match[1]
-
-
-def build(root: Path, recipe: Recipe, stage: Path, mirror: str | None = None, *, verify: bool = True) -> Record:
+def build(
+    root: Path, recipe: Recipe, stage: Path, mirror: str | None = None, *, verify: bool = True
+) -> tuple[Record, str]:
     """Make the component in ``stage / <name>``, ready to be moved into place; nothing outside of the stage changes.
 
-    With ``verify`` the patched commit and tree must be those of the lock (where it pins them).
+    Return its record, and where the bytes came from. With ``verify`` the patched commit must be that of the lock (where
+    it pins one).
     """
     component, pin, series, override = recipe
     name = component.name
     with git.open_repo(stage / name, new=True) as repo:
+        info = Path(repo.git_dir, "info")
+        info.mkdir(exist_ok=True)
         for file, text in _INFO.items():
-            Path(repo.git_dir, "info", file).write_text(text, encoding="utf-8")
+            (info / file).write_text(text, encoding="utf-8")
         source = _obtain(repo, recipe, root / "third_party" / name, stage, mirror)
         base = _make_base(repo, component, pin)
         git.run(repo, "update_ref", git.BASE, base)
         git.run(repo, "checkout", "--quiet", "--force", "--no-track", "-B", git.BRANCH, base)
-        _apply_series(repo, series, name)
-        commit = repo.head.commit
-        if verify and not override:
-            remedy = f"run `.venv/bin/python -m tooling lock {name}` if you changed the patches"
-            _expect(f"{name}: patched commit", pin.patched_commit, commit.hexsha, remedy)
-            _expect(f"{name}: patched tree", pin.patched_tree, commit.tree.hexsha, remedy)
-        record = Record(recipe.key, commit.hexsha, component.version, source, override)
+        if series:
+            console.note(f"{name}: applying {len(series)} patches")
+        for path in series:  # git refuses paths and links that lead out of the tree
+            try:
+                git.run(repo, "am", "--quiet", "--keep-cr", "--no-scissors", "--whitespace=nowarn", str(path))
+            except errors.SourceError as error:
+                raise errors.SourceError(
+                    f"patches/{name}/{path.name}: does not apply ({error}); adapt it to the pinned source, write it "
+                    "with git format-patch, or remove it if that has the change"
+                ) from error
+        record = Record(recipe.key, repo.head.commit.hexsha, override)
+    if verify:
+        remedy = f"run `.venv/bin/python -m tooling lock {name}` if you changed the patches"
+        _expect(f"{name}: patched commit", pin.patched_commit, record.commit, remedy)
     files.write_json(stage / name / _RECORD, record._asdict())
-    return record
+    return record, source
 
 
 def _expect(label: str, pinned: str | None, value: str | None, remedy: str = "take another --mirror") -> None:
@@ -142,19 +82,21 @@ def _expect(label: str, pinned: str | None, value: str | None, remedy: str = "ta
 def _obtain(repo: Repo, recipe: Recipe, present: Path, stage: Path, mirror: str | None) -> str:
     """Get the component's objects, verified, from this disk, its wheel or by git; return the name of the source."""
     component, pin = recipe.component, recipe.pin
-    name, wheel, reason = component.name, component.wheel, ""
+    name, reason = component.name, ""
     if _copy(repo, component, pin, present):
         return "disk"
-    if wheel and wheel.file in pin.archives and pin.tree:
+    if component.wheel and pin.wheel_sha256 and pin.tree:
         folder = stage / f"{name}.wheel"
         try:
-            unpack_wheel(wheel.package, component.version, [pin.archives[wheel.file]], folder, name)
-            _expect(f"{name}: tree of {wheel.file}", pin.tree, git.write_tree(repo, folder / wheel.root))
+            unpack_wheel(name, pin.version, [pin.wheel_sha256], folder)
+            _expect(f"{name}: tree of its wheel", pin.tree, git.write_tree(repo, folder / component.wheel))
             return "wheel"
         except errors.NotThereError as error:
             reason = f"{error}; and "
     if pin.commit is None:
-        raise errors.NotThereError(f"{reason}{name}: no commit is locked; run `.venv/bin/python -m tooling bump`")
+        raise errors.NotThereError(
+            f"{reason}{name}: no commit is locked; run `.venv/bin/python -m tooling lock {name} {pin.version}`"
+        )
     try:
         git.fetch(repo, component.address(mirror), pin.commit, name)
     except errors.NotThereError as error:
@@ -192,25 +134,11 @@ def _make_base(repo: Repo, component: Component, pin: Pin) -> str:
     if component.path:
         git.run(repo, "read_tree", f"--prefix={component.path}/", tree)
         tree = git.run(repo, "write_tree")
-    message = f"{component.name} {component.version}\n\nUpstream: {component.url}\nCommit: {pin.commit}"
+    message = f"{component.name} {pin.version}\n\nUpstream: {component.url}\nCommit: {pin.commit}"
     return git.run(repo, "commit_tree", tree, "-m", message)
 
 
-def _apply_series(repo: Repo, series: Series, component: str) -> None:
-    """Commit each patch on top of what is checked out. git refuses paths and links that lead out of the tree."""
-    if series:
-        console.note(f"{component}: applying {len(series)} patches")
-    for path in series:
-        try:
-            git.run(repo, "am", "--quiet", "--keep-cr", "--no-scissors", "--whitespace=nowarn", str(path))
-        except errors.SourceError as error:
-            raise errors.SourceError(
-                f"patches/{component}/{path.name}: does not apply ({error}); adapt it to the pinned source, write it "
-                "with git format-patch, or remove it if that has the change"
-            ) from error
-
-
-def unpack_wheel(package: str, version: str, hashes: Iterable[str], folder: Path, label: str) -> str:
+def unpack_wheel(package: str, version: str, hashes: Iterable[str], folder: Path) -> str:
     """Unpack a wheel into a new folder, checked against its hashes (none: yet to be pinned); return its sha256.
 
     pip does it: it knows the user's index, mirrors and certificates, and writes nothing outside of the folder.
@@ -220,7 +148,9 @@ def unpack_wheel(package: str, version: str, hashes: Iterable[str], folder: Path
     requirement.write_text(" ".join([f"{package}=={version}", *sums]), encoding="utf-8")
     # The package may ask for a newer Python than ours. With its patches it runs here.
     options = ["--no-deps", "--ignore-requires-python", "--only-binary=:all:", "--no-compile", "--report", str(report)]
-    with console.work(f"{label}: downloading {package} {version}"):
-        proc.run_pip(sys.executable, "install", *options, "--target", str(folder), "-r", str(requirement), label=label)
+    with console.work(f"{package}: downloading {version}"):
+        proc.run_pip(
+            sys.executable, "install", *options, "--target", str(folder), "-r", str(requirement), label=package
+        )
     archive = files.read_object(report)["install"][0]["download_info"]["archive_info"]
     return str(archive["hash"]).removeprefix("sha256=")

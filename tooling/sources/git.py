@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,10 +50,27 @@ _ENVIRONMENT = {
     for role in ("AUTHOR", "COMMITTER")
     for field, value in (("NAME", "MultiMesh"), ("EMAIL", "patches@multimesh.invalid"), ("DATE", "@946684800 +0000"))
 }
-_MALFORMED = r"(?i)fsck error|object corrupt|index-pack failed|invalid index-pack|inflate|bad object"
 _BROKEN = r"(?i)early eof|unexpected disconnect|rpc failed|reset by peer|hung up|curl \d+"  # so git calls its pack, too
-_DISK_FULL = proc.DISK_FULL + "|unable to write|write error"
-_MISSING = r"(?i)not our ref|couldn't find remote ref|unadvertised object|no such remote ref"
+Fault = tuple[str, type[errors.ToolingError], str]
+_CANNOT = "{label}: cannot fetch {url} ({said}); check the network and the url, or name a --mirror"
+_DISK_FULL = (proc.DISK_FULL + "|unable to write|write error", errors.ToolingError,
+              "{label}: cannot be written; free some space and run again")  # fmt: skip
+_FAULTS = (
+    _DISK_FULL,
+    ("Read-only file system|Permission denied", errors.ToolingError,
+     "{label}: cannot be written; make it writable and run again"),
+    ("", errors.SourceError, "{said}"),
+)  # fmt: skip
+_FAULTS_OF_SERVERS = (
+    (r"(?i)not our ref|couldn't find remote ref|unadvertised object|no such remote ref", errors.NotThereError,
+     "{label}: {url} does not have {commit}; check the pin in sources.lock or take another --mirror"),
+    _DISK_FULL,
+    (_BROKEN, errors.NotThereError, _CANNOT),
+    (r"(?i)fsck error|object corrupt|index-pack failed|invalid index-pack|inflate|bad object", errors.SourceError,
+     "{label}: {url} sent objects that git refuses ({said}); do not use it"),
+    ("", errors.NotThereError, _CANNOT),
+)  # fmt: skip
+"""What git's complaints mean, by the first pattern that fits."""
 # GitPython adds to the environment and takes nothing away: GIT_DIR of a user's hook would lead it elsewhere.
 for _name in [name for name in os.environ if name.startswith("GIT_") and not name.startswith("GIT_SSL_")]:
     del os.environ[_name]
@@ -67,15 +84,17 @@ def open_repo(root: Path, *, new: bool = False) -> Iterator[Repo]:
     from git import GitCommandError, Repo
     from git.exc import GitError, ODBError
 
+    # A clone that is mounted into a container belongs to another user there; this directory is one that we made.
+    settings = [*_SETTINGS.items(), ("safe.directory", str(root))]
+    env = {"GIT_CONFIG_COUNT": str(len(settings)), "GIT_CEILING_DIRECTORIES": str(root.parent)} | _ENVIRONMENT
+    for number, (key, value) in enumerate(settings):
+        env |= {f"GIT_CONFIG_KEY_{number}": key, f"GIT_CONFIG_VALUE_{number}": value}
     try:
-        if new:
-            Repo.init(root, env=_environment(root), object_format="sha1").close()
-            (root / ".git" / "info").mkdir(exist_ok=True)
-        with Repo(root) as repo:
-            repo.git.update_environment(**_environment(root))
+        with Repo.init(root, env=env, object_format="sha1") if new else Repo(root) as repo:
+            repo.git.update_environment(**env)
             yield repo
     except GitCommandError as error:
-        raise _explain(error, root) from error
+        raise _explain(error, _FAULTS, label=root) from error
     except (GitError, ODBError) as error:
         raise errors.SourceError(f"{root}: git cannot read it ({error}); move it away and run again") from error
 
@@ -87,7 +106,7 @@ def run(repo: Repo, command: str, *args: str, **options: Any) -> str:
     try:
         return str(getattr(repo.git, command)(*args, **options))
     except GitCommandError as error:
-        raise _explain(error, repo.working_dir) from error
+        raise _explain(error, _FAULTS, label=repo.working_dir) from error
 
 
 def find_object(repo: Repo, name: str) -> str | None:
@@ -104,23 +123,23 @@ def fetch(repo: Repo, url: str, commit: str, label: str) -> None:
     ``NotThereError``: the server answers without it, or does not answer; ``SourceError``: its objects are malformed.
     """
     from git import GitCommandError, Remote, RemoteProgress
+    from git.util import CallableRemoteProgress
 
-    origin = repo.remote("origin") if "origin" in repo.remotes else Remote.add(repo, "origin", url)
+    origin = Remote.add(repo, "origin", url)
     for attempt in range(1, _ATTEMPTS + 1):
         text = f"{label}: fetching {commit[:12]}" + (f", attempt {attempt}" if attempt > 1 else "")
         with console.work(text) as advance:
 
-            class Progress(RemoteProgress):
-                def update(self, op_code: int, cur_count: Any, max_count: Any = None, message: str = "") -> None:
-                    if op_code & self.OP_MASK == self.RECEIVING:
-                        advance(float(cur_count), float(max_count) if max_count else None)
+            def report(code: int, count: Any, total: Any, message: str) -> None:
+                if code & RemoteProgress.OP_MASK == RemoteProgress.RECEIVING:
+                    advance(float(count), float(total) if total else None)
 
             try:
-                origin.fetch(commit, Progress(), depth=1, no_tags=True, no_recurse_submodules=True)
+                origin.fetch(commit, CallableRemoteProgress(report), depth=1, no_tags=True, no_recurse_submodules=True)
                 return
             except GitCommandError as error:
-                if attempt == _ATTEMPTS or re.search(f"{_MISSING}|{_DISK_FULL[4:]}", error.stderr):
-                    raise _explain_fetch(error, url, commit, label) from error
+                if attempt == _ATTEMPTS or not re.search(_BROKEN, error.stderr):
+                    raise _explain(error, _FAULTS_OF_SERVERS, label=label, url=url, commit=commit) from error
 
 
 def write_tree(repo: Repo, folder: Path) -> str:
@@ -145,40 +164,10 @@ def hide_password(url: str) -> str:
     return re.sub(r"//[^/]*@", "//***@", url)
 
 
-def _environment(root: Path) -> dict[str, str]:
-    # A clone that is mounted into a container belongs to another user there; this directory is one that we made.
-    settings = [*_SETTINGS.items(), ("safe.directory", str(root))]
-    env = {"GIT_CONFIG_COUNT": str(len(settings)), "GIT_CEILING_DIRECTORIES": str(root.parent)}
-    for number, (key, value) in enumerate(settings):
-        env |= {f"GIT_CONFIG_KEY_{number}": key, f"GIT_CONFIG_VALUE_{number}": value}
-    return _ENVIRONMENT | env
-
-
-def _explain(error: GitCommandError, place: object) -> errors.ToolingError:
-    """Return the error of a git that failed in a work tree, or in a conversation with a server."""
-    if re.search(_DISK_FULL, error.stderr):
-        return errors.ToolingError(f"{place}: cannot be written; free some space and run again")
-    if re.search("Read-only file system|Permission denied", error.stderr):
-        return errors.ToolingError(f"{place}: cannot be written; make it writable and run again")
-    return errors.SourceError(_complaint(error))
-
-
-def _explain_fetch(error: GitCommandError, url: str, revision: str, label: str) -> errors.ToolingError:
-    if re.search(_MISSING, error.stderr):
-        return errors.NotThereError(
-            f"{label}: {url} does not have {revision}; check the pin in sources.lock or take another --mirror"
-        )
-    if re.search(_MALFORMED, error.stderr) and not re.search(_BROKEN, error.stderr):
-        return errors.SourceError(f"{label}: {url} sent objects that git refuses ({_complaint(error)}); do not use it")
-    if re.search(_DISK_FULL, error.stderr):
-        return _explain(error, label)
-    return errors.NotThereError(
-        f"{label}: cannot fetch {url} ({_complaint(error)}); check the network and the url, or name a --mirror"
-    )
-
-
-def _complaint(error: GitCommandError) -> str:
-    """Return the lines of a git's output that say what is wrong, as one."""
+def _explain(error: GitCommandError, faults: Sequence[Fault], **names: object) -> errors.ToolingError:
+    """Return what a complaint means, with the lines of git's output that say what is wrong."""
     lines = [line.strip().removeprefix("stderr: ").strip("' ") for line in error.stderr.splitlines()]
-    said = "; ".join(line for line in lines if "fatal:" in line or "error:" in line)
-    return proc.shorten(said or " ".join(lines)) or f"git ended with {error.status}"
+    telling = "; ".join(line for line in lines if "fatal:" in line or "error:" in line)
+    said = proc.shorten(telling or " ".join(lines)) or f"git ended with {error.status}"
+    kind, text = next((kind, text) for pattern, kind, text in faults if re.search(pattern, error.stderr))
+    return kind(text.format(said=said, **names))

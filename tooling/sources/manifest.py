@@ -1,60 +1,47 @@
-"""``sources.yaml``: which components ``third_party/`` holds; ``sources.lock``: their exact bytes, patches included."""
+"""``sources.yaml``: what ``third_party/`` holds; ``sources.lock``: its exact bytes; ``patches/``: what we change.
+
+``patches/NAME/series`` names the patches of a component in their order.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+import re
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tooling.core import errors, files
 
-GROUPS = ("run", "source", "dev")
-CUDA = ("cuda12", "cuda13")  # only where asked for: packages of 5 GB, for GPUs
-COMPILER = "compile-gpu"  # of cuda12 only what compiles: without a GPU no more can be loaded
-ALL_GROUPS = (*GROUPS, "image", *CUDA, COMPILER, "data")  # data, too, is 2 GB; image is what building an image needs
 SCHEMA, LOCK_SCHEMA = (Path(__file__).with_name(f"{name}.schema.json") for name in ("manifest", "lock"))
 _ABOUT = [
-    "The exact bytes of third_party/; written by `.venv/bin/python -m tooling lock` and `bump`.",
+    "The exact bytes of third_party/; written by `.venv/bin/python -m tooling lock`.",
     "null: no source was read that says. A commit fixes its tree, and a tree its bytes.",
 ]
 
 
-class Wheel(NamedTuple):
-    """The wheel ``file`` of a ``package``, which has the component's ``path`` in its folder ``root``."""
-
-    package: str
-    file: str
-    root: str
-
-
 class CommitFile(NamedTuple):
-    """The file that names a component's commit, as ``name = "COMMIT"``.
-
-    It is in the locked wheel of the package ``wheel``, or in the tree of another ``component``.
-    """
+    """The file that names a component's commit, as ``name = "COMMIT"``: in its locked wheel, or another's tree."""
 
     file: str
     name: str
-    wheel: str = ""
     component: str = ""
 
 
 class Component(NamedTuple):
     """One folder of ``third_party/``: an upstream, or its subtree ``path``, which lies there under the same path.
 
-    Git is asked where there is no ``wheel``, or nobody offers it. ``commit`` is set where a file says it; where that is
-    one of another component, ``version`` is empty, and the lock has no pin: the pin of the other fixes its bytes.
+    ``wheel`` is the folder of the wheel of this name that has the same tree; git is asked where nobody offers it.
+    ``commit`` is set where a file says it. Where that is one of another component, the lock has no pin: the pin of the
+    other fixes the bytes.
     """
 
     name: str
     groups: tuple[str, ...]
     url: str
-    version: str = ""
     tag: str = ""
     path: str = ""
-    wheel: Wheel | None = None
+    wheel: str = ""
     commit: CommitFile | None = None
 
     @property
@@ -70,42 +57,47 @@ class Component(NamedTuple):
 class Pin(NamedTuple):
     """The pinned bytes of one component; None where no source was read that says.
 
-    ``commit`` is the upstream's, ``tree`` git's hash of the component before patches, which ``archives`` (file name to
-    sha256) hold as well: either of the two fixes all bytes. Its patches must give ``patched_commit`` and
-    ``patched_tree``.
+    ``commit`` is the upstream's, ``tree`` git's hash of the component before patches: either of the two fixes all
+    bytes. Its patches must give ``patched_commit``, and so this commit's tree.
     """
 
     version: str
     commit: str | None
     tree: str | None
-    archives: Mapping[str, str] = MappingProxyType({})
+    wheel_sha256: str | None = None
     patched_commit: str | None = None
-    patched_tree: str | None = None
+
+
+class Recipe(NamedTuple):
+    """All that decides the bytes of one component. ``override``: the ``URL@SHA`` in place of the locked source."""
+
+    component: Component
+    pin: Pin
+    series: tuple[Path, ...]
+    override: str = ""
+
+    @property
+    def key(self) -> str:
+        """A digest of the recipe: the same for the same bytes."""
+        pin, sums = self.pin, [(path.name, files.sha256(path)) for path in self.series]
+        parts = [self.component.path, pin.commit, pin.tree, pin.patched_commit, sums, self.override]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 Sources = dict[str, Component]
 Pins = dict[str, Pin]
 
 
-def load(path: Path, versions: Mapping[str, str] = MappingProxyType({})) -> Sources:
-    """Read and check ``sources.yaml``: components by name, in the order of the file, those of ``versions`` at these."""
-    entries = files.read_document(path, SCHEMA, "correct it")["components"]
-    sources = {name: _component(name, entry, versions.get(name)) for name, entry in entries.items()}
+def load(path: Path) -> Sources:
+    """Read and check ``sources.yaml``: components by name, in the order of the file."""
+    sources: Sources = {}
+    for name, entry in files.read_document(path, SCHEMA, "correct it")["components"].items():
+        commit = CommitFile(**entry.pop("commit")) if "commit" in entry else None
+        sources[name] = Component(name, tuple(entry.pop("groups")), commit=commit, **entry)
     for name, component in sources.items():
         if component.follows and find(sources, component.follows).follows:
             raise errors.SourceError(f"{path.name}: {name}: {component.follows} has no version of its own")
     return sources
-
-
-def _component(name: str, entry: dict[str, Any], version: str | None) -> Component:
-    entry |= {} if version is None else {"version": version}
-    entry = json.loads(json.dumps(entry).replace("{version}", entry.get("version", "")))
-    entry["groups"] = tuple(entry["groups"])
-    if "wheel" in entry:
-        entry["wheel"] = Wheel(**entry["wheel"])
-    if "commit" in entry:
-        entry["commit"] = CommitFile(**entry["commit"])
-    return Component(name, **entry)
 
 
 def find(sources: Sources, name: str) -> Component:
@@ -120,21 +112,53 @@ def load_lock(path: Path) -> Pins:
     return {name: Pin(**entry) for name, entry in files.read_document(path, LOCK_SCHEMA)["components"].items()}
 
 
-def pin_of(component: Component, pins: Pins) -> Pin:
-    """Return the pin of a component, or raise if the lock does not know it at this version."""
-    pin = pins.get(component.name)
-    locked = pin.version if pin else "nothing"
-    if pin is None or locked != component.version:
-        raise errors.SourceError(
-            f"{component.name}: sources.yaml wants {component.version}, sources.lock pins {locked}; "
-            f"run `.venv/bin/python -m tooling bump {component.name} {component.version}`"
-        )
-    return pin
-
-
 def save_lock(path: Path, sources: Sources, pins: Pins) -> None:
     """Write ``sources.lock`` whole or not at all, components in the order of the manifest."""
     entries = {name: pins[name]._asdict() for name in sources if name in pins}
-    for entry in entries.values():
-        entry["archives"] = dict(entry["archives"])
     files.write_json(path, {"format": 1, "about": _ABOUT, "components": entries})
+
+
+def load_series(root: Path, component: str) -> tuple[Path, ...]:
+    """Read the patch series of a component; no folder and an empty series are the same."""
+    folder = root / "patches" / component
+    patches = {path.name: path for path in folder.glob("*.patch")}
+    lines = (folder / "series").read_text(encoding="utf-8").split("\n") if (folder / "series").is_file() else []
+    names = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    if odd := sorted({*names} ^ {*patches}) or [name for name in patches if names.count(name) > 1]:
+        raise errors.SourceError(f"patches/{component}/series: name each .patch file beside it once, not {odd[0]}")
+    return tuple(patches[name] for name in names)
+
+
+def make_recipe(root: Path, component: Component, pins: Pins, override: str = "") -> Recipe:
+    """Return the recipe of a component, from the lock and its patches.
+
+    ``NotThereError``: another component's tree names its commit, and is not there.
+    """
+    name, series = component.name, load_series(root, component.name)
+    if override:
+        url, _, commit = override.rpartition("@")
+        return Recipe(component._replace(url=url, wheel=""), Pin(commit, commit, None), series, override)
+    if component.follows and component.commit:
+        path = Path("third_party", component.follows, component.commit.file)
+        try:
+            commit = read_commit(root / path, component.commit, name)
+        except OSError:
+            remedy = f"run `.venv/bin/python -m tooling sync {component.follows} {name}`"
+            raise errors.NotThereError(f"{name}: {path} names its commit, and is not there; {remedy}") from None
+        return Recipe(component, Pin(commit, commit, None), series)
+    if name not in pins or pins[name].patched_commit is None:
+        version = "" if name in pins else " VERSION"
+        raise errors.SourceError(
+            f"{name}: sources.lock does not have what its patches give; run `.venv/bin/python -m tooling lock "
+            f"{name}{version}`"
+        )
+    return Recipe(component, pins[name], series)
+
+
+def read_commit(path: Path, file: CommitFile, label: str) -> str:
+    """Return the commit that a file names."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    match = re.search(rf"(?m)^{file.name}\b[^=\n]*=\s*['\"]([0-9a-f]{{40}})['\"]", text)
+    if match is None:
+        raise errors.SourceError(f'{label}: {file.file} has no line {file.name} = "COMMIT"; correct it in sources.yaml')
+    return match[1]

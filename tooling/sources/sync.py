@@ -15,24 +15,25 @@ from tooling.core import console, errors, files
 from tooling.core.console import Subparsers, command
 from tooling.core.files import ROOT
 from tooling.sources import fetch, git, manifest
-from tooling.sources.fetch import Recipe, Record, make_recipe
-from tooling.sources.manifest import Component
+from tooling.sources.manifest import Component, Recipe, make_recipe
 
-Row = tuple[str, str, str, str]
+DEFAULT = ("run", "source", "dev")
+CUDA = ("cuda12", "cuda13")  # only where asked for: packages of 5 GB, for GPUs
+ADDED = (*CUDA, "compile-gpu", "data")  # to those of run: 2 GB; of cuda12 what compiles, more cannot be loaded
 
 
 class Tree(NamedTuple):
     """One look at ``third_party/<name>``, whose state is ``missing`` or one of these.
 
     ``clean``: as this tooling left it; ``outdated``: by another recipe. ``dirty``: files were changed or added.
-    ``commits``: the branch has moved. ``unknown``: not made by this tooling, such as a link.
+    ``commits``: the branch has moved. ``unknown``: not made by this tooling, such as a link. ``work`` says what else
+    nobody could make again.
     """
 
     state: str
-    head: str = ""
-    record: Record | None = None
-    changed: tuple[str, ...] = ()
-    branches: tuple[str, ...] = ()  # and a stash: refs that a new tree would not have
+    head: str = "-"
+    work: str = ""
+    override: str = ""
 
 
 def register(subparsers: Subparsers) -> None:
@@ -50,7 +51,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that ``sync`` and ``bootstrap`` share."""
     parser.set_defaults(names=())
     add = parser.add_argument
-    add("--group", action="append", choices=manifest.ALL_GROUPS, dest="groups",
+    add("--group", action="append", choices=(*DEFAULT, "image", *ADDED), dest="groups",
         help="only this group; may be repeated (default: run, source and dev); run: for MaxText; image: for images; "
         "cuda12: run, and the packages with which JAX uses NVIDIA GPUs (5 GB); cuda13: the same for drivers of 580 or "
         "later; compile-gpu: run, and what compiles for GPUs without having one (1.7 GB); data: run, and what reads "
@@ -61,23 +62,28 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--force", action="store_true", help="drop changed or unknown trees")
 
 
-def choose_groups(args: argparse.Namespace) -> tuple[str, ...]:
+def choose_groups(args: argparse.Namespace) -> set[str]:
     """Return the groups of the command line. With packages for GPUs come those that run on them."""
-    groups = tuple(args.groups or manifest.GROUPS)
-    more = {*manifest.CUDA, manifest.COMPILER, "data"}
-    return ("run", *groups) if more & {*groups} and "run" not in groups else groups
+    groups = {*(args.groups or DEFAULT)}
+    return groups | {"run"} if groups & {*ADDED} else groups
 
 
-def run(args: argparse.Namespace) -> None:
-    """Bring components in; print the outcomes. A component that fails does not keep the others from coming."""
+def choose_components(args: argparse.Namespace) -> dict[Component, str]:
+    """Return the components of the command line in the order of their making, each with its ``--override``."""
     if args.mirror and (fault := git.url_fault(args.mirror)):
         raise errors.OptionError(f"--mirror '{git.hide_password(args.mirror)}': {fault}")
     if args.names and args.groups:
         raise errors.OptionError("--group and names of components exclude each other: leave one out")
-    rows, failures = sync(ROOT, args)
-    print(console.table(("component", "action", "detail", "commit"), rows))
-    if failures:
-        raise ExceptionGroup("sync", failures)
+    sources, groups = manifest.load(ROOT / "sources.yaml"), choose_groups(args)
+    chosen = [manifest.find(sources, name) for name in dict.fromkeys(args.names)]
+    chosen = chosen or [component for component in sources.values() if groups & {*component.groups}]
+    overrides = dict(map(read_override, args.override))
+    for name in overrides:
+        if manifest.find(sources, name) not in chosen:
+            there = ", ".join(component.name for component in chosen)
+            raise errors.OptionError(f"--override {name}: is not among {there}; add it")
+    chosen.sort(key=lambda component: bool(component.follows))  # after the trees that name their commits
+    return {component: overrides.get(component.name, "") for component in chosen}
 
 
 def read_override(text: str) -> tuple[str, str]:
@@ -91,101 +97,85 @@ def read_override(text: str) -> tuple[str, str]:
     return name, value
 
 
-def sync(root: Path, args: argparse.Namespace) -> tuple[list[Row], list[Exception]]:
-    """Bring components into place; return a row for each, and the errors of those that failed."""
-    sources, pins = manifest.load(root / "sources.yaml"), manifest.load_lock(root / "sources.lock")
-    overrides, groups = dict(map(read_override, args.override)), {*choose_groups(args)}
-    components = [manifest.find(sources, name) for name in dict.fromkeys(args.names)]
-    components = components or [component for component in sources.values() if groups & {*component.groups}]
-    for name in overrides:
-        if manifest.find(sources, name) not in components:
-            there = ", ".join(component.name for component in components)
-            raise errors.OptionError(f"--override {name}: is not among {there}; add it")
-    components.sort(key=lambda component: bool(component.follows))  # after the trees that name their commits
+def run(args: argparse.Namespace) -> None:
+    """Bring components in; print the outcomes. A component that fails does not keep the others from coming."""
+    chosen, pins, rows = choose_components(args), manifest.load_lock(ROOT / "sources.lock"), list[tuple[str, ...]]()
+    failures = list[Exception]()
 
-    def choose(component: Component) -> Recipe:
-        return make_recipe(root, component, pins, overrides.get(component.name, ""))
-
-    def keep(component: Component) -> Row | None:
-        """Return the row of a component whose place has what its recipe gives."""
+    def keep(component: Component) -> bool:
+        """Say whether the place of a component has what its recipe gives."""
         with contextlib.suppress(errors.SourceError):
-            tree = observe(root, component.name, choose(component).key)
+            recipe = make_recipe(ROOT, component, pins, chosen[component])
+            tree = observe(component.name, recipe.key)
             if tree.state == "clean":
-                return (component.name, "kept", "in place", tree.head[:12])
-        return None
+                rows.append((component.name, "kept", "in place", tree.head))
+                return True
+        return False
 
-    rows, failures = list(filter(None, map(keep, components))), list[Exception]()
-    killed = (root / "third_party" / ".stage").exists()  # what a run left there
-    if len(rows) == len(components) and not killed:
-        return rows, []  # looking needs no writing
-    with stage(root) as folder:
-        rows = []
-        library = root / "third_party" / "multimesh"
-        if not os.path.lexists(library):
-            library.symlink_to("../multimesh")
-        for component in components:
-            try:
-                rows.append(keep(component) or _bring(root, choose(component), folder, args))
-            except (errors.ToolingError, OSError) as error:
-                failures.append(error)
-                rows.append((component.name, "failed", "left as it was", "-"))
-    return rows, failures
+    # Looking needs no writing, unless a run that was killed left something.
+    if not all(map(keep, chosen)) or (ROOT / "third_party" / ".stage").exists():
+        rows.clear()
+        with stage(ROOT) as folder:
+            library = ROOT / "third_party" / "multimesh"
+            if not os.path.lexists(library):
+                library.symlink_to("../multimesh")
+            for component, override in chosen.items():
+                try:
+                    if not keep(component):
+                        recipe = make_recipe(ROOT, component, pins, override)
+                        rows.append(_bring(recipe, folder, args.mirror, force=args.force))
+                except (errors.ToolingError, OSError) as error:
+                    failures.append(error)
+                    rows.append((component.name, "failed", "left as it was", "-"))
+    print(console.table(("component", "action", "detail", "commit"), rows))
+    if failures:
+        raise ExceptionGroup("sync", failures)
 
 
-def observe(root: Path, name: str, key: str) -> Tree:
+def observe(name: str, key: str) -> Tree:
     """Look at a folder of ``third_party/``, whose recipe has this key; reads only, and runs one ``git status``."""
-    place = root / "third_party" / name
+    place = ROOT / "third_party" / name
     if not os.path.lexists(place):
         return Tree("missing")
-    record = None if place.is_symlink() else fetch.read_record(place)
-    if record is None:
-        return Tree("unknown")
+    record, unknown = fetch.read_record(place), Tree("unknown", work="was not made by this tooling")
+    if record is None or place.is_symlink():
+        return unknown
     try:
         with git.open_repo(place) as repo:
             head = git.find_object(repo, "HEAD") or ""
             lines = git.run(repo, "status", "--porcelain", "-z", "--no-renames").split("\0")
             refs = git.run(repo, "for_each_ref", "--format=%(refname)", "refs/heads", "refs/stash").split()
     except errors.SourceError:
-        return Tree("unknown", record=record)
-    changed = tuple(line[3:] for line in lines if line)
-    branches = tuple(ref for ref in refs if ref != f"refs/heads/{git.BRANCH}")
-    state = "clean" if record.key == key else "outdated"
-    return Tree("dirty" if changed else state if head == record.commit else "commits", head, record, changed, branches)
+        return unknown
+    changed = [line[3:] for line in lines if line]
+    state, work = "clean" if record.key == key else "outdated", ""
+    if refs := [ref for ref in refs if ref != f"refs/heads/{git.BRANCH}"]:  # which a new tree would not have
+        work = f"has branches or a stash of yours ({', '.join(refs[:3])})"
+    if head != record.commit:
+        state = "commits"
+    if changed:
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        state, work = "dirty", f"has changes that no commit holds ({', '.join(changed[:3])}{more})"
+    return Tree(state, head[:12], work, record.override)
 
 
-def _bring(root: Path, recipe: Recipe, folder: Path, args: argparse.Namespace) -> Row:
-    """Build one component in ``folder``, and move it into place."""
-    name, place = recipe.component.name, root / "third_party" / recipe.component.name
-    tree = observe(root, name, recipe.key)
-    if not args.force:
-        _refuse(place, tree, recipe)
-    record = fetch.build(root, recipe, folder, args.mirror)
+def _bring(recipe: Recipe, folder: Path, mirror: str | None, *, force: bool) -> tuple[str, ...]:
+    """Build one component in ``folder``, and move it into place, where nobody's work lies; return its row."""
+    name, place = recipe.component.name, ROOT / "third_party" / recipe.component.name
+    tree = observe(name, recipe.key)
+    remedy = "make a patch of it (CONTRIBUTING.md, 'Add a patch'), move it away, or drop it with --force"
+    if tree.work and not force:
+        raise errors.SourceError(f"third_party/{name}: {tree.work}; {remedy}")
+    record, source = fetch.build(ROOT, recipe, folder, mirror)
+    if tree.state == "commits" and not force:
+        with git.open_repo(place) as old, git.open_repo(folder / name) as new:
+            if old.head.commit.tree != new.head.commit.tree:  # else the patches give the same files
+                raise errors.SourceError(f"third_party/{name}: is at {tree.head}, which nobody locked; {remedy}")
     if tree.state != "missing":
         place.rename(folder / f"{name}.old")
     (folder / name).rename(place)
-    detail = f"{record.version[:12]}, {len(recipe.series)} patches, from {record.source}"
+    detail = f"{recipe.pin.version[:12]}, {len(recipe.series)} patches, from {source}"
     return (name, "created" if tree.state == "missing" else "replaced", detail, record.commit[:12])
-
-
-def _refuse(place: Path, tree: Tree, recipe: Recipe) -> None:
-    """Raise ``SourceError`` where a place has content that nobody could make again."""
-    reason = "was not made by this tooling"
-    if tree.state == "dirty":
-        more = f" and {len(tree.changed) - 3} more" if len(tree.changed) > 3 else ""
-        reason = f"has changes that no commit holds ({', '.join(tree.changed[:3])}{more})"
-    elif tree.branches:
-        reason = f"has branches or a stash of yours ({', '.join(tree.branches[:3])})"
-    elif tree.state == "commits":
-        with git.open_repo(place) as repo:
-            if git.find_object(repo, "HEAD^{tree}") == (recipe.pin.patched_tree or ""):
-                return  # the patches give the same files
-        reason = f"is at {tree.head[:12]}, which nobody locked"
-    elif tree.state != "unknown":
-        return
-    raise errors.SourceError(
-        f"third_party/{place.name}: {reason}; make a patch of it (CONTRIBUTING.md, 'Add a patch'), move it away, or "
-        "drop it with --force"
-    )
 
 
 @contextlib.contextmanager
@@ -209,22 +199,19 @@ def stage(root: Path) -> Iterator[Path]:
 
 def run_status(args: argparse.Namespace) -> int:
     """Print a table of all components; exit 0 if all trees that are here are as locked."""
-    sources, pins, rows = manifest.load(ROOT / "sources.yaml"), manifest.load_lock(ROOT / "sources.lock"), []
-    for name, component in sources.items():
-        key, fault = "", ""
+    pins, rows = manifest.load_lock(ROOT / "sources.lock"), []
+    for name, component in manifest.load(ROOT / "sources.yaml").items():
+        key, version, count, state = "", "-", "-", ""
         try:
-            key = make_recipe(ROOT, component, pins).key
+            recipe = make_recipe(ROOT, component, pins)
+            key, version, count = recipe.key, recipe.pin.version[:12], str(len(recipe.series))
+        except errors.NotThereError:
+            pass  # the tree that names its commit is yet to come
         except errors.SourceError as error:
-            fault = str(error)
-        tree = observe(ROOT, name, key)
-        state, record = tree.state, tree.record
-        if fault and (state != "missing" or not component.follows):  # else it follows the tree that names its commit
-            console.note(fault)
+            console.note(str(error))
             state = "unlocked"
-        if record and record.override:
-            state = "overridden"
-        version, count = component.version or (record.version if record else "-"), len(fetch.load_series(ROOT, name))
-        state += f" ({len(tree.changed)} files)" if tree.changed else ""
-        rows.append((name, ",".join(component.groups), version[:12], state, str(count), (tree.head or "-")[:12]))
+        tree = observe(name, key)
+        state = "overridden" if tree.override else state or tree.state
+        rows.append((name, ",".join(component.groups), version, state, count, tree.head))
     print(console.table(("component", "groups", "version", "state", "patches", "commit"), rows))
     return int(any(row[3] not in ("clean", "missing") for row in rows))

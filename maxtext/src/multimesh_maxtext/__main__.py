@@ -27,9 +27,9 @@ def run_trainer(*arguments: str) -> None:
         if config.count > 1:
             _join_others(config)
         if config.target and config.stages == 1:
-            from multimesh_maxtext.trainer.one_program import compile_step
+            from multimesh_maxtext.trainer.foresight import compile_program
 
-            compile_step(config.target, Path(config.forecast))
+            compile_program(config.target, Path(config.forecast))
         sys.argv = [TRAINER, *arguments]
         runpy.run_module(TRAINER, run_name="__main__", alter_sys=True)
 

@@ -1,7 +1,4 @@
-"""The command line: a demonstration, forecasts, suggestions, processes.
-
-``python -m multimesh`` imports JAX only where it is needed.
-"""
+"""The command line: a demonstration, forecasts, suggestions, processes. It imports JAX only where it is needed."""
 
 from __future__ import annotations
 
@@ -29,15 +26,14 @@ INTERRUPTED = 130
 _DEVICES = "--xla_force_host_platform_device_count="  # JAX refuses it beside its own setting
 
 _ROOT = """\
-  python -m multimesh demo                                     # train a small pipeline, and draw it
-  python -m multimesh forecast --stages 4 --microbatches 8     # compare schedules, without devices
-  python -m multimesh suggest --model llama3-70b --nodes 8     # configurations for 64 GPUs, without devices
-  python -m multimesh spawn -n 4 train.py                      # a program as four processes of this machine
-  python -m multimesh check -n 8                               # whether devices can run pipelines, and why not
+  python -m multimesh demo
+  python -m multimesh check --help
 
-MultiMesh for JAX: parts of one jitted function on different submeshes."""
+MultiMesh for JAX: parts of one jitted function on different submeshes. The help of each command has examples."""
 
 _DEMO = """\
+train a small transformer as a pipeline, beside the same function on one device
+
   python -m multimesh demo
   python -m multimesh demo --schedule gpipe --microbatches 8 --plan
   python -m multimesh demo --schedule zb-h1 --microbatches 8 --html out.html
@@ -49,9 +45,11 @@ through the stages; then SGD changes the parameters, each where it lives.
 The same function runs once more under plain jax.jit on one device, from the same start. The table shows the loss of
 both after each step. They are equal but for rounding, or the command fails. At the end each kernel is measured, and a
 page shows when it would run on submeshes that run at the same time: open it in a browser, and point at a box. No GPU is
-needed. `multimesh-demo` does the same."""
+needed."""
 
 _FORECAST = """\
+simulate pipeline schedules, beside the published formulas
+
   python -m multimesh forecast
   python -m multimesh forecast --schedule zb-h1 --stages 4 --microbatches 8 --costs F=1,B=1,W=0.8 --svg out.svg
   python -m multimesh forecast --compile train.py:lower --device h100 --nodes 2
@@ -64,6 +62,8 @@ With --compile a step of yours is compiled for GPUs that need not be here, and a
 each submesh, beside the forecast. It needs JAX's compiler for GPUs: ./bootstrap.sh --group compile-gpu"""
 
 _SPAWN = """\
+start a program as several processes of one job on this machine
+
   python -m multimesh spawn -n 4 train.py --steps 100
   python -m multimesh spawn -n 2 --label examples/fft3d.py 16
 
@@ -72,6 +72,8 @@ mm.distributed.initialize() finds the others; on GPUs each takes the one of its 
 lines that they print stay whole."""
 
 _CHECK = """\
+say whether these processes and devices can run pipelines, and why not
+
   python -m multimesh check -n 8
   python -m multimesh check --gpus-per-stage 8 --report check.json  # behind srun or mpirun, on all nodes
 
@@ -87,7 +89,7 @@ _CHECK_EXIT_CODES = """\
    14  a pipeline computes something else than one program
    17  a process or a transfer did not answer"""
 
-_EXIT_CODES = """\
+_DEMO_EXIT_CODES = """\
     0  the losses of every step agree to 1e-5
     1  any other error
     2  flags that do not fit together
@@ -121,112 +123,104 @@ class _Parser(argparse.ArgumentParser):
         help_of = f"{self.prog} COMMAND" if commands else self.prog
         raise UsageError(f"{message}; {hint}{help_of} --help lists the flags")
 
+    def flag(self, name: str, kind: Callable[[str], Any], metavar: str, words: str, **options: Any) -> None:
+        """Declare a flag with a value."""
+        self.add_argument(name, type=kind, metavar=metavar, help=words, **options)
+
+    def switch(self, *names: str, words: str) -> None:
+        """Declare a flag without a value."""
+        self.add_argument(*names, action="store_true", help=words)
+
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of every command and flag."""
     root = _Parser(prog="python -m multimesh", description=_ROOT)
     root.add_argument("--version", action="version", version=f"multimesh-jax {__version__}")
     commands = root.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    _add_demo(commands)
-    _add_forecast(commands)
-    _add_spawn(commands)
-    _add_check(commands)
-    for name, plugin in plugins.load_all().items():
-        command = _command(commands, name, plugin.SUMMARY, plugin.ABOUT, plugin.EXIT_CODES)
-        plugin.add_flags(command)
-        command.set_defaults(plugin=plugin)
+    others = plugins.load_all()
+    rows = {n: (f"{other.SUMMARY}\n\n{other.ABOUT}", other.EXIT_CODES, other.add_flags) for n, other in others.items()}
+    for name, (about, codes, add_flags) in {**_COMMANDS, **rows}.items():
+        words, _, about = about.partition("\n\n")
+        epilog = f"exit codes:\n{codes}\n  130  interrupted"
+        add_flags(commands.add_parser(name, help=words, usage="%(prog)s [flags]", description=about, epilog=epilog))
     return root
 
 
-def _command(commands: Any, name: str, words: str, description: str, codes: str) -> argparse.ArgumentParser:
-    epilog = f"exit codes:\n{codes}\n  130  interrupted"
-    return commands.add_parser(name, help=words, usage="%(prog)s [flags]", description=description, epilog=epilog)
-
-
-def _add_spawn(commands: Any) -> None:
-    words = "start a program as several processes of one job on this machine"
-    several = _command(commands, "spawn", words, _SPAWN, _SPAWN_EXIT_CODES)
-    add = several.add_argument
-    several.usage = "%(prog)s -n N [--label] PROGRAM [ARGUMENT ...]"
+def _add_spawn(command: _Parser) -> None:
+    command.usage = "%(prog)s -n N [--label] PROGRAM [ARGUMENT ...]"
+    add = command.add_argument
     add("-n", "--processes", type=values.positive, required=True, metavar="N", help="how many of them")
-    text = "the number of its process before each line, as srun -l does"
-    add("-l", "--label", action="store_true", help=text)
+    command.switch("-l", "--label", words="the number of its process before each line, as srun -l does")
     add("program", metavar="PROGRAM", help="the file of a Python program")
     add("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="its own arguments")
 
 
-def _add_check(commands: Any) -> None:
-    words = "say whether these processes and devices can run pipelines, and why not"
-    add = _command(commands, "check", words, _CHECK, _CHECK_EXIT_CODES).add_argument
-    add("-n", "--processes", type=values.positive, metavar="N", help="start N processes on this machine")
-    text = "stages of the pipeline (default: as many as processes)"
-    add("--stages", type=values.positive, metavar="N", help=text)
-    text = "devices of a stage (default: all, dealt out to the stages)"
-    add("--gpus-per-stage", dest="per_stage", type=values.positive, metavar="N", help=text)
-    add("--quick", action="store_true", help="the steps for the start of a job, with fewer turns")
-    text = "one that all processes share (default: here)"
-    add("--folder", type=Path, default=Path(), metavar="DIR", help=text)
-    text = "write the rows as JSON without hosts, users, addresses and paths"
-    add("--report", type=values.file, metavar="FILE", help=text)
-    text = "write the nodes whose processes are at fault in a step that failed, one a line"
-    add("--unfit", type=values.file, metavar="FILE", help=text)
-    add("--json", action="store_true", help="one JSON object instead of the table")
+def _add_check(command: _Parser) -> None:
+    words = "start N processes on this machine"
+    command.add_argument("-n", "--processes", type=values.positive, metavar="N", help=words)
+    flag = command.flag
+    flag("--stages", values.positive, "N", "stages of the pipeline (default: as many as processes)")
+    words = "devices of a stage (default: all, dealt out to the stages)"
+    flag("--gpus-per-stage", values.positive, "N", words, dest="per_stage")
+    command.switch("--quick", words="the steps for the start of a job, with fewer turns")
+    flag("--folder", Path, "DIR", "one that all processes share (default: here)", default=Path())
+    flag("--report", values.file, "FILE", "write the rows as JSON without hosts, users, addresses and paths")
+    words = "write the nodes whose processes are at fault in a step that failed, one a line"
+    flag("--unfit", values.file, "FILE", words)
+    command.switch("--json", words="one JSON object instead of the table")
 
 
-def _add_demo(commands: Any) -> None:
-    words = "train a small transformer as a pipeline, beside the same function on one device"
-    demo = _command(commands, "demo", words, _DEMO, _EXIT_CODES)
-    add = demo.add_argument
-    text = (
+def _add_demo(command: _Parser) -> None:
+    flag = command.flag
+    words = (
         "order in which a submesh runs its microbatches: "
         + "; ".join(f"{schedule.name}: {schedule.summary}" for schedule in schedules.PUBLISHED)
         + "; auto: the best table for the estimated costs of the stages (default: %(default)s)"
     )
-    add("--schedule", type=values.schedule, metavar="NAME", default="1f1b", help=text)
-    add("--steps", type=values.positive, default=8, metavar="N", help="training steps (default: %(default)s)")
-    text = "microbatches a step, of 4 sequences each (default: %(default)s)"
-    add("--microbatches", type=values.positive, default=4, metavar="N", help=text)
-    text = "8 virtual CPU devices, or the first 8 that JAX finds (default: %(default)s)"
-    add("--devices", choices=("virtual", "real"), default="virtual", help=text)
-    add("--plan", action="store_true", help="show the plan first: what each submesh runs, in order")
-    text = "measure each kernel, and write when it ran as a page that names each box you point at (default: a new file)"
-    add("--html", type=values.file, metavar="FILE", help=text)
-    add("--json", action="store_true", help="one JSON object instead of the table and the page")
+    flag("--schedule", values.schedule, "NAME", words, default="1f1b")
+    flag("--steps", values.positive, "N", "training steps (default: %(default)s)", default=8)
+    words = "microbatches a step, of 4 sequences each (default: %(default)s)"
+    flag("--microbatches", values.positive, "N", words, default=4)
+    words = "8 virtual CPU devices, or the first 8 that JAX finds (default: %(default)s)"
+    command.add_argument("--devices", choices=("virtual", "real"), default="virtual", help=words)
+    command.switch("--plan", words="show the plan first: what each submesh runs, in order")
+    words = (
+        "measure each kernel, and write when it ran as a page that names each box you point at (default: a new file)"
+    )
+    flag("--html", values.file, "FILE", words)
+    command.switch("--json", words="one JSON object instead of the table and the page")
 
 
-def _add_forecast(commands: Any) -> None:
-    words = "simulate pipeline schedules, beside the published formulas"
-    command = _command(commands, "forecast", words, _FORECAST, _FORECAST_EXIT_CODES)
-    add = command.add_argument
-    text = (
-        f"by default all published ones are compared: {', '.join(schedules.names())}; auto searches for a shorter "
-        "table in the memory of 1f1b"
+def _add_forecast(command: _Parser) -> None:
+    flag = command.flag
+    words = (
+        f"by default all published ones are compared: {', '.join(schedules.names())}; auto takes the shortest of them "
+        "in the memory of 1f1b"
     )
-    add("--schedule", type=values.schedule, metavar="NAME", help=text)
-    text = "submeshes of the pipeline (default: %(default)s)"
-    add("--stages", type=values.positive, default=4, metavar="P", help=text)
-    text = "stages on each submesh (default: 2 or 1, as it is usual)"
-    add("--interleave", type=values.positive, metavar="V", help=text)
-    add("--microbatches", type=values.positive, default=8, metavar="M", help="default: %(default)s")
-    add("--costs", default="F=1,B=1,W=1", metavar="F=1,B=1,W=1", help="times; default: all 1")
-    text = "time of a transfer; formulas are for 0, the default"
-    add("--transfer", type=values.time, default=0.0, metavar="T", help=text)
-    text = "draw the timeline of one schedule: a row a submesh, a box a kernel"
-    add("--svg", type=values.file, metavar="FILE", help=text)
-    text = "write it as Chrome-trace JSON for ui.perfetto.dev"
-    add("--perfetto", type=values.file, metavar="FILE", help=text)
-    text = "compile the step that this function returns, mm.jit(f).lower(...); it takes the devices"
-    add("--compile", metavar="FILE:FUNCTION", help=text)
-    add("--device", default="h100", metavar="NAME", help="GPU of --compile (default: %(default)s)")
-    add("--nodes", type=values.positive, default=1, metavar="N", help="nodes (default: %(default)s)")
-    add("--gpus", type=values.positive, default=8, metavar="N", help="GPUs of each (default: %(default)s)")
-    add(
-        "--memory",
-        type=values.time,
-        metavar="BYTES",
-        help="of a GPU that may be used: 72e9 (default: 3/4, as JAX takes)",
-    )
-    add("--json", action="store_true", help="one JSON object instead of the table")
+    flag("--schedule", values.schedule, "NAME", words)
+    flag("--stages", values.positive, "P", "submeshes of the pipeline (default: %(default)s)", default=4)
+    flag("--interleave", values.positive, "V", "stages on each submesh (default: 2 or 1, as it is usual)")
+    flag("--microbatches", values.positive, "M", "default: %(default)s", default=8)
+    flag("--costs", str, "F=1,B=1,W=1", "times; default: all 1", default="F=1,B=1,W=1")
+    flag("--transfer", values.time, "T", "time of a transfer; formulas are for 0, the default", default=0.0)
+    flag("--svg", values.file, "FILE", "draw the timeline of one schedule: a row a submesh, a box a kernel")
+    flag("--perfetto", values.file, "FILE", "write it as Chrome-trace JSON for ui.perfetto.dev")
+    words = "compile the step that this function returns, mm.jit(f).lower(...); it takes the devices"
+    flag("--compile", str, "FILE:FUNCTION", words)
+    flag("--device", str, "NAME", "GPU of --compile (default: %(default)s)", default="h100")
+    flag("--nodes", values.positive, "N", "nodes (default: %(default)s)", default=1)
+    flag("--gpus", values.positive, "N", "GPUs of each (default: %(default)s)", default=8)
+    flag("--memory", values.time, "BYTES", "of a GPU that may be used: 72e9 (default: 3/4, as JAX takes)")
+    command.switch("--json", words="one JSON object instead of the table")
+
+
+_COMMANDS: dict[str, tuple[str, str, Callable[[Any], None]]] = {
+    "demo": (_DEMO, _DEMO_EXIT_CODES, _add_demo),
+    "forecast": (_FORECAST, _FORECAST_EXIT_CODES, _add_forecast),
+    "spawn": (_SPAWN, _SPAWN_EXIT_CODES, _add_spawn),
+    "check": (_CHECK, _CHECK_EXIT_CODES, _add_check),
+}
+"""The commands of this package: a line for the list of commands and a description, exit codes, and flags."""
 
 
 def _demo(options: argparse.Namespace) -> dict[str, Any]:
@@ -259,12 +253,8 @@ def _compile(options: argparse.Namespace) -> dict[str, Any]:
     from multimesh.commands import compiled_forecast  # imports JAX, which reads the environment
 
     where = options.device, options.nodes, options.gpus
-    forecasts = compiled_forecast.compile_step(options.compile, *where, options.memory)
-    if not options.json:
-        print(f"memory on each device of a submesh at the peak of a call, compiled for {options.device}")
-        print(forecasts.table())
-    forecasts.check_fits()
-    return forecasts.to_json()
+    say = (lambda _: None) if options.json else print
+    return compiled_forecast.compile_step(options.compile, *where, options.memory, say)
 
 
 def _forecast(options: argparse.Namespace) -> dict[str, Any]:
@@ -275,13 +265,9 @@ def _forecast(options: argparse.Namespace) -> dict[str, Any]:
     costs = parse_costs(options.costs)
     shapes = forecast.choose_schedules(options.schedule, options.stages, options.interleave, options.microbatches)
     results = [forecast.simulate_schedule(name, shape, costs, options.transfer) for name, shape in shapes]
-    timeline = results[0].timeline
-    for flag, path, write in (
-        ("--svg", options.svg, timeline.to_svg),
-        ("--perfetto", options.perfetto, timeline.to_perfetto),
-    ):
+    for flag, path in (("--svg", options.svg), ("--perfetto", options.perfetto)):
         if path is not None:
-            _write(options, flag, path, write)
+            _write(options, flag, path, getattr(results[0].timeline, f"to_{flag[2:]}"))
     if not options.json:
         times = ", ".join(f"t{phase}={time:g}" for phase, time in costs.items())
         print(f"p={options.stages} submeshes, m={options.microbatches} microbatches, {times}, ", end="")
@@ -299,11 +285,6 @@ def _write(options: argparse.Namespace, flag: str, path: Path, write: Callable[[
         raise UsageError(f"{flag} {path}: {error.strerror}") from None
     if not options.json:
         print(f"wrote {path}{'; open it in a browser' if flag == '--html' else ''}")
-
-
-def run_demo() -> NoReturn:
-    """Run the command ``multimesh-demo``."""
-    sys.exit(main(["demo", *sys.argv[1:]]))
 
 
 def run() -> NoReturn:
@@ -330,7 +311,7 @@ def main(argv: Sequence[str]) -> int:
             return spawn.spawn([options.program, *options.arguments], options.processes, label=options.label)
         if options.command == "check":
             return _check(options, argv)
-        run = {"demo": _demo, "forecast": _forecast}.get(options.command) or options.plugin.run
+        run = {"demo": _demo, "forecast": _forecast}.get(options.command) or plugins.load_all()[options.command].run
         results = run(options)
         if options.json:
             print(json.dumps({**results, "exit_code": 0}))

@@ -9,9 +9,9 @@ from typing import Any
 from multimesh.core import _compat, checks
 from multimesh.errors import DamagedError, NoRecordError
 from multimesh.processes.agree import agree_on, barrier
-from multimesh.processes.gather import gather
+from multimesh.processes.arrays import gather
 from multimesh.processes.initialize import Processes, fail, initialize, tell_at_loss
-from multimesh.state import checkpoints, saving
+from multimesh.state import checkpoints
 
 __all__ = [
     "DamagedError",
@@ -66,12 +66,12 @@ def save(path: str | os.PathLike[str], tree: Any, *, background: bool = False) -
         In every process, if one can't write; names that process. Also if the save before it could not.
     """
     with _compat.without_mesh():
-        saving.save(_folder("save", path), tree, background=background)
+        checkpoints.save(_folder("save", path), tree, background=background)
 
 
 def wait_for_save() -> None:
     """Wait until a `save` in the background is complete. Raises its error; Ctrl-C ends the wait, not the save."""
-    saving.wait_for_save()
+    checkpoints.wait_for_save()
 
 
 def restore(path: str | os.PathLike[str], like: Any, *, partial: bool = False) -> Any:
@@ -149,7 +149,7 @@ def orbax_handler() -> Any:
     ...     jax.Array, mm.distributed.orbax_handler(), override=True
     ... )
     """
-    return saving.load_handlers("mm.distributed.orbax_handler").ArrayHandler()
+    return checkpoints.load_handlers("mm.distributed.orbax_handler").ArrayHandler()
 
 
 def orbax_state_handler() -> type:
@@ -157,7 +157,7 @@ def orbax_state_handler() -> type:
 
     The checkpointer is ``orbax.checkpoint.v1``.
     """
-    state: type = saving.load_handlers("mm.distributed.orbax_state_handler").StateHandler
+    state: type = checkpoints.load_handlers("mm.distributed.orbax_state_handler").StateHandler
     return state
 
 

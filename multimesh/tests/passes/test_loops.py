@@ -99,21 +99,6 @@ def test_a_backward_that_needs_the_whole_forward_sum_is_a_second_loop():
     assert all(s.leaf in {o for op in second.ops for o in op.outs} for s in second.sums)
 
 
-def test_a_tied_weight_has_one_sum_for_each_use():
-    """The cotangents of both stages are added once, after the loop, instead of for every microbatch."""
-
-    def tied(w, x):
-        return on(1, lambda w, h: jnp.sum(h * w))(w, on(0, lambda w, x: jnp.sin(x * w))(w, x))
-
-    program = separated(mm.microbatch(jax.grad(tied), **HALVES), ones(), ones(6))
-    (loop,) = loops(program)
-    assert "add_any" not in [op.prim.name for op in loop.ops if op.task is None]
-    first, second = loop.sums
-    join = program.items[-1]
-    assert (join.prim.name, set(join.ins)) == ("add", {first.out, second.out})
-    assert program.outputs == join.outs
-
-
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_sum_of_cotangents_that_is_two_results(times):
     """Nothing is taken apart that another result sums too, or that is carried to the next microbatch."""

@@ -90,22 +90,6 @@ def test_a_constraint_that_no_task_could_resolve():
         placed(f, ones(2), ones(2))
 
 
-def test_a_conditional_over_two_submeshes_is_split():
-    """One for each submesh, with the part of the branches that it needs; the predicate is shared."""
-
-    def f(flag, x, y):
-        pair = on(0, jnp.sin)(x), on(1, jnp.cos)(y)
-        return jax.lax.cond(flag, lambda p: (p[0] + 1, p[1] * 2), lambda p: p, pair)
-
-    program = placed(f, jax.ShapeDtypeStruct((), bool), ones(2), ones(4))
-    parts = [op for op in program.items if op.prim.name == "cond"]
-    assert [MESHES.index(op.mesh) for op in parts] == [0, 1]
-    inside = [{e.primitive.name for b in op.params["branches"] for e in b.jaxpr.eqns} for op in parts]
-    assert ["add" in i for i in inside] == [True, False]
-    assert ["mul" in i for i in inside] == [False, True]
-    assert [MESHES.index(program.homes[o]) for o in program.outputs] == [0, 1]
-
-
 def test_submeshes_stand_in_the_order_of_their_forward_use():
     def f(x):
         return jnp.sum(on(0, jnp.cos)(on(2, jnp.sin)(x)))
@@ -120,12 +104,3 @@ def test_a_function_without_tasks():
     assert has_tasks(separated(on(0, jnp.sin), ones(2)))
     with pytest.raises(mm.MultiMeshError, match="nothing in this function is a task"):
         place_operations(program)
-
-
-def test_a_tied_weight_is_accumulated_on_both_submeshes():
-    def tied(w, x):
-        return on(1, lambda w, h: jnp.sum(h * w))(w, on(0, lambda w, x: jnp.sin(x * w))(w, x))
-
-    program = placed(mm.microbatch(jax.grad(tied), argnum=1, size=2), ones(), ones(6))
-    (loop,) = loops(program)
-    assert sorted(MESHES.index(program.homes[s.out]) for s in loop.sums) == [0, 1]

@@ -27,55 +27,78 @@ def alive(row, end="B"):
     return max(itertools.accumulate({"F": 1, end: -1}.get(c.phase, 0) for c in row))
 
 
-def test_gpipe_fills_and_drains():
-    assert drawn("gpipe", 2, 3) == ["F0 F1 F2 B0 B1 B2"] * 2
-
-
-def test_1f1b_alternates_after_a_warm_up_that_is_shorter_on_later_stages():
-    assert drawn("1f1b", 3, 4) == [
-        "F0 F1 F2 B0 F3 B1 B2 B3",
-        "F0 F1 B0 F2 B1 F3 B2 B3",
-        "F0 B0 F1 B1 F2 B2 F3 B3",
-    ]
-
-
-def test_1f1b_with_fewer_microbatches_than_stages():
-    assert drawn("1f1b", 3, 1) == ["F0 B0"] * 3
-
-
-def test_eager_1f1b_has_twice_the_warm_up():
-    assert drawn("eager-1f1b", 3, 5) == [
+DRAWN = {  # schedule, submeshes, microbatches, chunks
+    ("gpipe", 2, 3, 1): ["F0 F1 F2 B0 B1 B2"] * 2,
+    ("1f1b", 3, 4, 1): ["F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"],
+    ("1f1b", 3, 1, 1): ["F0 B0"] * 3,
+    ("eager-1f1b", 3, 5, 1): [
         "F0 F1 F2 F3 F4 B0 B1 B2 B3 B4",
         "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4",
         "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4",
-    ]
-    assert drawn("eager-1f1b", 3, 5, chunks=2) == drawn("interleaved", 3, 5, chunks=2)
-
-
-def test_interleaved_goes_through_the_chunks_in_groups_of_p_microbatches():
-    assert drawn("interleaved", 2, 4, chunks=2) == [
+    ],
+    ("interleaved", 2, 4, 2): [
         "F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1 B2.2 B2.3 B0.2 B0.3",
         "F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3",
-    ]
+    ],
+    ("zb-h1", 3, 4, 1): [
+        "F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3",
+        "F0 F1 B0 F2 B1 W0 F3 B2 W1 B3 W2 W3",
+        "F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3",
+    ],
+    ("zb-h2", 3, 6, 1): [
+        "F0 F1 F2 F3 F4 B0 W0 F5 B1 W1 B2 W2 B3 W3 B4 W4 B5 W5",
+        "F0 F1 F2 B0 F3 B1 F4 B2 W0 F5 B3 W1 B4 W2 B5 W3 W4 W5",
+        "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 W0 F5 B5 W1 W2 W3 W4 W5",
+    ],
+    ("interleaved-zb", 2, 2, 2): [
+        "F0.0 F0.1 F2.0 F2.1 B2.0 W2.0 B2.1 W2.1 B0.0 W0.0 B0.1 W0.1",
+        "F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 W3.0 B1.0 W3.1 B1.1 W1.0 W1.1",
+    ],
+    ("zb-v", 2, 4, 2): [
+        "F0.0 F0.1 F0.2 F3.0 B3.0 W3.0 F3.1 B3.1 W3.1 F0.3 B0.0 W0.0 F3.2 B3.2 W3.2 B0.1 W0.1 F3.3 B3.3 W3.3 "
+        "B0.2 W0.2 B0.3 W0.3",
+        "F1.0 F2.0 F1.1 F2.1 B2.0 W2.0 F1.2 B1.0 W1.0 F2.2 B2.1 W2.1 F1.3 B1.1 W1.1 F2.3 B2.2 W2.2 "
+        "B1.2 B2.3 B1.3 W1.2 W2.3 W1.3",
+    ],
+    ("dualpipe-v", 2, 4, 2): [
+        "F0.0 F0.1 F0.2 F3.0 B3.0 W3.0 F3.1 F0.3 B3.1 W3.1 F3.2 B0.0 W0.0 B3.2 W3.2 F3.3 B0.1 W0.1 "
+        "B3.3 W3.3 B0.2 W0.2 B0.3 W0.3",
+        "F1.0 F2.0 F1.1 F2.1 F1.2 B2.0 W2.0 F2.2 B1.0 W1.0 F1.3 B2.1 W2.1 F2.3 B1.1 W1.1 "
+        "B2.2 W2.2 B1.2 W1.2 B2.3 B1.3 W2.3 W1.3",
+    ],
+    ("wavefront", 2, 4, 1): ["F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"],
+    ("wavefront", 2, 4, 2): [
+        "F0.0 F0.1 F2.0 F2.1 B2.0 F0.2 B2.1 F0.3 B0.0 F2.2 B0.1 F2.3 B2.2 B2.3 B0.2 B0.3",
+        "F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 B1.0 F1.2 B1.1 F1.3 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3",
+    ],
+}
+
+
+@pytest.mark.parametrize("case", DRAWN, ids=str)
+def test_tables_are_as_the_papers_draw_them(case):
+    name, submeshes, microbatches, chunks = case
+    assert drawn(name, submeshes, microbatches, chunks=chunks) == DRAWN[case]
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "chunks"),
+    [
+        ("eager-1f1b", "interleaved", 2),
+        ("interleaved", "1f1b", 1),
+        ("1f1b", "interleaved", 2),
+        ("interleaved-zb", "zb-h1", 1),
+        ("looped-bfs", "gpipe", 2),
+        ("prefetch-wavefront", "wavefront", 2),
+    ],
+)
+def test_with_these_stages_a_schedule_is_another_one(name, other, chunks):
+    assert drawn(name, 3, 5, chunks=chunks) == drawn(other, 3, 5, chunks=chunks)
 
 
 def test_interleaved_with_a_remainder_has_larger_groups():
     (row, _) = schedules.get("interleaved").table(2, 2, 5, True)
     forwards = [(c.stage, c.microbatch) for c in row if c.phase == "F"]
     assert forwards == [(0, 0), (0, 1), (0, 2), (2, 0), (2, 1), (2, 2), (0, 3), (0, 4), (2, 3), (2, 4)]
-
-
-def test_interleaved_with_one_stage_a_submesh_is_1f1b_and_1f1b_with_more_is_interleaved():
-    assert drawn("interleaved", 3, 5) == drawn("1f1b", 3, 5)
-    assert drawn("1f1b", 3, 5, chunks=2) == drawn("interleaved", 3, 5, chunks=2)
-
-
-def test_zb_h1_makes_the_weight_gradients_later_on_later_stages():
-    assert drawn("zb-h1", 3, 4) == [
-        "F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3",
-        "F0 F1 B0 F2 B1 W0 F3 B2 W1 B3 W2 W3",
-        "F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3",
-    ]
 
 
 def test_kimi_k2_is_interleaved_with_a_forward_more_first():
@@ -86,50 +109,9 @@ def test_kimi_k2_is_interleaved_with_a_forward_more_first():
         assert [[c for c in row if c.phase == p] for p in "FB"] == [[c for c in other if c.phase == p] for p in "FB"]
 
 
-def test_zb_h2_fills_the_pipeline_twice():
-    assert drawn("zb-h2", 3, 6) == [
-        "F0 F1 F2 F3 F4 B0 W0 F5 B1 W1 B2 W2 B3 W3 B4 W4 B5 W5",
-        "F0 F1 F2 B0 F3 B1 F4 B2 W0 F5 B3 W1 B4 W2 B5 W3 W4 W5",
-        "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 W0 F5 B5 W1 W2 W3 W4 W5",
-    ]
-
-
-def test_interleaved_zb_is_zb_h1_group_by_group():
-    assert drawn("interleaved-zb", 3, 5) == drawn("zb-h1", 3, 5)
-    assert drawn("interleaved-zb", 2, 2, chunks=2) == [
-        "F0.0 F0.1 F2.0 F2.1 B2.0 W2.0 B2.1 W2.1 B0.0 W0.0 B0.1 W0.1",
-        "F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 W3.0 B1.0 W3.1 B1.1 W1.0 W1.1",
-    ]
-
-
-def test_looped_bfs_is_gpipe_stage_by_stage():
-    assert drawn("looped-bfs", 2, 3, chunks=2) == drawn("gpipe", 2, 3, chunks=2)
-
-
 def test_a_v_goes_down_and_up_again():
     """One submesh has the first and the last stage; a microbatch comes back to it, and its backward begins there."""
     assert schedules.get("zb-v").placement(3) == schedules.get("dualpipe-v").placement(3) == (0, 1, 2, 2, 1, 0)
-    assert drawn("zb-v", 2, 4, chunks=2) == [
-        "F0.0 F0.1 F0.2 F3.0 B3.0 W3.0 F3.1 B3.1 W3.1 F0.3 B0.0 W0.0 F3.2 B3.2 W3.2 B0.1 W0.1 F3.3 B3.3 W3.3 "
-        "B0.2 W0.2 B0.3 W0.3",
-        "F1.0 F2.0 F1.1 F2.1 B2.0 W2.0 F1.2 B1.0 W1.0 F2.2 B2.1 W2.1 F1.3 B1.1 W1.1 F2.3 B2.2 W2.2 "
-        "B1.2 B2.3 B1.3 W1.2 W2.3 W1.3",
-    ]
-    assert drawn("dualpipe-v", 2, 4, chunks=2) == [
-        "F0.0 F0.1 F0.2 F3.0 B3.0 W3.0 F3.1 F0.3 B3.1 W3.1 F3.2 B0.0 W0.0 B3.2 W3.2 F3.3 B0.1 W0.1 "
-        "B3.3 W3.3 B0.2 W0.2 B0.3 W0.3",
-        "F1.0 F2.0 F1.1 F2.1 F1.2 B2.0 W2.0 F2.2 B1.0 W1.0 F1.3 B2.1 W2.1 F2.3 B1.1 W1.1 "
-        "B2.2 W2.2 B1.2 W1.2 B2.3 B1.3 W2.3 W1.3",
-    ]
-
-
-def test_wavefront_goes_front_by_front():
-    assert drawn("wavefront", 2, 4) == ["F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"]
-    assert drawn("wavefront", 2, 4, chunks=2) == [
-        "F0.0 F0.1 F2.0 F2.1 B2.0 F0.2 B2.1 F0.3 B0.0 F2.2 B0.1 F2.3 B2.2 B2.3 B0.2 B0.3",
-        "F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 B1.0 F1.2 B1.1 F1.3 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3",
-    ]
-    assert drawn("prefetch-wavefront", 2, 4, chunks=2) == drawn("wavefront", 2, 4, chunks=2)
 
 
 @pytest.mark.parametrize("p", range(1, 6))

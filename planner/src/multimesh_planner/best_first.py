@@ -1,13 +1,15 @@
 """The search for the fastest configurations that fit: best bound first, until no bound is below what was found.
 
-A cost model gives candidates with lower bounds of their seconds and bytes. Only candidates whose bounds are below what
-was found so far are simulated, each once, so the result is that of simulating all.
+A mesh has a lower bound of its seconds, and each of its configurations has one of its seconds and bytes. Only meshes
+whose bounds are below what was found so far are searched, and only such configurations are simulated, each once, so
+the result is that of simulating all.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+import heapq
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -25,6 +27,7 @@ T = TypeVar("T")
 Where = Callable[[Configuration], bool]
 Progress = Callable[[int, str], None]
 
+_NEAREST = 100  # configurations that may need the fewest bytes, of which it is computed
 _CLOSE = 1e-3  # a partition that is faster by less is not worth a flag
 _DATA = (
     *("how", "seconds", "band", "tokens_per_second", "utilization", "bubble", "bytes", "shares", "checked"),
@@ -77,13 +80,15 @@ class Search:
         self.space, self.software, self.limit, self.progress = space, space.software, space.bytes, progress
         self.simulated = 0
         self._computed: dict[tuple[object, ...], Any] = {}  # by its name, and the fields that it depends on
-        self._bytes: dict[Configuration, float] = {}
-        self._options: dict[Configuration, Option] = {}
-
-    @functools.cached_property
-    def candidates(self) -> Sequence[Candidate]:
-        """Every configuration, with its bounds, the fastest first."""
-        return sorted(self.bound_all(), key=lambda candidate: candidate.seconds)
+        self._bounded: list[Candidate] = []  # the fastest first
+        self._numbers = itertools.count()  # order what is equally fast
+        self._queue: list[tuple[float, int, Candidate | Configuration]] = []  # beside these: a heap, also of meshes
+        self.considered = 0
+        for grid in space.grids():
+            hows = tuple(space.within(grid))
+            self.considered += len(hows)
+            self._queue.append((self._bound_grid(hows), next(self._numbers), grid))
+        heapq.heapify(self._queue)
 
     def best(
         self,
@@ -103,7 +108,7 @@ class Search:
         """
         limit = self.limit if memory is None else memory
         best: dict[tuple[object, ...], Option] = {}
-        for candidate in self.candidates:
+        for candidate in self._sort():
             worst = within if len(best) < count else min(within, _rank(best)[count - 1].seconds)
             if candidate.seconds > worst:
                 break
@@ -120,58 +125,71 @@ class Search:
 
     def simulate(self, how: Configuration, limit: float, goal: str = "") -> Option | None:
         """Simulate a configuration; None: it does not fit, or its schedule has no table of this shape."""
-        try:
-            if self.needed(how) > limit:
-                return None
-            if how not in self._options:
-                one = step.step_time(self.space.model, how, self.space.device, self.software)
-                band = max(bands.band(one, self.space.run), self.space.least_band)
-                self._options[how] = Option(**vars(one), band=band, memory_band=bands.memory_band(one))
-                self.simulated += 1
-                if self.progress:
-                    self.progress(self.simulated, goal)
-        except UsageError:
-            self._bytes[how] = float("inf")
-            return None
-        return self._options[how]
+
+        def run() -> Option:
+            self.simulated += 1
+            if self.progress:
+                self.progress(self.simulated, goal)
+            one = step.step_time(self.space.model, how, self.space.device, self.software)
+            band = max(bands.band(one, self.space.run), self.space.least_band)
+            return Option(**vars(one), band=band, memory_band=bands.memory_band(one))
+
+        return self._once(("option", how), run) if self.needed(how) <= limit else None
 
     def needed(self, how: Configuration) -> float:
-        """Return the bytes of the fullest device."""
-        if how not in self._bytes:
-            parts = footprint.peak_bytes(self.space.model, how, self.software)
-            self._bytes[how] = max(part.total for part in parts)
-        return self._bytes[how]
+        """Return the bytes of the fullest device; infinity: the schedule has no table of this shape."""
+
+        def count() -> float:
+            with suppress(UsageError):
+                return max(part.total for part in footprint.peak_bytes(self.space.model, how, self.software))
+            return float("inf")
+
+        return self._once(("bytes", how), count)
 
     def nearest(self) -> tuple[Configuration, float] | None:
         """Return the configuration that needs the fewest bytes, with these; None if there is none."""
-        best: tuple[Configuration, float] | None = None
-        for candidate in sorted(self.candidates, key=lambda c: c.bytes):
-            if best is not None and candidate.bytes >= best[1]:
-                break
-            with suppress(UsageError):
-                needed = self.needed(candidate.how)
-                if best is None or needed < best[1]:
-                    best = candidate.how, needed
-        return best
+        nearest = heapq.nsmallest(_NEAREST, self.list_frugal(), key=lambda candidate: candidate.bytes)
+        return min(((c.how, self.needed(c.how)) for c in nearest), key=lambda pair: pair[1], default=None)
 
-    def bound_all(self) -> Iterator[Candidate]:
-        """Yield every configuration, with its bounds. One stands for all those of a mesh that certainly do not fit."""
+    def list_frugal(self) -> Iterator[Candidate]:
+        """Yield the configurations that compute most again, with bounds of their bytes."""
         for grid in self.space.grids():
             hows = tuple(self.space.within(grid))
-            most = (how for how in hows if how.recompute == hows[-1].recompute)  # recomputed
-            frugal = [Candidate(cut, 0.0, self._least(cut, 1)) for how in most for cut in self._cuts(how)]
-            least = min(frugal, key=lambda bounded: bounded.bytes, default=None)
-            if least is not None and least.bytes > self.limit:
-                yield least
-                continue
-            for how in hows:
-                before: Candidate | None = None  # the other cut into stages: one that is not clearly faster is left out
-                for cut in self._cuts(how):
-                    size = self._least(cut, self._in_flight(cut))
-                    bounded = Candidate(cut, self._bound_seconds(cut) if size <= self.limit else 0.0, size)
-                    if not before or before.bytes > self.limit or bounded.seconds < (1 - _CLOSE) * before.seconds:
-                        yield bounded
-                    before = bounded
+            most = (how for how in hows if how.recompute == hows[-1].recompute)
+            yield from (Candidate(cut, 0.0, self._least(cut, 1)) for how in most for cut in self._cuts(how))
+
+    def _sort(self) -> Iterator[Candidate]:
+        """Yield the configurations that may fit, the fastest first. Those of a mesh are bounded when it is its turn."""
+        yield from self._bounded
+        while self._queue:
+            _, _, first = heapq.heappop(self._queue)
+            if isinstance(first, Candidate):
+                self._bounded.append(first)
+                yield first
+            else:
+                for candidate in self._bound(first):
+                    heapq.heappush(self._queue, (candidate.seconds, next(self._numbers), candidate))
+
+    def _bound_grid(self, hows: Iterable[Configuration]) -> float:
+        """Return a lower bound of a step of all configurations of a mesh: no submesh waits, all have equal work."""
+        model, least = self.space.model, float("inf")
+        for how, parts in {id(parts): (how, parts) for how in hows if (parts := self._find_parts(how))}.values():
+            work = parts.layer.total * (model.layers - model.dense_layers) + parts.first.total * model.dense_layers
+            work += parts.embedding.total + parts.head.total + 2 * parts.blocked * how.stages
+            least = min(least, how.microbatches * work / how.pp * self._stragglers(how) + self._beside(how))
+        return least
+
+    def _bound(self, grid: Configuration) -> Iterator[Candidate]:
+        """Yield the configurations of a mesh that may fit, with their bounds."""
+        for how in self.space.within(grid):
+            before = float("inf")  # seconds of the other cut into stages: one that is not clearly faster is left out
+            for cut in self._cuts(how):
+                size = self._least(cut, self._in_flight(cut))
+                if size <= self.limit:
+                    seconds = self._bound_seconds(cut)
+                    if seconds < (1 - _CLOSE) * before:
+                        yield Candidate(cut, seconds, size)
+                    before = seconds
 
     def _bound_seconds(self, how: Configuration) -> float:
         """Return a lower bound of a step."""
@@ -181,7 +199,10 @@ class Search:
             loop = count * sum(stage.total for stage in stages)
         else:
             loop = pipeline_seconds.least_seconds(how.schedule, how.pp, count, stages, parts.hop, parts.blocked)
-        return loop * (1 + step.stragglers(how, self.space.device, self.software)) + self._beside(how)
+        return loop * self._stragglers(how) + self._beside(how)
+
+    def _stragglers(self, how: Configuration) -> float:
+        return 1 + step.stragglers(how, self.space.device, self.software)
 
     def _once(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
         """Return the result of the first call with such a key: a name, and the fields that the result depends on."""

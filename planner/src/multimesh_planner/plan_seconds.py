@@ -16,7 +16,7 @@ from multimesh.core import _compat
 from multimesh.ir import primitives
 from multimesh.ir.flops import product_sizes
 from multimesh.plan.instructions import PlanData
-from multimesh.plan.kernel_costs import Costs
+from multimesh.plan.timing import Costs
 
 from multimesh import ir
 from multimesh_planner.hardware import kernels

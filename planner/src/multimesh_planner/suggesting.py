@@ -47,7 +47,7 @@ def suggest(
     fixed, the batch and the devices leave no configuration.
     """
     search = Search(spread(job, checks.integer("suggest: devices", devices, 1)), progress)
-    if not search.candidates:
+    if not search.considered:
         raise UsageError(f"suggest: {search.space.impossible()}")
     options = search.best(count, accepts=accepts)
     if not options:
@@ -61,7 +61,7 @@ def suggest(
         f"{job.model.name} on {devices} {job.device.name}, batch {job.batch} x {job.sequence} tokens",
         tuple(options),
         job.bytes,
-        len(search.candidates),
+        search.considered,
         search.simulated,
         simplest=simple.how,
         roomy=roomy[0].how if roomy else None,
@@ -95,7 +95,7 @@ def _too_large(job: Training, devices: int, search: Search) -> str:
 def _remedies(job: Training, devices: int, needed: float) -> Iterator[str]:
     def fits(job: Training, devices: int) -> bool:
         search = Search(spread(job, devices))
-        return any(c.bytes <= job.bytes and search.needed(c.how) <= job.bytes for c in search.bound_all())
+        return any(c.bytes <= job.bytes and search.needed(c.how) <= job.bytes for c in search.list_frugal())
 
     if more := next((devices * times for times in _TIMES if fits(job, devices * times)), None):
         yield f"{more} devices"

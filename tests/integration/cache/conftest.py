@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,13 +42,9 @@ class Bazel(NamedTuple):
         """Build everything, from nothing but the cache."""
         self("clean", rc=rc)
         done = self("build", "//...", "--nosandbox_debug", "--noshow_progress", rc=rc)
-        words = next((line for line in done.stderr.splitlines() if " processes:" in line), "").rstrip(".").split(", ")
-        counts = {word.split(" ", 1)[1]: int(word.split(" ", 1)[0]) for word in words if word[:1].isdigit()}
-        head = words[0].rpartition(": ")[2].split(" ", 1)
-        if len(head) == 2:
-            counts[head[1]] = int(head[0])
-        hits = counts.pop("remote cache hit", 0) + counts.pop("disk cache hit", 0)
-        ran = sum(count for kind, count in counts.items() if "sandbox" in kind or "local" in kind)
+        line = next((line for line in done.stderr.splitlines() if " processes:" in line), "")
+        ran = sum(map(int, re.findall(r"(\d+) [\w-]*(?:sandbox|local)", line)))
+        hits = sum(map(int, re.findall(r"(\d+) \w+ cache hit", line)))
         return Build(done.returncode, done.stderr, ran, hits)
 
 

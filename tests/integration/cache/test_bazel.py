@@ -88,6 +88,6 @@ def test_start_cache_serves_a_real_bazel_and_nobody_without_its_password(
         stopped = start_cache("stop")
     assert stopped.returncode == 0, stopped.stderr
     assert start_cache("status").returncode == 1
-    bazel_cache.Server(f"127.0.0.1:{port}", "of-nobody").write_rc(tmp_path / "rc", write=True)
+    bazel_cache.write_rc(tmp_path / "rc", f"127.0.0.1:{port}", write=True)
     without = bazel.build(tmp_path / "rc")
     assert (without.code, without.ran, without.hits) == (0, ACTIONS, 0), without.output

@@ -58,6 +58,10 @@ def start(folder: Path, pin: ImagePin, port: int) -> bool:
     return bazel_cache.start(folder, "127.0.0.1", port, 5, pin)
 
 
+def find_options(folder: Path) -> tuple[str, Path] | None:
+    return bazel_cache.find_options(None, folder, write=False, folder=folder)
+
+
 def inspect(folder: Path) -> str:
     return subprocess.run(["docker", "inspect", bazel_cache._name(folder)], capture_output=True, text=True).stdout
 
@@ -70,7 +74,7 @@ def test_container_starts_once_is_confined_and_stops(pin: ImagePin, folder: Path
     arguments = (folder / "content" / "arguments").read_text().split()
     assert arguments == ["--max_size", "5", "--htpasswd_file", "/htpasswd"]
     secret = bazel_cache._read_password(folder)
-    assert bazel_cache.find_server(folder=folder) == bazel_cache.Server(f"127.0.0.1:{port}", secret)
+    assert find_options(folder) == (f"127.0.0.1:{port}", folder / "reading.bazelrc")
     description = inspect(folder)
     assert secret not in description, "the password is in no command line"
     host = json.loads(description)[0]["HostConfig"]
@@ -92,7 +96,7 @@ def test_killed_container_is_stopped_and_starts_again(pin: ImagePin, folder: Pat
     start(folder, pin, port)
     subprocess.run(["docker", "kill", bazel_cache._name(folder)], check=True, capture_output=True)
     assert bazel_cache.look(folder) == ""
-    assert bazel_cache.find_server(folder=folder) is None
+    assert find_options(folder) is None
     assert start(folder, pin, port)
 
 
@@ -117,8 +121,8 @@ def test_who_else_listens_on_its_port_gets_no_password(pin: ImagePin, folder: Pa
     start(folder, pin, port)
     subprocess.run(["docker", "rm", "--force", name], check=True, capture_output=True)
     with socket.create_server(("127.0.0.1", port)):
-        assert bazel_cache.find_server(folder=folder) is None
+        assert find_options(folder) is None
     # A container of that name that we did not start is not ours either.
     strange = ["docker", "run", "--detach", "--name", name, "--entrypoint", "/bin/busybox", pin.exact, "sleep", "600"]
     subprocess.run(strange, check=True, capture_output=True)
-    assert bazel_cache.find_server(folder=folder) is None
+    assert find_options(folder) is None

@@ -82,60 +82,46 @@ def test_native(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def cli(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cli")
-    npm = [
-        packages.need("npm", "npm"),
-        "install",
-        "--silent",
-        "--no-audit",
-        "--ignore-scripts",
-        "--prefix",
-        folder,
-        CLI,
-    ]
-    subprocess.run(npm, check=True)
+    npm = [packages.need("npm", "npm"), "install", "--silent", "--no-audit", "--ignore-scripts", "--prefix"]
+    subprocess.run([*npm, folder, CLI], check=True)
     return folder / "node_modules" / ".bin" / "devcontainer"
-
-
-class Laptop(NamedTuple):
-    """A clone and an empty home, and the devcontainer's command line in them."""
-
-    cli: Path
-    clone: Path
-    environ: dict[str, str]
-
-    def call(self, verb: str, *args: str) -> subprocess.CompletedProcess[str]:
-        argv = [str(self.cli), verb, "--workspace-folder", str(self.clone), *args]
-        done = subprocess.run(argv, env=self.environ, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        return done
-
-
-@pytest.fixture
-def laptop(cli: Path, docker_engine: None, tmp_path: Path) -> Iterator[Laptop]:
-    clone, home = tmp_path / "clone", tmp_path / "home"
-    subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
-    (home / ".cache" / "multimesh-jax").mkdir(parents=True)
-    config = os.environ.get("DOCKER_CONFIG") or f"{Path.home()}/.docker"
-    user = {"MULTIMESH_DEVCONTAINER_USER": "root"}  # a bare image has no other
-    yield Laptop(cli, clone, os.environ | user | {"HOME": str(home), "DOCKER_CONFIG": config})
-    ours = ["docker", "ps", "-aq", "--filter", f"label=devcontainer.local_folder={clone}"]
-    for container in subprocess.run(ours, capture_output=True, text=True).stdout.split():
-        subprocess.run(["docker", "rm", "-f", container], check=False, capture_output=True)
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.stand_in("a registry on this machine, a bare Debian 13 in place of the image")
-def test_the_published_one_is_pulled(laptop: Laptop, trixie: str, registry: str) -> None:
+def test_the_published_one_is_pulled(cli: Path, trixie: str, registry: str, tmp_path: Path) -> None:
     """As docs/releasing.md says it: the image in place of the build."""
     name = f"{registry}/some-lab/multimesh-jax:devcontainer-v0.1.0"
     registries.push(trixie, name)
-    config = read(laptop.clone / ".devcontainer/devcontainer.json")
+    clone, home = tmp_path / "clone", tmp_path / "home"
+    subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
+    (home / ".cache" / "multimesh-jax").mkdir(parents=True)
+    config = read(clone / ".devcontainer/devcontainer.json")
     del config["build"]
-    path = laptop.clone / ".devcontainer" / "prebuilt" / "devcontainer.json"
+    path = clone / ".devcontainer" / "prebuilt" / "devcontainer.json"
     path.parent.mkdir()
     path.write_text(json.dumps(config | {"image": name}))
-    laptop.call("up", "--skip-post-create", "--config", str(path))
-    assert laptop.call("exec", "--config", str(path), "cat", "/etc/debian_version").stdout.startswith("13.")
+    settings = {"DOCKER_CONFIG": os.environ.get("DOCKER_CONFIG") or f"{Path.home()}/.docker", "HOME": str(home)}
+    settings["MULTIMESH_DEVCONTAINER_USER"] = "root"  # a bare image has no other
+
+    def call(verb: str, *words: str) -> str:
+        argv = [cli, verb, "--workspace-folder", clone, "--config", path, *words]
+        done = subprocess.run(argv, env=os.environ | settings, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout
+
+    try:
+        call("up", "--skip-post-create")
+        assert call("exec", "cat", "/etc/debian_version").startswith("13.")
+    finally:
+        remove_containers(clone)
+
+
+def remove_containers(clone: Path) -> None:
+    """Remove the containers of a clone."""
+    ours = ["docker", "ps", "-aq", "--filter", f"label=devcontainer.local_folder={clone}"]
+    for container in subprocess.run(ours, capture_output=True, text=True).stdout.split():
+        subprocess.run(["docker", "rm", "-f", container], check=False, capture_output=True)
 
 
 class Person(NamedTuple):
@@ -218,9 +204,7 @@ def test_it_comes_up_for_everybody_and_leaves_the_machines_packages_alone(
             assert again.returncode == 0, again.stderr[-3000:]
             assert "requirements/run.txt: installing" not in again.stderr
         finally:
-            ours = ["docker", "ps", "-aq", "--filter", f"label=devcontainer.local_folder={clone}"]
-            for container in subprocess.run(ours, capture_output=True, text=True).stdout.split():
-                subprocess.run(["docker", "rm", "-f", container], check=False, capture_output=True)
+            remove_containers(clone)
             strangers = subprocess.run(
                 packages.as_root("find", clone, home, "!", "-user", str(uid)), capture_output=True, text=True
             )

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,8 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.integration.parts import packages
-from tooling.image.reference import make
-from tooling.image.request import Request
+from tooling.image import pipeline
 
 NAME = "multimesh-test/image"
 STANDALONE = "/opt/python"
@@ -75,12 +75,12 @@ def image(repository: Repository, trixie: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def ask(trixie: str) -> Callable[..., Request]:
+def ask(trixie: str) -> Callable[..., Namespace]:
     """Ask for a target on the stand-in base."""
 
-    def of(target: str, **changes: Any) -> Request:
-        plain = Request(make(NAME, None, "T"), target, "cpu", base_image=trixie)
-        return plain._replace(**changes)
+    def of(target: str, **changes: Any) -> Namespace:
+        plain = pipeline.parse(["--repo", NAME, "--tag", "T", "--accelerator", "cpu", "--base-image", trixie])
+        return Namespace(**vars(plain) | {"target": target} | changes)
 
     return of
 

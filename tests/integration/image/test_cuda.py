@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from argparse import Namespace
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
+from docker import DockerClient
 from tests.integration.image.conftest import Repository
 from tests.integration.parts import engine as engines
 from tooling.core import errors
+from tooling.image import build
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(3600)]
 LARGEST = 2_000_000_000  # an upload of more has to begin again too often
@@ -64,3 +67,13 @@ def test_it_is_built_pushed_pulled_and_used(
     finally:
         ids = docker("image", "ls", "-q", f"{registry}/team/cuda").split()
         subprocess.run(["docker", "rmi", "--force", *ids], capture_output=True)
+
+
+def test_another_python_than_the_pinned_one_is_refused(
+    repository: Repository, parts_folder: Path, archive: Path, engine: DockerClient, ask: Callable[..., Namespace],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    make, base = build.make_arguments, engines.base_image("jammy", parts_folder)
+    monkeypatch.setattr(build, "make_arguments", lambda *a, **k: make(*a, **k) | {"PYTHON_SHA256": "0" * 64})
+    with pytest.raises(errors.EngineError, match="the standalone Python is not the pinned one"):
+        build.run(repository.path, engine, ask("python", base_image=base, python_archive=archive))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,11 +25,10 @@ from tests.integration.parts import disks, processes
 from tests.integration.parts import engine as engines
 from tooling.core import errors
 from tooling.image import build, engine
-from tooling.image.request import Request
 
 PASSWORD = "hunter2-hunter2"
 Docker = Callable[..., str]
-Asks = Callable[..., Request]
+Asks = Callable[..., Namespace]
 
 
 def running(words: str) -> list[int]:
@@ -78,8 +79,9 @@ def test_a_full_disk_is_named(
     ):
         monkeypatch.setenv("DOCKER_HOST", host)
         # The sources alone: a stage that starts from nothing, so that this engine needs no base image.
-        with pytest.raises(errors.ToolingError, match="the engine's disk is full; free some space"):
-            build.run(repository.path, engine.connect(), ask("sources", base_image=None))
+        full = pytest.raises(errors.ToolingError, match="the engine's disk is full; free some space")
+        with engine.connect() as client, full:
+            build.run(repository.path, client, ask("sources", base_image=None))
 
 
 class Index(SimpleHTTPRequestHandler):
@@ -155,9 +157,10 @@ def test_a_base_that_nobody_has_is_named(repository: Repository, docker_engine: 
     options = ["--accelerator", "cpu", "--base-image", "127.0.0.1:9/nobody/has:this", "--tag", "nobase"]
     done = repository.build(*options, check=False)
     assert done.returncode == errors.NotThereError.exit_code
-    assert done.stderr.splitlines()[-1].startswith(
-        "error: 127.0.0.1:9/nobody/has:this: the base image cannot be fetched"
+    words = (
+        r"error: step `[^`]* 127\.0\.0\.1:9/nobody/has:this`: the base image cannot be fetched; log in to its registry"
     )
+    assert re.match(words, done.stderr.splitlines()[-1])
 
 
 def test_an_engine_that_takes_the_call_and_never_answers_is_named(

@@ -52,7 +52,7 @@ def test_the_build_of_jaxlib_begins_with_the_bazel_that_jax_names(
         text = text.replace(f"https://github.com/{name}.git", f"file://{tmp_path / name.partition('/')[2]}")
     manifest.write_text(text)
     lock = json.loads((changed.path / "sources.lock").read_text())
-    lock["components"]["jax"] |= {"commit": jax, "tree": None, "patched_commit": jax, "patched_tree": None}
+    lock["components"]["jax"] |= {"commit": jax, "tree": None, "patched_commit": jax}
     (changed.path / "sources.lock").write_text(json.dumps(lock))
     options = ("--jaxlib", "source", "--accelerator", "cpu", "--base-image", trixie, "--tag", "source")
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
 import shutil
 import subprocess
 import tarfile
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path, PurePosixPath
 
 from tests.integration.parts import packages, processes
 
 BASE = "multimesh-test-base"
+_USERS = Path(tempfile.gettempdir()) / "multimesh-engine.lock"
 _BRIDGE = "mm-test0"
 _CONTAINERD_BRIDGE = "mm-test1"
 
@@ -26,15 +30,28 @@ def answers(host: str | None = None) -> bool:
 
 
 @contextmanager
-def running(folder: Path) -> Iterator[None]:
-    """Have an engine with buildx for the length of a block; only one that we started is stopped."""
+def running(folder: Path) -> Iterator[Callable[[], None]]:
+    """Have an engine with buildx for the length of a block; gives what starts it again where it has ended.
+
+    Only one that we started is stopped, when no other test run of this machine uses it any more.
+    """
     packages.need("docker", "docker.io")
     with_buildx(folder)
-    if answers():
-        yield
-        return
-    with start(folder, root=Path("/var/lib/docker"), socket=Path("/var/run/docker.sock")):
-        yield
+    with _USERS.open("w") as users, ExitStack() as ours:
+
+        def ensure() -> None:
+            if answers():
+                return
+            if log := [*folder.glob("engine/dockerd.log")]:
+                warnings.warn(f"the engine ended, and starts again: {log[0].read_text(errors='replace')[-2000:]}")
+            ours.close()
+            ours.enter_context(start(folder, root=Path("/var/lib/docker"), socket=Path("/var/run/docker.sock")))
+
+        fcntl.flock(users, fcntl.LOCK_SH)
+        ensure()
+        yield ensure
+        if (folder / "engine").exists():
+            fcntl.flock(users, fcntl.LOCK_EX)  # not while another run builds with it
 
 
 @contextmanager

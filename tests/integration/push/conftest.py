@@ -19,9 +19,8 @@ from tests.integration.parts import engine as engine_parts
 from tests.integration.parts import proxy
 from tooling.image import engine as engines
 from tooling.image import reference
-from tooling.image.buildx import LABEL, OCI
-from tooling.image.reference import Reference
-from tooling.image.registry import Manifest, Registry, name_candidate
+from tooling.image.reference import LABEL, OCI, Reference, name_candidate
+from tooling.image.registry import Manifest, Registry
 
 ROOT = Path(__file__).resolve().parents[3]
 VERSION = tomllib.loads((ROOT / "multimesh" / "pyproject.toml").read_text())["project"]["version"]

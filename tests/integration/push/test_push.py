@@ -14,8 +14,8 @@ from tests.integration.parts import packages, processes
 from tests.integration.parts.proxy import Fault, FaultyProxy
 from tooling.core import errors
 from tooling.image import registry as registries
-from tooling.image.reference import Reference, list_tags
-from tooling.image.registry import Registry, name_candidate
+from tooling.image.reference import Reference, list_tags, name_candidate
+from tooling.image.registry import Registry
 
 from .conftest import PINNED, ROOT, tooling
 
@@ -31,7 +31,7 @@ def test_push_promote_pull_run(make_tiny, send, there: Registry, target: Referen
     digest = send(image).digest
     assert there.digest("v1") is None  # a pushed image has no public tag yet
     moved = there.promote(digest, list_tags(target, latest=True, version="v1.2.3"))
-    assert [(move.tag, move.before) for move in moved] == [(t, None) for t in ("v1", "v1.2.3", "v1.2", "latest")]
+    assert [(move["tag"], move["before"]) for move in moved] == [(t, None) for t in ("v1", "v1.2.3", "v1.2", "latest")]
     name = target.at(digest)
     subprocess.run(["docker", "rmi", "--force", image.id, name], capture_output=True)
     ran = subprocess.run(["docker", "run", "--rm", name], capture_output=True, text=True)
@@ -80,7 +80,7 @@ def test_promotion_that_stops_half_way(make_tiny, send, there: Registry, faulty:
     assert f":v1: {second} (before: {first})" in capfd.readouterr().err
     assert (there.digest("v1"), there.digest("main")) == (second, first)
     faulty.faults = []
-    assert [move.before for move in there.promote(second, ("v1", "main"))] == [second, first]
+    assert [move["before"] for move in there.promote(second, ("v1", "main"))] == [second, first]
 
 
 def test_fixed_tags_never_move(make_tiny, send, there: Registry, target: Reference) -> None:
@@ -111,12 +111,12 @@ def test_tags_stay_with_the_highest_version(make_tiny, send, there: Registry, ta
     }
     for version, digest in images.items():
         moved = there.promote(digest, list_tags(target, latest=True, version=version))
-        assert "v1" in [move.tag for move in moved]
+        assert "v1" in [move["tag"] for move in moved]
     assert "latest stays with a newer release" in capfd.readouterr().err
     minor = {"v1.9": "v1.9.1", "v1.10": "v1.10.0", "v1.8": "v1.8.7", "latest": "v1.10.0"}
     assert {tag: there.digest(tag) for tag in minor} == {tag: images[version] for tag, version in minor.items()}
     again = there.promote(images["v1.9.0"], list_tags(target, latest=True, version="v1.9.0"))
-    assert [move.tag for move in again] == ["v1", "v1.9.0"]
+    assert [move["tag"] for move in again] == ["v1", "v1.9.0"]
 
 
 def test_only_an_image_that_was_checked_here_is_promoted(make_tiny, upload, there: Registry, target: Reference) -> None:

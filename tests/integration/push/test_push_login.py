@@ -88,7 +88,7 @@ def test_push_with_a_login(
     engines.push(engine, target.tagged("candidate"))
     (moved,) = there.promote(there.get("candidate").digest, ("v1",))
     assert image.id in there.ids(there.get("v1"))
-    assert moved.digest == there.digest("v1")
+    assert moved["digest"] == there.digest("v1")
     output = "".join(capfd.readouterr())
     assert SECRET not in output
     assert auth(SECRET)["auth"] not in output

@@ -12,8 +12,7 @@ import pytest
 
 from tooling.core import files
 from tooling.image import release
-from tooling.image.buildx import LABEL, OCI
-from tooling.image.reference import Reference
+from tooling.image.reference import LABEL, OCI, Reference
 from tooling.image.registry import Registry
 
 from .conftest import PINNED, VERSION, tooling

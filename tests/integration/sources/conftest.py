@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.integration.sources.git_server import GitServer
 
@@ -90,28 +88,17 @@ class Clone:
 
     def add(self, name: str, url: str, commit: str, tree: str | None, **entry: Any) -> None:
         """Add a component that is pinned without patches."""
-        archives = entry.pop("archives", {})
-        self.components[name] = {"url": url, "version": "1.0", "groups": ["run"]} | entry
-        complete = "path" not in entry and "wheel" not in entry
-        self.pins[name] = {
-            "version": self.components[name]["version"],
-            "commit": commit,
-            "tree": tree,
-            "archives": archives,
-            "patched_commit": commit if complete else None,
-            "patched_tree": tree if complete else None,
-        }
+        patched = None if "path" in entry or "wheel" in entry else commit
+        self.pins[name] = {"version": "1.0", "commit": commit, "tree": tree, "patched_commit": patched}
+        if "wheel_sha256" in entry:
+            self.pins[name]["wheel_sha256"] = entry.pop("wheel_sha256")
+        self.components[name] = {"url": url, "groups": ["run"]} | entry
         self.write()
 
     def write(self) -> None:
         """Write manifest and lock (JSON is YAML)."""
         for file, entries in (("sources.yaml", self.components), ("sources.lock", self.pins)):
             (self.root / file).write_text(json.dumps({"format": 1, "components": entries}, indent=1) + "\n")
-
-    def write_yaml(self) -> None:
-        """Write the manifest in block style, as people do."""
-        document = {"format": 1, "components": self.components}
-        (self.root / "sources.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
 
     def pin(self, name: str) -> dict[str, Any]:
         """What the lock on disk says of a component."""
@@ -153,9 +140,8 @@ class Clone:
 
     def state(self, name: str) -> str:
         """The state of a component in the table of ``status``."""
-        table = [re.split(r"  +", line) for line in self.run("status").stdout.splitlines()]
-        state = next(row[3] for row in table if row[0] == name)
-        return re.sub(r" \(\d+ files\)", "", state)
+        rows = [line.split() for line in self.run("status").stdout.splitlines()]
+        return next(row[3] for row in rows if row[0] == name)
 
     @property
     def leftovers(self) -> list[str]:

@@ -248,7 +248,7 @@ def test_named_python_makes_the_environment_anew_or_is_refused(tmp_path: Path) -
 def test_help_and_wrong_options_change_nothing(tmp_path: Path) -> None:
     clone = furnish(tmp_path / "clone")
     before = sorted(clone.root.rglob("*"))
-    assert "Bring in sources" in bootstrap(clone, "--help").stdout
+    assert "Install the Python packages" in bootstrap(clone, "--help").stdout
     assert bootstrap(clone, "--groups", "run").returncode == USAGE
     assert sorted(clone.root.rglob("*")) == before
 

@@ -1,4 +1,4 @@
-"""Changing what is pinned: patches, bump, lock."""
+"""Changing what is pinned: patches, locks."""
 
 from __future__ import annotations
 
@@ -54,23 +54,13 @@ def test_a_commit_becomes_a_patch_by_the_commands_of_contributing(
     assert (other.place("alpha") / "src" / "a.txt").read_text() == "two\n"
 
 
-def test_bump_moves_everything(clone: Clone, alpha: Upstream) -> None:
+def test_another_version_moves_everything(clone: Clone, alpha: Upstream) -> None:
     clone.patch("alpha", only=patch_text("src/a.txt", "one", "two"))
-    clone.ok("lock")
+    clone.ok("lock", "alpha")
     clone.ok("sync")
-    url = clone.components["alpha"]["url"]
-    (clone.root / "sources.yaml").write_text(
-        "format: 1\ncomponents:\n  # keep this comment\n  alpha:\n    groups: [run]\n"
-        f'    url: {url}\n    version: "1.0"  # and this\n    tag: v{{version}}\n'
-        f"  omega:\n    groups: [source]\n    url: {url}\n    version: '7'\n"
-    )
 
-    before = (clone.root / "sources.yaml").read_text()
+    clone.ok("lock", "alpha", "2.0")
 
-    clone.ok("bump", "alpha", "2.0")
-
-    text = (clone.root / "sources.yaml").read_text()
-    assert text == before.replace('version: "1.0"', 'version: "2.0"')
     assert (clone.pin("alpha")["commit"], clone.pin("alpha")["tree"]) == (alpha.head, alpha.tree())
     assert clone.state("alpha") == "outdated"
     clone.ok("sync", "--group", "run")
@@ -78,23 +68,20 @@ def test_bump_moves_everything(clone: Clone, alpha: Upstream) -> None:
     assert (clone.place("alpha") / "src" / "a.txt").read_text() == "two\n"
 
 
-def test_bump_whose_patches_conflict_changes_nothing(clone: Clone, alpha: Upstream) -> None:
+def test_lock_whose_patches_conflict_changes_nothing(clone: Clone, alpha: Upstream) -> None:
     clone.patch("alpha", only=patch_text("README", "hello", "patched"))
-    clone.ok("lock")
-    clone.write_yaml()
-    before = [(clone.root / name).read_bytes() for name in ("sources.yaml", "sources.lock")]
+    clone.ok("lock", "alpha")
+    before = (clone.root / "sources.lock").read_bytes()
 
-    assert "only.patch: does not apply" in clone.refused(3, "bump", "alpha", "2.0")
+    assert "only.patch: does not apply" in clone.refused(3, "lock", "alpha", "2.0")
 
-    assert [(clone.root / name).read_bytes() for name in ("sources.yaml", "sources.lock")] == before
+    assert (clone.root / "sources.lock").read_bytes() == before
     assert clone.leftovers == []
 
 
-def test_bump_to_a_version_that_does_not_exist(clone: Clone, alpha: Upstream) -> None:
-    clone.write_yaml()
-
-    assert "has no tag v9.9" in clone.refused(3, "bump", "alpha", "9.9")
-    assert "is no version" in clone.refused(2, "bump", "alpha", "../9")
+def test_lock_to_a_version_that_does_not_exist(clone: Clone, alpha: Upstream) -> None:
+    assert "has no tag v9.9" in clone.refused(3, "lock", "alpha", "9.9")
+    assert "is no version" in clone.refused(2, "lock", "alpha", "../9")
     assert clone.pin("alpha")["version"] == "1.0"
 
 

@@ -35,9 +35,8 @@ def jax(clone: Clone, make_upstream: Callable[[str], Upstream], xla: Upstream, s
     upstream.commit(names(git(xla.work, "rev-parse", "HEAD~1")), "first", tag="jax-v1.0")
     commit = upstream.head
     upstream.commit(names(xla.head), "second", tag="jax-v2.0")
-    file = {"wheel": "jax", "file": "jax/version.py", "name": "_git_hash"}
-    clone.add("jax", f"{server.url}/jax.git", commit, None, groups=["source"], commit_in=file)
-    clone.components["jax"]["commit"] = clone.components["jax"].pop("commit_in")
+    clone.add("jax", f"{server.url}/jax.git", commit, None, groups=["source"])
+    clone.components["jax"]["commit"] = {"file": "jax/version.py", "name": "_git_hash"}
     clone.components["xla"] = {
         "url": f"{server.url}/xla.git",
         "commit": {"component": "jax", "file": FILE, "name": "XLA_COMMIT"},
@@ -79,8 +78,6 @@ def test_the_tree_of_jax_brings_its_xla(clone: Clone, jax: Upstream, xla: Upstre
     assert (clone.state("jax"), clone.state("xla")) == ("clean", "clean")
     assert clone.ok("sync", "--group", "source").count(" kept ") == 2
 
-    clone.write_yaml()
-    clone.components["jax"]["version"] = "2.0"
     clone.pins["jax"] |= {"version": "2.0", "commit": jax.head, "patched_commit": jax.head}
     clone.write()
     clone.ok("sync", "jax")
@@ -133,17 +130,16 @@ def test_another_jax_brings_another_xla(clone: Clone, jax: Upstream, xla: Upstre
     assert clone.head("xla") == xla.head
 
 
-def test_bump_reads_the_commit_in_the_locked_wheel(clone: Clone, jax: Upstream, locked_wheel: Any) -> None:
+def test_lock_reads_the_commit_in_the_locked_wheel(clone: Clone, jax: Upstream, locked_wheel: Any) -> None:
     """Git is asked where patches must be tried, and only there."""
-    clone.write_yaml()
     locked_wheel("2.0", jax.head)
-    clone.ok("bump", "jax", "2.0")
+    clone.ok("lock", "jax", "2.0")
     assert (clone.pin("jax")["commit"], clone.pin("jax")["patched_commit"]) == (jax.head, jax.head)
-    assert "requirements/run.txt has jax 2.0" in clone.refused(PIN_ERROR, "bump", "jax", "1.0")
-    assert "the tree of jax names its commit" in clone.refused(2, "bump", "xla", "1" * 40)
+    assert "requirements/run.txt has jax 2.0" in clone.refused(PIN_ERROR, "lock", "jax", "1.0")
+    assert "the tree of jax names its commit" in clone.refused(2, "lock", "xla", "1" * 40)
     locked_wheel("2.0", "no commit")
-    assert "has no line _git_hash" in clone.refused(MISSING, "bump", "jax", "2.0")
+    assert "has no line _git_hash" in clone.refused(MISSING, "lock", "jax", "2.0")
     clone.patch("jax", mine=new_file("added", "line"))
     locked_wheel("4.0", "4" * 40)
-    clone.refused(NETWORK, "bump", "jax", "4.0")
+    clone.refused(NETWORK, "lock", "jax", "4.0")
     assert clone.pin("jax")["version"] == "2.0"

@@ -20,7 +20,7 @@ def synced(clone: Clone, alpha: Upstream) -> Clone:
 
 def lock_by_hand(clone: Clone) -> None:
     """Expect of the patches what they do not give, as a careless hand would."""
-    clone.pins["alpha"] |= {"patched_commit": "1" * 40, "patched_tree": None}
+    clone.pins["alpha"]["patched_commit"] = "1" * 40
     clone.write()
 
 
@@ -69,7 +69,7 @@ def test_patches_that_are_other_than_the_locked_ones_are_refused(synced: Clone) 
     """One was edited, or they stand in another order."""
     remedy = "run `.venv/bin/python -m tooling lock alpha` if you changed the patches"
     synced.patch("alpha", a=new_file("a", "line"), b=new_file("b", "line"))
-    synced.ok("lock")
+    synced.ok("lock", "alpha")
     synced.ok("sync")
     (synced.root / "patches" / "alpha" / "series").write_text("b.patch\na.patch\n")
     assert remedy in synced.refused(PIN_ERROR, "sync")
@@ -108,7 +108,7 @@ def test_bad_series_is_refused(synced: Clone, series: str, name: str) -> None:
 
 def test_link_inside_the_tree_is_allowed(synced: Clone) -> None:
     synced.patch("alpha", link=new_file("src/readme", "../README", "120000", newline=False))
-    synced.ok("lock")
+    synced.ok("lock", "alpha")
 
     synced.ok("sync")
 

@@ -34,13 +34,11 @@ def test_tree_that_is_not_the_pinned_one(clone: Clone, alpha: Upstream) -> None:
     assert clone.state("alpha") == "missing"
 
 
-def test_lock_of_another_version(clone: Clone, alpha: Upstream) -> None:
-    clone.components["alpha"]["version"] = "2.0"
+def test_a_component_that_nobody_has_locked(clone: Clone, alpha: Upstream) -> None:
+    del clone.pins["alpha"]
     clone.write()
 
-    assert "wants 2.0, sources.lock pins 1.0; run `.venv/bin/python -m tooling bump alpha 2.0`" in clone.refused(
-        PIN_ERROR, "sync"
-    )
+    assert "run `.venv/bin/python -m tooling lock alpha VERSION`" in clone.refused(PIN_ERROR, "sync")
     assert clone.state("alpha") == "unlocked"
 
 
@@ -62,10 +60,9 @@ def add_wheel(clone: Clone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
                 info = zipfile.ZipInfo(name)
                 info.external_attr = mode << 16
                 archive.writestr(info, text)
-        wheel = {"package": "packed", "file": path.name, "root": "pkg"}
-        digests = {path.name: sha256 or hashlib.sha256(path.read_bytes()).hexdigest()}
+        digest = sha256 or hashlib.sha256(path.read_bytes()).hexdigest()
         url = "https://nowhere.invalid/packed.git"
-        clone.add("packed", url, "1" * 40, tree, path="src", wheel=wheel, archives=digests)
+        clone.add("packed", url, "1" * 40, tree, path="src", wheel="pkg", wheel_sha256=digest)
         clone.pins["packed"]["patched_commit"] = "3" * 40
         clone.write()
         return path
@@ -79,7 +76,7 @@ PLAIN = ("pkg/a", "x", 0o100644)
 def test_wheel_with_another_tree(clone: Clone, add_wheel: Callable[..., Path]) -> None:
     add_wheel(PLAIN)
 
-    assert "packed: tree of packed-1.0-py3-none-any.whl is" in clone.refused(INTEGRITY, "sync")
+    assert "packed: tree of its wheel is" in clone.refused(INTEGRITY, "sync")
     assert clone.leftovers == []
 
 

@@ -10,7 +10,6 @@ import pytest
 from tooling import cli
 from tooling.core import errors
 from tooling.image import bazel_cache
-from tooling.image.bazel_cache import Server
 from tooling.image.digests import ImagePin
 
 
@@ -49,16 +48,18 @@ def test_a_password_is_made_once_and_for_its_owner(tmp_path: Path) -> None:
 
 def test_rc_says_where_the_cache_is_and_whether_it_is_written(tmp_path: Path) -> None:
     rc = tmp_path / "rc"
-    Server("127.0.0.1:1", None).write_rc(rc, write=True)
-    assert rc.read_text().splitlines()[0] == "build --remote_cache=http://127.0.0.1:1"
-    Server("127.0.0.1:1", "s3cret-word").write_rc(rc, write=False)
-    assert "multimesh:s3cret-word@" in rc.read_text()
+    bazel_cache.write_rc(rc, "127.0.0.1:1", write=True)
+    assert rc.read_text().splitlines() == ["build --remote_cache=http://127.0.0.1:1", "build --remote_timeout=15"]
+    assert rc.stat().st_mode & 0o077 == 0
+    bazel_cache.write_rc(rc, "127.0.0.1:1", write=False)
     assert "--remote_upload_local_results=false" in rc.read_text()
 
 
 def test_another_address_gets_no_password(tmp_path: Path) -> None:
-    assert bazel_cache.find_server("127.0.0.1:9", tmp_path) == Server("127.0.0.1:9", None)
-    assert bazel_cache.find_server(None, tmp_path) is None
+    options = bazel_cache.find_options("127.0.0.1:9", tmp_path, write=False, folder=tmp_path / "none")
+    assert options == ("127.0.0.1:9", tmp_path / "bazelrc")
+    assert "@" not in options[1].read_text()
+    assert bazel_cache.find_options(None, tmp_path, write=False, folder=tmp_path / "none") is None
 
 
 def test_bazel_remote_without_a_digest_is_refused(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import multimesh
-from multimesh_maxtext.command import within_stage
 from multimesh_maxtext.command.command_line import CommandLine
 from multimesh_maxtext.command.dataset import UNTOKENIZED, find_data_notes, find_missing_settings
 from multimesh_maxtext.command.environment import PLUGINS
@@ -25,10 +24,11 @@ from multimesh_maxtext.command.job import (
     Job,
     Model,
     describe_model,
+    interprets_experts,
     make_job,
 )
 from multimesh_maxtext.command.settings import find_wrong_settings, has_package
-from multimesh_maxtext.command.translate import find_fixed_settings
+from multimesh_maxtext.command.translate import find_fixed_settings, quantizing_devices
 from multimesh_maxtext.errors import FileError, FlagError, LauncherError, MissingPartError, UnsupportedError, raise_all
 from multimesh_maxtext.handoff import find_schedule
 from multimesh_planner import targets
@@ -70,6 +70,13 @@ _REASONS = {
 """Why stages cannot run with other values, or with a block; else no pipeline was compared with one program there."""
 
 
+QWIX = ("int8", "int4", "fp4", "fp8_e4m3", "fp8_e5m2", "fp8_nanoo", "fp8_full")
+"""Kinds of quantization by Qwix, ``use_qwix_quantization=true``, that pipelines were compared with."""
+
+AQT = ("int8",)
+"""Kinds of quantization by AQT that pipelines were compared with, without experts."""
+
+
 def check_job(parsed: CommandLine, package: Path) -> Job:
     """Return the job of a command line. ``package``: MaxText's package folder; its ``configs`` are read.
 
@@ -97,20 +104,33 @@ def find_job_notes(parsed: CommandLine, job: Job) -> Iterator[str]:
     if job.flags.verify and "dtype" not in job.flags.values:
         yield f"--verify trains in dtype={EXACT}, in which the two programs can agree"
     yield from find_data_notes(job)
-    yield from within_stage.describe_experts(job.flags, job.model)
+    yield from describe_experts(job.flags, job.model)
+
+
+def describe_experts(o: Flags, model: Model) -> Iterator[str]:
+    """Yield how experts are multiplied on GPUs, where that is not MaxText's default."""
+    if interprets_experts(o, model.resolved):
+        yield (
+            "experts are multiplied by MaxText's kernel for TPUs (megablox), which Pallas interprets on GPUs, tile by "
+            "tile; leave out megablox=true and use_ring_of_experts=true"
+        )
+    elif "megablox" in model.settings:
+        yield (
+            "experts are multiplied by lax.ragged_dot: MaxText's own kernel (megablox) is for TPUs. XLA multiplies all "
+            f"tokens by each of the {model.experts // o.ep} experts of a device: sparse_matmul=false "
+            "capacity_factor=1.25 needs less but drops tokens, a larger --ep drops none"
+        )
 
 
 def _find_overrides(job: Job) -> Iterator[LauncherError]:
     """Yield errors of settings that flags decide."""
-    fixed = find_fixed_settings(job)
+    fixed = {"model_name": "", **find_fixed_settings(job)}
     for setting in job.flags.settings:
         key = setting.split("=")[0]
         if key in fixed:
             names = " or ".join(flag.option for flag in FLAGS.values() if key in (flag.setting, *flag.decides))
             remedy = f"use {names}, or leave it out" if names else "leave it out"
             yield FlagError(f"{key}= is decided by the flags ({key}={fixed[key]}); {remedy}")
-        elif key == "model_name":
-            yield FlagError(f"{setting}: the sizes of the model follow from --model-name; use that")
 
 
 def _follows(error: LauncherError, doubtful: frozenset[str]) -> bool:
@@ -127,7 +147,7 @@ def find_wrong_flags(flags: Flags) -> Iterator[LauncherError]:
             yield UnsupportedError(
                 f"--backend {flags.backend} has no use for {flag.option}: {flag.pipeline}; leave it out"
             )
-        elif flag.pipeline and flags.pp == 1:
+        elif flag.pipeline and flags.pp == 1 and not (name == "forecast" and flags.compile):
             yield FlagError(f"{flag.option} is about pipeline stages; add --pp")
         if flag.needs and not {*flag.needs} & {*flags.used}:
             yield FlagError(f"{flag.option} needs {' or '.join(FLAGS[other].option for other in flag.needs)}; add it")
@@ -164,10 +184,6 @@ def _find_wrong_combinations(o: Flags) -> Iterator[LauncherError]:
     ):
         if wrong:
             yield FlagError(text)
-    if o.forecast and not (o.staged or o.compile):
-        about = "is about pipeline stages; add --pp, or --compile for MaxText's one program"
-        useless = f"--backend {o.backend} has no use for --forecast: no plan; leave it out, or add --compile"
-        yield FlagError(f"--forecast {about}") if o.backend == "multimesh" else UnsupportedError(useless)
     if o.verify and o.gpus and o.nodes > 1 and o.staged and not o.forecast:
         yield UnsupportedError(
             "--verify is for one process so far on GPUs: the reference trains on all GPUs of a stage; leave it out, or "
@@ -238,7 +254,7 @@ def _wrong_schedule(job: Job) -> Iterator[LauncherError]:
 def _not_placeable(job: Job) -> Iterator[LauncherError]:
     """Yield the settings of a pipeline that the backend cannot run yet, why, and what to use."""
     resolved = job.model.resolved
-    yield from within_stage.find_wrong_quantization(job)
+    yield from _wrong_quantization(job)
     for key, values in _ABLE.items():
         value = resolved.get(key, values[0])
         if value not in values:
@@ -260,17 +276,12 @@ def _wrong_shares(job: Job) -> Iterator[LauncherError]:
     o, readers = job.flags, job.readers
     if o.dataset in UNTOKENIZED:
         return  # every process has every row
-    if job.mesh_devices % readers:
-        yield FlagError(
-            f"{readers} processes read data in equal shares, but the {job.mesh_devices} devices of a stage lie on them "
-            f"in unequal numbers; use --nodes {math.gcd(o.nodes, o.pp)}"
-        )
-    elif job.batch % readers:
-        unit = math.lcm(job.batch // job.microbatches * (o.pp if o.pp > 1 and not o.staged else 1), readers)
-        yield FlagError(
-            f"{readers} processes read data in equal shares, and do not divide a batch of {job.batch}; use "
-            f"--batch-size {-(-job.batch // unit) * unit}"
-        )
+    if job.mesh_devices % readers or job.batch % readers:
+        what, remedy = f"the {job.mesh_devices} devices of a stage", f"--nodes {math.gcd(o.nodes, o.pp)}"
+        if job.mesh_devices % readers == 0:
+            unit = math.lcm(job.batch // job.microbatches * (o.pp if o.pp > 1 and not o.staged else 1), readers)
+            what, remedy = f"a batch of {job.batch}", f"--batch-size {-(-job.batch // unit) * unit}"
+        yield FlagError(f"{readers} processes read data in equal shares, and do not divide {what}; use {remedy}")
 
 
 def _wrong_devices(o: Flags, devices: int) -> Iterator[LauncherError]:
@@ -313,8 +324,8 @@ def _wrong_model(o: Flags, model: Model) -> Iterator[LauncherError]:
     ):
         if size % parts:
             yield FlagError(f"{flag} {parts} does not divide the {name} ({size}); change {flag} or {remedy}")
-    yield from within_stage.find_wrong_context(o, model)
-    yield from within_stage.find_wrong_experts(o, model)
+    yield from _wrong_context(o, model)
+    yield from _wrong_experts(o, model)
     lora = model.resolved.get("lora")
     if isinstance(lora, dict) and lora.get("enable_lora"):  # the optimizer would find nothing to train, and say nothing
         yield UnsupportedError("lora: MaxText has adapters in its train_sft alone, which needs tunix; leave lora= out")
@@ -335,3 +346,65 @@ def _wrong_model(o: Flags, model: Model) -> Iterator[LauncherError]:
                 "--attention cudnn_flash_jax attends across documents that are packed into one sequence; add "
                 "packing=false, or install TransformerEngine for cudnn_flash_te"
             )
+
+
+def _wrong_context(o: Flags, model: Model) -> Iterator[LauncherError]:
+    """Yield what of ``--cp`` the model, the attention or the devices cannot honour, and MaxText would not say."""
+    if o.cp == 1:
+        return
+    balanced, kernel = model.resolved.get("context_parallel_load_balance", True), "cudnn_flash_te"
+    parts = o.cp * (2 if balanced else 1)
+    if o.sequence_length % parts:
+        yield FlagError(
+            f"--cp {o.cp} cuts a sequence into {parts} parts, and {o.sequence_length} tokens are no multiple of them; "
+            f"use --sequence-length {max(1, round(o.sequence_length / parts)) * parts}"
+        )
+    if not o.gpus or o.forecast:
+        return
+    if o.attention not in (kernel, "dot_product"):
+        yield UnsupportedError(
+            f"--attention {o.attention} attends within the part of a sequence that a device has; with --cp {o.cp} use "
+            f"--attention {kernel} or dot_product"
+        )
+    elif not has_package("transformer_engine") and (balanced or o.attention == kernel):
+        yield MissingPartError(
+            f"--cp {o.cp} on GPUs needs TransformerEngine, which orders the parts of sequences; install it, or use "
+            "--attention dot_product context_parallel_load_balance=false"
+        )
+
+
+def _wrong_experts(o: Flags, model: Model) -> Iterator[LauncherError]:
+    """Yield how experts cannot exchange tokens on these devices."""
+    settings = model.resolved
+    if o.ep == 1 or not settings.get("sparse_matmul"):
+        return
+    ring = settings.get("use_ring_of_experts")
+    if ring and not (settings.get("megablox") or settings.get("use_tokamax_gmm")):
+        yield UnsupportedError(
+            f"--ep {o.ep}: MaxText's ring of experts multiplies by all groups, which lax.ragged_dot refuses for the "
+            "experts of one device; leave out megablox=false"
+        )
+    if o.platform == "cpu" and not ring:
+        yield UnsupportedError(
+            f"--ep {o.ep}: with sparse_matmul=True experts exchange tokens by an operation that XLA lacks on CPU "
+            "devices; add use_ring_of_experts=true, which gathers them, or sparse_matmul=false"
+        )
+
+
+def _wrong_quantization(job: Job) -> Iterator[LauncherError]:
+    """Yield why a pipeline cannot train with a quantization, and which it can train with."""
+    o, settings = job.flags, job.model.resolved
+    kind, by_qwix = str(settings.get("quantization") or ""), bool(settings.get("use_qwix_quantization"))
+    by_aqt = kind in AQT and not by_qwix
+    rows, parts = o.domains * o.microbatch_size, quantizing_devices(job)
+    if by_aqt and rows % parts:
+        yield FlagError(
+            f"quantization={kind}: AQT cuts the rows of a microbatch, {rows}, by {parts} devices; use "
+            f"--microbatch-size {math.lcm(rows, parts) // o.domains} or use_qwix_quantization=true"
+        )
+    if kind and not (kind in QWIX and by_qwix) and not (by_aqt and job.model.experts == 1):
+        remedy = "add" if kind in QWIX else "use quantization=fp8_full, fp8_e4m3 or int8 with"
+        yield UnsupportedError(
+            f"--backend multimesh cannot train with quantization={kind} yet: no pipeline was compared with one program "
+            f"there; {remedy} use_qwix_quantization=true"
+        )

@@ -52,16 +52,8 @@ IGNORED = {
 GONE = {
     "--hlo": "read the file with XLA's own tools, such as hlo-opt",
     "--dump-all-passes": "set XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_text --xla_dump_hlo_pass_re=.*'",
-    "--budget": "compare the suggestions of several --nodes",
-    "--num-kv-heads": "write base_num_kv_heads=N",
-    "--head-dim": "write head_dim=N",
-    "--vocab-size": "write vocab_size=N",
-    "--checkpoint-every": "write checkpoint_period=N",
-    "--keep-checkpoints": "write max_num_checkpoints_to_keep=N",
-    "--eval-every": "write eval_interval=N",
-    "--eval-steps": "write eval_steps=N",
 }
-"""Flags of the original and of older versions that are not here, and what to use in their place."""
+"""Flags of the original that are not here, and what to use in their place."""
 
 
 def _exit_codes() -> str:
@@ -154,7 +146,7 @@ def read(argv: Sequence[str]) -> CommandLine:
         if purpose(name):
             ignored.append(name)
         elif name in GONE:
-            wrong.append(FlagError(f"{name}: there is no such flag any more; {GONE[name]}"))
+            wrong.append(FlagError(f"{name}: there is no such flag; {GONE[name]}"))
         elif name.startswith("-") and not re.fullmatch(r"-\d+(\.\d+)?", name):  # a negative number is a value
             near = difflib.get_close_matches(name, [flag.option for flag in FLAGS.values()], n=1, cutoff=0.7)
             hint = f"did you mean {near[0]}?" if near else "maxtext/run.py --help lists every flag"

@@ -28,9 +28,6 @@ _PACKAGES = {
 }
 """Packages of the group ``data`` that a dataset needs, by ``dataset_type``, or by ``grain_file_type``."""
 
-_FROM_THE_BEGINNING = ("hf", "tfds", "c4_mlperf")
-"""Datasets of which MaxText keeps no position in a checkpoint."""
-
 _OURS = {
     "expansion_factor_real_data": -1,
     "grain_use_elastic_iterator": False,
@@ -40,12 +37,11 @@ _OURS = {
 """Settings that change which processes read, and how they end, with the value that leaves that to us."""
 
 _DTYPE = np.dtype("<u2")
-_INDEX_FORMAT = "1"  # MaxText 0.2.5 reads this one
 
 
 def find_data_notes(job: Job) -> Iterator[str]:
-    """Yield a line on data that does not go on where a checkpoint stopped."""
-    if job.flags.checkpoint and (kind := job.flags.dataset) in _FROM_THE_BEGINNING:
+    """Yield a line on data of which MaxText keeps no position in a checkpoint."""
+    if job.flags.checkpoint and (kind := job.flags.dataset) in ("hf", "tfds", "c4_mlperf"):
         yield (
             f"dataset_type={kind} has no position in checkpoints: a run that resumes reads from the beginning; "
             "dataset_type=grain and --text go on where they stopped"
@@ -76,13 +72,6 @@ def check_dataset(job: Job) -> None:
         raise MissingPartError(f"{flag} needs {' and '.join(missing)}; run ./bootstrap.sh --group data")
 
 
-def tokenize(texts: Sequence[str]) -> np.ndarray:
-    """Return the tokens of some documents, each followed by END_OF_DOCUMENT; dtype uint16, shape (tokens,)."""
-    end = np.array([END_OF_DOCUMENT], _DTYPE)
-    pieces = [np.append(np.frombuffer(text.encode(), np.uint8).astype(_DTYPE), end) for text in texts]
-    return np.concatenate(pieces) if pieces else np.empty(0, _DTYPE)
-
-
 def read_texts(files: Sequence[Path]) -> list[str]:
     """Read UTF-8 files.
 
@@ -100,11 +89,13 @@ def read_texts(files: Sequence[Path]) -> list[str]:
 
 
 def write_corpus(texts: Sequence[str], folder: Path, *, sequence_length: int) -> Path:
-    """Write ``tokens.bin`` and ``index.json`` into a folder; return the index.
+    """Write ``tokens.bin`` and ``index.json`` into a folder; return the index. END_OF_DOCUMENT follows each text.
 
     Raises ``FlagError`` where the text does not fill one sequence.
     """
-    tokens = tokenize(texts)
+    end = np.array([END_OF_DOCUMENT], _DTYPE)
+    pieces = [piece for text in texts for piece in (np.frombuffer(text.encode(), np.uint8), end)]
+    tokens = np.concatenate(pieces, dtype=_DTYPE)
     sequences = len(tokens) // sequence_length
     if not sequences:
         raise FlagError(
@@ -116,7 +107,7 @@ def write_corpus(texts: Sequence[str], folder: Path, *, sequence_length: int) ->
     tokens.tofile(data)
     file = {"path": str(data), "label": "text", "n_tokens": len(tokens), "n_instances": sequences, "instance_offset": 0}
     index = {
-        "format_version": _INDEX_FORMAT,
+        "format_version": "1",  # MaxText 0.2.5 reads this one
         "sequence_length": sequence_length,
         "dtype": _DTYPE.name,
         "tokenizer": "bytes",

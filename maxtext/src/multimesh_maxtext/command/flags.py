@@ -188,7 +188,9 @@ class Flags:
         decides=("data_shuffle_seed",),
     )
 
-    model_name: str | None = _name("a model of MaxText (llama3-8b, gpt3-175b, ...); the size flags override it")
+    model_name: str | None = _name(
+        "a model of MaxText (llama3-8b, gpt3-175b, ...); the size flags override it", decides=("model_name",)
+    )
     maxtext_config: Path | None = _path("MaxText configuration to start from in place of its base.yml")
     num_layers: int | None = _number(
         "decoder layers (default: the model's, or 2 x pp x interleave)", setting="base_num_decoder_layers"
@@ -303,6 +305,7 @@ class Flags:
     forecast: bool = _switch(
         "print the memory that each stage will need, and how long devices wait, with none of them; train nothing",
         False,
+        pipeline="no plan, but with --compile",
     )
     compile: bool = _switch(
         "with --forecast: compile the kernels of every stage for the GPUs of --device, which need not be here, and "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,63 +18,21 @@ from multimesh import UsageError, schedules
 from multimesh_maxtext.command.check_flags import find_wrong_sizes
 from multimesh_maxtext.command.environment import memory_limit
 from multimesh_maxtext.command.flags import GRID_AXES, Flags
-from multimesh_maxtext.command.job import Job, Model, Paths, make_job
+from multimesh_maxtext.command.job import Job, Model, Paths, make_job, transformer
 from multimesh_maxtext.command.report import make_table, schedule_choice
-from multimesh_maxtext.command.steps import reference_job
+from multimesh_maxtext.command.steps import reference_job, tail
 from multimesh_maxtext.command.training import StopRequest, log_tail, receiving, trainer
 from multimesh_maxtext.command.translate import Launch, forecasting
 from multimesh_maxtext.command.values import DEVICES
 from multimesh_maxtext.errors import DoesNotFitError, TrainerFailedError
 from multimesh_maxtext.outcome import read as read_outcome
-from multimesh_planner import Configuration, Step, Transformer, band, step_time
+from multimesh_planner import Configuration, band, step_time
 
-_POLICIES: dict[str | None, str] = {
+_POLICIES = {
     **{name: name for name in ("save_dot_except_mlp", "save_out_proj", "save_qkv_proj", "full")},
-    **dict.fromkeys((None, "none"), "full"),  # MaxText recomputes everything then
     **dict.fromkeys(("save_dot_except_mlpwi", "save_dot_with_context_except_mlp"), "save_dot_except_mlp"),
 }
-"""The planner's name of each policy of MaxText that it knows."""
-
-
-def transformer(model: Model) -> Transformer:
-    """Return the model's sizes. Layers that differ from each other count as equal ones, but dense ones at the start."""
-    settings = model.resolved
-    experts = model.experts if model.experts > 1 else 0
-    gates = len(settings.get("mlp_activations") or ["silu"])
-
-    def number(name: str) -> int:
-        return int(settings.get(name) or 0)
-
-    latent = settings.get("attention_type") == "mla"
-    expert = max(0, number("base_moe_mlp_dim")) or model.mlp  # -1: as the MLP
-    return Transformer(
-        name=model.name or "this model",
-        layers=model.layers,
-        hidden=model.embedding,
-        ffn=model.mlp,
-        heads=model.query_heads,
-        kv_heads=model.query_heads if latent else model.kv_heads,
-        vocabulary=model.vocabulary,
-        head=number("qk_nope_head_dim") + number("qk_rope_head_dim") if latent else number("head_dim"),
-        gated=gates > 1,
-        experts=experts,
-        active=max(1, number("num_experts_per_tok")) if experts else 0,
-        tied=bool(settings.get("logits_via_embedding")),
-        expert_ffn=expert if experts else 0,
-        shared_ffn=expert * number("shared_experts") if experts else 0,
-        dense_layers=min(model.layers, number("first_num_dense_layers")) if experts else 0,
-        value_head=number("v_head_dim") if latent else 0,
-        query_rank=number("q_lora_rank") if latent else 0,
-        kv_rank=number("kv_lora_rank") if latent else 0,
-        rope_head=number("qk_rope_head_dim") if latent else 0,
-        predicted=number("mtp_num_layers"),
-    )
-
-
-def precision(model: Model) -> str:
-    """Return the precision of products: that of ``quantization``."""
-    return "fp8" if "fp8" in str(model.resolved.get("quantization") or "") else "bf16"
-
+"""The planner's name of each policy of MaxText that it knows; others are like ``minimal``."""
 
 FIELDS = {
     **{name: name for name in (*GRID_AXES, "schedule", "sequence_parallel", "gather_once")},
@@ -84,11 +41,15 @@ FIELDS = {
 """The field of `Configuration` that a flag fixes, or that decides the flag where it is not given."""
 
 
-def planner_fields(flags: Flags, names: Iterable[str] = FIELDS) -> dict[str, Any]:
-    """Return the fields of `Configuration` that flags fix."""
-    values: dict[str, Any] = {"remat": recompute(flags.remat), "zero": "optimizer" if flags.zero else "none"}
-    values |= {name: bool(getattr(flags, name)) for name in ("sequence_parallel", "gather_once")}
-    return {FIELDS[name]: values.get(name, getattr(flags, name)) for name in names}
+def planner_fields(flags: Flags, model: Model, names: Iterable[str] = FIELDS) -> dict[str, Any]:
+    """Return the fields of `Configuration` that flags of these names fix, and the precision of products."""
+    values = vars(flags) | {
+        "remat": _POLICIES.get(flags.remat, "minimal"),
+        "zero": "optimizer" if flags.zero else "none",
+    }
+    values |= {name: bool(values[name]) for name in ("sequence_parallel", "gather_once")}
+    precision = "fp8" if "fp8" in str(model.resolved.get("quantization") or "") else "bf16"
+    return {FIELDS[name]: values[name] for name in names} | {"precision": precision}
 
 
 def planner_configuration(job: Job) -> Configuration:
@@ -98,39 +59,30 @@ def planner_configuration(job: Job) -> Configuration:
     cost.
     """
     o = job.flags
-    groups = o.dp * o.fsdp * o.ep
-    microbatch, remainder = divmod(job.batch, job.microbatches * groups)
+    microbatch, remainder = divmod(job.batch, job.microbatches * o.domains)
     if remainder or not microbatch:
-        raise UsageError(f"microbatches of {job.batch // job.microbatches} are not whole on {groups} groups of devices")
+        rows = job.batch // job.microbatches
+        raise UsageError(f"microbatches of {rows} are not whole on {o.domains} groups of devices")
     name = job.schedule
     if name not in schedules.names() or name == "auto":
         name = "interleaved" if o.interleave > 1 else "1f1b"
-    fields = planner_fields(o) | {"dp": o.dp * o.ep, "microbatch": microbatch, "schedule": name}
-    fields |= {"layers": job.pieces if o.pp > 1 else (), "precision": precision(job.model)}
+    fields = planner_fields(o, job.model) | {"dp": o.dp * o.ep, "microbatch": microbatch, "schedule": name}
+    fields["layers"] = job.pieces if o.pp > 1 else ()
     return Configuration(job.batch, o.sequence_length, **fields)
 
 
-def recompute(policy: str | None) -> str:
-    """Return the planner's name of a policy of MaxText: ``minimal`` for those that it does not know."""
-    return _POLICIES.get(policy, "minimal")
+def forecast_step(job: Job, costs: Sequence[Costs] = ()) -> dict[str, Any]:
+    """Return the forecast of a pipeline's step on ``--device``, as data; nothing where the planner has none.
 
-
-def forecast_step(job: Job) -> Step | None:
-    """Return the forecast of a step on ``--device``; None where the planner has no forecast of such a job."""
-    if not job.flags.device:
-        return None
-    try:
-        return step_time(transformer(job.model), planner_configuration(job), job.flags.device, "maxtext")
-    except UsageError:
-        return None
-
-
-def describe_step(step: Step, costs: Sequence[Costs] = ()) -> dict[str, Any]:
-    """Return the forecast of a step, as data. ``band`` is the half of its width, as a share.
-
-    Where the kernels of the stages were compiled, with these ``costs`` on a device, the busiest stage takes at least
-    the time of its kernels at the device's peaks.
+    ``band`` is the half of its width, as a share. Where the kernels of the stages were compiled, with these ``costs``
+    on a device, the busiest stage takes at least the time of its kernels at the device's peaks.
     """
+    if not job.flags.device or not job.flags.staged:
+        return {}
+    try:
+        step = step_time(transformer(job.model), planner_configuration(job), job.flags.device, "maxtext")
+    except UsageError:
+        return {}
     values: dict[str, Any] = {
         "seconds": step.seconds,
         "band": band(step),
@@ -153,8 +105,6 @@ Costs = Mapping[str, float]
 _ALONE = ("peak", "seconds")
 _OTHERS = {"flops", "bytes accessed", "copies", "bytes copied", *_ALONE}  # than bytes of collectives
 
-_COMPILING = re.compile(r"compiling kernels: [^\n]+")  # the library's lines on progress
-
 DROPPING = "sparse_matmul=false capacity_factor=1.25 (which drops tokens)"
 """Settings by which experts are multiplied without `ragged_dot`."""
 
@@ -173,22 +123,24 @@ def check_memory(job: Job, paths: Paths, console: Console, gpu_memory: int | Non
         return
     values: dict[str, Any] = {}
     if flags.staged:
+        text = f"forecasting: tracing a step of {job.model.layers} layers"
         try:
-            values = _forecast(job, paths, console, gpu_memory) | {"limit": limit} | schedule_choice(paths.schedule)
+            values = run_forecast(job, paths, gpu_memory, console, text)
         except TrainerFailedError as error:
             if flags.forecast or flags.device_memory:
                 raise
             print(f"warning: memory was not checked: {error}", file=sys.stderr)
             return
-    compiled, step = values.get("compiled"), forecast_step(job) if flags.staged else None
-    if compiled:
+        values |= {"limit": limit} | schedule_choice(paths.schedule) | forecast_step(job, values.get("costs", ()))
+    if compiled := values.get("compiled"):
         peak, seconds = max(need["total"] for need in compiled), values["compilation"]["seconds"]
         programs = {"multimesh": sum_costs(values["costs"]) | {"peak": peak, "seconds": seconds}, **programs}
-    values |= (describe_step(step, values.get("costs", ())) if step else {}) | {"programs": programs}
-    if flags.json and flags.forecast:
+    values["programs"] = programs
+    if not flags.json:
+        for shown in _describe_forecast(job, paths, values):
+            console.print(shown)
+    elif flags.forecast:
         print(json.dumps(values))
-    elif not flags.json:
-        _show_forecast(job, paths, console, values)
     if flags.staged and limit is not None:
         check_fits(compiled or values["forecast"], limit, job)
 
@@ -210,8 +162,8 @@ def compile_programs(job: Job, paths: Paths, console: Console, gpu_memory: int |
     for name, program in programs.items():
         beside = paths.below(name)
         beside.output.mkdir(parents=True, exist_ok=True)
-        with console.status(f"compiling MaxText's own {name}"):
-            costs[name] = sum_costs([run_forecast(program, beside, gpu_memory)] * program.flags.pp)
+        cost = run_forecast(program, beside, gpu_memory, console, f"compiling MaxText's own {name}")
+        costs[name] = sum_costs([cost] * program.flags.pp)
     return costs
 
 
@@ -221,9 +173,9 @@ def sum_costs(devices: Sequence[Costs]) -> dict[str, float]:
     return {name: (max if name in _ALONE else sum)(costs.get(name, 0) for costs in devices) for name in names}
 
 
-def _forecast(job: Job, paths: Paths, console: Console, gpu_memory: int | None) -> dict[str, Any]:
-    """Run the process that forecasts, and show how far it is."""
-    text = f"forecasting: tracing a step of {job.model.layers} layers"
+def run_forecast(job: Job, paths: Paths, gpu_memory: int | None, console: Console, text: str) -> dict[str, Any]:
+    """Run the process that forecasts a job, and show how far it is, first a text; return what it writes."""
+    paths.forecast.unlink(missing_ok=True)
     with console.status(text) as status:
 
         def tell(line: str) -> None:
@@ -232,15 +184,7 @@ def _forecast(job: Job, paths: Paths, console: Console, gpu_memory: int | None) 
                 console.print(line)
 
         tell(text)
-        return run_forecast(job, paths, gpu_memory, tell)
-
-
-def run_forecast(
-    job: Job, paths: Paths, gpu_memory: int | None, tell: Callable[[str], object] = lambda _: None
-) -> dict[str, Any]:
-    """Run the process that forecasts a job; return what it writes. ``tell`` gets its lines on compilation."""
-    paths.forecast.unlink(missing_ok=True)
-    inspect(forecasting(job, paths, inherited=os.environ, gpu_memory=gpu_memory), paths, tell)
+        inspect(forecasting(job, paths, inherited=os.environ, gpu_memory=gpu_memory), paths, tell)
     return json.loads(paths.forecast.read_bytes())
 
 
@@ -249,15 +193,13 @@ def inspect(start: Launch, paths: Paths, tell: Callable[[str], object] = lambda 
 
     Raises ``FlagError`` where MaxText refuses its settings, and ``TrainerFailedError`` where it fails otherwise.
     """
-    newest, stop = "", StopRequest()
+    log, stop = tail(paths.log), StopRequest()
     with receiving(stop), trainer(start, paths) as process:
         while process.poll() is None and not stop.count:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(1)
-            lines = _COMPILING.findall(paths.log.read_text(encoding="utf-8", errors="replace"))
-            if lines and lines[-1] != newest:
-                newest = lines[-1]
-                tell(newest)
+            if lines := [line for line in next(log) if line.startswith("compiling kernels: ")]:
+                tell(lines[-1])
     if stop.count:
         raise KeyboardInterrupt
     if process.returncode:
@@ -268,44 +210,44 @@ def inspect(start: Launch, paths: Paths, tell: Callable[[str], object] = lambda 
         raise TrainerFailedError(f"the trainer failed with exit code {process.returncode}; see {paths.log}")
 
 
-def _show_forecast(job: Job, paths: Paths, console: Console, values: Mapping[str, Any]) -> None:
-    """Show what `check_memory` prints as JSON: of a pipeline its forecast, and MaxText's own programs."""
-    flags, limit = job.flags, values.get("limit")
+def _describe_forecast(job: Job, paths: Paths, values: Mapping[str, Any]) -> Iterator[str | Table]:
+    """Yield what `check_memory` prints as JSON: of a pipeline its forecast, and MaxText's own programs."""
+    device, limit = job.flags.device, values.get("limit")
     if needs := values.get("forecast"):
-        console.print("memory on each device of a stage at the peak of a step (forecast)")
-        console.print(tabulate_needs(needs))
-    if needs and flags.forecast:
+        yield "memory on each device of a stage at the peak of a step (forecast)"
+        yield tabulate_needs(needs)
+    if needs and job.flags.forecast:
         if compiled := values.get("compiled"):
             effort = "{kernels} kernels, {compiled} of them unlike, in {seconds:.0f} s".format(**values["compilation"])
-            console.print(f"the same as XLA compiled it for {flags.device} ({effort})")
-            console.print(tabulate_needs(compiled, needs, limit))
+            yield f"the same as XLA compiled it for {device} ({effort})"
+            yield tabulate_needs(compiled, needs, limit)
         if limit is not None:
-            console.print(f"of {show_size(limit)} that JAX may use of a device")
+            yield f"of {show_size(limit)} that JAX may use of a device"
         if schedule := values.get("schedule"):
-            console.print(schedule["text"], markup=False)
-        console.print(
+            yield schedule["text"]
+        yield (
             f"devices wait {100 * values['bubble']:.1f} % of a step, by operations of their kernels, transfers take no "
             f"time: see {paths.forecast.with_suffix('.svg')}"
         )
         most, step = max(values["host"], key=lambda calls: calls["seconds"]), values.get("seconds")
         share = f", {100 * most['seconds'] / step:.1f} % of the step" if step else ""
-        console.print(
+        yield (
             f"the busiest process starts {most['kernels']:,} kernels a step with {most['arrays']:,} arrays, and "
             f"{most['transfers']:,} arrays are sent or received: about {1e3 * most['seconds']:,.0f} ms of its main "
             f"thread{share}"
         )
         if step:
-            console.print(
-                f"forecast, not a measurement: a step of {step:.2f} s on {job.devices} {flags.device}, within "
+            yield (
+                f"forecast, not a measurement: a step of {step:.2f} s on {job.devices} {device}, within "
                 f"{100 * values['band']:.0f} %; {values['tokens_per_second']:,.0f} tokens/s, "
                 f"{100 * values['utilization']:.0f} % of the peak (MFU), bubble {100 * values['waiting']:.0f} % with "
                 f"the head, most time in {values['bound']} (planner/README.md)"
             )
-        elif flags.device:
-            console.print("no forecast of seconds: microbatches are not whole sequences on each device")
+        elif device:
+            yield "no forecast of seconds: microbatches are not whole sequences on each device"
     if values["programs"]:
-        console.print("a step on the devices of one copy of the model, as XLA compiled it")
-        console.print(tabulate_programs(values["programs"]))
+        yield "a step on the devices of one copy of the model, as XLA compiled it"
+        yield tabulate_programs(values["programs"])
 
 
 _SIZES: dict[str, Callable[[Costs], str]] = {

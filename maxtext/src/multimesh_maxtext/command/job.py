@@ -19,6 +19,7 @@ import multimesh
 from multimesh.schedules import LayerCosts
 from multimesh_maxtext.command.flags import FLAGS, Flags
 from multimesh_maxtext.errors import FlagError, MissingPartError
+from multimesh_planner import Transformer
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # both are safe; the C one takes a tenth of the time
 
@@ -95,20 +96,55 @@ class Model:
     def layer_costs(self, sequence: int, *, shards: int = 1) -> list[LayerCosts]:
         """Estimate what each decoder layer costs; the embedding counts to the first and the logits to the last.
 
-        ``time`` is operations a token: six a parameter, and those of causal attention; to look an embedding up takes
-        none. ``held`` are bytes on each of ``shards`` devices: 16 a parameter, of itself, its gradient and two moments.
+        ``time`` is operations a token: six a parameter that it passes, and those of causal attention; to look an
+        embedding up takes none. ``held`` are bytes on each of ``shards`` devices: 16 a parameter, of itself, its
+        gradient and two moments.
         """
-        width = self.resolved.get("head_dim") or self.embedding // self.query_heads
-        gates = len(self.resolved.get("mlp_activations") or ["silu"])
-        attention = 2 * self.embedding * width * (self.query_heads + self.kv_heads)
-        parameters, ends = attention + (gates + 1) * self.embedding * self.mlp, self.vocabulary * self.embedding
-        operations = parameters + self.query_heads * width * sequence  # half of the pairs of tokens
-        times = [6.0 * operations] * self.layers
-        sizes = [16.0 * parameters / shards] * self.layers
+        sizes = transformer(self)
+        layers, ends = sizes.layers, sizes.embedding_parameters
+        times = [(sizes.operations(sequence) - 6.0 * ends) / layers] * layers
+        held = [16.0 * sizes.count_parameters(1.0) / layers / shards] * layers
         times[-1] += 6.0 * ends
         for end in (0, -1):
-            sizes[end] += 16.0 * ends / shards
-        return [LayerCosts(*costs) for costs in zip(times, sizes, strict=True)]
+            held[end] += 16.0 * ends / shards
+        return [LayerCosts(*costs) for costs in zip(times, held, strict=True)]
+
+
+_LATENT = {
+    **{"value_head": "v_head_dim", "query_rank": "q_lora_rank"},
+    **{"kv_rank": "kv_lora_rank", "rope_head": "qk_rope_head_dim"},
+}
+"""The planner's names of the sizes of multi-head latent attention."""
+
+
+def transformer(model: Model) -> Transformer:
+    """Return the model's sizes. Layers that differ from each other count as equal ones, but dense ones at the start."""
+
+    def number(name: str) -> int:
+        return int(model.resolved.get(name) or 0)
+
+    sizes: dict[str, Any] = {"kv_heads": model.kv_heads, "head": number("head_dim")}
+    if model.resolved.get("attention_type") == "mla":
+        sizes = {field: number(name) for field, name in _LATENT.items()} | {"kv_heads": model.query_heads}
+        sizes["head"] = number("qk_nope_head_dim") + sizes["rope_head"]
+    if model.experts > 1:
+        width = max(0, number("base_moe_mlp_dim")) or model.mlp  # -1: as the MLP
+        active = min(model.experts, max(1, number("num_experts_per_tok")))
+        sizes |= {"experts": model.experts, "active": active, "expert_ffn": width}
+        sizes["shared_ffn"] = width * number("shared_experts")
+        sizes["dense_layers"] = min(model.layers, number("first_num_dense_layers"))
+    return Transformer(
+        name=model.name or "this model",
+        layers=model.layers,
+        hidden=model.embedding,
+        ffn=model.mlp,
+        heads=model.query_heads,
+        vocabulary=model.vocabulary,
+        gated=len(model.resolved.get("mlp_activations") or ["silu"]) > 1,
+        tied=bool(model.resolved.get("logits_via_embedding")),
+        predicted=number("mtp_num_layers"),
+        **sizes,
+    )
 
 
 def find_maxtext(root: Path | None) -> Path:

@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,9 @@ from multimesh_maxtext.command.forecasting import (
     FIELDS,
     masks_groups,
     planner_fields,
-    precision,
     run_forecast,
-    transformer,
 )
-from multimesh_maxtext.command.job import UNLIKE, Model, Paths, describe_model
+from multimesh_maxtext.command.job import UNLIKE, Model, Paths, describe_model, transformer
 from multimesh_maxtext.command.settings import find_wrong_settings
 from multimesh_maxtext.command.values import DEVICES
 from multimesh_maxtext.errors import (
@@ -58,12 +56,13 @@ class Request:
     names: frozenset[str]  # of its flags, also of those with their default: --zero 0 stays
     maxtext: Path  # the folder that holds MaxText's package
     model: Model  # its sizes
+    console: Console = field(default_factory=lambda: Console(stderr=True, quiet=True))
     refused: list[str] = field(default_factory=list)  # errors of configurations that would be refused
 
     @property
-    def batch(self) -> int:
-        """Sequences of a step."""
-        return self.flags.batch_size or 2 * self.flags.nodes * self.flags.gpus
+    def devices(self) -> int:
+        """Devices of the job."""
+        return self.flags.nodes * self.flags.gpus
 
     def training(self, limit: float) -> planner.Training:
         """Return the planner's task. A device may use ``limit`` bytes; 0: JAX's usual part of its memory."""
@@ -72,11 +71,11 @@ class Request:
             names -= {"dp"}  # in the planner it is that of dp and ep together; see `accepts`
         return planner.Training(
             transformer(self.model),
-            self.batch,
+            flags.batch_size or 2 * self.devices,
             flags.sequence_length,
             planner.device(flags.device or "h100"),
             flags.gpus if flags.gpus > 1 else 0,  # one process per GPU says nothing of nodes
-            planner_fields(flags, names) | {"precision": precision(self.model)},
+            planner_fields(flags, self.model, names),
             replace(planner.software("maxtext"), masks_groups=masks_groups(self.model)),
             limit,
             planner.UNKNOWN if self.model.resolved.get("decoder_block") in UNLIKE else 0.0,
@@ -97,14 +96,14 @@ class Request:
             "attention": "cudnn_flash_te" if how.cp > 1 else self.flags.attention,
             "zero": 2 if how.sharded == "optimizer" and how.dp > how.ep else 0,
             "partition": how.layers or None,
-            "batch_size": self.batch,
+            "batch_size": how.batch,
             "sequence_parallel": (how.sequence_parallel and how.tp > 1) or None,
             "gather_once": how.gather_once or None,
         }
         values = {name: value for name, value in values.items() if name not in self.names}
         return replace(self.flags, **values, **{name: DEFAULTS[name] for name in _SEARCH})
 
-    def plan(self, how: Configuration) -> int | None:
+    def plan(self, how: Configuration, text: str) -> int | None:
         """Return the bytes of the fullest device by the exact forecast, as ``--forecast``; None: of one stage."""
         flags = replace(self.change(how), forecast=True, device=self.flags.device)
         if not flags.staged:
@@ -113,7 +112,8 @@ class Request:
         with tempfile.TemporaryDirectory(prefix="multimesh-suggest-") as folder:
             output = Path(folder)
             paths = Paths(sys.executable, self.maxtext.resolve(), output, output / "metrics.jsonl")
-            return max(need["total"] for need in run_forecast(job, paths, None)["forecast"])
+            needs = run_forecast(job, paths, None, self.console, text)["forecast"]
+        return max(need["total"] for need in needs)
 
     def accepts(self, how: Configuration) -> bool:
         """Return whether the launcher accepts a configuration, by all checks of a command line."""
@@ -128,30 +128,34 @@ class Request:
             return False
         return True
 
+    def list_remedies(self) -> Iterator[str]:
+        """Yield flags and settings that save memory, and that the command line has not."""
+        if masks_groups(self.model):
+            yield DROPPING
+        if "remat" in self.names and self.flags.remat != "full":
+            yield "--remat full"
+
 
 def run(parsed: CommandLine, argv: Sequence[str], maxtext: Path) -> int:
     """Search, forecast the best exactly but with ``--dry-run``, and print; return the exit code."""
     flags, words = parsed.flags, {word.split("=")[0] for word in argv}
     raise_all(parsed.wrong or [*_find_wrong(flags), *find_wrong_settings(flags, maxtext / "maxtext")])
     names = frozenset(name for name, flag in FLAGS.items() if words & {flag.option, f"--no-{flag.option[2:]}"})
-    request = Request(flags, names, maxtext, describe_model(flags, maxtext / "maxtext"))
+    console, model = Console(stderr=True, quiet=flags.json), describe_model(flags, maxtext / "maxtext")
+    request = Request(flags, names, maxtext, model, console)
     training = request.training(float(usable_memory(flags) or 0))
-    console = Console(stderr=True, quiet=flags.json)
     try:
         with console.status("searching"):
-            suggestions = planner.suggest(training, flags.nodes * flags.gpus, accepts=request.accepts)
+            suggestions = planner.suggest(training, request.devices, accepts=request.accepts)
     except multimesh.UsageError as error:
         reason = f"; {request.refused[0]}" if request.refused else ""
-        kind = DoesNotFitError if error.exit_code == DoesNotFitError.exit_code else FlagError
-        text = str(error).removeprefix("suggest: ")
-        if kind is DoesNotFitError:
-            text = " or ".join([text, *_list_remedies(request)])
-        raise kind(f"--suggest: {text}{reason}") from None
+        full = error.exit_code == DoesNotFitError.exit_code
+        text = " or ".join([str(error).removeprefix("suggest: "), *(request.list_remedies() if full else ())])
+        raise (DoesNotFitError if full else FlagError)(f"--suggest: {text}{reason}") from None
     if not flags.dry_run:
-        with console.status("") as status:
-            suggestions = check_plans(request, training, suggestions, status.update)
+        suggestions = check_plans(request, training, suggestions)
     notes = [f"left out, as it would be refused: {reason}" for reason in dict.fromkeys(request.refused)]
-    if request.model.experts > 1:
+    if model.experts > 1:
         notes.append("the column dp counts the devices of ep too, an axis of its own in run.py: --dp is dp / ep")
     suggestions = suggestions.changed(suggestions.options, notes)
     best = suggestions.best
@@ -166,9 +170,7 @@ def run(parsed: CommandLine, argv: Sequence[str], maxtext: Path) -> int:
     return 0
 
 
-def check_plans(
-    request: Request, training: planner.Training, suggestions: Suggestions, tell: Callable[[str], object]
-) -> Suggestions:
+def check_plans(request: Request, training: planner.Training, suggestions: Suggestions) -> Suggestions:
     """Forecast the suggested exactly, and suggest the first that fits; at most three.
 
     The next is the best of a search in as much less memory as the estimate was too low; where that finds none, the one
@@ -183,9 +185,9 @@ def check_plans(
         return how not in checked and request.accepts(how)
 
     for number in range(1, _TRIES + 1):
-        tell(f"forecasting the memory of {option.how.shown()} exactly, {number} of at most {_TRIES}")
+        text = f"forecasting the memory of {option.how.shown()} exactly, {number} of at most {_TRIES}"
         try:
-            needed = request.plan(option.how)
+            needed = request.plan(option.how, text)
         except LauncherError as error:
             notes.append(f"its memory could not be forecast exactly: {error}")
             needed = None
@@ -197,8 +199,7 @@ def check_plans(
             return replace(suggestions, simplest=option.how).changed(ranked, notes)
         less = limit * option.bytes / needed + training.workspace
         try:
-            devices = request.flags.nodes * request.flags.gpus
-            option = planner.suggest(replace(training, limit=less), devices, accepts=accepts).best
+            option = planner.suggest(replace(training, limit=less), request.devices, accepts=accepts).best
         except multimesh.UsageError:  # estimates of unlike grids may be off by less
             grids = {how.shown() for how in checked}
             others = [other for other in suggestions.options if other.how.shown() not in grids]
@@ -206,29 +207,21 @@ def check_plans(
                 break
             option = min(others, key=lambda other: other.bytes)
     tried = "; ".join(f"{describe_how(how)}: {other.checked}" for how, other in checked.items())
-    remedies = list(_list_remedies(request))
+    remedies = [*request.list_remedies(), "more --nodes"]
     if request.flags.fbmem is None and request.flags.device_memory is None:
-        remedies.append(f"--fbmem {int(0.92 * DEVICES[request.flags.device or 'h100'])} (MiB)")
+        remedies.insert(-1, f"--fbmem {int(0.92 * DEVICES[request.flags.device or 'h100'])} (MiB)")
     raise DoesNotFitError(
         f"--suggest: by exact forecasts none fits into the {limit / 1e9:.1f} GB that JAX may use of a device "
-        f"({tried}); use {' or '.join([*remedies, 'more --nodes'])}"
+        f"({tried}); use {' or '.join(remedies)}"
     )
-
-
-def _list_remedies(request: Request) -> Iterator[str]:
-    """Yield flags and settings that save memory, and that the command line has not."""
-    if masks_groups(request.model):
-        yield DROPPING
-    if "remat" in request.names and request.flags.remat != "full":
-        yield "--remat full"
 
 
 def _find_wrong(flags: Flags) -> list[LauncherError]:
     if not flags.device or not flags.gpus:
         return [FlagError("--suggest is for GPUs; add --gpus N, --nodes N and --device, such as --device h100")]
-    for wrong, option in ((flags.backend != "multimesh", "--backend"), (flags.forecast, "--forecast")):
-        if wrong:
-            return [UnsupportedError(f"--suggest is for pipelines of MultiMesh, and nothing else; leave out {option}")]
+    if flags.backend != "multimesh" or flags.forecast:
+        option = "--forecast" if flags.forecast else "--backend"
+        return [UnsupportedError(f"--suggest is for pipelines of MultiMesh, and nothing else; leave out {option}")]
     if flags.schedule in ("auto", "custom") or flags.partition == "auto":
         return [FlagError("--suggest finds --schedule and --partition itself; leave them out, or name one of each")]
     return []

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from multimesh import planner
-from multimesh_maxtext.command import within_stage
 from multimesh_maxtext.command.dataset import UNTOKENIZED, index_path
 from multimesh_maxtext.command.environment import CACHE_SWITCH, environment, memory_limit, xla_flags
 from multimesh_maxtext.command.flags import FLAGS, Flags
@@ -25,11 +24,7 @@ DEFAULTS = {
 }
 """Settings that we choose without a flag: a KEY=VALUE argument replaces them."""
 
-_CHECKPOINTED = {"run_name", "enable_checkpointing"}
-"""With ``--checkpoint`` the flag decides these of them."""
-
 KEEP = "max_num_checkpoints_to_keep"
-
 CHECKPOINTS = {"checkpoint_period": 100, KEEP: 5}
 """Settings of ``--checkpoint`` by default."""
 
@@ -38,6 +33,7 @@ def configuration(job: Job, paths: Paths) -> dict[str, Any]:
     """Return MaxText's settings for a job, by MaxText's names: those that flags name, and those that follow."""
     flags, model = job.flags, job.model
     named = {flag.setting: getattr(flags, name) for name, flag in FLAGS.items() if flag.setting}
+    circular = flags.pp > 1 and not flags.staged
     settings: dict[str, Any] = {
         **{key: value for key, value in named.items() if value is not None},
         "run_name": RUN_NAME,
@@ -53,15 +49,27 @@ def configuration(job: Job, paths: Paths) -> dict[str, Any]:
         "scan_layers": job.scans_layers,
         **({"model_name": model.name, "override_model_config": True} if model.name else {}),
         **model.settings,
-        **_grid(job),
+        "ici_tensor_parallelism": 1 if flags.sequence_parallel else flags.tp,
+        "ici_tensor_sequence_parallelism": flags.tp if flags.sequence_parallel else 1,
+        "ici_pipeline_parallelism": flags.pp if circular else 1,
+        "gradient_accumulation_steps": 1 if circular else job.microbatches,
+        "per_device_batch_size": per_device(job.rows, job.mesh_devices),
         "dataset_type": "synthetic",
     }
+    if (
+        flags.nodes > 1
+    ):  # one mesh over all processes, in the order of their ranks: the innermost axes stay on a machine
+        settings["num_slices"] = 1
+    if circular:
+        settings["num_pipeline_microbatches"] = job.microbatches
+        settings["num_pipeline_repeats"] = flags.interleave
+        settings["num_layers_per_pipeline_stage"] = model.layers // (flags.pp * flags.interleave)
     if flags.text:
         settings |= {"dataset_type": "olmo_grain", "olmo_index_path": str(index_path(paths.text))}
         settings |= {"olmo_apply_ngram_filter": False, "grain_worker_count": 0}
     if flags.staged and model.resolved.get("quantization"):
         # MaxText takes all devices of the process, among them those of other stages, and cuts a microbatch by them.
-        settings["quantization_local_shard_count"] = within_stage.quantizing_devices(job)
+        settings["quantization_local_shard_count"] = quantizing_devices(job)
     if flags.checkpoint:
         # enable_autocheckpoint: also where a signal says that the job is about to end
         settings |= {"enable_checkpointing": True, "enable_autocheckpoint": True, **CHECKPOINTS}
@@ -73,43 +81,22 @@ def configuration(job: Job, paths: Paths) -> dict[str, Any]:
     if flags.zero and not flags.staged:
         settings["shard_optimizer_over_data"] = True
     if flags.profile:
-        settings |= {
-            "profiler": "xplane",
-            "skip_first_n_steps_for_profiler": min(1, flags.num_steps - 1),
-            "profiler_steps": max(1, min(5, flags.num_steps - 2)),
-        }
+        settings |= {"profiler": "xplane", "skip_first_n_steps_for_profiler": min(1, flags.num_steps - 1)}
+        settings["profiler_steps"] = max(1, min(5, flags.num_steps - 2))
     return settings
 
 
 def find_fixed_settings(job: Job) -> dict[str, Any]:
     """Return the settings of MaxText that only flags decide."""
-    free = DEFAULTS - _CHECKPOINTED if job.flags.checkpoint else DEFAULTS
-    free = free if job.flags.text else free | {"dataset_type"}
+    free = DEFAULTS - ({"run_name", "enable_checkpointing"} if job.flags.checkpoint else set())
+    free |= set() if job.flags.text else {"dataset_type"}
     settings = configuration(job, Paths(python="", maxtext=Path(), output=Path(), metrics=Path()))
     return {key: value for key, value in settings.items() if key not in free}
 
 
-def _grid(job: Job) -> dict[str, Any]:
-    flags = job.flags
-    settings: dict[str, Any] = {
-        "ici_tensor_parallelism": 1 if flags.sequence_parallel else flags.tp,
-        "ici_tensor_sequence_parallelism": flags.tp if flags.sequence_parallel else 1,
-        "ici_pipeline_parallelism": 1 if flags.staged else flags.pp,
-        # One mesh over all processes, in the order of their ranks: the innermost axes stay within a machine.
-        **({"num_slices": 1} if flags.nodes > 1 else {}),
-    }
-    if flags.pp == 1 or flags.staged:
-        return settings | {
-            "gradient_accumulation_steps": job.microbatches,
-            "per_device_batch_size": per_device(job.batch // job.microbatches, job.mesh_devices),
-        }
-    return settings | {
-        "gradient_accumulation_steps": 1,
-        "per_device_batch_size": per_device(job.batch, job.devices),
-        "num_pipeline_microbatches": job.microbatches,
-        "num_pipeline_repeats": flags.interleave,
-        "num_layers_per_pipeline_stage": job.model.layers // (flags.pp * flags.interleave),
-    }
+def quantizing_devices(job: Job) -> int:
+    """Return how many devices of a stage a process has: by these MaxText cuts a microbatch that it quantizes."""
+    return max(1, job.mesh_devices // max(1, job.flags.nodes // job.flags.pp))
 
 
 def per_device(rows: int, devices: int) -> float:

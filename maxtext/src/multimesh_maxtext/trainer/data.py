@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
 from collections.abc import Callable, Iterator
@@ -56,7 +55,7 @@ def place_state(abstract_state: Any, shardings: Any, checkpoints: Any) -> tuple[
 
 
 class Text(Iterator[dict[str, jax.Array]]):
-    """Batches of tokens in the order of one process of MaxText, without an end; a process reads the rows it holds.
+    """Batches of tokens in the order of one process of MaxText, without an end; every process reads all rows.
 
     ``layout``: of each array of a batch, which has so many ``rows``.
     ``seed``: of the order. Each pass over the text has another order.
@@ -64,8 +63,8 @@ class Text(Iterator[dict[str, jax.Array]]):
     """
 
     def __init__(self, config: Any, layout: Sharding, seed: int, rows: int, *, first: int = 0) -> None:
-        from maxtext.input_pipeline import olmo_data_grain as olmo
         from maxtext.input_pipeline.olmo_data import load_index
+        from maxtext.input_pipeline.olmo_data_grain import make_olmo_grain_data_loader
 
         index = load_index(config.olmo_index_path)
         if index.sequence_length != config.max_target_length:
@@ -73,33 +72,25 @@ class Text(Iterator[dict[str, jax.Array]]):
                 f"{config.olmo_index_path} has sequences of {index.sequence_length} tokens, and the run of "
                 f"{config.max_target_length}; use --sequence-length {index.sequence_length}"
             )
-        moved = {config.olmo_path_remap_from: config.olmo_path_remap_to} if config.olmo_path_remap_from else {}
-        self._source = olmo.OlmoNpyDataSource(index, path_remap=moved)
-        self._order = olmo.OlmoIndexSampler(total_instances=index.total_instances, seed=seed)
-        filters = [olmo.NgramFilterTransform()] if config.olmo_apply_ngram_filter else []
-        self._transforms = [*filters, olmo.ShiftToInputsTargets()]
         self._layout = layout
-        self._rows = rows
-        self._first = self._next = first
+        self._loader = make_olmo_grain_data_loader(
+            index,
+            seed=seed,
+            batch_size=rows,
+            shard_index=0,
+            shard_count=1,
+            apply_ngram_filter=config.olmo_apply_ngram_filter,
+            path_remap={config.olmo_path_remap_from: config.olmo_path_remap_to},
+            initial_step=first * rows,
+        )
+        self.reset()
 
     def __next__(self) -> dict[str, jax.Array]:
-        like = self._row(0)
-        indices = self._layout.addressable_devices_indices_map((self._rows, *like["inputs"].shape))
-        batch = {name: np.zeros((self._rows, *x.shape), x.dtype) for name, x in like.items()}
-        for row in sorted({row for index in indices.values() for row in range(self._rows)[index[0]]}):
-            for name, x in self._row(row).items():
-                batch[name][row] = x
-        self._next += 1
-        return {name: place(x, self._layout) for name, x in batch.items()}
-
-    def _row(self, number: int) -> dict[str, np.ndarray]:
-        """Read a row of the next batch."""
-        instance = self._source[self._order[self._next * self._rows + number].record_key]
-        return functools.reduce(lambda row, transform: transform.map(row), self._transforms, instance)
+        return {name: place(x, self._layout) for name, x in next(self._batches).items()}
 
     def reset(self) -> None:
         """Begin anew."""
-        self._next = self._first
+        self._batches = iter(self._loader)
 
 
 class Elsewhere(Iterator[Any]):
@@ -124,19 +115,14 @@ _ROWS = (
 """Settings with the rows of a batch. All rows that are loaded are used."""
 
 
-class _Share:
-    """MaxText's settings, with as many rows to load that each reader gets its share of a batch.
+class _Changed:
+    """MaxText's settings with other values of some."""
 
-    MaxText divides a batch by the number of processes, also where some of them read nothing. And Grain loads batches to
-    evaluate on that are as large as those to train on.
-    """
-
-    def __init__(self, config: Any, readers: int, *, evaluates: bool) -> None:
-        rows = config.global_batch_size_to_load_eval if evaluates else config.global_batch_size_to_load
-        self._config, self._rows = config, rows * jax.process_count() // readers
+    def __init__(self, config: Any, **values: Any) -> None:
+        self.__dict__ |= {"_config": config, **values}
 
     def __getattr__(self, name: str) -> Any:
-        return self._rows if name in _ROWS else getattr(self._config, name)
+        return getattr(self._config, name)
 
 
 class Together(Iterator[dict[str, jax.Array]]):
@@ -154,31 +140,30 @@ class Together(Iterator[dict[str, jax.Array]]):
 
         self._mesh, self._layout, self._vocabulary = mesh, layout, config.vocab_size
         self._types = get_shaped_batch(config, is_eval=evaluates)
-        self._readers = sorted({device.process_index for device in mesh.devices.flat})
-        self._flags = NamedSharding(mesh, P(mesh.axis_names))
         by_reader = sorted(mesh.devices.flat, key=lambda device: device.process_index)
+        self._readers = sorted({device.process_index for device in by_reader})
         devices = np.reshape(np.array(by_reader, object), (len(self._readers), -1))
         self._shares = NamedSharding(Mesh(devices, ("reader", "copy")), P("reader"))
         self._loader: Any = None
         if jax.process_index() in self._readers:
+            # MaxText divides a batch by the number of processes, also where some of them read nothing. And Grain loads
+            # batches to evaluate on that are as large as those to train on.
+            rows = config.global_batch_size_to_load_eval if evaluates else config.global_batch_size_to_load
+            share = dict.fromkeys(_ROWS, rows * jax.process_count() // len(self._readers))
             make = _make(config.dataset_type.value, evaluates=evaluates)
             # MaxText wants a row for each device of the mesh that it gets.
-            mesh = Mesh(devices[:, 0], ("reader",))
-            self._loader = make(_Share(config, len(self._readers), evaluates=evaluates), mesh, self._readers)
+            self._loader = make(_Changed(config, **share), Mesh(devices[:, 0], ("reader",)), self._readers)
         self._start()
 
     def _start(self) -> None:
         self._ahead: tuple[Any, bytes, Any] | None = None
-        self._failure: Exception | None = None
+        self._failure: Exception = StopIteration("a process that reads has come to the end of its data")
         self._position = self._own_position()
 
     def __next__(self) -> dict[str, jax.Array]:
-        batch, position, there = self._ahead or self._look()
+        batch, position, there = self._ahead = self._ahead or self._look()
         if not int(there):
-            self._ahead = batch, position, there
-            if self._failure:
-                raise self._failure
-            raise StopIteration("a process that reads has come to the end of its data")
+            raise self._failure
         self._ahead, self._position = self._look(), position
         return batch
 
@@ -192,11 +177,13 @@ class Together(Iterator[dict[str, jax.Array]]):
             except Exception as error:  # noqa: BLE001 - raised once all processes know that this one has no batch
                 rows, self._failure = None, error
         batch = {name: self._lay_out(rows and rows[name], like) for name, like in self._types.items()}
-        flags, layout = np.full(self._mesh.size, rows is not None, np.int32), NamedSharding(self._mesh, P())
+        layout = NamedSharding(self._mesh, P())
         if has_device(layout):
-            there = jax.jit(jnp.min, out_shardings=layout)(place(flags, self._flags))
+            flags = np.full(self._mesh.size, rows is not None, np.int32)
+            every = place(flags, NamedSharding(self._mesh, P(self._mesh.axis_names)))
+            there = jax.jit(jnp.min, out_shardings=layout)(every)
         else:
-            there = absent(jax.ShapeDtypeStruct((), flags.dtype), layout)
+            there = absent(np.int32(), layout)
         return batch, self._own_position(), everywhere(there)
 
     def _lay_out(self, rows: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
@@ -207,9 +194,7 @@ class Together(Iterator[dict[str, jax.Array]]):
         share = np.zeros(shape, like.dtype) if rows is None else np.asarray(rows, like.dtype)
         if len(self._readers) == 1:
             return place(share, self._layout)
-        pieces = jax.device_put([share] * len(self._mesh.local_devices), list(self._mesh.local_devices))
-        shares = jax.make_array_from_single_device_arrays(like.shape, self._shares, pieces)
-        return jax.device_put(shares, self._layout)
+        return jax.device_put(jax.make_array_from_process_local_data(self._shares, share, like.shape), self._layout)
 
     def _own_position(self) -> bytes:
         """Where the next batch begins; of data that has no position, and where nothing is read, that is nothing."""

@@ -1,21 +1,27 @@
-"""The forecast of a train step: the memory of its stages, by estimate, and by XLA's compiler for GPUs."""
+"""The forecast of a train step: the memory of its stages, by estimate, and by XLA's compiler for GPUs.
+
+Also MaxText's own program of a step, compiled for GPUs that need not be here: what a pipeline is compared with."""
 
 from __future__ import annotations
 
 import collections
+import json
 import logging
 import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import jax
 
 import multimesh
 from multimesh_maxtext.handoff import Target, TrainerConfig
+from multimesh_maxtext.trainer.placement import lay_out
 
 _CALL_SECONDS = {"kernels": 11e-6, "arrays": 1e-6, "transfers": 51e-6}
 """Time of a process's main thread, as measured with CPU devices (docs/performance.md#the-hosts-share)."""
@@ -60,7 +66,7 @@ def compile_stages(lowered: multimesh.Lowered, state: Any, target: Target) -> di
     """Compile the kernels of all stages for GPUs that need not be here. The command reads the lines on progress.
 
     ``compiled``: the memory of each stage, with the workspace of kernels by XLA's buffer assignment.
-    ``calls``: of each stage, in how many places its kernels call cuBLASLt, cuDNN, Triton and the like.
+    ``calls``: of each kernel, in how many places it calls cuBLASLt, cuDNN, Triton and the like.
     ``costs``: of each stage, on a device in a step, by the names of `multimesh.count_costs`.
     ``compilation``: how many kernels there are, how many were compiled (equal stages have equal ones), in which time.
     """
@@ -76,11 +82,12 @@ def compile_stages(lowered: multimesh.Lowered, state: Any, target: Target) -> di
         "compiled": sum(took > 0 for took in compiled.compile_seconds),
         "seconds": time.perf_counter() - begin,
     }
-    calls: list[collections.Counter[str]] = [collections.Counter() for _ in lowered.plan.submeshes]
-    for kernel, counts in zip(lowered.plan.kernels, compiled.custom_calls(), strict=True):
-        calls[kernel.submesh].update(counts)
-    memory = needs(lowered, state, compiled.device_memory())
-    return {"compiled": memory, "calls": calls, "costs": compiled.cost_analysis(), "compilation": effort}
+    return {
+        "compiled": needs(lowered, state, compiled.device_memory()),
+        "calls": [dict(calls) for calls in compiled.custom_calls()],
+        "costs": compiled.cost_analysis(),
+        "compilation": effort,
+    }
 
 
 def needs(lowered: multimesh.Lowered, state: Any, memory: Sequence[Any]) -> list[dict[str, int]]:
@@ -107,3 +114,31 @@ def needs(lowered: multimesh.Lowered, state: Any, memory: Sequence[Any]) -> list
         parts |= {"gradients": need.sums, "activations": need.values, "workspace": need.workspace}
         result.append({**parts, "total": sum(parts.values())})
     return result
+
+
+def compile_program(target: Target, file: Path) -> None:
+    """Make this process, which is to be MaxText's trainer, end with the costs of its step in a file.
+
+    MaxText builds its mesh of the devices of ``target``. Nothing is allocated on these, and no data is read.
+    """
+    from maxtext.utils import multimesh_hooks as hooks
+
+    devices = multimesh.topology(**asdict(target))
+
+    hooks.stage_devices = lambda _devices=None: devices
+    hooks.first_device = lambda _mesh: SimpleNamespace(platform="gpu")
+    hooks.everywhere = lambda _x: 0  # the number of the first step
+    hooks.batches = lambda _config, _mesh: (iter(()), None)
+    hooks.init_state = lambda fn, *, out_shardings, **_: lambda: lay_out(jax.eval_shape(fn), out_shardings)
+    hooks.jit = lambda fn, **options: SimpleNamespace(lower=partial(_write_costs, jax.jit(fn, **options), file))
+
+
+def _write_costs(step: Any, file: Path, *arguments: Any) -> NoReturn:
+    """Compile a step for its arguments, and end."""
+    begin = time.perf_counter()
+    compiled = step.lower(*arguments).compile()
+    memory = compiled.memory_analysis()
+    peak = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    costs = {"peak": peak - memory.alias_size_in_bytes, "seconds": time.perf_counter() - begin}
+    file.write_text(json.dumps(multimesh.count_costs(compiled.as_text()) | costs))
+    sys.exit()

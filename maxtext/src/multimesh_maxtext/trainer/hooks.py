@@ -31,7 +31,7 @@ everywhere = processes.everywhere  # MaxText calls it for each scalar that it re
 _stages: placement.Stages | None = None
 _auto: multimesh.schedules.Auto | None = None
 """The schedule of ``--schedule auto``, with the memory and the costs that are known by now."""
-_specs: dict[str, P] = {}
+_specs: dict[tuple[str, ...], P] = {}
 """Layout of each parameter, by its path in the model."""
 _layers: list[tuple[Any, Any, Any]] = []
 """In a forecast: the model, the arguments and the layer of each kind of layer that was made."""
@@ -122,10 +122,8 @@ def new_layer(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return _layers[-1][2]
 
 
-@functools.lru_cache(maxsize=1)
-def _keep_trace(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function whose trace JAX keeps, for the layers that are like the first."""
-    return jax.jit(fn)
+_keep_trace = functools.lru_cache(maxsize=1)(jax.jit)
+"""Makes a function whose trace JAX keeps, for the layers that are like the first."""
 
 
 def attention(kernel: Callable[..., Any], sums: bool = True) -> Callable[..., Any]:
@@ -136,7 +134,7 @@ def attention(kernel: Callable[..., Any], sums: bool = True) -> Callable[..., An
     """
     if not _config().forecast or _config().target:
         return kernel
-    return step.like_flash_attention if sums else lambda *arrays, **_settings: step.like_flash_attention(*arrays)[0]
+    return lambda *arrays, **_settings: step.like_flash_attention(*arrays)[slice(2) if sums else 0]
 
 
 def layer(number: int, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -196,10 +194,10 @@ def gradient_layouts(gradients: Any, shardings: Any) -> Any:
 
 def jit(fn: Callable[..., Any], *, donate_argnums: Any = (), **_shardings: Any) -> step.StepFunction:
     """Compile a step; arguments keep their layouts, and the new state takes that of the old."""
-    _set_auto(None)
-    return step.StepFunction(fn, donate_argnums, _config(), _set_auto)
 
+    def set_auto(schedule: multimesh.schedules.Auto | None) -> None:
+        global _auto
+        _auto = schedule
 
-def _set_auto(schedule: multimesh.schedules.Auto | None) -> None:
-    global _auto
-    _auto = schedule
+    set_auto(None)
+    return step.StepFunction(fn, donate_argnums, _config(), set_auto)

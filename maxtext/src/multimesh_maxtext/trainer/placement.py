@@ -62,7 +62,7 @@ class Stages:
         The final norm and the logits lie with the last layer; all else outside of layers (the embedding, counters)
         lies with the first.
         """
-        names = _path(path).split("/")
+        names = name_path(path)
         for kind, numbers in filter(None, map(split_layer_name, names)):
             if numbers:  # a stack of layers lies where its first one does
                 return self.of_layer(numbers[0] + (self.dense if kind == "moe_layers" else 0))
@@ -83,18 +83,15 @@ class Stages:
         """
         layouts = jax.tree.leaves(shardings)
         closed, shape = jax.make_jaxpr(fn, return_shape=True)()
-        leaves: list[Any] = [None] * len(layouts)
+        leaves = [None if has_device(s) else absent(x, s) for x, s in zip(closed.out_avals, layouts, strict=True)]
         for mesh in self.meshes:
-            indices = [i for i, layout in enumerate(layouts) if layout.mesh == mesh]
-            if indices and has_device(layouts[indices[0]]):
+            indices = [i for i, layout in enumerate(layouts) if layout.mesh == mesh and leaves[i] is None]
 
-                def initialize(indices: Sequence[int] = indices) -> list[Any]:
-                    results = jaxpr_as_fun(closed)()
-                    return [results[i] for i in indices]
+            def initialize(indices: Sequence[int] = indices) -> list[Any]:
+                results = jaxpr_as_fun(closed)()
+                return [results[i] for i in indices]
 
-                arrays = jax.jit(initialize, out_shardings=[layouts[i] for i in indices])()
-            else:
-                arrays = [absent(closed.out_avals[i], layouts[i]) for i in indices]
+            arrays = jax.jit(initialize, out_shardings=[layouts[i] for i in indices])() if indices else ()
             for i, leaf in zip(indices, arrays, strict=True):
                 leaves[i] = leaf
         return jax.tree.unflatten(jax.tree.structure(shape), leaves)
@@ -135,10 +132,10 @@ def lay_out(types: Any, shardings: Any) -> Any:
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), types, shardings)
 
 
-def parameter_specs(shardings: Any) -> dict[str, P]:
+def parameter_specs(shardings: Any) -> dict[tuple[str, ...], P]:
     """Return the layout of each parameter of a train state, by its path in the model."""
-    named = ((_path(path), leaf.spec) for path, leaf in jax.tree_util.tree_leaves_with_path(shardings))
-    return {name.removeprefix("model/"): spec for name, spec in named if name.startswith("model/")}
+    named = ((name_path(path), leaf.spec) for path, leaf in jax.tree_util.tree_leaves_with_path(shardings))
+    return {name[1:]: spec for name, spec in named if name[0] == "model"}
 
 
 def spread_optimizer(types: Any, shardings: Any) -> Any:
@@ -147,15 +144,14 @@ def spread_optimizer(types: Any, shardings: Any) -> Any:
     Each device then keeps and updates its part of the moments, and XLA gathers the parameters after the update.
     """
     return jax.tree_util.tree_map_with_path(
-        lambda path, x, s: spread_over_data(x, s) if _path(path).startswith("optimizer/") else s, types, shardings
+        lambda path, x, s: spread_over_data(x, s) if name_path(path)[0] == "optimizer" else s, types, shardings
     )
 
 
 def spread_over_data(x: Any, sharding: NamedSharding) -> NamedSharding:
     """Return the layout of an array over the axis ``data`` too, or as it is if that divides no dimension of it."""
     sizes = dict(sharding.mesh.shape)
-    parts = [*sharding.spec, *[None] * (x.ndim - len(sharding.spec))]
-    axes = [part if isinstance(part, tuple) else (part,) if part else () for part in parts]
+    axes = [*map(_axes, sharding.spec), *[()] * (x.ndim - len(sharding.spec))]
     for dim in sorted(range(x.ndim), key=lambda dim: len(axes[dim])):  # those that are whole first
         if x.shape[dim] % (math.prod(sizes[axis] for axis in axes[dim]) * sizes[_REPLICATED]) == 0:
             axes[dim] = (*axes[dim], _REPLICATED)
@@ -163,7 +159,7 @@ def spread_over_data(x: Any, sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(sharding.mesh, P(*(names or None for names in axes)), memory_kind=sharding.memory_kind)
 
 
-def gather(parameters: Any, specs: Mapping[str, P], home: Callable[[Any], Mesh]) -> Any:
+def gather(parameters: Any, specs: Mapping[tuple[str, ...], P], home: Callable[[Any], Mesh]) -> Any:
     """Return parameters with each array whole along the axis ``fsdp``, gathered on its stage by a task.
 
     ``specs``: layout of each, by its path.
@@ -171,21 +167,23 @@ def gather(parameters: Any, specs: Mapping[str, P], home: Callable[[Any], Mesh])
     """
 
     def gather_leaf(path: Any, x: Any) -> Any:
-        spec = specs[_path(path)]
-        gathered = P(*(without(part) for part in spec))
+        spec = specs[name_path(path)]
+        gathered = P(*(tuple(axis for axis in _axes(part) if axis != _GATHERED) or None for part in spec))
         if gathered == spec:
             return x
         return multimesh.task(lambda x: jax.lax.with_sharding_constraint(x, gathered), "gather", mesh=home(path))(x)
 
-    def without(part: Any) -> Any:
-        axes = tuple(axis for axis in (part if isinstance(part, tuple) else (part,)) if axis not in (_GATHERED, None))
-        return axes or None
-
     return jax.tree_util.tree_map_with_path(gather_leaf, parameters)
 
 
-def _path(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+def _axes(part: Any) -> tuple[str, ...]:
+    """Return the axes over which a layout shards a dimension."""
+    return part if isinstance(part, tuple) else (part,) if part else ()
+
+
+def name_path(path: Any) -> tuple[str, ...]:
+    """Return the names on the path of a leaf."""
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
 def write_placement(file: Path, **states: Any) -> None:

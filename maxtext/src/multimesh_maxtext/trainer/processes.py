@@ -51,9 +51,16 @@ _reached = False
 
 
 def listen() -> None:
-    """Let a signal end the training with a checkpoint."""
-    several = jax.process_count() > 1
-    ask = multihost_utils.reached_preemption_sync_point if several else _notice_signal()
+    """Let a signal end the training with a checkpoint.
+
+    JAX's preemption service needs several processes and a coordinator. A run of one process takes SIGTERM from now on,
+    and asks once for each step whether it came before.
+    """
+    ask: Callable[[int], bool] = multihost_utils.reached_preemption_sync_point
+    if jax.process_count() == 1:
+        came = list[int]()
+        signal.signal(signal.SIGTERM, lambda number, _frame: came.append(number))
+        ask = functools.lru_cache(maxsize=1)(lambda _step: bool(came))
 
     def reached(step: int) -> bool:
         global _reached
@@ -61,16 +68,6 @@ def listen() -> None:
         return _reached
 
     multihost_utils.reached_preemption_sync_point = reached
-
-
-def _notice_signal() -> Callable[[int], bool]:
-    """Take SIGTERM from now on, in a run of one process; return whether it came before the first question about a step.
-
-    JAX's preemption service needs several processes and a coordinator.
-    """
-    came = list[int]()
-    signal.signal(signal.SIGTERM, lambda number, _frame: came.append(number))
-    return functools.lru_cache(maxsize=1)(lambda _step: bool(came))
 
 
 def is_reached() -> bool:

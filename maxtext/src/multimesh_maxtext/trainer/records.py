@@ -27,20 +27,15 @@ class _Step:
     def __init__(self, logger: Any, metrics: dict[str, Any], took: timedelta) -> None:
         self.logger, self.metrics, self.took = logger, metrics, took
         self.begun = time.monotonic() - took.total_seconds()
-        self._ended = self.at = 0.0
+        self.ended = self.at = 0.0
         # Python waits for threads of a pool, also where a lost process leaves the step without an end.
-        self._thread = threading.Thread(target=self._wait, args=(dict(metrics["scalar"]),), daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._wait, args=(dict(metrics["scalar"]),), daemon=True)
+        self.thread.start()
 
     def _wait(self, results: dict[str, Any]) -> None:
         with suppress(Exception):  # their readers raise the error
             jax.block_until_ready(results)
-            self._ended, self.at = time.monotonic(), time.time()
-
-    def ended(self) -> float:
-        """Wait for the end, and return when it was."""
-        self._thread.join()
-        return self._ended
+            self.ended, self.at = time.monotonic(), time.time()
 
 
 _started: dict[int, _Step] = {}
@@ -61,11 +56,11 @@ def recording(metrics: dict[str, Any], step: int, kind: str) -> bool:
     started = _started.pop(step, None)
     if started is None:
         return False
-    ended = started.ended()
-    seconds = ended - (started.begun if _last_end is None else _last_end)
+    started.thread.join()
+    seconds = started.ended - (started.begun if _last_end is None else _last_end)
     metrics["scalar"] |= {SECONDS: seconds, TIME: started.at}
     metrics["scalar"] |= read_gauges(metrics["scalar"], started.logger.config, seconds)
-    _last_end = ended
+    _last_end = started.ended
     profile_on_request(Path(started.logger.config.base_output_directory), step)
     return True
 

@@ -6,7 +6,7 @@ all. MaxText stacks parameters and their moments along their second dimension, e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,15 @@ from orbax.checkpoint import v1 as ocp
 
 from multimesh_maxtext.checkpoint_folder import Checkpoints, layout, split_layer_name
 from multimesh_maxtext.errors import CheckpointError
+from multimesh_maxtext.trainer.placement import name_path
 from multimesh_maxtext.trainer.processes import absent, has_device, place
 
 Entry = tuple[str, ...]
+
+Sources = Mapping[Entry, list[tuple[Entry, int | None]]]
+"""For a leaf of the run its layers in the checkpoint: the entry of each, and the layer's number there if it is a stack.
+
+Leaves that the checkpoint has under their own names are left out."""
 
 _SECOND = ("params", "opt_state")  # stacked along the second dimension
 
@@ -33,84 +39,73 @@ def make_loader(checkpoints: Any, layers: int | None = None) -> Callable[[int, d
 
     def load_step(step: int, abstract: dict[str, Any]) -> dict[str, Any]:
         target = flat(abstract["items"])
-        paths = {tuple(map(str, path)): path for path in target}
         stored = Checkpoints(Path(checkpoints.directory), (step,)).paths() if layers else ()
-        relayout = Relayout(paths, stored, layers or 0)
+        sources = find_sources(target, stored, layers or 0)
         described = checkpoints.checkpointables_metadata(step).metadata.get("items")
         if described is not None:  # else it cannot be read, and to load it tells why
-            check_same(_shapes(target), _shapes(flat(described)), relayout.sources)
-        if all(sources == [path] for path, sources in relayout.sources.items()):
+            check_same(target, flat(described), sources)
+        if not sources:
             return load(step, abstract)
-        item = {path: target[path] for name, path in paths.items() if name not in relayout.sources}
-        for name, sources in relayout.sources.items():
-            leaf = target[paths[name]]
-            if has_device(leaf.sharding) and not _is_key(leaf):
-                # NumPy arrays come in the shape and type they have.
-                item |= {tuple(int(key) if key.isdigit() else key for key in path): np.ndarray for path in sources}
+        item = {path: leaf for path, leaf in target.items() if path not in sources}
+        for path, parts in sources.items():
+            if has_device(target[path].sharding) and not _is_key(target[path]):
+                item |= {source: np.ndarray for source, _ in parts}  # these come in the shape and type they have
         loaded = load(step, abstract | {"items": nest(item)})
-        leaves = flat(loaded["items"])
-        arrays = {tuple(map(str, path)): leaf for path, leaf in leaves.items()}
+        arrays = flat(loaded["items"])
 
-        def make(name: Entry, path: tuple[str | int, ...]) -> Any:
-            leaf = target[path]
-            if name not in relayout.sources or _is_key(leaf):
-                return leaves.get(path, leaf)
+        def make(path: Entry, leaf: Any) -> Any:
+            if path not in sources:
+                return arrays.get(path, leaf)
+            if _is_key(leaf):
+                return leaf
             if not has_device(leaf.sharding):
                 return absent(leaf, leaf.sharding)
-            return place(np.asarray(relayout.leaf(name, leaf.shape, arrays), leaf.dtype), leaf.sharding)
+            array = join_layers(path, sources[path], arrays)
+            if array.shape != leaf.shape:
+                raise CheckpointError(
+                    f"the checkpoint's {'/'.join(path)} gives {array.shape}, but the model has {leaf.shape}; use the "
+                    "flags that it was written with, but for the parallelism"
+                )
+            return place(np.asarray(array, leaf.dtype), leaf.sharding)
 
-        return loaded | {"items": nest({path: make(name, path) for name, path in paths.items()})}
+        return loaded | {"items": nest({path: make(path, leaf) for path, leaf in target.items()})}
 
     return load_step
 
 
-def check_same(
-    model: Mapping[Entry, tuple[int, ...]],
-    stored: Mapping[Entry, tuple[int, ...]],
-    sources: Mapping[Entry, Sequence[Entry]],
-) -> None:
+def check_same(model: Mapping[Entry, Any], stored: Mapping[Entry, Any], sources: Sources) -> None:
     """Raise ``CheckpointError`` where a checkpoint is of another model or optimizer, with the first leaf that differs.
 
-    ``model``, ``stored``: shapes of the run's leaves, and of the checkpoint's.
-    ``sources``: for a leaf of the run in another layout the leaves of the checkpoint that hold it. `Relayout.leaf`
-    checks their shapes.
+    ``model``, ``stored``: leaves of the run, and of the checkpoint. Layers in another layout are checked when they are
+    joined.
     """
-    used = {source for entries in sources.values() for source in entries}
+    elsewhere = {*sources, *(source for parts in sources.values() for source, _ in parts)}
     for part in _SECOND:
-        for path in sorted(path for path in {*model, *stored} if path[0] == part):
-            direct = sources.get(path, [path]) == [path]
-            ours = model.get(path)
-            theirs = stored.get(path) if direct else ours
-            if ours is None and path in used:
-                continue
-            if ours != theirs:
-                there, here = ("not there" if shape is None else shape for shape in (theirs, ours))
+        for path in sorted(path for path in {*model, *stored} - elsewhere if path[0] == part):
+            there, here = (getattr(leaves.get(path), "shape", "not there") for leaves in (stored, model))
+            if there != here:
                 raise CheckpointError(
                     f"the checkpoint is of another model or optimizer: {'/'.join(path)} is {there} in it and {here} in "
                     "this run; use the flags that it was written with, but for the parallelism"
                 )
 
 
-def flat(tree: Any) -> dict[tuple[str | int, ...], Any]:
+def flat(tree: Any) -> dict[Entry, Any]:
     """Return the leaves of nested dictionaries and lists by their paths; ``None`` is a leaf."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is None)
-    return {tuple(key.idx if hasattr(key, "idx") else key.key for key in path): leaf for path, leaf in leaves}
+    return {name_path(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is None)}
 
 
-def _shapes(leaves: Mapping[tuple[str | int, ...], Any]) -> dict[Entry, tuple[int, ...]]:
-    return {tuple(map(str, path)): tuple(leaf.shape) for path, leaf in leaves.items() if leaf is not None}
-
-
-def nest(flat: Mapping[Any, Any]) -> Any:
-    """Return the dictionaries and lists that `flat` took apart."""
-    if () in flat:
-        return flat[()]
-    groups: dict[Any, dict[Any, Any]] = {}
-    for path, leaf in flat.items():
+def nest(leaves: Mapping[Entry, Any]) -> Any:
+    """Return the dictionaries and lists that `flat` took apart; what numbers name is a list."""
+    if () in leaves:
+        return leaves[()]
+    groups: dict[str, dict[Entry, Any]] = {}
+    for path, leaf in leaves.items():
         groups.setdefault(path[0], {})[path[1:]] = leaf
-    if all(isinstance(key, int) for key in groups):
-        return [nest(groups[i]) if i in groups else None for i in range(max(groups) + 1)]
-    return {key: nest(group) for key, group in groups.items()}
+    if all(map(str.isdecimal, groups)):
+        names = map(str, range(max(map(int, groups)) + 1))
+        return [nest(groups[name]) if name in groups else None for name in names]
+    return {name: nest(group) for name, group in groups.items()}
 
 
 def _is_key(leaf: Any) -> bool:
@@ -130,52 +125,43 @@ def is_stack(name: str) -> bool:
     return name.count("_") != 1
 
 
-class Relayout:
-    """Reads the leaves of a run's state from a checkpoint that holds its layers under other names.
+def find_sources(targets: Iterable[Entry], stored: Collection[Entry], total: int) -> Sources:
+    """Return where the leaves of a run lie in a checkpoint that has its layers under other names; see `Sources`.
+
+    A leaf of which the checkpoint lacks a part is left out: layers may share a random generator.
 
     ``targets``, ``stored``: paths of the run's leaves, and of the checkpoint's.
     ``total``: number of layers.
     """
+    homes: dict[int, tuple[str, int | None]] = {}
+    for name in sorted({part for path in stored for part in _of(path)}):
+        numbers = enumerate(layers_in(name, total))
+        homes |= {layer: (name, number if is_stack(name) else None) for number, layer in numbers}
+    sources = dict[Entry, list[tuple[Entry, int | None]]]()
+    for path in targets:
+        part = next(iter(_of(path)), "")
+        layers = layers_in(part, total)
+        if path in stored or not homes.keys() >= {*layers}:
+            continue
+        at = path.index(part) if part else 0
+        parts = [((*path[:at], name, *path[at + 1 :]), number) for name, number in (homes[n] for n in layers)]
+        if parts and all(source in stored for source, _ in parts):
+            sources[path] = parts
+    return sources
 
-    def __init__(self, targets: Iterable[Entry], stored: Collection[Entry], total: int) -> None:
-        self._stored = stored
-        self._total = total
-        names = sorted({part for path in stored for part in path if layers_in(part, total)})
-        self._home = {layer: name for name in names for layer in layers_in(name, total)}
-        self.sources = {path: sources for path in targets if (sources := self._sources(path))}
 
-    def _at(self, path: Entry) -> int | None:
-        return next((i for i, part in enumerate(path) if layers_in(part, self._total)), None)
+def join_layers(
+    path: Entry, parts: Iterable[tuple[Entry, int | None]], arrays: Mapping[Entry, np.ndarray]
+) -> np.ndarray:
+    """Return a leaf of the run's state, cut from and joined of the checkpoint's."""
+    axis = 1 if path[0] in _SECOND else 0
+    layers = [arrays[name] if number is None else np.take(arrays[name], number, axis) for name, number in parts]
+    return np.stack(layers, axis) if any(map(is_stack, _of(path))) else layers[0]
 
-    def _sources(self, path: Entry) -> list[Entry]:
-        """Entries of the checkpoint that hold a leaf; none if it lacks a part (layers may share a random generator)."""
-        at = self._at(path)
-        if at is None:
-            return []
-        layers = layers_in(path[at], self._total)
-        sources = [(*path[:at], self._home.get(layer, path[at]), *path[at + 1 :]) for layer in layers]
-        return list(dict.fromkeys(sources)) if all(source in self._stored for source in sources) else []
 
-    def leaf(self, path: Entry, shape: tuple[int, ...] | None, arrays: Mapping[Entry, np.ndarray]) -> np.ndarray:
-        """Return a leaf of the run's state, cut from and joined of the checkpoint's.
-
-        Raises ``CheckpointError`` where the run's has another ``shape``.
-        """
-        at = self._at(path) or 0
-        axis = 1 if path[0] in _SECOND else 0
-        single = []
-        for layer in layers_in(path[at], self._total):
-            name = self._home[layer]
-            array = arrays[*path[:at], name, *path[at + 1 :]]
-            first = layers_in(name, self._total)[0]
-            single.append(np.take(array, layer - first, axis) if is_stack(name) else array)
-        result = np.stack(single, axis) if is_stack(path[at]) else single[0]
-        if shape not in (None, result.shape):
-            raise CheckpointError(
-                f"the checkpoint's {'/'.join(path)} gives {result.shape}, but the model has {shape}; use the flags "
-                "that it was written with, but for the parallelism"
-            )
-        return result
+def _of(path: Entry) -> list[str]:
+    """Names of layers in a path."""
+    return [part for part in path if layers_in(part, 1)]
 
 
 def export(folder: Path, step: int, target: Path, *, unrolled: bool = False) -> dict[str, Any]:
@@ -193,29 +179,17 @@ def export(folder: Path, step: int, target: Path, *, unrolled: bool = False) -> 
         raise CheckpointError(
             f"checkpoint {step} has its layers scanned in groups, which stay together; leave out --no-scan-layers"
         )
-    arrays = _load(folder / str(step), stored)
-    stacks = {part: path for path in stored for part in _of(path) if is_stack(part)}
-    layers = max((layers_in(name, arrays[path].shape[1]).stop for name, path in stacks.items()), default=0)
-    targets: set[Entry] = set()
-    for path in stored:
-        stack = next((part for part in _of(path) if part in stacks), "")
-        names = [f"layers_{layer}" for layer in layers_in(stack, layers)] if unrolled else ["layers"]
-        targets |= {tuple(name if part == stack else part for part in path) for name in (names if stack else [""])}
-    relayout = Relayout(targets, stored, layers)
-    leaves = {path: arrays[path] if path in arrays else relayout.leaf(path, None, arrays) for path in sorted(targets)}
-    scanned = not unrolled and layout(source.layers()) != "unrolled"
-    ocp.save(target, nest(leaves), checkpointable_name="items", custom_metadata={"scan_layers": scanned})
-    return {"scan_layers": scanned, "bytes": sum(array.nbytes for array in leaves.values())}
-
-
-def _of(path: Entry) -> list[str]:
-    """Names of layers in a path."""
-    return [part for part in path if layers_in(part, 1)]
-
-
-def _load(checkpoint: Path, paths: Collection[Entry]) -> dict[Entry, np.ndarray]:
     context = ocp.Context()
     context.pytree.loading.partial_load = True  # without the optimizer's state
     with context:
-        items = ocp.load(checkpoint, nest(dict.fromkeys(paths, np.ndarray)), checkpointable_name="items")
-    return {tuple(map(str, path)): array for path, array in flat(items).items()}
+        like = nest(dict.fromkeys(stored, np.ndarray))
+        arrays = flat(ocp.load(folder / str(step), like, checkpointable_name="items"))
+    stacks = {part: path for path in stored for part in _of(path) if is_stack(part)}
+    layers = max((layers_in(name, arrays[path].shape[1]).stop for name, path in stacks.items()), default=0)
+    names = [f"layers_{layer}" for layer in range(layers)] if unrolled and stacks else ["layers"]
+    targets = {tuple(name if part in stacks else part for part in path) for path in stored for name in names}
+    sources = find_sources(targets, stored, layers)
+    leaves = {path: join_layers(path, sources[path], arrays) if path in sources else arrays[path] for path in targets}
+    scanned = not unrolled and layout(source.layers()) != "unrolled"
+    ocp.save(target, nest(leaves), checkpointable_name="items", custom_metadata={"scan_layers": scanned})
+    return {"scan_layers": scanned, "bytes": sum(array.nbytes for array in leaves.values())}

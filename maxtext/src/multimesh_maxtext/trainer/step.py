@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from jax.extend.core import Literal, jaxpr_as_fun
 from jax.sharding import Mesh
 
 import multimesh
-from multimesh_maxtext.errors import LauncherError, UnsupportedError
+from multimesh_maxtext.errors import UnsupportedError
 from multimesh_maxtext.handoff import TrainerConfig
 from multimesh_maxtext.trainer.foresight import forecast_stages
 from multimesh_maxtext.trainer.placement import write_placement
@@ -51,7 +52,7 @@ class StepFunction:
         self._config = config
         self._set_auto = set_auto
         self._trains = donate_argnums != ()
-        self._jitted = multimesh.jit(fn, donate_argnums=donate_argnums)
+        self._jitted: Any = multimesh.jit(fn, donate_argnums=donate_argnums)
         self._first = True
 
     def __call__(self, state: Any, batch: Any) -> Any:
@@ -62,19 +63,19 @@ class StepFunction:
             if first and config.chosen:
                 self._write(self._choose(state, batch))
             if first and config.dump:
-                _dump(self._prepare(state, batch), Path(config.dump))
+                _dump(self._jitted.prepare(state, batch), Path(config.dump))
             if first and config.profile:
-                _profile(self._prepare(state, batch), Path(config.profile), state, batch)
+                _profile(self._jitted.prepare(state, batch), Path(config.profile), state, batch)
             result = self._jitted(state, batch)
         if first:
             write_placement(Path(config.placement), stepped=result[0])
         return (result[0], everywhere(result[1])) if self._trains else everywhere(result)
 
-    def lower(self, state: Any, batch: Any) -> Ahead:
+    def lower(self, state: Any, batch: Any) -> SimpleNamespace:
         """Stand in for a compilation of which MaxText only prints the memory. A run that does not train ends here."""
         config = self._config
         if not (config.forecast or config.dump_only):
-            return Ahead()
+            return leave_compilation()
         with multimesh.context(autoshard=True):
             lowered = self._jitted.lower(state, batch)
             if config.chosen:
@@ -85,16 +86,9 @@ class StepFunction:
                 _dump(lowered.compile(), Path(config.dump))
         sys.exit()
 
-    def _prepare(self, state: Any, batch: Any) -> multimesh.Compiled:
-        """Compile the step for the next call of it."""
-        compiled = self._jitted.prepare(state, batch)
-        if not isinstance(compiled, multimesh.Compiled):
-            raise LauncherError("nothing in this step is a task, so there is no plan")
-        return compiled
-
     def _choose(self, state: Any, batch: Any) -> Any:
         """Choose the order of ``--schedule auto``; measure the kernels first where a second copy of the state fits."""
-        compiled, limit = self._prepare(state, batch), self._config.limit
+        compiled, limit = self._jitted.prepare(state, batch), self._config.limit
         (choice,) = compiled.plan.choices
         if limit and any(need.total + need.arguments > limit for need in compiled.lowered.memory_estimate()):
             print("schedule auto: a second copy of the state does not fit, so costs are estimated, not measured")
@@ -105,22 +99,17 @@ class StepFunction:
             return better
         self._set_auto(schedule)
         self._jitted.clear_cache()  # forgets the step, to make it with the other schedule
-        return self._prepare(state, batch).plan.choices[0]
+        return self._jitted.prepare(state, batch).plan.choices[0]
 
     def _write(self, choice: Any) -> None:
         Path(self._config.chosen).write_text(json.dumps({**choice.to_json(), "text": str(choice)}))
 
 
-class Ahead:
-    """A compilation that is left to the first call."""
-
-    def compile(self, compiler_options: Any = None) -> Ahead:
-        """Do nothing."""
-        del compiler_options
-        return self
-
-    def memory_analysis(self) -> None:
-        """Know nothing: MaxText prints nothing then."""
+def leave_compilation() -> SimpleNamespace:
+    """Return a compilation that is left to the first call; of its memory, which MaxText would print, it knows none."""
+    ahead = SimpleNamespace(memory_analysis=lambda: None)
+    ahead.compile = lambda **_options: ahead
+    return ahead
 
 
 def eval_types(fn: Callable[[], Any], shardings: Any) -> Any:
@@ -135,7 +124,11 @@ def eval_types(fn: Callable[[], Any], shardings: Any) -> Any:
 
 
 @jax.custom_vjp
-def _like_flash(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+def like_flash_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return arrays of the types of an attention's result and its sums, with residuals of the same types.
+
+    ``query``, ``key``, ``value``: of shape [batch, tokens, heads, width]; the kernel calls that ``BTNH``.
+    """
     return _like_flash_forward(query, key, value)[0]
 
 
@@ -153,18 +146,10 @@ def _like_flash_backward(residuals: Any, cotangents: Any) -> Any:
     return mixed, jnp.cumsum(key, 1) + weight, jnp.cumsum(value, 1) + weight
 
 
-_like_flash.defvjp(_like_flash_forward, _like_flash_backward)
+like_flash_attention.defvjp(_like_flash_forward, _like_flash_backward)
 
 
-def like_flash_attention(query: jax.Array, key: jax.Array, value: jax.Array, **_settings: Any) -> Any:
-    """Return arrays of the types of an attention's result and its sums, with residuals of the same types.
-
-    ``query``, ``key``, ``value``: of shape [batch, tokens, heads, width]; the kernel calls that ``BTNH``.
-    """
-    return _like_flash(query, key, value)
-
-
-def _dump(compiled: multimesh.Compiled, folder: Path) -> None:
+def _dump(compiled: Any, folder: Path) -> None:
     if jax.process_index():  # of several processes, which all have the same plan, the first writes it
         return
     plan, lowered = compiled.plan, compiled.lowered
@@ -177,7 +162,7 @@ def _dump(compiled: multimesh.Compiled, folder: Path) -> None:
         (folder / f"{number:02}-{name}.txt").write_text(text)
 
 
-def _profile(compiled: multimesh.Compiled, folder: Path, state: Any, batch: Any) -> None:
+def _profile(compiled: Any, folder: Path, state: Any, batch: Any) -> None:
     profile = compiled.profile(state, batch)
     if jax.process_index():  # the first of several processes, which all have the same, speaks for them
         return

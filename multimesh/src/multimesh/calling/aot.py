@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -22,7 +22,7 @@ from multimesh.plan.plan import Plan
 from multimesh.runtime.actions import processes
 from multimesh.runtime.compile import CompiledPlan, compile_plan, exists
 from multimesh.runtime.runner import Runner
-from multimesh.stacked.row_blocks import Blocks, gather, numbers, split_stacks
+from multimesh.stacked.row_blocks import Blocks, gather, numbers, repeat, split_stacks
 
 if TYPE_CHECKING:
     from multimesh.observe.hlo import Collective
@@ -30,14 +30,6 @@ if TYPE_CHECKING:
     from multimesh.observe.kernel_text import KernelText
     from multimesh.observe.memory import KernelMemory, MemoryEstimate
     from multimesh.observe.profile import Profile
-
-
-def export_error(name: str) -> UsageError:
-    """Return the error of an export: a plan is no single program."""
-    return UsageError(
-        f"{name}: jax.export writes one program, and this function runs as several kernels, which send each other "
-        "arrays; export its parts under jax.jit, or let jax.config.jax_compilation_cache_dir keep what is compiled"
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,12 +40,22 @@ class TracedFunction:
     jaxpr: Any
     in_tree: Any
     out_tree: Any
-    lower: Callable[..., Lowered]
+    _lower: Callable[[], Lowered]
 
     @property
     def out_info(self) -> Any:
         """The result with a ``jax.ShapeDtypeStruct`` for each array."""
         return jax.tree.unflatten(self.out_tree, map(_compat.shape_of, self.jaxpr.out_avals))
+
+    def lower(self, **options: Any) -> Lowered:
+        """Partition; ``jax.export`` alone has options."""
+        if options:
+            raise UsageError(
+                f"{self.fun_name}: jax.export writes one program, and this function runs as several kernels, which "
+                "send each other arrays; export its parts under jax.jit, or let "
+                "jax.config.jax_compilation_cache_dir keep what is compiled"
+            )
+        return self._lower()
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,11 +70,6 @@ class Lowered:
     out_kinds: Mapping[int, str] = dataclasses.field(default_factory=dict)  # result leaf to a kind of memory
     name: str = ""
     moved: bool = False  # whether `on` has put other devices in the place of those that it was traced for
-
-    @property
-    def block_names(self) -> tuple[str, ...]:
-        """The names of the argument leaves, with one for each block of a stack."""
-        return tuple(split_stacks(self.names, self.plan.stacks.arguments, _name_blocks))
 
     @property
     def input_shardings(self) -> tuple[NamedSharding | None, ...]:
@@ -156,12 +153,13 @@ class Lowered:
 
         For devices of `multimesh.topology` it compiles those of all processes. The result can't be called.
         """
+        names = split_stacks(self.names, self.plan.stacks.arguments, repeat)
         with _compat.without_mesh():
             if not exists(self.plan):
                 return Compiled(self, compile_plan(self.plan, compiler_options), refuse_call)
             if _compat.process_count() == 1:
                 compiled = compile_plan(self.plan, compiler_options)
-                return Compiled(self, compiled, Runner(compiled, self.block_names))
+                return Compiled(self, compiled, Runner(compiled, names))
             from multimesh.plan import fingerprint
             from multimesh.processes import agree
             from multimesh.runtime.part_runner import PartRunner
@@ -169,21 +167,13 @@ class Lowered:
             spans = len(frozenset().union(*processes(self.plan))) > 1
             number = agree.agree_on_plan(self.name, fingerprint.Lines(self.plan)) if spans else None
             compiled = compile_plan(self.plan, compiler_options)
-            return Compiled(self, compiled, PartRunner(compiled, self.block_names, self.name, number))
-
-    def export(self, *_: Any, **__: Any) -> Any:
-        """Raise `UsageError`: a plan can't be exported."""
-        raise export_error(self.name)
+            return Compiled(self, compiled, PartRunner(compiled, names, self.name, number))
 
     def as_text(self) -> str:
         """Return the plan, then the operations of each kernel."""
         kernels = self.plan.kernels
         parts = [str(self.plan), *("\n".join([f"kernel {k.name}:", *(f"  {op}" for op in k.ops)]) for k in kernels)]
         return "\n\n".join(parts)
-
-
-def _name_blocks(name: str, stack: Blocks) -> tuple[str, ...]:
-    return tuple(f"{name}[{', '.join([':'] * stack.dim + [f'{a}:{b}'])}]" for a, b in stack.bounds)
 
 
 def _layout_of(layouts: Sequence[NamedSharding | None], stack: Blocks) -> NamedSharding:
@@ -234,10 +224,14 @@ class Compiled:
     @property
     def output_shardings(self) -> Any:
         """Submesh and layout of each result; None for an argument or constant that no operation made."""
-        layouts, moved = self.plan.layouts, self._moved
-        places = [moved.get(i, layouts[v] if k == "slot" else None) for i, (k, v) in enumerate(self.plan.outputs)]
+        places = [self._moved.get(n, layout) for n, layout in enumerate(self._layouts)]
         results = gather(places, self.out_tree.num_leaves, self.plan.stacks.results, _layout_of)
         return jax.tree.unflatten(self.out_tree, list(results))
+
+    @property
+    def _layouts(self) -> list[NamedSharding | None]:
+        """The layouts in which the plan leaves results, each block of a stack by itself."""
+        return [self.plan.layouts[value] if kind == "slot" else None for kind, value in self.plan.outputs]
 
     @functools.cached_property
     def _moved(self) -> dict[int, NamedSharding]:
@@ -245,36 +239,28 @@ class Compiled:
 
         Blocks of a stack must be alike, each on its submesh.
         """
-        stacks = self.plan.stacks
-        specs = self.lowered.traced.in_blocks(stacks).out_specs
+        layouts, stacks, moved = self._layouts, self.plan.stacks, dict[int, NamedSharding]()
         at = numbers(self.out_tree.num_leaves, stacks.results)
+        for leaf, stack in stacks.results.items():
+            block = next((layouts[n] for n in at[leaf] if layouts[n] is not None), None)
+            spec = PartitionSpec() if block is None else strip(block.spec)
+            for n, mesh in zip(at[leaf], stack.meshes, strict=True):
+                if (layout := layouts[n]) is None or layout.mesh != mesh or strip(layout.spec) != spec:
+                    moved[n] = NamedSharding(mesh, spec)
+        specs = self.lowered.traced.in_blocks(stacks).out_specs
         kinds = {n: kind for leaf, kind in self.lowered.out_kinds.items() for n in at[leaf]}
-        moved = {n: layout for leaf, stack in stacks.results.items() for n, layout in self._blocks(at[leaf], stack)}
-        for position in {*specs, *kinds}:
-            kind, slot = self.plan.outputs[position]
-            spec, memory = specs.get(position), kinds.get(position)
-            layout = self.plan.layouts[slot] if kind == "slot" else None
-            want = NamedSharding(layout.mesh if layout else self.plan.submeshes[0], strip(spec or PartitionSpec()))
-            want = want if memory is None else want.with_memory_kind(memory)
+        for n in {*specs, *kinds}:
+            layout, spec = layouts[n], strip(specs.get(n) or PartitionSpec())
+            want = NamedSharding(layout.mesh if layout else self.plan.submeshes[0], spec, memory_kind=kinds.get(n))
             if layout is None or want != NamedSharding(layout.mesh, strip(layout.spec), memory_kind=layout.memory_kind):
-                moved[position] = want
-        for position, spec in self.lowered.traced.types.items():
-            kind, slot = self.plan.outputs[position]
-            if kind == "slot" and position not in moved and getattr(spec, "reduced", None):
-                layout = self.plan.layouts[slot]
-                typed_spec = _compat.carry_spec(spec, self.plan.slots[slot].shape, layout.mesh.abstract_mesh)
-                typed_spec = typed_spec.update(partitions=_compat.partitions(layout.spec))
-                moved[position] = NamedSharding(layout.mesh, typed_spec, memory_kind=layout.memory_kind)
+                moved[n] = want
+        for n, spec in self.lowered.traced.types.items():
+            if (layout := layouts[n]) is not None and n not in moved and getattr(spec, "reduced", None):
+                shape = self.plan.slots[self.plan.outputs[n][1]].shape
+                spec = _compat.carry_spec(spec, shape, layout.mesh.abstract_mesh)
+                spec = spec.update(partitions=_compat.partitions(layout.spec))
+                moved[n] = NamedSharding(layout.mesh, spec, memory_kind=layout.memory_kind)
         return moved
-
-    def _blocks(self, positions: range, stack: Blocks) -> Iterator[tuple[int, NamedSharding]]:
-        """Yield the blocks of a result that are not on their submesh, or not laid out as the first."""
-        outputs = [self.plan.outputs[n] for n in positions]
-        layouts = [self.plan.layouts[v] if kind == "slot" else None for kind, v in outputs]
-        spec = next((strip(layout.spec) for layout in layouts if layout is not None), PartitionSpec())
-        for n, layout, mesh in zip(positions, layouts, stack.meshes, strict=True):
-            if layout is None or layout.mesh != mesh or strip(layout.spec) != spec:
-                yield n, NamedSharding(mesh, spec)
 
     def as_text(self) -> str:
         """Return the plan, then the optimized HLO of each kernel."""

@@ -89,9 +89,8 @@ class Arguments(NamedTuple):
     def trees(self) -> tuple[Any, Any]:
         """Positional and keyword arguments that are not static, in the form of JAX's ``in_tree``."""
         first = len(self.values) - len(self.names)
-        positional = tuple(v for i, v in enumerate(self.values[:first]) if i not in self.static)
-        named = enumerate(zip(self.names, self.values[first:], strict=True), first)
-        return positional, {name: value for i, (name, value) in named if i not in self.static}
+        dynamic = [(i, value) for i, value in enumerate(self.values) if i not in self.static]
+        return tuple(v for i, v in dynamic if i < first), {self.names[i - first]: v for i, v in dynamic if i >= first}
 
     def donated_leaves(self, tree: Any) -> frozenset[int]:
         """Return the numbers of the donated leaves; ``tree`` is the tree of the dynamic values."""
@@ -125,7 +124,15 @@ class Parameters:
             self._signature is None or kind in kinds.values()
             for kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         )
-        numbers = _argnums(nums, None if any_number else len(places), f"{option}_argnums")
+        label, listed = f"{option}_argnums", () if nums is None else nums if isinstance(nums, Iterable) else (nums,)
+        numbers = [checks.integer(label, n) for n in checks.many(label, listed, "an int or ints")]
+        if any_number and min(numbers, default=0) < 0:
+            raise UsageError(f"{label}: count from the front; the function takes any number of positional arguments")
+        for n in () if any_number else numbers:
+            if not -len(places) <= n < len(places):
+                count = len(places)
+                raise UsageError(f"{label}: {n} is out of range for a function of {count} positional arguments")
+        numbers = numbers if any_number else [n % len(places) for n in numbers]
         argnames = {names} if isinstance(names, str) or not isinstance(names, Iterable) else set(names)
         if any(not isinstance(name, str) for name in argnames):
             raise UsageError(f"{option}_argnames: must be a str or strs, got {names!r}")
@@ -164,19 +171,6 @@ class Parameters:
         return tuple(i for i, key in enumerate((*range(len(values) - len(names)), *names)) if key in chosen)
 
 
-def _argnums(nums: int | Sequence[int], count: int | None, option: str) -> tuple[int, ...]:
-    listed = () if nums is None else nums if isinstance(nums, Iterable) else (nums,)
-    numbers = tuple(checks.integer(option, n) for n in checks.many(option, listed, "an int or ints"))
-    if count is None:
-        if any(n < 0 for n in numbers):
-            raise UsageError(f"{option}: count from the front; the function takes any number of positional arguments")
-        return numbers
-    for n in numbers:
-        if not -count <= n < count:
-            raise UsageError(f"{option}: {n} is out of range for a function of {count} positional arguments")
-    return tuple(n % count for n in numbers)
-
-
 def leaf_names(tree: Any, parameters: Sequence[str]) -> tuple[str, ...]:
     """Return the names of the leaves of the arguments, written as in source code: ``params['w'][0]``."""
     named = dict(enumerate(parameters))
@@ -195,31 +189,21 @@ def _dummy(tree: Any) -> Any:
     return jax.tree.unflatten(tree, [object() for _ in range(tree.num_leaves)])
 
 
-def abstracts(leaves: Sequence[Any], tree: Any, parameters: Callable[[], Sequence[str]]) -> tuple[Any, ...]:
-    """Return shape, dtype and weak type of each leaf; an error names the leaf."""
-    try:
-        return tuple(map(abstract, leaves))
-    except UsageError:
-        return tuple(map(abstract, leaves, leaf_names(tree, parameters())))
-
-
 def abstract(leaf: Any, name: str = "an argument") -> tuple[tuple[int, ...], Any, bool]:
     """Return shape, dtype and weak type of a leaf."""
-    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        return tuple(leaf.shape), leaf.dtype, bool(getattr(leaf, "weak_type", False))
     if isinstance(leaf, jax.Ref):
         raise UsageError(
             f"multimesh.jit: {name} is a mutable array (jax.new_ref), and programs of several submeshes can't share "
             "one; pass its value, x[...], return the new one, and write it outside: x[...] = new"
         )
     try:
-        struct = _compat.abstractify(leaf)
+        aval = leaf if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else jax.typeof(leaf)
     except TypeError:
         remedy = "name it in static_argnums or static_argnames"
         if callable(leaf):
             remedy += "; of a model, such as a module of Equinox, pass the arrays: eqx.partition(model, eqx.is_array)"
         raise UsageError(f"multimesh.jit: {name} of type {type(leaf).__name__} is no array; {remedy}") from None
-    return tuple(struct.shape), struct.dtype, bool(struct.weak_type)
+    return tuple(aval.shape), aval.dtype, bool(getattr(aval, "weak_type", False))
 
 
 def layout_of(leaf: Any) -> NamedSharding | None:
@@ -237,12 +221,6 @@ def kind_of(leaf: Any, entry: Layout) -> str | None:
 def spec_in(entry: Layout) -> PartitionSpec | None:
     """Return the spec of an entry of `spread_prefix`; for a stack that of a block."""
     return spec_of_blocks(entry) if isinstance(entry, NamedSharding) else entry
-
-
-def kinds_in(entries: Sequence[Layout]) -> dict[int, str]:
-    """Map the number of each entry that names a kind of memory to that kind."""
-    named = ((i, entry.memory_kind) for i, entry in enumerate(entries) if isinstance(entry, NamedSharding))
-    return {i: kind for i, kind in named if kind is not None}
 
 
 OF_ARGUMENTS = "of arguments"
@@ -270,28 +248,11 @@ def widen(types: Types | None, count: int, task_meshes: Iterable[Mesh]) -> Types
     return Types(mesh, (None,) * count) if types is None else replace(types, mesh=mesh)
 
 
-def result_specs(avals: Sequence[Any]) -> Mapping[int, PartitionSpec]:
-    """Return the layouts that types of results say, by number."""
-    typed = ((i, getattr(aval, "sharding", None)) for i, aval in enumerate(avals))
-    return {i: s.spec for i, s in typed if s is not None and _compat.is_typed(s.mesh)}
-
-
-def refuse_terms(name: str, layouts: Sequence[Layout]) -> None:
-    """Refuse an argument whose terms, on several devices, are not summed up."""
-    for layout in layouts:
-        if isinstance(layout, NamedSharding) and getattr(layout.spec, "unreduced", None):
-            raise UsageError(
-                f"{name}: an argument is unreduced ({layout.spec}): each device has a term of it; sum it up before the "
-                "call: jax.sharding.reshard(x, P(...))"
-            )
-
-
 def homes_of(leaves: Sequence[Any]) -> tuple[Mesh | None, ...]:
-    """Return the mesh of each leaf that has one; nothing if they all lie on the same devices."""
-    layouts = [None if _compat.is_tracer(x) else getattr(x, "sharding", None) for x in leaves]
+    """Return the mesh of each leaf that has one, but for stacks: their blocks are where the function reads them."""
+    layouts = (None if _compat.is_tracer(x) else getattr(x, "sharding", None) for x in leaves)
     meshes = (s.mesh if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh) else None for s in layouts)
-    homes = [None if is_stacked(mesh) else mesh for mesh in meshes]  # blocks are where the function reads them
-    return tuple(homes) if len({frozenset(mesh.devices.flat) for mesh in homes if mesh is not None}) > 1 else ()
+    return tuple(None if is_stacked(mesh) else mesh for mesh in meshes)
 
 
 def is_sharding(x: Any) -> bool:

@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from multimesh.core import _compat
 from multimesh.core.text import amount
@@ -21,26 +20,6 @@ from multimesh.processes import agree
 from multimesh.schedules import Auto, Schedule, get
 
 
-@dataclass(frozen=True, eq=False)
-class PassResults:
-    """A traced function with its schedules, and the results of its passes by name."""
-
-    traced: PassInputs
-    passes: Mapping[str, Pass]
-
-    @property
-    def plan(self) -> Plan:
-        """The plan, by the table that ``auto`` chose."""
-        plan: Plan = self.passes[LAST].result
-        return plan
-
-    @functools.cached_property
-    def need(self) -> float:
-        """The bytes of a device of the submesh that needs most."""
-        with pause_gc():
-            return max(submesh.total for submesh in estimate_memory(self.plan))
-
-
 def fit_memory(traced: PassInputs, passes: Mapping[str, Pass]) -> tuple[PassInputs, Mapping[str, Pass]]:
     """Choose the table of a loop with ``schedule="auto"`` so that its plan fits into a device, by forecast.
 
@@ -48,42 +27,48 @@ def fit_memory(traced: PassInputs, passes: Mapping[str, Pass]) -> tuple[PassInpu
     fits, a warning says so, and the table with the least need is taken. If there are several such loops, each only
     bounds its activations.
     """
-    start, first = passes["recompute_transfers"], PassResults(traced, passes)  # schedules decide nothing earlier
-    loops, choices = start.result.loops, first.plan.choices
+    start, plan = passes["recompute_transfers"], passes[LAST].result  # schedules decide nothing earlier
+    loops, choices = start.result.loops, plan.choices
     autos = [(n, loop.mark.schedule) for n, loop in enumerate(loops) if isinstance(loop.mark.schedule, Auto)]
     if len(autos) != 1 or len(choices) != 1:
         return traced, passes
     ((number, auto),) = autos
 
-    def plan_with(schedule: Schedule) -> PassResults:
+    def try_schedule(schedule: Schedule) -> tuple[float, PassInputs, Mapping[str, Pass]]:
         retraced = replace(traced, schedules={number: schedule})
-        done = pipeline.run(retraced, after=start)
-        return PassResults(retraced, {**passes, **{result.name: result for result in done}})
+        done = {**passes, **{result.name: result for result in pipeline.run(retraced, after=start)}}
+        return _need_of(done[LAST].result), retraced, done
 
-    limit = auto.device if auto.device is not None else _memory_of(first.plan)
+    limit = auto.device if auto.device is not None else _memory_of(plan)
     if limit is None:
         if auto.memory is not None:
             return traced, passes
         names = {candidate.name: candidate for candidate in choices[0].candidates}  # else that of fewest activations
         usual = "1f1b" if "1f1b" in names else min(names, key=lambda name: max(names[name].peaks))
-        limit = (first if choices[0].taken.name == usual else plan_with(get(usual))).need
+        limit = _need_of(plan) if choices[0].taken.name == usual else try_schedule(get(usual))[0]
     auto = replace(auto, device=limit)  # for measured costs too
-    tries = [plan_with(auto)]
-    while tries[-1].need > limit:
-        auto = replace(auto, without=(*auto.without, tries[-1].plan.choices[0].taken.name))
+    tries = [try_schedule(auto)]
+    while tries[-1][0] > limit:
+        auto = replace(auto, without=(*auto.without, tries[-1][2][LAST].result.choices[0].taken.name))
         try:
-            tries.append(plan_with(auto))
+            tries.append(try_schedule(auto))
         except UsageError:  # no table is left
             break
-    best = tries[-1] if tries[-1].need <= limit else min(tries, key=lambda result: result.need)
-    if best.need > limit:
+    need, retraced, done = tries[-1] if tries[-1][0] <= limit else min(tries, key=lambda tried: tried[0])
+    taken = done[LAST].result.choices[0].taken.name
+    if need > limit:
         _compat.warn_at(
             loops[number].mark.where,
-            f"schedule auto: by the forecast no table fits into {amount(limit, 'bytes')} on each device; took "
-            f"{best.plan.choices[0].taken.name}, which needs {amount(best.need, 'bytes')}; use smaller microbatches, "
-            "jax.checkpoint or more devices",
+            f"schedule auto: by the forecast no table fits into {amount(limit, 'bytes')} on each device; took {taken}, "
+            f"which needs {amount(need, 'bytes')}; use smaller microbatches, jax.checkpoint or more devices",
         )
-    return best.traced, best.passes
+    return retraced, done
+
+
+def _need_of(plan: Plan) -> float:
+    """Return the bytes of a device of the submesh that needs most."""
+    with pause_gc():
+        return max(submesh.total for submesh in estimate_memory(plan))
 
 
 def _memory_of(plan: Plan) -> float | None:

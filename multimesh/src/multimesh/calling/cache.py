@@ -83,10 +83,6 @@ class Trace:
         arrays = [x if isinstance(x, jax.Array | np.ndarray) else jnp.asarray(x) for x in (*self.captured, *leaves)]
         return jax.tree.unflatten(self.out_tree, self.call(*arrays))
 
-    def run(self, *leaves: Any) -> Any:
-        """Evaluate the trace, inside of another one."""
-        return jax.tree.unflatten(self.out_tree, self.call.function(*leaves))
-
 
 @dataclass(eq=False)
 class Cache:
@@ -97,14 +93,6 @@ class Cache:
     traces: dict[Any, Trace] = field(default_factory=dict)
     recent: Recent | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def clear(self) -> None:
-        """Forget everything."""
-        with self.lock:
-            self.compiled.clear()
-            self.lowered.clear()
-            self.traces.clear()
-            self.recent = None
 
 
 def matching(signature: Signature, functions: Mapping[Signature, Any]) -> Any | None:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from multimesh.calling import arguments
-from multimesh.calling.aot import Compiled, Lowered, SingleProgram, TracedFunction, export_error
+from multimesh.calling.aot import Compiled, Lowered, SingleProgram, TracedFunction
 from multimesh.calling.arguments import OF_ARGUMENTS, Arguments, Parameters, Signature, spec_in, spread_prefix
 from multimesh.calling.cache import Cache, Recent, Trace, matching, traits
 from multimesh.calling.remarks import check_layouts, refuse_other_devices, warn_of_costs
@@ -42,13 +42,6 @@ class _Context(NamedTuple):
     options: Options
     registrations: tuple[registrations.Registration, ...]
     jax: Any
-
-
-def _home(leaves: Iterable[Any]) -> Mesh | None:
-    """The mesh of the arguments, for a function without tasks; None if they have none or several."""
-    meshes = {s.mesh for s in (getattr(leaf, "sharding", None) for leaf in leaves) if isinstance(s, NamedSharding)}
-    mesh = meshes.pop() if len(meshes) == 1 else None
-    return mesh if isinstance(mesh, Mesh) else None
 
 
 P = ParamSpec("P")
@@ -99,7 +92,9 @@ class Jitted(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the function. New types, layouts or static arguments trace and compile it first."""
         if jax.config.jax_disable_jit:
-            args, kwargs = jax.tree.map(self._on_one_device, (args, kwargs))
+            device = (self._devices or jax.devices())[0]  # there each operation runs by itself
+            moves = lambda x: isinstance(x, jax.Array) and not _compat.is_tracer(x)  # noqa: E731
+            args, kwargs = jax.tree.map(lambda x: jax.device_put(x, device) if moves(x) else x, (args, kwargs))
             return self._fn(*args, **kwargs)
         bound = self._parameters.bind(args, kwargs)
         leaves, tree = jax.tree.flatten(bound.dynamic)
@@ -118,12 +113,6 @@ class Jitted(Generic[P, R]):
         compiled = self._compiled(bound, signature)
         self._cache.recent = Recent(tree, key, context, tuple(map(traits, leaves)), compiled)
         return compiled.run_flat(leaves)
-
-    def _on_one_device(self, x: Any) -> Any:
-        """Move an argument to one device, for ``jax.disable_jit``: there each operation runs by itself."""
-        if not isinstance(x, jax.Array) or _compat.is_tracer(x):
-            return x
-        return jax.device_put(x, (self._devices or jax.devices())[0])
 
     def _trace(self, bound: Arguments, signature: Signature) -> Trace:
         """Trace the function, once for all layouts of these types. A trace that captures values is not kept."""
@@ -197,13 +186,7 @@ class Jitted(Generic[P, R]):
     def trace(self, *args: Any, **kwargs: Any) -> TracedFunction:
         """Trace for these arguments; ``lower()`` of the result partitions."""
         bound, signature = self._bind(args, kwargs)
-        trace = self._trace(bound, signature)
-
-        def lower(**options: Any) -> Lowered:
-            if options:  # of jax.export
-                raise export_error(self._name)
-            return self.lower(*args, **kwargs)
-
+        trace, lower = self._trace(bound, signature), functools.partial(self.lower, *args, **kwargs)
         return TracedFunction(self._name, trace.call.closed, jax.tree.structure(bound.trees()), trace.out_tree, lower)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
@@ -212,7 +195,10 @@ class Jitted(Generic[P, R]):
 
     def clear_cache(self) -> None:
         """Forget all traces and compiled functions, as ``clear_cache`` of ``jax.jit`` does."""
-        self._cache.clear()
+        with self._cache.lock:
+            for part in (self._cache.compiled, self._cache.lowered, self._cache.traces):
+                part.clear()
+            self._cache.recent = None
 
     def _without_tasks(self) -> MultiMeshError:
         if contexts.ignoring():
@@ -258,7 +244,10 @@ class Jitted(Generic[P, R]):
         return bound, self._signature(leaves, tree, bound)
 
     def _signature(self, leaves: Sequence[Any], tree: Any, bound: Arguments) -> Signature:
-        avals = arguments.abstracts(leaves, tree, lambda: self._parameters.names(bound))
+        try:
+            avals = tuple(map(arguments.abstract, leaves))
+        except UsageError:  # which then names the leaf
+            avals = tuple(map(arguments.abstract, leaves, arguments.leaf_names(tree, self._parameters.names(bound))))
         context, entries = self._context(), [None] * len(leaves)
         options = context.options
         if self._in_shardings is not None:
@@ -269,13 +258,22 @@ class Jitted(Generic[P, R]):
         layouts = [arguments.layout_of(x) if entry is None else entry for x, entry in zip(leaves, entries, strict=True)]
         derived = None if options.autoshard else PartitionSpec()
         specs = tuple(derived if spec is None else strip(spec) for spec in map(spec_in, layouts))
-        arguments.refuse_terms(self._name, layouts)
+        for layout in layouts:
+            if isinstance(layout, NamedSharding) and getattr(layout.spec, "unreduced", None):
+                raise UsageError(
+                    f"{self._name}: an argument is unreduced ({layout.spec}): each device has a term of it; sum it up "
+                    "before the call: jax.sharding.reshard(x, P(...))"
+                )
         blocks = [layout_of_block(x) if isinstance(x, NamedSharding) else x for x in layouts]
-        types = arguments.types_of(blocks, self._types, registrations.meshes(context.registrations))
-        home = None if options.enable_fast_path else _home(leaves)
+        registered = (rule.task.mesh for rule in context.registrations if rule.task is not None)
+        types = arguments.types_of(blocks, self._types, registered)
+        homes = arguments.homes_of(leaves)
+        meshes = {mesh for mesh in homes if mesh is not None}
+        home = meshes.pop() if len(meshes) == 1 and not options.enable_fast_path else None
         signature = Signature(tree, avals, specs, kinds, bound.key, context, home, types=types)
-        homes = () if options.ignore_transforms else arguments.homes_of(leaves)
-        return signature if not homes else replace(signature, homes=self._trace(bound, signature).homes(homes))
+        if options.ignore_transforms or len({frozenset(mesh.devices.flat) for mesh in meshes}) < 2:
+            return signature
+        return replace(signature, homes=self._trace(bound, signature).homes(homes))
 
     def _flat(self, bound: Arguments, signature: Signature) -> tuple[Callable[..., Any], list[Any]]:
         """Return the function of flat leaves, and their types."""
@@ -316,7 +314,8 @@ class Jitted(Generic[P, R]):
         out_entries = spread_prefix(self._out_shardings, out_tree, "out_shardings")
         out_specs = {i: spec for i, spec in enumerate(map(spec_in, out_entries)) if spec is not None}
         layouts = out_specs | {i: spec for i, spec in enumerate(self._layouts) if spec is not None}
-        types = arguments.result_specs(trace.call.closed.out_avals)
+        avals = ((i, getattr(aval, "sharding", None)) for i, aval in enumerate(trace.call.closed.out_avals))
+        types = {i: layout.spec for i, layout in avals if layout is not None and _compat.is_typed(layout.mesh)}
         traced = PassInputs(
             closed, devices, options, home, signature.specs, donated, pairs, layouts, homes=signature.homes, types=types
         )
@@ -327,9 +326,8 @@ class Jitted(Generic[P, R]):
                     f"{self._name}: nothing in this function is a task, so in_shardings and out_shardings name no "
                     "submesh; use jax.jit"
                 )
-            return SingleProgram(
-                jax.jit(_compat.set_name(lambda *leaves: trace.run(*leaves), self._name), donate_argnums=tuple(donated))
-            )
+            run = lambda *leaves: jax.tree.unflatten(out_tree, trace.call.function(*leaves))  # noqa: E731
+            return SingleProgram(jax.jit(_compat.set_name(run, self._name), donate_argnums=tuple(donated)))
         passes: Mapping[str, Pass] = {result.name: result for result in stages}
         if passes[LAST].result.choices:
             from multimesh.calling.auto_schedule import fit_memory  # loaded by loops with ``auto`` alone
@@ -346,8 +344,9 @@ class Jitted(Generic[P, R]):
         warn_of_costs(self._name, plan, names, donated, passes["place_operations"].result)
         in_entries = spread_prefix(self._in_shardings, signature.tree, "in_shardings")
         check_layouts(self._name, plan, names, in_entries, out_specs)
-        in_tree, kinds = jax.tree.structure(bound.trees()), arguments.kinds_in(out_entries)
-        return Lowered(plan, traced, out_tree, in_tree, names, kinds, self._name)
+        memory = {i: getattr(entry, "memory_kind", None) for i, entry in enumerate(out_entries)}
+        kinds = {i: kind for i, kind in memory.items() if kind is not None}
+        return Lowered(plan, traced, out_tree, jax.tree.structure(bound.trees()), names, kinds, self._name)
 
 
 class _Decorator(Protocol):

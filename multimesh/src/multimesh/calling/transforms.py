@@ -38,7 +38,7 @@ class Call:
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         """Bind the primitive: it runs, or is transformed."""
-        return call_p.bind(*args, jaxpr=self.closed, call=self)
+        return _call_p.bind(*args, jaxpr=self.closed, call=self)
 
     def function(self, *args: Any) -> Sequence[Any]:
         """Evaluate the trace."""
@@ -151,40 +151,4 @@ def _interleave(flags: Sequence[bool], chosen: Any, others: Any) -> list[Any]:
     return [next(first) if flag else next(second) for flag in flags]
 
 
-def _jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, call: Call
-) -> tuple[Sequence[Any], Sequence[Any]]:
-    forward, push, moved = call.linearize(tuple(t is not None for t in tangents))
-    outputs = forward(*primals)
-    results, residuals = [*map(_compat.fit_to_mesh, outputs[: len(moved)])], outputs[len(moved) :]
-    pushed = iter(push(*residuals, *(t for t in tangents if t is not None)) if any(moved) else ())
-    return results, [next(pushed) if flag else None for flag in moved]
-
-
-def _transpose(
-    cotangents: Sequence[Any], args: Sequence[Any], linear_types: Sequence[Any], *, jaxpr: Any, call: Call
-) -> Sequence[Any]:
-    """Return the cotangents of linear arguments, in the types of these (JAX compares them), and None for the others."""
-    linear = tuple(arg is None for arg in args)
-    transposed = call.transposed(linear, tuple(map(_compat.explicit_spec, linear_types)))
-    pulled = transposed(*(arg for arg in args if arg is not None), *cotangents)
-    typed = map(_compat.fit_to_type, pulled, linear_types)
-    return [next(typed) if flag else None for flag in linear]
-
-
-def _batch(
-    size: int, args: Sequence[Any], dims: Sequence[int | None], *, jaxpr: Any, call: Call
-) -> tuple[Sequence[Any], Sequence[bool]]:
-    """Batch a call. Unbatched results stay so, unless a mesh is in force: then JAX can't broadcast them later."""
-    batched, rows = call.batched(size, tuple(dims), jax.sharding.get_abstract_mesh().empty)
-    return batched(*args), rows
-
-
-call_p = _compat.call_primitive(
-    "multimesh_call",
-    run=lambda *args, jaxpr, call: call.run(*args),
-    inlined=lambda *args, jaxpr, call: call.function(*args),
-    jvp=_jvp,
-    transpose=_transpose,
-    batch=_batch,
-)
+_call_p = _compat.call_primitive("multimesh_call")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import runpy
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,79 +20,57 @@ SHARE = 0.75
 """The part of a GPU's memory that JAX takes by default."""
 
 
-@dataclass(frozen=True)
-class CompiledForecast:
-    """A compiled step: the memory of its submeshes by forecast and by XLA, in bytes of a device.
+def compile_step(
+    step: str, device: str, nodes: int, gpus: int, limit: float | None, say: Callable[[str], object]
+) -> dict[str, Any]:
+    """Compile the step that ``FILE:FUNCTION`` lowers for ``nodes`` of ``gpus`` GPUs; return its memory as data.
 
-    ``kernels`` were compiled as ``programs`` in ``seconds``; ``limit`` is what JAX may use of a device.
-    """
-
-    forecast: tuple[MemoryEstimate, ...]
-    compiled: tuple[MemoryEstimate, ...]
-    calls: tuple[Mapping[str, int], ...]
-    kernels: int
-    programs: int
-    seconds: float
-    limit: float
-
-    def table(self) -> str:
-        """Return a text table with a row for each submesh."""
-        parts = ("arguments", "sums", "values", "workspace", "total")
-        cells = [(name, [amount(getattr(estimate, name), "bytes") for estimate in self.compiled]) for name in parts]
-        pairs = list(zip(self.forecast, self.compiled, strict=True))
-        lines = columns(
-            [
-                ("submesh", [str(number) for number in range(len(pairs))]),
-                *cells,
-                ("forecast", [amount(estimate.total, "bytes") for estimate, _ in pairs]),
-                ("off", [f"{100 * (estimate.total / need.total - 1):+.1f} %" for estimate, need in pairs]),
-                ("fits", ["yes" if need.total <= self.limit else "no" for _, need in pairs]),
-                ("largest", [max(asdict(need).items(), key=lambda item: item[1])[0] for _, need in pairs]),
-            ],
-            texts=(8, 9),
-        )
-        effort = f"{self.kernels} kernels, {self.programs} of them unlike, compiled in {self.seconds:.0f} s"
-        return "\n".join([*(line.rstrip() for line in lines), f"{effort}; {amount(self.limit, 'bytes')} of a device"])
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the contents of the table, as data; and the library calls of each kernel."""
-        return {
-            "forecast": [{**asdict(entry), "total": entry.total} for entry in self.forecast],
-            "compiled": [{**asdict(entry), "total": entry.total} for entry in self.compiled],
-            "calls": [dict(entry) for entry in self.calls],
-            "compilation": {"kernels": self.kernels, "compiled": self.programs, "seconds": self.seconds},
-            "limit": self.limit,
-        }
-
-    def check_fits(self) -> None:
-        """Raise `DoesNotFitError` where a submesh needs more than a device has."""
-        most = max(range(len(self.compiled)), key=lambda number: self.compiled[number].total)
-        total = self.compiled[most].total
-        if total > self.limit:
-            raise DoesNotFitError(
-                f"submesh {most} needs {amount(total, 'bytes')} on each device, and JAX may use "
-                f"{amount(self.limit, 'bytes')}; use more devices, a smaller microbatch or jax.checkpoint"
-            )
-
-
-def compile_step(step: str, device: str, nodes: int, gpus: int, limit: float | None) -> CompiledForecast:
-    """Compile the step that ``FILE:FUNCTION`` lowers for ``nodes`` of ``gpus`` GPUs.
-
-    The function takes the devices, and returns ``mm.jit(f).lower(...)`` for meshes of them.
+    The function takes the devices, and returns ``mm.jit(f).lower(...)`` for meshes of them. ``say`` gets a table with a
+    row for each submesh. Raise `DoesNotFitError` where one needs more than JAX may use of a device: ``limit`` bytes.
     """
     lowered = _lower(step, device, nodes, gpus)
     begin = time.perf_counter()
     compiled = lowered.compile()
     seconds = time.perf_counter() - begin
-    return CompiledForecast(
-        lowered.memory_estimate("gpu"),
-        compiled.device_memory(),
-        compiled.custom_calls(),
-        len(lowered.plan.kernels),
-        sum(took > 0 for took in compiled.compile_seconds),
-        seconds,
-        limit or SHARE * facts_of(device)["memory"],
+    limit = limit or SHARE * facts_of(device)["memory"]
+    estimates, needs = lowered.memory_estimate("gpu"), compiled.device_memory()
+    programs = sum(took > 0 for took in compiled.compile_seconds)
+    say(f"memory on each device of a submesh at the peak of a call, compiled for {device}")
+    say(_draw_table(estimates, needs, limit))
+    kernels = len(lowered.plan.kernels)
+    effort = f"{kernels} kernels, {programs} of them unlike, compiled in {seconds:.0f} s"
+    say(f"{effort}; {amount(limit, 'bytes')} of a device")
+    most = max(range(len(needs)), key=lambda number: needs[number].total)
+    if needs[most].total > limit:
+        raise DoesNotFitError(
+            f"submesh {most} needs {amount(needs[most].total, 'bytes')} on each device, and JAX may use "
+            f"{amount(limit, 'bytes')}; use more devices, a smaller microbatch or jax.checkpoint"
+        )
+    return {
+        "forecast": [{**asdict(entry), "total": entry.total} for entry in estimates],
+        "compiled": [{**asdict(entry), "total": entry.total} for entry in needs],
+        "calls": [dict(entry) for entry in compiled.custom_calls()],
+        "compilation": {"kernels": kernels, "compiled": programs, "seconds": seconds},
+        "limit": limit,
+    }
+
+
+def _draw_table(estimates: Sequence[MemoryEstimate], needs: Sequence[MemoryEstimate], limit: float) -> str:
+    """Return a text table: what XLA gives each submesh, beside the forecast."""
+    pairs = list(zip(estimates, needs, strict=True))
+    parts = ("arguments", "sums", "values", "workspace", "total")
+    lines = columns(
+        [
+            ("submesh", [str(number) for number in range(len(pairs))]),
+            *((name, [amount(getattr(need, name), "bytes") for need in needs]) for name in parts),
+            ("forecast", [amount(estimate.total, "bytes") for estimate in estimates]),
+            ("off", [f"{100 * (estimate.total / need.total - 1):+.1f} %" for estimate, need in pairs]),
+            ("fits", ["yes" if need.total <= limit else "no" for need in needs]),
+            ("largest", [max(asdict(need).items(), key=lambda item: item[1])[0] for need in needs]),
+        ],
+        texts=(8, 9),
     )
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _lower(step: str, device: str, nodes: int, gpus: int) -> Lowered:

@@ -22,7 +22,6 @@ STAGES, DATA, MODEL = 2, 2, 2  # devices: pipeline stages x data x tensor parall
 LAYERS, WIDTH, HEADS, HIDDEN, VOCAB, SEQUENCE = 2, 32, 4, 128, 64, 16  # layers of a stage
 ROWS = 4  # sequences of a microbatch
 RATE = 0.2  # of SGD
-_COLUMNS = ("step", "submeshes", "one device", "difference")
 TOLERANCE = 1e-5  # relative difference of two losses
 
 Params = dict[str, Any]
@@ -45,25 +44,6 @@ class Job:
         """Return the submesh of each stage."""
         placement = mm.schedules.get(self.schedule).placement(STAGES)
         return tuple(submeshes[placement[s % len(placement)]] for s in range(STAGES * self.chunks))
-
-
-@dataclass(frozen=True)
-class StepLosses:
-    """The loss of one step, on the submeshes and on one device."""
-
-    step: int
-    loss: float
-    reference: float
-
-    @property
-    def difference(self) -> float:
-        """The difference relative to the reference; NaN if a loss is NaN."""
-        return abs(self.loss - self.reference) / abs(self.reference)
-
-    @property
-    def agrees(self) -> bool:
-        """Whether the difference is only rounding."""
-        return self.difference <= TOLERANCE
 
 
 def meshes() -> tuple[Mesh, ...]:
@@ -106,14 +86,13 @@ def init(chunks: int = 1) -> Params:
 
 def place(params: Params, homes: tuple[Mesh, ...]) -> Params:
     """Place the parameters on the submeshes of their stages, heads and hidden units over ``model``."""
-    specs = {
-        "qkv": PartitionSpec(None, "model"),
-        "out": PartitionSpec("model"),
-        "up": PartitionSpec(None, "model"),
-        "down": PartitionSpec("model"),
-    }
+
+    def put(name: str, weight: np.ndarray, mesh: Mesh) -> jax.Array:
+        spec = PartitionSpec(None, "model") if name in ("qkv", "up") else PartitionSpec("model")
+        return jax.device_put(weight, NamedSharding(mesh, spec))
+
     stages = [
-        [{k: jax.device_put(w, NamedSharding(mesh, specs[k])) for k, w in layer.items()} for layer in layers]
+        [{name: put(name, weight, mesh) for name, weight in layer.items()} for layer in layers]
         for mesh, layers in zip(homes, params["stages"], strict=True)
     ]
     home = NamedSharding(homes[0], PartitionSpec())  # the last stage reads it too, and gets a copy if it is elsewhere
@@ -179,17 +158,17 @@ def make_step(options: Job, submeshes: tuple[Mesh, ...]) -> Callable[[Params, An
     return step
 
 
-def train(options: Job, submeshes: tuple[Mesh, ...]) -> Iterator[StepLosses]:
-    """Train twice from the same start: on the submeshes and on one device."""
+def train(options: Job, submeshes: tuple[Mesh, ...]) -> Iterator[tuple[float, float]]:
+    """Train twice from the same start; yield the losses of each step, on the submeshes and on one device."""
     pipelined, plain = _jit_step(options, submeshes), jax.jit(make_step(options, submeshes))
-    params, reference = place(init(options.chunks), options.homes(submeshes)), init(options.chunks)
+    (params, _), reference = _first(options, submeshes), init(options.chunks)
     for number in range(1, options.steps + 1):
         tokens = batch(number, ROWS * options.microbatches)
         params, loss = pipelined(params, place_batch(tokens, submeshes))
         with warnings.catch_warnings():  # one program is meant
             warnings.filterwarnings("ignore", message="task .* is a part of one program here")
             reference, expected = plain(reference, tokens)
-        yield StepLosses(number, float(loss), float(expected))
+        yield float(loss), float(expected)
 
 
 def profile(options: Job) -> Profile:
@@ -214,38 +193,35 @@ def run_demo(options: Job, *, show_plan: bool, quiet: bool) -> dict[str, Any]:
 
     After printing, it is an error if the losses of a step differ by more than rounding; its ``found`` has the data.
     """
-
-    def say(text: str) -> None:
-        if not quiet:
-            print(text, flush=True)
-
-    submeshes, steps = meshes(), []
+    say = (lambda text: None) if quiet else functools.partial(print, flush=True)
+    submeshes = meshes()
     say(
         f"transformer, {STAGES * LAYERS} layers, tied embedding; {STAGES * DATA * MODEL} {jax.devices()[0].platform} "
         f"devices: pp {STAGES} dp {DATA} tp {MODEL}\n{options.schedule}, {options.microbatches} microbatches of {ROWS} "
         f"sequences"
     )
-    plan = _jit_step(options, submeshes).plan(*_first(options, submeshes)) if show_plan else None
-    say(f"\n{plan}\n" if plan is not None else "")
-    say("compiling ...\n\n" + "  ".join(_COLUMNS))
-    for step in train(options, submeshes):
-        steps.append(step)
-        cells = (str(step.step), f"{step.loss:.6f}", f"{step.reference:.6f}", f"{step.difference:.1e}")
-        say("  ".join(f"{cell:>{len(head)}}" for cell, head in zip(cells, _COLUMNS, strict=True)))
-    rows = [{k: _finite(v) for k, v in (*asdict(s).items(), ("difference", s.difference))} for s in steps]
-    wrong = [s for s in steps if not s.agrees]
-    summary = {**asdict(options), "steps": rows, "tolerance": TOLERANCE, "agrees": not wrong}
-    summary |= {"plan": json.loads(plan.to_json())} if plan is not None else {}
+    steps: list[dict[str, Any]] = []
+    summary = {**asdict(options), "steps": steps, "tolerance": TOLERANCE, "agrees": True}
+    if show_plan:
+        plan = _jit_step(options, submeshes).plan(*_first(options, submeshes))
+        summary["plan"] = json.loads(plan.to_json())
+        say(f"\n{plan}")
+    say("\ncompiling ...\n\nstep  submeshes  one device  difference")
+    wrong = ""
+    for number, (loss, reference) in enumerate(train(options, submeshes), 1):
+        difference = abs(loss - reference) / abs(reference)
+        say(f"{number:>4}  {loss:>9.6f}  {reference:>10.6f}  {difference:>10.1e}")
+        step = {"step": number, "loss": loss, "reference": reference, "difference": difference}
+        steps.append({k: v if np.isfinite(v) else None for k, v in step.items()})  # JSON has no NaN
+        if not difference <= TOLERANCE:  # NaN too
+            wrong = wrong or (
+                f"step {number}: the losses {loss!r} and {reference!r} differ by {difference:.1e}, which is more than "
+                f"{TOLERANCE:g}"
+            )
     if wrong:
-        error = DisagreementError(
-            f"step {wrong[0].step}: the losses {wrong[0].loss!r} and {wrong[0].reference!r} differ by "
-            f"{wrong[0].difference:.1e}, which is more than {TOLERANCE:g}"
-        )
-        error.found = summary  # type: ignore[attr-defined]
+        error = DisagreementError(wrong)
+        error.found = {**summary, "agrees": False}  # type: ignore[attr-defined]
         raise error
-    say(f"\nok: {len(steps)} steps agree to {TOLERANCE:g}; loss {steps[0].loss:.4f} -> {steps[-1].loss:.4f}")
+    first, last = steps[0]["loss"], steps[-1]["loss"]
+    say(f"\nok: {len(steps)} steps agree to {TOLERANCE:g}; loss {first:.4f} -> {last:.4f}")
     return summary
-
-
-def _finite(number: float) -> float | None:
-    return number if np.isfinite(number) else None  # JSON has no NaN

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from multimesh import schedules
 from multimesh.core.text import columns
@@ -14,8 +14,7 @@ from multimesh.schedules.simulate import simulate, sizes
 from multimesh.schedules.table import PublishedIdle
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """Sizes of a pipeline: ``submeshes`` p, ``chunks`` v stages on each, ``microbatches`` m."""
 
     submeshes: int
@@ -61,11 +60,10 @@ class Result:
     def to_json(self) -> dict[str, Any]:
         """Return the contents of the printed table, as data."""
         line, formula = self.timeline, self.published
+        names = ("submeshes", "stages_per_submesh", "microbatches")
         return {
             "schedule": self.schedule,
-            "submeshes": self.shape.submeshes,
-            "stages_per_submesh": self.shape.chunks,
-            "microbatches": self.shape.microbatches,
+            **dict(zip(names, self.shape, strict=True)),
             "makespan": line.makespan,
             "busy": list(line.busy),
             "idle": list(line.idle),
@@ -89,16 +87,14 @@ def simulate_schedule(
     """
     times = check_costs(costs)
     share = {phase: time / shape.chunks for phase, time in times.items()}
-    schedule = schedules.get(name)
-    choice = None
+    schedule, choice = schedules.get(name), None
+    formula = schedule.idle(*shape, times)
     if isinstance(schedule, schedules.Auto):
         costs_each = schedules.StageCosts.alike(share, shape.submeshes * shape.chunks, transfer)
         schedule = replace(schedule, costs=costs_each)
-        choice = schedule.choose(shape.submeshes, shape.chunks, shape.microbatches)
-    table = schedule.table(shape.submeshes, shape.chunks, shape.microbatches, backward=True)
-    title = sizes(name, shape.submeshes, shape.chunks, shape.microbatches)
-    timeline = simulate(table, share, transfer=cost(transfer, "a transfer"), title=title)
-    formula = schedules.get(name).idle(shape.submeshes, shape.chunks, shape.microbatches, times)
+        choice = schedule.choose(*shape)
+    table = schedule.table(*shape, backward=True)
+    timeline = simulate(table, share, transfer=cost(transfer, "a transfer"), title=sizes(name, *shape))
     if formula is not None and transfer:
         formula = replace(formula, unless="transfers take time")
     return Result(name, shape, timeline, formula, choice)
@@ -106,30 +102,21 @@ def simulate_schedule(
 
 def table(results: Sequence[Result]) -> str:
     """Return a text table: the simulated idle time of each schedule beside the published."""
-    heads = ("schedule", "makespan", "idle", "in a row", "published", "", "bubble", "peak activations")
-    rows = [_row(result) for result in results]
-    lines = columns([(head, [row[i] for row in rows]) for i, head in enumerate(heads)], texts=(0, 5))
-    notes = [
-        f"{result.schedule}: the formula need not hold, as {result.published.unless}"
-        for result in results
-        if result.published is not None and result.published.unless
-    ]
+    columns_of = {
+        "schedule": [r.schedule + (f", v={r.shape.chunks}" if r.shape.chunks > 1 else "") for r in results],
+        "makespan": [f"{r.timeline.makespan:.4g}" for r in results],
+        "idle": [f"{r.idle:.4g}" for r in results],
+        "in a row": [f"{r.in_a_row:.4g}" for r in results],
+        "published": [f"{r.published.idle:.4g}" if r.published else "-" for r in results],
+        "": [r.published.formula if r.published else "" for r in results],
+        "bubble": [f"{100 * r.timeline.bubble:.1f} %" for r in results],
+        "peak activations": [" ".join(f"{peak:g}" for peak in r.peaks) for r in results],
+    }
+    lines = [line.rstrip() for line in columns([*columns_of.items()], texts=(0, 5))]
+    unsure = [(r.schedule, r.published.unless) for r in results if r.published is not None and r.published.unless]
+    notes = [f"{name}: the formula need not hold, as {reason}" for name, reason in unsure]
     choices = [f"\n{result.choice}" for result in results if result.choice is not None]
-    return "\n".join([*(line.rstrip() for line in lines), *([""] if notes else []), *notes, *choices])
-
-
-def _row(result: Result) -> tuple[str, ...]:
-    formula, chunks = result.published, result.shape.chunks
-    return (
-        result.schedule + (f", v={chunks}" if chunks > 1 else ""),
-        f"{result.timeline.makespan:.4g}",
-        f"{result.idle:.4g}",
-        f"{result.in_a_row:.4g}",
-        "-" if formula is None else f"{formula.idle:.4g}",
-        "" if formula is None else formula.formula,
-        f"{100 * result.timeline.bubble:.1f} %",
-        " ".join(f"{peak:g}" for peak in result.peaks),
-    )
+    return "\n".join([*lines, *([""] if notes else []), *notes, *choices])
 
 
 def choose_schedules(
@@ -140,10 +127,9 @@ def choose_schedules(
     ``chunks`` applies to the named schedule, and otherwise to all that take any number of stages and usually have
     several.
     """
-    if name is not None:
-        return [(name, Shape(submeshes, chunks or schedules.get(name).usual, microbatches))]
-    choices = []
-    for schedule in (schedules.get(n) for n in schedules.names() if schedules.get(n).name == n):
-        count = chunks if schedule.usual > 1 and schedule.chunks is None else None
-        choices.append((schedule.name, Shape(submeshes, count or schedule.usual, microbatches)))
-    return choices
+    shapes = []
+    for schedule in [schedules.get(name)] if name else schedules.PUBLISHED:
+        takes = name or (schedule.usual > 1 and schedule.chunks is None)
+        count = (chunks if takes else None) or schedule.usual
+        shapes.append((name or schedule.name, Shape(submeshes, count, microbatches)))
+    return shapes

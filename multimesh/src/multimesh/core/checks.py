@@ -70,17 +70,6 @@ def many(label: str, value: Any, expected: str) -> tuple[Any, ...]:
     return tuple(value)
 
 
-def placement(label: str, value: Any, count: int) -> tuple[int, ...]:
-    """Return the submesh of each stage, by number, as a tuple; by default each of ``count`` in turn."""
-    if value is None:
-        return tuple(range(count))
-    numbers = many(f"{label}: placement", value, "a sequence of ints")
-    route = tuple(integer(f"{label}: placement: a submesh", number, 0) for number in numbers)
-    if {*route} != {*range(count)}:
-        raise UsageError(f"{label}: placement={value!r} must name each of submeshes 0 to {count - 1}, and no other")
-    return route
-
-
 def names(label: str, value: Any) -> tuple[str, ...]:
     """Return a sequence of str as a tuple."""
     return tuple(string(f"{label}: a name", name) for name in many(label, value, "a sequence of names"))

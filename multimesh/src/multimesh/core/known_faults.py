@@ -6,39 +6,29 @@ Nothing here was tried on several GPUs by MultiMesh: it is the public record of 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Flag:
-    """A flag of ``XLA_FLAGS`` on which a pipeline over several processes depends."""
+class Fault:
+    """A flag of ``XLA_FLAGS``, or a version of a component, with which pipelines over several processes hang."""
 
     name: str
     hangs: str  # pattern of the values that are known to hang, in small letters
     why: str  # the fault with such a value
     report: str  # who reported it
+    remedy: str = "leave it out"
 
 
-@dataclass(frozen=True)
-class BadVersion:
-    """Versions of a component from ``first`` to before ``mended`` that hang pipelines."""
-
-    component: str
-    first: tuple[int, ...]
-    mended: tuple[int, ...]
-    why: str
-    report: str
-
-
-AUTOTUNING = Flag(
+AUTOTUNING = Fault(
     "xla_gpu_shard_autotuning",
     r"(?!(false|0)$).*",
     "XLA deals out the tuning of a program to all processes and waits for all to compile the same one. Stages compile "
     "different ones, so all wait for ever, which looks like a slow compilation",
     "marin-community/marin issue 7024",
 )
-COMMAND_BUFFERS = Flag(
+COMMAND_BUFFERS = Fault(
     "xla_gpu_enable_command_buffer",
     r"(.*[,+])?collectives.*",
     "runs on B200 hung after a CUDA graph could not be destroyed; with COLLECTIVES among the captured commands a run "
@@ -47,45 +37,34 @@ COMMAND_BUFFERS = Flag(
 )
 FLAGS = (AUTOTUNING, COMMAND_BUFFERS)
 
-BAD_VERSIONS = (
-    BadVersion(
+VERSIONS = (
+    Fault(
         "NCCL",
-        (2, 30, 7),
-        (2, 31, 2),
+        r"2\.(30\.([7-9]|\d\d)|31\.[01])\b.*",
         "transfers beside collectives that devices start themselves hang with 2.30.7 and pass with 2.31.2",
         "NVIDIA/jaxpp issue 11",
+        "install 2.31.2 or later",
     ),
 )
 
 
-def parse_flags(text: str) -> dict[str, str]:
-    """Return the flags of a text like ``XLA_FLAGS``, without their dashes; one without a value is "true"."""
-    flags = {}
-    for word in text.split():
-        name, equals, value = word.removeprefix("--").partition("=")
-        flags[name] = value.strip("'\"") if equals else "true"
-    return flags
-
-
 def find_overrides(environ: Mapping[str, str]) -> list[str]:
     """Return a sentence for each flag that the environment sets to what hangs pipelines of several processes."""
-    flags = parse_flags(environ.get("XLA_FLAGS", ""))
-    said = []
-    for flag in FLAGS:
-        value = flags.get(flag.name)
-        if value is not None and re.fullmatch(flag.hangs, value.lower()):
-            said.append(f"XLA_FLAGS has --{flag.name}={value}: {flag.why} ({flag.report}); leave it out")
-    return said
+    flags = {}
+    for word in environ.get("XLA_FLAGS", "").split():
+        name, equals, value = word.removeprefix("--").partition("=")
+        flags[name] = value.strip("'\"") if equals else "true"
+    return [f"XLA_FLAGS has --{name}={text}" for name, text in _find(FLAGS, flags)]
 
 
 def find_bad_versions(versions: Mapping[str, str]) -> list[str]:
     """Return a sentence for each component whose version is known to hang pipelines."""
-    said = []
-    for bad in BAD_VERSIONS:
-        version = tuple(map(int, re.findall(r"\d+", versions.get(bad.component, ""))[:3]))
-        if version and bad.first <= version < bad.mended:
-            mended = ".".join(map(str, bad.mended))
-            said.append(
-                f"{bad.component} {versions[bad.component]}: {bad.why} ({bad.report}); install {mended} or later"
-            )
-    return said
+    return [f"{name} {text}" for name, text in _find(VERSIONS, versions)]
+
+
+def _find(faults: Iterable[Fault], values: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield the name of each fault, and the value that has it with reason, report and remedy."""
+    for fault in faults:
+        value = values.get(fault.name)
+        if value is not None and re.fullmatch(fault.hangs, value.lower()):
+            yield fault.name, f"{value}: {fault.why} ({fault.report}); {fault.remedy}"

@@ -36,8 +36,7 @@ def operations(name: str, params: dict[str, Any], ins: Sequence[Any], outs: Sequ
     """Return the number of floating-point operations of a primitive. ``ins`` and ``outs`` have an ``aval``."""
     size = float(sum(math.prod(ir.shape(o)) for o in outs))
     if name == "dot_general":
-        (contracted, _), _ = params["dimension_numbers"]
-        return 2 * size * math.prod(ir.shape(ins[0])[d] for d in contracted)
+        return 2 * math.prod(product_sizes(params, ins))
     if name == "conv_general_dilated":
         kernel = ir.shape(ins[1])
         return 2 * size * math.prod(kernel) / max(1, kernel[params["dimension_numbers"].rhs_spec[0]])

@@ -279,10 +279,6 @@ def _product_sums(op: ir.Op) -> _Groups:
     yield from ([(op.ins[0], a), (op.ins[1], b)] for a, b in zip(lhs, rhs, strict=True))
 
 
-def _reduce_sums(op: ir.Op) -> _Groups:
-    yield from ([(op.ins[0], a)] for a in op.params["axes"])
-
-
 def _scatter_sums(op: ir.Op) -> _Groups:
     _, indices, updates = op.ins
     numbers = op.params["dimension_numbers"]
@@ -337,7 +333,7 @@ def _table() -> Iterator[tuple[str, Primitive]]:
         ("split", Primitive(_same_index, cheap=True, exact=True)),
         ("gather", Primitive(_gather)),
         ("dot_general", Primitive(_dot, sums=_product_sums)),
-        ("reduce_sum", Primitive(_reduce, linear=(0,), sums=_reduce_sums)),
+        ("reduce_sum", Primitive(_reduce, linear=(0,), sums=lambda op: ([(op.ins[0], a)] for a in op.params["axes"]))),
         ("scatter", Primitive(_scatter)),
         ("scatter-add", Primitive(_scatter, sums=_scatter_sums)),
         ("conv_general_dilated", Primitive(_convolution)),

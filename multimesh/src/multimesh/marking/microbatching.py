@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import inspect
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
@@ -20,7 +21,7 @@ from multimesh import schedules
 from multimesh.core import _compat, checks
 from multimesh.core.specs import carry_over
 from multimesh.core.weak_cache import keep_with, weak
-from multimesh.errors import UsageError
+from multimesh.errors import MultiMeshError, UsageError
 from multimesh.marking import contexts, marks
 from multimesh.marking.result_reductions import (
     STACKS,
@@ -33,7 +34,6 @@ from multimesh.marking.result_reductions import (
     is_reduction,
     parts_of,
 )
-from multimesh.marking.rows import explain_cut, rows_of
 from multimesh.marking.tasks import call_under_mark
 from multimesh.marking.tracing import is_partitioning, is_recording, of_loop
 
@@ -146,7 +146,7 @@ def microbatch(  # type: ignore[misc]  # the options are those of the first over
         if is_partitioning():
             outer = jax.sharding.get_abstract_mesh()
             args = jax.tree.map(lambda x: _compat.enter_mesh(x, outer), args)
-        rows = rows_of(args[argnum], dim, argnum)
+        rows = _rows_of(args[argnum], dim, argnum)
         if size is not None and rows % size:
             raise UsageError(
                 f"microbatch: {rows} rows do not divide into microbatches of {size}; change size= or the batch"
@@ -168,7 +168,7 @@ def microbatch(  # type: ignore[misc]  # the options are those of the first over
                 full[argnum] = rows if size is None else jax.tree.map(lambda x: jnp.moveaxis(x, 0, dim), rows)
                 if carry is not None:
                     full[carry] = state
-                with explain_cut(full, argnum):
+                with _explain_cut(full, argnum):
                     result = called(*full, **kwargs, **({index: number} if index else {}))
                 return result if carry is not None else (None, result)
 
@@ -210,6 +210,53 @@ def _float(dtype: Any) -> Any:
     if parsed is None or not jnp.issubdtype(parsed, jnp.floating):
         raise checks.refuse("microbatch: accumulate", 'a floating dtype such as "float32"', dtype)
     return parsed
+
+
+def _rows_of(arg: Any, dim: int, argnum: int) -> int:
+    """Return the number of rows along ``dim`` of all leaves of an argument; refuse a leaf that differs, by its name."""
+    leaves = [(f"argument {argnum}{jax.tree_util.keystr(path)}", x) for path, x in jax.tree.flatten_with_path(arg)[0]]
+    if not leaves:
+        raise UsageError(f"microbatch: argument {argnum} has no arrays to cut")
+    for name, x in leaves:
+        if not -np.ndim(x) <= dim < np.ndim(x):
+            raise UsageError(f"microbatch: {name} of shape {np.shape(x)} has no rows along dim={dim}; {_remedy(x)}")
+    rows = {name: np.shape(x)[dim] for name, x in leaves}
+    usual = collections.Counter(rows.values()).most_common(1)[0][0]
+    if len(set(rows.values())) == len(rows):
+        usual = max(rows.values())
+    for name, x in leaves:
+        if rows[name] != usual:
+            raise UsageError(
+                f"microbatch: leaves of argument {argnum} differ in rows along dim={dim}: {name} has {rows[name]}, "
+                f"others {usual}; {_remedy(x)}"
+            )
+    if not usual:
+        raise UsageError(f"microbatch: argument {argnum} has 0 rows along dim={dim}; give one microbatch at least")
+    return usual
+
+
+def _remedy(x: Any) -> str:
+    dtype = getattr(x, "dtype", None)
+    key = dtype is not None and (
+        jnp.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == jnp.uint32 and np.shape(x) in ((2,), (4,)))
+    )
+    if key:
+        return "give a key as an argument of its own, and fold in the number of the microbatch, which index= passes"
+    return "give what all rows share as an argument of its own, or repeat it for each row; argnum= says which is cut"
+
+
+@contextlib.contextmanager
+def _explain_cut(args: Sequence[Any], argnum: int) -> Iterator[None]:
+    """If a function fails on a microbatch of its first argument of several, add that this one was cut."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if argnum or len(args) < 2 or isinstance(error, MultiMeshError) or not _compat.is_raised_by_jax(error):
+            raise
+        raise UsageError(
+            f"{_compat.error_line(error)}: the function failed on a microbatch of argument 0, which argnum=0 cuts; if "
+            f"the batch is another argument, say so: argnum=1. JAX says: {str(error).strip().splitlines()[0]}"
+        ) from error
 
 
 def _split(x: Any, dim: int, size: int | None, count: int) -> jax.Array:

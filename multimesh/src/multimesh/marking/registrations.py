@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -76,11 +76,6 @@ class Registration:
         grid = np.asarray(devices[start:stop], dtype=object).reshape(dims)
         name = checks.string(f"{answered}: the task's name", name)
         return make_task(name, devices=grid, device_axes=self.device_axes, logical_axes=dict(self.logical_axes))
-
-
-def meshes(registrations: Iterable[Registration]) -> tuple[Mesh, ...]:
-    """Return the submeshes of registrations that name one."""
-    return tuple(r.task.mesh for r in registrations if r.task is not None)
 
 
 R = TypeVar("R", bound=Registration)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 
-from multimesh.processes import agree, post
+from multimesh.processes import agree
 
 ROUNDS = 40  # questions of a clock to process 0
 QUESTIONS = 8_000  # of all processes
@@ -41,41 +41,25 @@ def offset(name: str) -> tuple[float, float]:
     many processes each asks less often.
     """
     clock, questions = identity(), f"multimesh/clock/{name}"
-    asking: list[int] = []
+    asking: list[int] = []  # in process 0, which answers
 
     def decide(every: Sequence[bytes]) -> bytes:
         asking.extend(rank for rank, other in enumerate(every) if other != every[0])
-        return json.dumps([every[0].decode(), rounds(len(asking))]).encode()
+        rounds = max(FEWEST, min(ROUNDS, QUESTIONS // max(1, len(asking))))
+        return json.dumps([every[0].decode(), rounds]).encode()
 
-    first, count = json.loads(agree.decide_together(f"{name}/clocks", clock.encode(), decide))
-    for rank in asking:
-        answer(f"{questions}/{rank}", count, rank)
-    ahead, error = ask(f"{questions}/{jax.process_index()}", count) if clock != first else (0.0, 0.0)
-    agree.decide_together(f"{name}/clocks/read", b"")
-    post.forget(f"{questions}/")
-    return ahead, error
-
-
-def rounds(processes: int) -> int:
-    """Return how often each of so many processes compares its clock with that of process 0."""
-    return max(FEWEST, min(ROUNDS, QUESTIONS // max(1, processes)))
-
-
-def answer(questions: str, rounds: int, rank: int) -> None:
-    """Answer the questions of process ``rank``."""
-    for i in range(rounds):
-        post.get(f"{questions}/{i}/asked", "the clocks", rank)
-        post.put(f"{questions}/{i}/time", repr(now()).encode())
-
-
-def ask(questions: str, rounds: int) -> tuple[float, float]:
-    """Return the seconds by which process 0's clock is ahead, and their possible error."""
+    first, rounds = json.loads(agree.decide_together(f"{name}/clocks", clock.encode(), decide))
+    for question, rank in ((f"{questions}/{rank}/{i}", rank) for rank in asking for i in range(rounds)):
+        agree.wait_for({rank: f"{question}/asked"}, "the clocks")
+        agree.put(f"{question}/time", repr(now()).encode())
     samples: list[tuple[float, float]] = []
-    for i in range(rounds):
-        start = now()
-        post.put(f"{questions}/{i}/asked", b"")
-        theirs = float(post.get(f"{questions}/{i}/time", "the clocks", 0))
+    for i in range(rounds if clock != first else 0):
+        question, start = f"{questions}/{jax.process_index()}/{i}", now()
+        agree.put(f"{question}/asked", b"")
+        (theirs,) = agree.wait_for({0: f"{question}/time"}, "the clocks")
         end = now()
-        samples.append((end - start, theirs - (start + end) / 2))
-    best = sorted(samples)[: rounds // 4]  # those with the fastest answers
-    return statistics.median(ahead for _, ahead in best), best[-1][0] / 2
+        samples.append((end - start, float(theirs) - (start + end) / 2))
+    agree.decide_together(f"{name}/clocks/read", b"")
+    agree.forget(questions)
+    fastest = sorted(samples)[: rounds // 4] or [(0.0, 0.0)]
+    return statistics.median(ahead for _, ahead in fastest), fastest[-1][0] / 2

@@ -6,10 +6,10 @@ text alone.
 
 from __future__ import annotations
 
-import collections
+import functools
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,7 +30,7 @@ ARRAY = re.compile(r"([a-z]+)(\d*)([a-z0-9]*)\[([\d,]*)\]")
 """The type of an array: letters, bits and the rest of its dtype, and its dimensions."""
 
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
-_OP = re.compile(r"%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((?:%?([\w.-]+))?")
+_OP = re.compile(r"%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\(")
 _ARGUMENTS = re.compile(r" [a-z][\w-]*\(([^)]*)\)")
 _NAMES = re.compile(r"%([\w.-]+)")
 _CALLED = re.compile(
@@ -43,57 +43,57 @@ _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}")
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}")
 _DEVICES = re.compile(r", (?:replica_groups|source_target_pairs|channel_id)=")
+_FRAME = re.compile(r"stack_frame_id=(\d+)")
 _PATH = re.compile(r'op_name="([^"]*)"')
 _SYNCHRONOUS = re.compile(r'"is_sync":true')
-_CONTRACTED = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)[\]}]')
-_CALL = re.compile(r'custom_call_target="([^"]+)"')
-_FUSION = re.compile(r'"kind":"(__[\w$]+)"')
 
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation of a computation.
-
-    ``first`` is the name of its first operand, ``type`` that of its result as HLO writes it, ``text`` the whole line.
-    """
+    """An operation of a computation: ``type`` is that of its result as HLO writes it, ``text`` the whole line."""
 
     name: str
     type: str
     kind: str
-    first: str
     text: str
+
+    @functools.cached_property
+    def operands(self) -> Sequence[str]:
+        """The names of its operands."""
+        match = _ARGUMENTS.search(self.text)
+        return _NAMES.findall(match[1]) if match else []
+
+    @functools.cached_property
+    def calls(self) -> Sequence[str]:
+        """The names of the computations that it runs."""
+        called = _CALLED.findall(self.text) if self.kind in _CALLERS else []
+        return [name for group in called for part in group.split(",") if (name := part.strip("%, "))]
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        """The bytes of its result."""
+        return count_bytes(self.type)
 
 
 @dataclass(frozen=True)
 class Computations:
-    """The computations of a program.
-
-    ``operations`` are those of each, ``calls`` the computations that it calls, and how often in one run of it. ``head``
-    is the text before the first one, with the table of source lines.
-    """
+    """The operations of each computation of a program, the name of the first that runs, and the text before all."""
 
     head: str
     entry: str
     operations: Mapping[str, Sequence[Operation]]
-    calls: Mapping[str, Sequence[tuple[str, int]]]
 
-    def runs(self, apart: Collection[str] = ()) -> Iterator[tuple[str, int]]:
+    def runs(self, apart: Collection[str] = (), name: str | None = None, times: int = 1) -> Iterator[tuple[str, int]]:
         """Yield each computation but some, once for each place that calls it, and how often it runs there.
 
         The body of a loop counts as often as XLA knows that it runs, or else once.
         """
-        return self._runs(self.entry, 1, apart)
-
-    def starts(self) -> dict[str, str]:
-        """Return the line that starts each computation which runs beside the one that calls it."""
-        begin = [op for operations in self.operations.values() for op in operations if op.kind in _STARTS]
-        return {called: op.text for op in begin for called in read_calls(op.text)}
-
-    def _runs(self, name: str, times: int, apart: Collection[str]) -> Iterator[tuple[str, int]]:
+        name = self.entry if name is None else name
         yield name, times
-        for called, trips in self.calls.get(name, ()):
-            if called not in apart:
-                yield from self._runs(called, times * trips, apart)
+        for op in self.operations.get(name, ()):
+            trips = int(match[1]) if op.calls and (match := _TRIPS.search(op.text)) else 1
+            for called in (called for called in op.calls if called not in apart):
+                yield from self.runs(apart, called, times * trips)
 
 
 def read_computations(hlo: str) -> Computations:
@@ -102,65 +102,21 @@ def read_computations(hlo: str) -> Computations:
     ``hlo``: optimized HLO, as ``as_text()`` of a compiled function gives it.
     """
     operations: dict[str, list[Operation]] = {"": []}
-    calls: dict[str, list[tuple[str, int]]] = {"": []}
     entry = name = ""
     for text in hlo.splitlines():
         if head := _HEAD.match(text):
             name = head[2]
-            operations[name], calls[name] = [], []
+            operations[name] = []
             entry = name if head[1] else entry
         elif op := _OP.search(text):
-            operations[name].append(Operation(op[1], op[2], op[3], op[4] or "", text))
-            if op[3] in _CALLERS:
-                trips = int(match[1]) if (match := _TRIPS.search(text)) else 1
-                calls[name] += [(callee, trips) for callee in read_calls(text)]
-    return Computations(hlo.partition("\n%")[0], entry, operations, calls)
-
-
-def read_calls(text: str) -> list[str]:
-    """Return the names of the computations that an operation calls."""
-    parts = [part.strip("%, ") for group in _CALLED.findall(text) for part in group.split(",")]
-    return [name for name in parts if name]
-
-
-def list_operands(text: str) -> list[str]:
-    """Return the names of the operands of an operation, in its line of HLO."""
-    match = _ARGUMENTS.search(text)
-    return _NAMES.findall(match[1]) if match else []
+            operations[name].append(Operation(op[1], op[2], op[3], text))
+    return Computations(hlo.partition("\n%")[0], entry, operations)
 
 
 def read_arrays(types: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield dtype and shape of each array of a type: ``bf16``, ``(8, 64)``."""
     for letters, bits, suffix, dims in ARRAY.findall(types):
         yield letters + bits + suffix, tuple(int(n) for n in dims.split(",") if n)
-
-
-def product_operations(program: Computations) -> float:
-    """Return the operations of all products on a device in one run of a program, two for each multiplication.
-
-    Products are those of XLA, Triton and cuBLAS. Attention of cuDNN is none.
-    """
-    counts: dict[str, float] = {}
-    for name, operations in program.operations.items():
-        types = {op.name: op.type for op in operations}
-        for op in operations:
-            if op.kind not in ("dot", "custom-call") or not (contracted := _CONTRACTED.search(op.text)):
-                continue
-            (_, result), (_, lhs) = (next(read_arrays(types[operand])) for operand in (op.name, op.first))
-            along = [int(n) for n in contracted[1].replace('"', "").split(",") if n]
-            counts[name] = counts.get(name, 0.0) + 2.0 * math.prod(result) * math.prod(lhs[d] for d in along)
-    return sum(counts.get(name, 0.0) * times for name, times in program.runs())
-
-
-def count_custom_calls(program: Computations) -> Mapping[str, int]:
-    """Return in how many places a program calls each kernel that is not of XLA's own loops.
-
-    On GPUs ``__cublas$lt$matmul`` is a product of cuBLASLt, ``__cudnn$fmhaSoftmax`` an attention of cuDNN,
-    ``__triton_nested_gemm_fusion`` a product by Triton.
-    """
-    texts = (op.text for operations in program.operations.values() for op in operations)
-    counts = collections.Counter(name for text in texts for name in (*_CALL.findall(text), *_FUSION.findall(text)))
-    return dict(sorted(counts.items()))
 
 
 @dataclass(frozen=True)
@@ -217,10 +173,11 @@ def find_collectives(program: Computations) -> tuple[Collective, ...]:
 
     Raises ``MultiMeshError`` if an operation between devices is none of `KINDS`.
     """
-    begun: dict[str, str] = {}  # name of a collective that began to the line where it did
+    begun: dict[str, Operation] = {}  # collectives that end elsewhere, by name
     by_name: dict[str, list[Collective]] = {}
-    lines = _Lines(program.head)
-    starts = program.starts()
+    lines = _read_lines(program.head)
+    every = [op for operations in program.operations.values() for op in operations]
+    beside = {called: op.text for op in every if op.kind in _STARTS for called in op.calls}
     for name, operations in program.operations.items():
         listed = by_name.setdefault(name, [])
         named = {op.name: op for op in operations}
@@ -229,16 +186,16 @@ def find_collectives(program: Computations) -> tuple[Collective, ...]:
             if op.kind == "send" and "is_host_transfer=true" not in op.text:  # a permutation that XLA writes as two
                 kind, result = "collective-permute", op.type.partition(", u32[]")[0]
             if kind in KINDS and op.kind.endswith("-start"):
-                begun[op.name] = op.text
+                begun[op.name] = op
             elif kind in KINDS:  # what began with -start is noted where it ends
-                text = begun.get(op.first, op.text)
-                start = starts.get(name, text)
+                origin = next((begun[operand] for operand in op.operands[:1] if operand in begun), op)
+                text, start = origin.text, beside.get(name, origin.text)
                 asynchronous = op.kind == "send" or (start is not op.text and not _SYNCHRONOUS.search(start))
-                arrays = tuple(read_arrays(result))
                 path = match[1] if (match := _PATH.search(text)) else ""
-                sources = tuple(_find_source(each, named, program) for each in list_operands(text))
-                size, groups, line = count_bytes(result), _groups(text), lines.of(text)
-                listed.append(Collective(kind, arrays, size, 1, asynchronous, groups, line, path, sources))
+                line = lines.get(match[1], "") if (match := _FRAME.search(text)) else ""
+                sources = tuple(_find_source(operand, named, program) for operand in origin.operands)
+                arrays, size = tuple(read_arrays(result)), count_bytes(result)
+                listed.append(Collective(kind, arrays, size, 1, asynchronous, _groups(text), line, path, sources))
             elif kind not in ("async", "fusion", "send", "recv") and _DEVICES.search(op.text):
                 raise internal_error(f"a kernel has an operation between devices, {op.kind!r}, that is no collective")
     return tuple(replace(of, times=times) for name, times in program.runs() for of in by_name.get(name, ()))
@@ -246,23 +203,12 @@ def find_collectives(program: Computations) -> tuple[Collective, ...]:
 
 def _find_source(name: str, operations: Mapping[str, Operation], program: Computations) -> str:
     """Return the name of the array that another was made of by conversions, copies and the like."""
-    while (op := operations.get(name)) and op.kind != "parameter" and op.first:
-        body = program.operations.get(called[0], ()) if (called := read_calls(op.text)) else (op,)
-        if len(list_operands(op.text)) > 1 or not {inner.kind for inner in body} <= {*MOVES, "parameter"}:
+    while (op := operations.get(name)) and len(op.operands) == 1:
+        body = program.operations.get(op.calls[0], ()) if op.calls else (op,)
+        if not {inner.kind for inner in body} <= {*MOVES, "parameter"}:
             break
-        name = op.first
+        (name,) = op.operands
     return name
-
-
-def collective_bytes(collectives: Iterable[Collective]) -> dict[str, float]:
-    """Return the bytes of the results of each kind of collective on a device, in one run of their program.
-
-    The body of a loop counts as often as XLA knows that it runs, or else once.
-    """
-    total: dict[str, float] = {}
-    for collective in collectives:
-        total[collective.kind] = total.get(collective.kind, 0.0) + collective.nbytes * collective.times
-    return total
 
 
 def count_bytes(types: str) -> int:
@@ -297,19 +243,10 @@ def _iota(sizes: str, order: str | None) -> np.ndarray:
     return numbers.transpose(tuple(map(int, order.split(",")))) if order else numbers
 
 
-class _Lines:
-    """The table of source lines at the head of HLO text: numbers of stack frames to files and lines."""
-
-    def __init__(self, head: str) -> None:
-        self._files = dict(re.findall(r'^(\d+) "(.*)"$', head.partition("FunctionNames")[0], re.MULTILINE))
-        self._places = {
-            number: (file, line)
-            for number, file, line in re.findall(r"^(\d+) \{file_name_id=(\d+) .*? line=(\d+)", head, re.MULTILINE)
-        }
-        self._frames = dict(re.findall(r"^(\d+) \{file_location_id=(\d+)", head, re.MULTILINE))
-
-    def of(self, text: str) -> str:
-        """Return ``file:line`` of an operation's innermost frame."""
-        frame = re.search(r"stack_frame_id=(\d+)", text)
-        file, line = self._places.get(self._frames.get(frame[1], "") if frame else "", ("", ""))
-        return f"{self._files[file]}:{line}" if file in self._files else ""
+def _read_lines(head: str) -> dict[str, str]:
+    """Map the numbers of stack frames, in the tables at the head of HLO text, to ``file:line`` of the innermost."""
+    files = dict(re.findall(r'^(\d+) "(.*)"$', head.partition("FunctionNames")[0], re.MULTILINE))
+    places = re.findall(r"^(\d+) \{file_name_id=(\d+) .*? line=(\d+)", head, re.MULTILINE)
+    line_of = {number: f"{files[file]}:{line}" for number, file, line in places if file in files}
+    frames = re.findall(r"^(\d+) \{file_location_id=(\d+)", head, re.MULTILINE)
+    return {frame: line_of[place] for frame, place in frames if place in line_of}

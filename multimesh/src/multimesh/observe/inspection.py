@@ -6,7 +6,7 @@ import collections
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,8 +37,7 @@ class Finding:
     Attributes
     ----------
     rule
-        One of ``gathered-weights``, ``gathered-again``, ``per-microbatch``, ``float32-product``, ``synchronous``,
-        ``replicated`` and ``all-to-all``.
+        The name of the rule: one of those of `multimesh.calling.aot.Compiled.inspect`.
     kernel
         Index into ``Plan.kernels``.
     nbytes
@@ -59,47 +58,15 @@ class Finding:
         return f"{self.line}: {self.text}" if self.line else self.text
 
 
-def inspect(plan: Plan, programs: Sequence[Sequence[Collective]], least: int) -> tuple[Finding, ...]:
-    """Return the faults of the kernels of a plan that concern ``least`` bytes on a device or more, the largest first.
-
-    ``plan``: the plan.
-    ``programs``: the collectives of each kernel, in the order of ``plan.kernels``.
-    """
-    times = collections.Counter(run.kernel for run in plan.runs)
-    findings: list[Finding] = []
-    for number, run in plan.first_runs.items():
-        kernel = _Kernel(plan, number, run, programs[number], times[number])
-        for rule in (
-            _find_gathered_weights,
-            _find_gathered_again,
-            _find_per_microbatch,
-            _find_float32_products,
-            _find_synchronous,
-            _find_whole_results,
-            _find_all_to_alls,
-        ):
-            findings += rule(kernel)
-    most: dict[tuple[str, str, str], Finding] = {}
-    for finding in findings:
-        if finding.nbytes >= least:
-            key = finding.rule, finding.line, finding.text
-            most[key] = max(most.get(key, finding), finding, key=lambda one: one.nbytes)
-    return tuple(sorted(most.values(), key=lambda one: -one.nbytes))
-
-
 @dataclass(frozen=True)
 class _Kernel:
     """A kernel with the collectives of its program, and how often a call runs it."""
 
     plan: Plan
-    number: int
+    kernel: Kernel
     run: Run
     collectives: Sequence[Collective]
     times: int
-
-    @property
-    def kernel(self) -> Kernel:
-        return self.plan.kernels[self.number]
 
     @property
     def mesh(self) -> Mesh:
@@ -141,17 +108,6 @@ class _Kernel:
         """Return the user's line of a collective, or else of the kernel's last operation."""
         return collective.line or (_compat.user_line(self.kernel.ops[-1].source) if self.kernel.ops else "")
 
-    def find(self, rule: str, nbytes: int, line: str, text: str) -> Finding:
-        return Finding(rule, self.number, nbytes, line, f"{self.kernel.name!r}: {text}")
-
-    def find_moving(self, rule: str, collective: Collective, text: str) -> Finding:
-        """Return the finding of a rule about a collective, with its bytes and its line."""
-        return self.find(rule, self.bytes_of(collective), self.line(collective), text)
-
-    def bytes_of(self, collective: Collective) -> int:
-        """Return the bytes of a collective in a call, which runs the kernel several times."""
-        return collective.nbytes * collective.times * self.times
-
     @property
     def in_loop(self) -> Sequence[Collective]:
         """Collectives that run for each microbatch."""
@@ -165,117 +121,46 @@ def _shard(shape: tuple[int, ...], layout: NamedSharding, without: set[str]) -> 
     return tuple(size // n for size, n in zip(shape, ways, strict=True))
 
 
-def _find_gathered_weights(of: _Kernel) -> Iterator[Finding]:
+_Fault = dict[str, Any]
+"""Fields of the text of a rule: a collective as ``call``, or bytes on a device in a call and the user's line."""
+
+
+def _find_gathered_weights(of: _Kernel) -> Iterator[_Fault]:
     """Yield parameters that each microbatch gathers along an axis that divides no rows, and so not for FSDP."""
     for call in of.in_loop:
         axes = of.gathered(call)
         if axes and not axes & of.data_axes:
-            yield of.find_moving(
-                "gathered-weights", call,
-                f"gathers a parameter along {_names(axes)} for each microbatch: {_cost(call, of)}; "
-                "constrain operand or result so that features, not tokens, are divided along that axis",
-            )  # fmt: skip
+            yield {"call": call}
 
 
-def _find_gathered_again(of: _Kernel) -> Iterator[Finding]:
+def _find_gathered_again(of: _Kernel) -> Iterator[_Fault]:
     """Yield arrays that a kernel gathers several times along the same axes: once for each operation that reads them."""
     gathers: dict[tuple[str, Any, tuple[str, ...]], list[Collective]] = {}
     for call in of.collectives:
         for source, array in zip(call.sources, call.arrays, strict=False) if call.kind == "all-gather" else ():
             gathers.setdefault((source, array, call.axes(of.mesh)), []).append(call)
-    for (_, array, axes), calls in gathers.items():
+    for (_, array, axes), (first, *others) in gathers.items():
         name = f"{array[0]}[{','.join(map(str, array[1]))}]"
-        size = (len(calls) - 1) * count_bytes(name) * calls[0].times * of.times
-        if len(calls) > 1:
-            kind = "parameter" if of.gathered(replace(calls[0], arrays=(array,))) else "value"
-            yield of.find(
-                "gathered-again", size, of.line(calls[0]),
-                f"gathers the {kind} {name} {len(calls)} times along {_names(axes)}, {amount(size, 'bytes')} a call "
-                "too many; constrain it to its layout without that axis before all that reads it, or make one of the "
-                "products (in MaxText fused_qkv=true, fused_mlp=true)",
-            )  # fmt: skip
+        kind = "parameter" if of.gathered(replace(first, arrays=(array,))) else "value"
+        size = len(others) * count_bytes(name) * first.times * of.times
+        if others:
+            times = len(others) + 1
+            yield {"nbytes": size, "line": of.line(first), "axes": axes, "kind": kind, "name": name, "times": times}
 
 
-def _find_per_microbatch(of: _Kernel) -> Iterator[Finding]:
+def _find_per_microbatch(of: _Kernel) -> Iterator[_Fault]:
     """Yield collectives over axes of the data in the loop, apart from those of parameters divided over them."""
     sharded = {axis for _, layout in of.weights for part in layout.spec for axis in axes_of(part)} & of.data_axes
     for call in of.in_loop:
         axes = set(call.axes(of.mesh)) & of.data_axes
-        if not axes or of.gathered(call) or (sharded & axes and call.kind in ("reduce-scatter", "all-reduce")):
-            continue
-        yield of.find_moving(
-            "per-microbatch", call,
-            f"runs {_cost(call, of)} along {_names(axes)}, over which rows are divided, for each microbatch; "
-            "sum on each device and reduce after the loop, or keep rows divided",
-        )  # fmt: skip
+        if axes and not of.gathered(call) and not (sharded & axes and call.kind in ("reduce-scatter", "all-reduce")):
+            yield {"call": call, "axes": axes}
 
 
-def _find_float32_products(of: _Kernel) -> Iterator[Finding]:
+def _find_float32_products(of: _Kernel) -> Iterator[_Fault]:
     """Yield products of arrays that were just converted to float32 from 16 bits."""
-    for name, sizes, line in _products(of.kernel.ops):
-        size = sum(sizes) * of.times
-        yield of.find(
-            "float32-product", size, line,
-            f"multiplies {name} arrays in float32 ({amount(size, 'bytes')} a call), which is several times slower; "
-            "leave the operands as they are, and ask for sums with preferred_element_type=float32",
-        )  # fmt: skip
-
-
-def _find_synchronous(of: _Kernel) -> Iterator[Finding]:
-    """Yield large collectives beside which nothing runs. CPUs have no others."""
-    if of.mesh.devices.flat[0].platform == "cpu":
-        return
-    for call in of.collectives:
-        if not call.asynchronous and call.nbytes > _WAITS:
-            remedy = "smaller microbatches or fewer devices along the axis make it shorter"
-            if len(call.arrays) > 1 and (threshold := _THRESHOLDS.get(call.kind)):
-                remedy = f"XLA joined {len(call.arrays)} arrays; with --{threshold}={call.nbytes // 2} some hide others"
-            yield of.find_moving(
-                "synchronous", call,
-                f"waits for {_cost(call, of)} along {_names(call.axes(of.mesh))}: XLA found nothing to run beside it; "
-                f"{remedy}",
-            )  # fmt: skip
-
-
-def _find_whole_results(of: _Kernel) -> Iterator[Finding]:
-    """Yield results of the loop that each of several devices holds whole."""
-    if of.mesh.size == 1 or of.times == 1:
-        return
-    for value, slot in zip(of.kernel.outs, of.run.outs[len(of.kernel.sums) :], strict=False):
-        shape, layout = of.plan.slots[slot].shape, of.plan.layouts[slot]
-        if len(shape) > 1 and np.issubdtype(of.plan.slots[slot].dtype, np.inexact) and layout.is_fully_replicated:
-            maker = next((op for op in of.kernel.ops if value in op.outs), None)
-            size = of.plan.slots[slot].nbytes * of.times
-            yield of.find(
-                "replicated", size, _compat.user_line(maker.source) if maker else "",
-                f"makes {value.aval.dtype}[{','.join(map(str, shape))}] whole on each of {of.mesh.size} devices "
-                f"({amount(size, 'bytes')} a call); constrain it, as to PartitionSpec({of.mesh.axis_names[0]!r})",
-            )  # fmt: skip
-
-
-def _find_all_to_alls(of: _Kernel) -> Iterator[Finding]:
-    """Yield all-to-alls that no operation of the user is: the partitioner changes a layout."""
-    for call in of.collectives:
-        if call.kind == "all-to-all" and "all_to_all" not in call.operation and "ragged" not in call.operation:
-            yield of.find_moving(
-                "all-to-all", call,
-                f"changes a layout along {_names(call.axes(of.mesh))} by {_cost(call, of)}; a "
-                "with_sharding_constraint of the operand that has the layout of the result saves it",
-            )  # fmt: skip
-
-
-def _cost(collective: Collective, of: _Kernel) -> str:
-    return f"{collective} ({amount(of.bytes_of(collective), 'bytes')} a call)"
-
-
-def _names(axes: Iterable[str]) -> str:
-    return ", ".join(sorted(repr(axis) for axis in axes))
-
-
-def _products(ops: Iterable[ir.Op]) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """Yield products whose operands were converted from 16 bits: dtype, bytes of the operands, the user's line."""
     narrow: dict[Any, tuple[str, int]] = {}
-    for op in ops:
+    for op in of.kernel.ops:
         if op.prim.name == "convert_element_type" and isinstance(op.ins[0], ir.Value):
             source = op.ins[0].aval
             if str(source.dtype) in ("bfloat16", "float16") and str(op.outs[0].aval.dtype) == "float32":
@@ -283,5 +168,104 @@ def _products(ops: Iterable[ir.Op]) -> Iterator[tuple[str, tuple[int, ...], str]
         elif op.prim.name in ("reshape", "transpose", "sharding_constraint", "multimesh_leave") and op.ins[0] in narrow:
             narrow[op.outs[0]] = narrow[op.ins[0]]
         elif op.prim.name == "dot_general" and all(operand in narrow for operand in op.ins):
-            operands = [narrow[operand] for operand in op.ins]
-            yield operands[0][0], tuple(size for _, size in operands), _compat.user_line(op.source)
+            size = sum(narrow[operand][1] for operand in op.ins) * of.times
+            yield {"nbytes": size, "line": _compat.user_line(op.source), "name": narrow[op.ins[0]][0]}
+
+
+def _find_synchronous(of: _Kernel) -> Iterator[_Fault]:
+    """Yield large collectives beside which nothing runs. CPUs have no others."""
+    on_cpu = of.mesh.devices.flat[0].platform == "cpu"
+    for call in () if on_cpu else of.collectives:
+        if not call.asynchronous and call.nbytes > _WAITS:
+            remedy = "smaller microbatches or fewer devices along the axis make it shorter"
+            if len(call.arrays) > 1 and (threshold := _THRESHOLDS.get(call.kind)):
+                remedy = f"XLA joined {len(call.arrays)} arrays; with --{threshold}={call.nbytes // 2} some hide others"
+            yield {"call": call, "remedy": remedy}
+
+
+def _find_whole_results(of: _Kernel) -> Iterator[_Fault]:
+    """Yield results of the loop that each of several devices holds whole."""
+    results = zip(of.kernel.outs, of.run.outs[len(of.kernel.sums) :], strict=False)
+    for value, number in results if of.mesh.size > 1 and of.times > 1 else ():
+        slot, layout = of.plan.slots[number], of.plan.layouts[number]
+        if len(slot.shape) > 1 and np.issubdtype(slot.dtype, np.inexact) and layout.is_fully_replicated:
+            maker = next((op for op in of.kernel.ops if value in op.outs), None)
+            line = _compat.user_line(maker.source) if maker else ""
+            name = f"{value.aval.dtype}[{','.join(map(str, slot.shape))}]"
+            yield {"nbytes": slot.nbytes * of.times, "line": line, "name": name, "mesh": of.mesh}
+
+
+def _find_all_to_alls(of: _Kernel) -> Iterator[_Fault]:
+    """Yield all-to-alls that no operation of the user is: the partitioner changes a layout."""
+    for call in of.collectives:
+        if call.kind == "all-to-all" and "all_to_all" not in call.operation and "ragged" not in call.operation:
+            yield {"call": call}
+
+
+_RULES: Mapping[str, tuple[Callable[[_Kernel], Iterator[_Fault]], str]] = {
+    "gathered-weights": (
+        _find_gathered_weights,
+        "gathers a parameter along {axes} for each microbatch: {cost}; constrain operand or result so that features, "
+        "not tokens, are divided along that axis",
+    ),
+    "gathered-again": (
+        _find_gathered_again,
+        "gathers the {kind} {name} {times} times along {axes}, {size} a call too many; constrain it to its layout "
+        "without that axis before all that reads it, or make one of the products (in MaxText fused_qkv=true, "
+        "fused_mlp=true)",
+    ),
+    "per-microbatch": (
+        _find_per_microbatch,
+        "runs {cost} along {axes}, over which rows are divided, for each microbatch; sum on each device and reduce "
+        "after the loop, or keep rows divided",
+    ),
+    "float32-product": (
+        _find_float32_products,
+        "multiplies {name} arrays in float32 ({size} a call), which is several times slower; leave the operands as "
+        "they are, and ask for sums with preferred_element_type=float32",
+    ),
+    "synchronous": (
+        _find_synchronous,
+        "waits for {cost} along {axes}: XLA found nothing to run beside it; {remedy}",
+    ),
+    "replicated": (
+        _find_whole_results,
+        "makes {name} whole on each of {mesh.size} devices ({size} a call); constrain it, as to "
+        "PartitionSpec({mesh.axis_names[0]!r})",
+    ),
+    "all-to-all": (
+        _find_all_to_alls,
+        "changes a layout along {axes} by {cost}; a with_sharding_constraint of the operand that has the layout of the "
+        "result saves it",
+    ),
+}
+"""What each rule finds in a kernel, and the fault and its remedy in words."""
+
+
+def inspect(plan: Plan, programs: Sequence[Sequence[Collective]], least: int) -> tuple[Finding, ...]:
+    """Return the faults of the kernels of a plan that concern ``least`` bytes on a device or more, the largest first.
+
+    ``programs``: the collectives of each kernel, in the order of ``plan.kernels``.
+    """
+    times = collections.Counter(run.kernel for run in plan.runs)
+    most: dict[tuple[str, str, str], Finding] = {}
+    for number, run in plan.first_runs.items():
+        of = _Kernel(plan, plan.kernels[number], run, programs[number], times[number])
+        for rule, (find, words) in _RULES.items():
+            for fault in find(of):
+                finding = Finding(rule, number, *_describe(fault, of, words))
+                key = rule, finding.line, finding.text
+                if finding.nbytes >= least and (key not in most or finding.nbytes > most[key].nbytes):
+                    most[key] = finding
+    return tuple(sorted(most.values(), key=lambda one: -one.nbytes))
+
+
+def _describe(fault: _Fault, of: _Kernel, words: str) -> tuple[int, str, str]:
+    """Return the bytes of a fault in a call, the user's line, and the text."""
+    if call := fault.get("call"):
+        nbytes = call.nbytes * call.times * of.times
+        fault = {"axes": call.axes(of.mesh), "nbytes": nbytes, "line": of.line(call)} | fault
+    size = amount(fault["nbytes"], "bytes")
+    axes = ", ".join(sorted(map(repr, fault.get("axes", ()))))
+    text = words.format(**fault | {"axes": axes, "size": size, "cost": f"{call} ({size} a call)"})
+    return fault["nbytes"], fault["line"], f"{of.kernel.name!r}: {text}"

@@ -39,39 +39,6 @@ class MeasuredRun:
         return max((end for _, end in self.times.values()), default=0.0)
 
 
-class SerialMeasurement:
-    """The measurement of a plan of one process: one kernel or transfer at a time."""
-
-    note = "one kernel at a time, each waited for: nothing overlaps here"
-
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-        self._calls = runner.bound(actions(runner.compiled.plan, lambda transfer: transfer.id))
-
-    def run(self, args: Sequence[Any]) -> MeasuredRun:
-        """Measure every kernel and transfer by itself."""
-        env = _ready(self._runner.staged(self._runner.in_blocks(_copies(args))))
-        times: dict[int, tuple[float, float]] = {}
-        origin = clocks.now()
-
-        def observe(action: Action, call: Call) -> Call:
-            def waited(*arrays: Any) -> Sequence[Any]:
-                start = clocks.now()
-                results = _ready(call(*arrays))
-                times[action.instructions[0]] = start - origin, clocks.now() - origin
-                return results
-
-            return waited
-
-        self._runner.run(env, watch_calls(self._calls, observe))
-        return MeasuredRun(times, {number: end - start for number, (start, end) in times.items()})
-
-    def call(self, args: Sequence[Any]) -> float:
-        """Return the seconds of an ordinary call."""
-        start, end = _time_call(self._runner, _copies(args))
-        return end - start
-
-
 @dataclass
 class Observations:
     """Times that one process saw in a run, by number of the action, on the clock of process 0."""
@@ -85,10 +52,11 @@ class _RunObserver:
     """The observer of one process's run, one kernel at a time.
 
     While a kernel runs, the transfers after it are under way, as in an ordinary call; threads wait for their arrays.
+    If the process is ``alone``, it waits for each kernel and transfer before the next.
     """
 
-    def __init__(self, plan: Plan, pool: ThreadPoolExecutor, ahead: float) -> None:
-        self.record, self._now = Observations(), lambda: clocks.now() + ahead
+    def __init__(self, plan: Plan, pool: ThreadPoolExecutor, ahead: float, alone: bool) -> None:
+        self._alone, self.record, self._now = alone, Observations(), lambda: clocks.now() + ahead
         self._here, self._pool = [jax.process_index() in owners for owners in processes(plan)], pool
         self._arriving: dict[int, Future[None]] = {}  # slot to the thread that waits for its array
         self._running: tuple[Action, float, Sequence[Any]] | None = None
@@ -105,6 +73,8 @@ class _RunObserver:
         start = self._now()
         results = call(*arrays)
         self._running = action, start, results
+        if self._alone:
+            self.finish()
         return results
 
     def _move(self, action: Action, call: Call, *arrays: Any) -> Sequence[Any]:
@@ -115,7 +85,9 @@ class _RunObserver:
             self._unsent.append(action.number)
         elif sends:
             self.record.sent[action.number] = start
-        if receives:
+        if self._alone:
+            self._arrived(action.number, start, results)
+        elif receives:
             arrival = self._pool.submit(self._arrived, action.number, start, results)
             self._arriving.update(dict.fromkeys(action.outs, arrival))
         return results
@@ -135,30 +107,35 @@ class _RunObserver:
             self._running = None
 
 
-class JointMeasurement:
-    """The measurement of a plan with all other processes, which all make the same calls."""
-
-    note = "all processes at the same time, each of which waits for its kernels"
+class Measurement:
+    """The measurement of a plan, for which all processes make the same calls."""
 
     def __init__(self, runner: Runner) -> None:
-        self._runner, self._plan = runner, runner.compiled.plan
+        self._runner, self._plan, self._alone = runner, runner.compiled.plan, not agree.several()
+        if self._alone:  # each transfer by itself
+            self._actions = actions(self._plan, lambda transfer: transfer.id)
+            self._calls = runner.bound(self._actions)
+            self.note = "one kernel at a time, each waited for: nothing overlaps here"
+        else:
+            self._actions, self._calls = all_actions(self._plan), runner.calls
+            self.note = "all processes at the same time, each of which waits for its kernels"
         self._name, self._rounds = f"profile {next(_profiles)}", itertools.count()
 
     def run(self, args: Sequence[Any]) -> MeasuredRun:
         """Measure all processes' kernels and transfers on one clock."""
         name = f"{self._name}/{next(self._rounds)}"
         env = _ready(self._runner.staged(self._runner.in_blocks(_copies(args))))
-        ahead, error = clocks.offset(name)
+        ahead, error = (0.0, 0.0) if self._alone else clocks.offset(name)
         with ThreadPoolExecutor(_WAITERS) as pool:
-            observer = _RunObserver(self._plan, pool, ahead)
-            self._runner.run(env, watch_calls(self._runner.calls, observer))
+            observer = _RunObserver(self._plan, pool, ahead, self._alone)
+            self._runner.run(env, watch_calls(self._calls, observer))
             observer.finish()
         times = [error, *([*times.items()] for times in vars(observer.record).values())]
 
         def merge(every: Sequence[bytes]) -> bytes:
             reports = [agree.unpack(report) for report in every]
             errors = sorted((error for error, *_ in reports), reverse=True)
-            run = merge_runs(self._plan, [Observations(*map(dict, r)) for _, *r in reports], sum(errors[:2]))
+            run = self._merge([Observations(*map(dict, r)) for _, *r in reports], sum(errors[:2]))
             return agree.pack([[*run.times.items()], [*run.lasts.items()], run.error])
 
         spans, lasts, most = agree.unpack(agree.decide_together(name, agree.pack(times), merge))
@@ -168,8 +145,10 @@ class JointMeasurement:
         """Return the seconds from the first process's start of an ordinary call to the last one's end."""
         copies = _copies(args)
         name = f"{self._name}/{next(self._rounds)}"
-        ahead = clocks.offset(name)[0]
-        span = [time + ahead for time in _time_call(self._runner, copies)]
+        ahead = 0.0 if self._alone else clocks.offset(name)[0]
+        start = clocks.now()
+        jax.block_until_ready(self._runner(copies))
+        span = [start + ahead, clocks.now() + ahead]
 
         def last(every: Sequence[bytes]) -> bytes:
             spans = [json.loads(report) for report in every]
@@ -177,30 +156,29 @@ class JointMeasurement:
 
         return float(json.loads(agree.decide_together(name, json.dumps(span).encode(), last)))
 
+    def _merge(self, every: Sequence[Observations], error: float) -> MeasuredRun:
+        """Merge what all processes saw into one run.
 
-def merge_runs(plan: Plan, every: Sequence[Observations], error: float = 0.0) -> MeasuredRun:
-    """Merge what all processes saw into one run.
-
-    A kernel or transfer of several processes starts when the last of them comes to it. A transfer lasts from when it
-    was sent and asked for to its arrival.
-    """
-    times: dict[int, tuple[float, float]] = {}
-    lasts: dict[int, float] = {}
-    for action in all_actions(plan):
-        number = action.number
-        if action.kernel is not None:
-            spans = [record.runs[number] for record in every if number in record.runs]
-            span = max(start for start, _ in spans), max(end for _, end in spans)
-            times[action.instructions[0]], lasts[action.instructions[0]] = span, span[1] - span[0]
-            continue
-        got = [record.got[number] for record in every if number in record.got]
-        end = max(end for _, end in got)
-        sent = min(end, max(record.sent[number] for record in every if number in record.sent))
-        requested = min(end, max(requested for requested, _ in got))
-        for n, share in _shares(plan, action).items():
-            times[n], lasts[n] = (sent, end), share * (end - max(sent, requested))
-    origin = min((start for start, _ in times.values()), default=0.0)
-    return MeasuredRun({n: (start - origin, end - origin) for n, (start, end) in times.items()}, lasts, error)
+        A kernel or transfer of several processes starts when the last of them comes to it. A transfer lasts from when
+        it was sent and asked for to its arrival.
+        """
+        times: dict[int, tuple[float, float]] = {}
+        lasts: dict[int, float] = {}
+        for action in self._actions:
+            number = action.number
+            if action.kernel is not None:
+                spans = [record.runs[number] for record in every if number in record.runs]
+                span = max(start for start, _ in spans), max(end for _, end in spans)
+                times[action.instructions[0]], lasts[action.instructions[0]] = span, span[1] - span[0]
+                continue
+            got = [record.got[number] for record in every if number in record.got]
+            end = max(end for _, end in got)
+            sent = min(end, max(record.sent[number] for record in every if number in record.sent))
+            requested = min(end, max(requested for requested, _ in got))
+            for n, share in _shares(self._plan, action).items():
+                times[n], lasts[n] = (sent, end), share * (end - max(sent, requested))
+        origin = min((start for start, _ in times.values()), default=0.0)
+        return MeasuredRun({n: (start - origin, end - origin) for n, (start, end) in times.items()}, lasts, error)
 
 
 def _shares(plan: Plan, action: Action) -> dict[int, float]:
@@ -220,10 +198,3 @@ def _ready(arrays: Iterable[Any]) -> list[Any]:
     values = list(arrays)
     jax.block_until_ready(values)
     return values
-
-
-def _time_call(runner: Runner, args: Sequence[Any]) -> tuple[float, float]:
-    """Return start and end of an ordinary call."""
-    start = clocks.now()
-    jax.block_until_ready(runner(args))
-    return start, clocks.now()

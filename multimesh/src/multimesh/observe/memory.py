@@ -14,6 +14,7 @@ from multimesh.core import _compat
 from multimesh.core.grouping import group
 from multimesh.core.text import amount
 from multimesh.ir.primitives import lookup as facts
+from multimesh.observe.group_copies import list_group_copies
 from multimesh.passes.planning.fix_layouts import Inner, ValueAxes, kernel_axes, ways
 from multimesh.passes.planning.share_gathers import find_exchanges
 from multimesh.plan.instructions import Run
@@ -161,16 +162,22 @@ def _peak(
     """Return the most bytes of results alive at once."""
     ops = list(_inline(ops, bodies))
     exchanges = [find_exchanges(op, axes, mesh) for op in ops]
-    starts, last, makers = _live_ranges(ops, axes, bodies, mesh, outside, results, sums, beside)
+    origins = _find_origins(ops, axes)
+    copies = tuple(list_group_copies(ops, origins, lambda v: _size(v, axes, mesh), late=bool(sums)))
+    copied = {copy.array: copy.first for copy in copies}
+    starts, last, makers = _live_ranges(ops, axes, bodies, mesh, outside, results, sums, beside, origins, copied)
     ranges = {v: (n, last[v]) for n, values in enumerate(starts) for v in values if last.get(v, -1) > n}
     lent = set[ir.Value]() if beside else _lend(ranges, makers, lambda v: _size(v, axes, mesh))
     ending: dict[int, int] = collections.defaultdict(int)  # bytes that the operation of this number reads last
     beginning: dict[int, int] = collections.defaultdict(int)  # bytes of operands that it gathers first
     uses = group((copy, n) for n, exchange in enumerate(exchanges) for copy in exchange.gathered)
-    for (copied, staying), numbers in uses.items():
-        size = copied.nbytes // ways(staying, mesh)
+    for (gathered, staying), numbers in uses.items():
+        size = gathered.nbytes // ways(staying, mesh)
         beginning[numbers[0]] += size
         ending[numbers[-1]] += size
+    for copy in copies:
+        beginning[copy.first] += copy.nbytes
+        ending[copy.last] += copy.nbytes
     alive = peak = 0
     for n, op in enumerate(ops):
         alive += beginning[n]
@@ -178,7 +185,7 @@ def _peak(
             size = _size(v, axes, mesh)
             alive += size
             ending[last[v]] += size
-        own_peak = _count_group_copies(op, axes, mesh)  # or of one iteration of a scan, or of a branch
+        own_peak = 0  # of one iteration of a scan, or of a branch
         if (nested := bodies.get(op)) is not None:
             own_peak = _peak(nested.ops, axes, bodies, {*nested.inputs}, nested.outputs, mesh, beside=beside)
         part = exchanges[n].part  # summed in place, unless it is larger than the result or added to a sum
@@ -187,19 +194,6 @@ def _peak(
         peak = max(peak, alive + own_peak + part)
         alive -= ending[n]
     return peak
-
-
-def _count_group_copies(op: ir.Op, axes: ValueAxes, mesh: Mesh) -> int:
-    """Return the bytes of the operands of a ragged product that XLA makes: each as often as there are groups, masked.
-
-    Where the product sums over rows of groups, as for the gradients of weights, these are both operands.
-    """
-    if op.prim.name != "ragged_dot_general":
-        return 0
-    dimensions, (lhs, rhs, sizes) = op.params["ragged_dot_dimension_numbers"], op.ins
-    ((contracted, _), _), ragged = dimensions.dot_dimension_numbers, dimensions.lhs_ragged_dimensions
-    operands = ir.values((lhs, rhs) if set(ragged) & set(contracted) else (lhs,))
-    return int(ir.shape(sizes)[-1]) * sum(_size(v, axes, mesh) for v in operands)
 
 
 def _lend(
@@ -246,6 +240,8 @@ def _live_ranges(
     results: Iterable[ir.Atom],
     sums: frozenset[ir.Value],
     beside: bool,
+    origins: Mapping[ir.Value, ir.Value],
+    copied: Mapping[ir.Value, int],
 ) -> tuple[Sequence[Sequence[ir.Value]], Mapping[ir.Value, int], Mapping[ir.Value, int]]:
     """Return the arrays that each operation begins, the last one that reads each, and the one that makes each result.
 
@@ -254,17 +250,13 @@ def _live_ranges(
     There results of the kernel and reductions are computed as soon as their operands are known; what is converted and
     then added to a sum waits for the end.
     """
-    origins: dict[ir.Value, ir.Value] = {}
-    for op in ops:
-        if facts(op).buffer == "operand" and not _moves(op, axes):
-            origins |= {o: origins.get(i, i) for i, o in zip(op.ins, op.outs, strict=True) if isinstance(i, ir.Value)}
     readers = (op for op in ops if not origins.keys() & set(op.outs))
     users = collections.Counter(origins.get(v, v) for op in readers for v in set(op.reads))
     outside = outside | {origins.get(v, v) for v in outside}
     first_readers: dict[ir.Value, int] = {}  # what is read as an array to the number of its first reader, on GPUs
     for n, op in enumerate(() if beside else ops):
         if _buffer(op, axes, bodies) == "own" and not facts(op).absorbs:
-            first_readers = {origins.get(v, v): n for v in op.reads} | first_readers
+            first_readers = dict.fromkeys(_split_reads(op, origins, copied)[0], n) | first_readers
     made_of: dict[ir.Value, tuple[ir.Value, ...]] = {}
 
     def arrays(atoms: Iterable[ir.Atom]) -> Iterator[ir.Value]:
@@ -277,7 +269,10 @@ def _live_ranges(
     makers: dict[ir.Value, int] = {}
     starts: list[list[ir.Value]] = [[] for _ in ops]
     for n, op in enumerate(ops):
-        through = tuple(dict.fromkeys(arrays(op.ins)))
+        reads, copies = _split_reads(op, origins, copied)
+        for v in copies:
+            last |= {array: max(copied[v] - 1, last.get(array, 0)) for array in arrays((v,))}
+        through = tuple(dict.fromkeys(arrays(reads)))
         buffer = _buffer(op, axes, bodies)
         soon = _shrinks(op, axes, mesh) if buffer == "own" else outside.intersection(op.outs)
         now = max((min(begin.get(v, -1) + 1, n) for v in through), default=0) if soon and not beside else n
@@ -305,6 +300,24 @@ def _live_ranges(
                 last[v] = at + 1
     last |= dict.fromkeys(arrays(results), len(ops))
     return starts, last, makers
+
+
+def _find_origins(ops: Iterable[ir.Op], axes: ValueAxes) -> Mapping[ir.Value, ir.Value]:
+    """Return the arrays of the values that only name them anew."""
+    origins: dict[ir.Value, ir.Value] = {}
+    for op in ops:
+        if facts(op).buffer == "operand" and not _moves(op, axes):
+            origins |= {o: origins.get(i, i) for i, o in zip(op.ins, op.outs, strict=True) if isinstance(i, ir.Value)}
+    return origins
+
+
+def _split_reads(
+    op: ir.Op, origins: Mapping[ir.Value, ir.Value], copied: Mapping[ir.Value, int]
+) -> tuple[Sequence[ir.Value], Sequence[ir.Value]]:
+    """Return the arrays that an operation reads, and those of which it reads copies for groups."""
+    reads = list(dict.fromkeys(origins.get(v, v) for v in ir.values(op.ins)))
+    copies = [v for v in reads if v in copied] if op.prim.name == "ragged_dot_general" else []
+    return [v for v in reads if v not in copies], copies
 
 
 def _shrinks(op: ir.Op, axes: ValueAxes, mesh: Mesh) -> bool:

@@ -12,12 +12,11 @@ from typing import Any
 from multimesh.core.grouping import group
 from multimesh.core.text import amount, columns
 from multimesh.errors import UsageError
-from multimesh.observe.measure import JointMeasurement, MeasuredRun, SerialMeasurement
+from multimesh.observe.measure import MeasuredRun, Measurement
 from multimesh.observe.timelines.timeline import Timeline
 from multimesh.plan.instructions import Run, Transfer
-from multimesh.plan.kernel_costs import Costs, stage_costs_of
 from multimesh.plan.plan import Plan
-from multimesh.plan.timing import assemble, items_in_time, simulate
+from multimesh.plan.timing import Costs, assemble, items_in_time, simulate, stage_costs_of
 from multimesh.processes import agree
 from multimesh.runtime.actions import processes
 from multimesh.runtime.between import exchange
@@ -115,7 +114,7 @@ def profile(runner: Runner, args: Sequence[Any], repeats: int) -> Profile:
     """Run a compiled plan; see `multimesh.calling.aot.Compiled.profile`."""
     plan, several = runner.compiled.plan, agree.several()
     with exchange.turn:
-        measure = JointMeasurement(runner) if several else SerialMeasurement(runner)
+        measure = Measurement(runner)
         runs = [measure.run(args) for _ in range(repeats + 1)][1:]  # in the first, caches are filled
         calls = [measure.call(args) for _ in range(repeats + 1)][1:]
     costs = _medians(plan, runs)

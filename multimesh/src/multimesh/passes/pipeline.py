@@ -32,6 +32,7 @@ from multimesh.passes.placing.place_operations import place_operations
 from multimesh.passes.planning.build_plan import build_plan
 from multimesh.passes.planning.fix_layouts import fix_layouts
 from multimesh.passes.planning.fold_transposes import fold_transposes
+from multimesh.passes.planning.share_gathers import share_gathers
 from multimesh.passes.reading.fuse_loops import fuse_loops
 from multimesh.passes.reading.inline_calls import inline_calls
 from multimesh.passes.reading.separate_sums import separate_sums, widen_sums
@@ -101,14 +102,6 @@ def _layouts(plan: Plan, traced: PassInputs) -> Plan:
     return replace(plan, layouts=layouts, settings=settings, derived={})
 
 
-def _share_gathers(plan: Plan, _: PassInputs) -> Plan:
-    if all(mesh.size == 1 for mesh in plan.submeshes):
-        return plan
-    from multimesh.passes.planning.share_gathers import share_gathers
-
-    return share_gathers(plan)
-
-
 def _change_pipelines(change: Callable[[Pipeline], Pipeline]) -> Callable[[Parts, PassInputs], Parts]:
     return lambda parts, _: parts.each_pipeline(change)
 
@@ -154,7 +147,7 @@ PASSES: Mapping[str, Callable[[Any, PassInputs], Any]] = {
     "build_plan": lambda parts, traced: build_plan(parts, traced.donated, traced.replaced),
     "fix_layouts": _layouts,
     "fold_transposes": lambda plan, _: fold_transposes(plan),
-    "share_gathers": _share_gathers,
+    "share_gathers": lambda plan, _: share_gathers(plan),
 }
 """Every pass by name, in order. Each takes the result of the one before it."""
 
@@ -176,16 +169,12 @@ class Pass:
         return str(self.result)
 
 
-def _stacks_of(result: Any) -> Stacks:
-    program = result.program if isinstance(result, Parts) else result
-    return program.stacks if program is not None else Stacks()
-
-
 def run(traced: PassInputs, after: Pass | None = None) -> Iterator[Pass]:
     """Run the passes one at each step of the iterator: all, or those after a pass that has been run."""
     names = [*PASSES]
     result = None if after is None else after.result
-    view = traced.in_blocks(_stacks_of(result))
+    program = result.program if isinstance(result, Parts) else result
+    view = traced.in_blocks(Stacks() if program is None else program.stacks)
     for name in names if after is None else names[names.index(after.name) + 1 :]:
         result = PASSES[name](result, view)
         if name == "cut_stacks":

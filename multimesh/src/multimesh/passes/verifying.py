@@ -181,7 +181,8 @@ def slots_are_of_the_types_of_values(plan: Plan) -> Iterator[Fault]:
     """Check that a kernel's values have the shape and dtype of their slots."""
     for run in plan.runs:
         kernel = plan.kernels[run.kernel]
-        ins, outs = _values(kernel)
+        rows = [None, *kernel.rows] if kernel.rows else []  # the number of the microbatch has no value
+        ins, outs = [*kernel.sums, *rows, *kernel.ins], [*kernel.sums, *kernel.outs]
         if (len(ins), len(outs)) != (len(run.ins), len(run.outs)):
             yield _fault(plan, run, f"has not as many slots as kernel {kernel.name} has values")
         for v, slot in zip((*ins, *outs), (*run.ins, *run.outs), strict=False):
@@ -219,12 +220,6 @@ def layouts_fit(plan: Plan) -> Iterator[Fault]:
             yield Fault(f"the layout of s{slot} is on another submesh")
         elif any(shape[d] % specs.size(mesh, axes) for d, axes in specs.decisions(layout.spec, len(shape))):
             yield Fault(f"the layout {layout.spec} of s{slot} does not divide {shape}")
-
-
-def _values(kernel: Kernel) -> tuple[list[ir.Value | None], list[ir.Value]]:
-    """Return the values of a kernel's arguments, None for the microbatch number, and results; for a sum its leaf."""
-    rows = [None, *kernel.rows] if kernel.rows else []
-    return [*kernel.sums, *rows, *kernel.ins], [*kernel.sums, *kernel.outs]
 
 
 def _source(kernel: Kernel) -> Any:

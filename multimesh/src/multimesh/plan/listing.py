@@ -20,9 +20,9 @@ _NAME = 14  # characters of the name of a kernel outside of loops
 _KINDS = {"F": "forward", "B": "backward", "W": "weight gradients", "FB": "forward and backward in one kernel"}
 
 
-def text(plan: PlanData, width: int | None = None) -> str:
-    """Return submeshes, totals, and a line for each submesh, no wider than ``width`` or else the terminal."""
-    width = max(_NARROWEST, width or shutil.get_terminal_size().columns)
+def text(plan: PlanData) -> str:
+    """Return submeshes, totals, and a line for each submesh, no wider than the terminal."""
+    width = max(_NARROWEST, shutil.get_terminal_size().columns)
     count, size = plan.traffic()
     peaks = plan.peak_bytes()
     meshes = [

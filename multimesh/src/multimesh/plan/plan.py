@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from multimesh_planner import Device
 
     from multimesh.observe.timelines.timeline import Timeline
-    from multimesh.plan.kernel_costs import Costs
+    from multimesh.plan.timing import Costs
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +68,7 @@ class Plan(PlanData):
         A matrix product of ``[m, k]`` and ``[k, n]`` counts ``2 m k n`` operations, any other operation one for each
         element of its results. ``schedule="auto"`` estimates stages the same way.
         """
-        from multimesh.plan.kernel_costs import estimate
+        from multimesh.plan.timing import estimate
 
         return estimate(self)
 
@@ -80,10 +80,9 @@ class Plan(PlanData):
         Parameters
         ----------
         costs
-            A device such as ``"h100"``, for seconds from the shapes of every kernel (see
-            `multimesh.plan.kernel_costs.on_device`); the ``costs`` of a profile; those of `estimate`; or a mapping in a
-            unit of your choice: of phases ``F``, ``B``, ``W``, of tasks, of (stage, phase), of (task, phase), and of
-            ``transfer``. See `multimesh.plan.kernel_costs.costs_of`.
+            A device such as ``"h100"``, for seconds from the shapes of every kernel; the ``costs`` of a profile; those
+            of `estimate`; or a mapping in a unit of your choice: of phases ``F``, ``B``, ``W``, of tasks, of (stage,
+            phase), of (task, phase), and of ``transfer``. See `multimesh.plan.timing.costs_of`.
 
         Returns
         -------

@@ -1,7 +1,6 @@
-"""How processes agree: each gives something, process 0 decides, and all learn the decision.
+"""How processes agree: each leaves a value in JAX's store, process 0 decides, and all read the decision.
 
-That is one value that each process leaves for process 0, and one that it reads. Process 0 deletes what it has left when
-it hears from all again: by then they have read it.
+Process 0 deletes what it has left when it hears from all again: by then they have read it.
 """
 
 from __future__ import annotations
@@ -9,18 +8,33 @@ from __future__ import annotations
 import itertools
 import json
 import operator
+import os
 import socket
+import sys
 import threading
+import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import sha256
 from typing import Any, TypeVar, cast
 
+import jax
+
+from multimesh import errors
 from multimesh.core import _compat
-from multimesh.errors import DamagedError, LostProcessError, MultiMeshError, NoRecordError, UsageError
-from multimesh.processes import post, timeouts
+from multimesh.errors import LostProcessError, MultiMeshError, UsageError
+from multimesh.processes import timeouts
 
 T = TypeVar("T")
+
+NOTICE = 60.0
+"""Seconds after which process 0 says for whom it waits."""
+
+PROGRESS = "multimesh/at/"
+"""Before the number of a process: the key of its progress."""
+
+DONE = b" done"
+"""At the end of the progress of a process that has ended well."""
 
 _plans = itertools.count(1)
 _here = threading.local()  # at process 0: `read`, the key that all have read when they come to this thread again
@@ -30,6 +44,67 @@ _LATER = 10.0  # seconds that the others wait longer than process 0, which then 
 def several() -> bool:
     """Return whether this is one of several processes."""
     return _compat.process_count() > 1
+
+
+def put(key: str, value: bytes) -> None:
+    """Leave a value for all processes; use each ``key`` once: JAX refuses a second value."""
+    _compat.key_value_store().key_value_set_bytes(key, value)
+
+
+def look(key: str) -> bytes:
+    """Return the value under a key; b"" if there is none."""
+    try:
+        return bytes(_compat.key_value_store().key_value_try_get_bytes(key))
+    except jax.errors.JaxRuntimeError:
+        return b""
+
+
+def forget(folder: str) -> None:
+    """Let process 0 delete a value, or all values of a folder."""
+    if _compat.process_index() == 0:
+        _compat.key_value_store().key_value_delete(folder)
+
+
+def wait_for(keys: Mapping[int, str], label: str, timeout: float | None = None) -> list[bytes]:
+    """Wait for the values that processes, by their numbers, leave under keys of one folder, and return them.
+
+    Ctrl-C ends the wait. After a minute process 0 says who has not come.
+
+    Raises ``LostProcessError``, which begins with ``label``, if one does not come in time, or has ended without.
+    """
+    count, store = _compat.process_count(), _compat.key_value_store()
+    begun, silent = time.monotonic(), _compat.process_index() != 0
+    limit = timeouts.seconds("compile") if timeout is None else timeout
+    longest = min(5.0, max(1.0, count / 1000))  # seconds in which Ctrl-C may have to wait
+    values: dict[int, bytes] = {}
+    while missing := [rank for rank in keys if rank not in values]:
+        first, waited = missing[0], time.monotonic() - begun
+        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        who = f"{label}: process {', '.join(map(str, missing[:8]))}{more} of {count} has not come here"
+        if waited > limit:
+            raise LostProcessError(
+                f"{who} within {limit:.0f} s; do all processes call the same functions in the same order? "
+                f"A longer compile_timeout ({timeouts.variable('compile')}) waits longer"
+            )
+        if waited > NOTICE and not silent:
+            silent = True
+            print(f"multimesh: {who} for {NOTICE:.0f} s; is it compiling?", file=sys.stderr, flush=True)
+        has_ended = look(f"{PROGRESS}{first}").endswith(DONE)
+        slice_ = min(max(limit - waited, 0.001), longest)
+        try:
+            values[first] = store.blocking_key_value_get_bytes(keys[first], int(1000 * slice_))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            if has_ended:
+                raise LostProcessError(
+                    f"{label}: process {first} of {count} has ended and does not come here; do all processes call "
+                    "the same functions, as often as each other?"
+                ) from None
+        if len(missing) > 1:  # one question for all that have come
+            every = dict(store.key_value_dir_get_bytes(os.path.dirname(keys[first])))
+            values |= {rank: every[keys[rank]] for rank in missing if keys[rank] in every}
+    return [values[rank] for rank in keys]
 
 
 def decide_together(
@@ -48,23 +123,26 @@ def decide_together(
     """
     if not several():
         return decide([data])
-    folder, decision = f"multimesh/{kind}/{name}/", f"multimesh/decided/{kind}/{name}"
+    folder, decision = f"multimesh/{kind}/{name}", f"multimesh/decided/{kind}/{name}"
     if rank := _compat.process_index():
-        post.put(f"{folder}{rank}", data)
-        seconds = timeouts.current().compile if timeout is None else timeout
-        verdict = post.get(decision, name, 0, seconds + _LATER)
+        put(f"{folder}/{rank}", data)
+        limit = timeouts.seconds("compile") if timeout is None else timeout
+        (verdict,) = wait_for({0: decision}, name, limit + _LATER)
         if verdict[:1] == b"-":
             raise LostProcessError(verdict[1:].decode())
         return verdict[1:]
+    keys = {other: f"{folder}/{other}" for other in range(1, _compat.process_count())}
     try:
-        verdict = b"+" + decide(post.collect(folder, data, name, timeout))
+        values = wait_for(keys, name, timeout)
     except LostProcessError as error:
-        post.put(decision, f"-{error}".encode())
+        put(decision, f"-{error}".encode())
         raise
-    post.forget(getattr(_here, "read", decision))
+    result = decide([data, *values])
+    forget(folder)
+    forget(getattr(_here, "read", decision))
     _here.read = decision
-    post.put(decision, verdict)
-    return verdict[1:]
+    put(decision, b"+" + result)
+    return result
 
 
 def barrier(name: str, timeout: float | None = None) -> None:
@@ -86,41 +164,32 @@ def agree_on(name: str, lines: Iterable[str], timeout: float | None = None) -> N
         If a process has not come here in time.
     """
     lines = [*lines] if iter(lines) is lines else lines  # what can be read again is not kept
-    usual, *odd = map(int, decide_together(name, _digest(lines), _odd, timeout, "agree").split())
-    if not odd:
-        return
-    data = pack([*lines]) if _compat.process_index() in (usual, odd[0]) else b""
-
-    def part(every: Sequence[bytes]) -> bytes:
-        return _parting(unpack(every[odd[0]]), unpack(every[usual])).encode()
-
-    differs = decide_together(name, data, part, timeout, "lines")
-    who = f"process {', '.join(map(str, odd))} of {_compat.process_count()} differs from process {usual}"
-    raise UsageError(f"{name}: {who}, {differs.decode()}; start all processes with the same code, data and flags")
-
-
-def _digest(lines: Iterable[str]) -> bytes:
     digest = sha256()
     for line in lines:
         digest.update(line.encode() + b"\n")
-    return digest.digest()
 
+    def list_odd(digests: Sequence[bytes]) -> bytes:
+        """The first process with the usual digest, and all that have another one."""
+        usual = max(digests, key=digests.count) if len(set(digests)) > 1 else digests[0]  # of two as frequent the first
+        return json.dumps([digests.index(usual), *(rank for rank, x in enumerate(digests) if x != usual)]).encode()
 
-def _odd(digests: Sequence[bytes]) -> bytes:
-    """The first process with the usual digest, and all that have another one."""
-    usual = max(digests, key=digests.count) if len(set(digests)) > 1 else digests[0]  # of two as frequent the first
-    odd = [rank for rank, digest in enumerate(digests) if digest != usual]
-    return " ".join(map(str, [digests.index(usual), *odd])).encode()
+    usual, *odd = json.loads(decide_together(name, digest.digest(), list_odd, timeout, "agree"))
+    if not odd:
+        return
 
+    def part(every: Sequence[bytes]) -> bytes:
+        """Where the lines of a process first differ from the usual ones."""
+        pairs = itertools.zip_longest(unpack(every[odd[0]]), unpack(every[usual]), fillvalue="nothing more")
+        where, pair = next((i, (a, b)) for i, (a, b) in enumerate(pairs, 1) if a != b)
+        same = next((n for n, (x, y) in enumerate(zip(*pair, strict=False)) if x != y), min(map(len, pair)))
+        start = max(0, same - 60)
+        a, b = (f"{'...' * (start > 0)}{line[start : start + 160]}" for line in pair)
+        return f"first in line {where}, which is {a!r} in place of {b!r}".encode()
 
-def _parting(ours: Sequence[str], theirs: Sequence[str]) -> str:
-    """Where the lines of a process first differ from the usual ones."""
-    pairs = itertools.zip_longest(ours, theirs, fillvalue="nothing more")
-    where, (a, b) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-    first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    from_ = max(0, first - 60)
-    a, b = (f"{'...' * (from_ > 0)}{line[from_ : from_ + 160]}" for line in (a, b))
-    return f"first in line {where + 1}, which is {a!r} in place of {b!r}"
+    data = pack([*lines]) if _compat.process_index() in (usual, odd[0]) else b""
+    differs = decide_together(name, data, part, timeout, "lines").decode()
+    who = f"process {', '.join(map(str, odd))} of {_compat.process_count()} differs from process {usual}"
+    raise UsageError(f"{name}: {who}, {differs}; start all processes with the same code, data and flags")
 
 
 def agree_on_plan(name: str, lines: Iterable[str]) -> int:
@@ -142,9 +211,8 @@ def unpack(value: bytes) -> Any:
 
 def first_says(name: str, value: T, timeout: float | None = None) -> T:
     """Broadcast process 0's ``value``, which JSON can hold, to every process. Use each ``name`` once."""
-    said = decide_together(name, json.dumps(value).encode(), operator.itemgetter(0), timeout, "says")
-    first: T = json.loads(said) if several() else value
-    return first
+    said = decide_together(name, pack(value), operator.itemgetter(0), timeout, "says")
+    return cast("T", unpack(said)) if several() else value
 
 
 def run_in_all(
@@ -169,29 +237,18 @@ def run_in_all(
         return then([cast("T", value)]) if then else value
 
     def decide(every: Sequence[bytes]) -> bytes:
-        errors, values = zip(*map(unpack, every), strict=True)
-        verdict, result = _verdict(errors), None
-        if then and not verdict:
-            try:
-                result = then(values)
-            except MultiMeshError as wrong:
-                verdict = [type(wrong).__name__, str(wrong)]
-        return json.dumps([verdict, result]).encode()
+        failures, values = zip(*map(unpack, every), strict=True)
+        for rank, failure in enumerate(failures):
+            if failure:
+                kind, text, host = failure
+                alone = failures.count(failure) < len(failures)
+                return pack([kind, f"process {rank} of {len(failures)} ({host}): {text}" if alone else text])
+        try:
+            return pack([None, then(values) if then else None])
+        except MultiMeshError as wrong:
+            return pack([type(wrong).__name__, str(wrong)])
 
-    verdict, result = json.loads(
-        decide_together(name, pack([error, value if then else None]), decide, timeout, "errors")
-    )
-    if verdict:
-        kinds = {kind.__name__: kind for kind in (UsageError, DamagedError, NoRecordError)}
-        raise kinds.get(verdict[0], MultiMeshError)(verdict[1])
+    kind, result = unpack(decide_together(name, pack([error, value if then else None]), decide, timeout, "errors"))
+    if kind:
+        raise getattr(errors, kind, MultiMeshError)(result)
     return result if then else value
-
-
-def _verdict(errors: Sequence[Any]) -> list[str]:
-    """The kind and the text of the first of several processes' errors; nothing if there is none."""
-    rank = next((rank for rank, error in enumerate(errors) if error), None)
-    if rank is None:
-        return []
-    kind, text, host = errors[rank]
-    whose = "" if errors.count(errors[rank]) == len(errors) else f"process {rank} of {len(errors)} ({host}): "
-    return [kind, f"{whose}{text}"]

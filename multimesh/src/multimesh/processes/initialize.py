@@ -4,40 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
+import itertools
 import math
 import os
+import platform
+import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
 
 from multimesh.core import _compat, known_faults
-from multimesh.errors import LostProcessError, UsageError
-from multimesh.processes import agree, host_values, rendezvous, timeouts
-from multimesh.processes.endings import call_at_loss, leave, see_end
-from multimesh.processes.liveness import GONE, GRACE, HOLD, Watch
+from multimesh.errors import UsageError
+from multimesh.processes import agree, launchers, timeouts
+from multimesh.processes.liveness import GRACE, call_at_loss, leave, see_uncaught_errors, watch
 
-_watch: Watch | None = None
-_hosts: Sequence[str] = ()
+TRANSPORT = "MULTIMESH_TRANSPORT"
+"""Environment variable with the transport of arrays between processes, where no context says one."""
+
+Member = dict[str, Any]  # name and host of a process; and facts, which must be alike: name to a list of words
+
+_XLA_FLAG = re.compile(r"""(?:[^\s"']|"[^"]*"|'[^']*')+""")  # values may be in quotes
+_LOCAL_FLAG = re.compile("address|cache|_dir|dump|log|mock|profile|timeout|visible|_to$")  # may differ by process
 
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
-    """The processes of a job, as `initialize` found them.
+    """The processes of a job: the launcher that `initialize` found, this one's number, and the machine of each.
 
-    Attributes
-    ----------
-    launcher
-        The program that started them: a name of `LAUNCHERS`, "mpi4py", "arguments", or "nobody".
-    rank
-        Number of this process.
-    hosts
-        The machine of each process.
+    The launcher is a name of `LAUNCHERS`, "mpi4py", "arguments", or "nobody".
     """
 
     launcher: str
@@ -63,18 +61,8 @@ def _end_in_one_line() -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        usual, expected = sys.excepthook, error
-
-        def hook(kind: type[BaseException], raised: BaseException, traceback: TracebackType | None) -> None:
-            if raised is not expected:
-                usual(kind, raised, traceback)
-                return
-            if not getattr(expected, "told", False):
-                sys.stderr.write(f"multimesh: {expected}\n")
-                time.sleep(HOLD)  # with its service process 0 would end who has not heard yet
-            leave(expected.exit_code)
-
-        sys.excepthook = hook
+        error.told = getattr(error, "told", False)  # type: ignore[attr-defined]
+        see_uncaught_errors()
         raise
 
 
@@ -115,20 +103,20 @@ def initialize(
     cluster_detection_method
         As for ``jax.distributed.initialize``.
     initialization_timeout
-        Seconds in which all processes must have started: 60, or ``MULTIMESH_START_TIMEOUT`` in the environment.
+        Seconds in which all processes must have started: 60. This and the other times are also read from the
+        environment, ``MULTIMESH_START_TIMEOUT``, ``MULTIMESH_SILENCE_TIMEOUT`` and so on.
     silence_timeout
-        Seconds without a heartbeat after which JAX gives a process up: 8, or ``MULTIMESH_SILENCE_TIMEOUT``. Half of
-        them a process may be stopped, or the network be down.
+        Seconds without a heartbeat after which JAX gives a process up: 8. Half of them a process may be stopped, or the
+        network be down.
     compile_timeout
-        Seconds that processes wait for each other to compile, to save, to gather: 3600, or
-        ``MULTIMESH_COMPILE_TIMEOUT``. After a minute process 0 says for whom it waits.
+        Seconds that processes wait for each other to compile, to save, to gather: 3600. After a minute process 0 says
+        for whom it waits.
     transfer_timeout
-        Seconds in which the first transfer between two processes must have arrived: 300, or
-        ``MULTIMESH_TRANSFER_TIMEOUT``. They count when all processes have compiled. Then the job ends, with a line.
+        Seconds in which the first transfer between two processes must have arrived: 300. They count when all processes
+        have compiled. Then the job ends, with a line.
     stall_timeout
-        Seconds after which a process ends the job if it holds up the others in training: by default, and with 0, never,
-        or ``MULTIMESH_STALL_TIMEOUT``. After two minutes a line names it anyway; a process that is
-        ended so prints its Python stack.
+        Seconds after which a process ends the job if it holds up the others in training: by default, and with 0, never.
+        After two minutes a line names it anyway; a process that is ended so prints its Python stack.
     coordinator_bind_address
         Address at which process 0 listens; by default all of its addresses.
     same_command
@@ -142,11 +130,6 @@ def initialize(
     jax_options
         Further arguments of ``jax.distributed.initialize``, such as ``mtls_cert_file`` from jax 0.12 on.
 
-    Returns
-    -------
-    Processes
-        The processes of the job.
-
     Raises
     ------
     UsageError
@@ -157,9 +140,6 @@ def initialize(
     --------
     >>> mm.distributed.initialize("localhost:6000", num_processes=2, process_id=rank)  # doctest: +SKIP
     """
-    global _watch, _hosts
-    seconds = {"start": initialization_timeout, "silence": silence_timeout, "compile": compile_timeout}
-    waits = timeouts.choose(seconds | {"transfer": transfer_timeout, "stall": stall_timeout})
     if jax.distributed.is_initialized():
         raise UsageError(
             "processes are initialized already; call mm.distributed.initialize() once, and in place of "
@@ -169,31 +149,34 @@ def initialize(
         raise UsageError(
             "mm.distributed.initialize() must come before anything that uses a device of JAX: jax.devices(), an array"
         )
-    options = jax_options or {}
+    seconds = {"start": initialization_timeout, "silence": silence_timeout, "compile": compile_timeout}
+    timeouts.choose(seconds | {"transfer": transfer_timeout, "stall": stall_timeout})
+    start = timeouts.seconds("start")
     arguments = coordinator_address, num_processes, process_id, local_device_ids
-    launcher, (address, count, rank, devices) = host_values.complete(
-        arguments, cluster_detection_method, math.ceil(waits.start)
+    launcher, (address, count, rank, devices) = launchers.complete(
+        arguments, cluster_detection_method, math.ceil(start)
     )
+    host = socket.gethostname()
     if alone and address is count is rank is None:
-        return Processes("nobody", 0, (socket.gethostname(),))
-    host_values.check(address, count, rank)
+        return Processes("nobody", 0, (host,))
+    launchers.check(address, count, rank)
     bind = coordinator_bind_address or os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
     bind = bind or f"[::]:{address.rpartition(':')[2]}"
-    timeouts.use(waits)
     jax.config.update("jax_enable_recoverability", True)  # else JAX ends all others before they can say a word
     if preemptible is None:
         preemptible = os.environ.get("JAX_ENABLE_PREEMPTION_SERVICE", "").lower() in ("1", "true", "yes", "on")
     # else JAX takes SIGTERM as a notice, which few scripts look for
     jax.config.update("jax_enable_preemption_service", preemptible)
-    description = rendezvous.describe(rank, count, options, same_command)
+    watch.rank, watch.name = rank, f"process {rank} of {count} ({host}, pid {os.getpid()})"
+    description = describe(watch.name, jax_options or {}, same_command)
     if rank:
-        call_at_loss(functools.partial(_end_without_first, description))
-    rendezvous.start_jax(address, count, rank, devices, bind, waits.start, waits.silence, options)
+        call_at_loss(watch.end_without_first)
+    _start_jax(watch.name, address, count, rank, devices, bind, jax_options or {})
     try:
-        members = agree.run_in_all("the start", lambda: description, rendezvous.compare, waits.start)
+        members = agree.run_in_all("the start", lambda: description, compare, start)
     except jax.errors.JaxRuntimeError:
         if rank:
-            time.sleep(GRACE)  # process 0 is gone, and `_end_without_first` says so in another thread
+            time.sleep(GRACE)  # process 0 is gone, and another thread says so
         raise
     except UsageError as error:
         error.told = rank > 0  # type: ignore[attr-defined]
@@ -201,63 +184,25 @@ def initialize(
     if not rank and count > 1:
         for fault in known_faults.find_overrides(os.environ):
             sys.stderr.write(f"multimesh: {fault}\n")
-    _hosts = [member["host"] for member in members]
-    _watch = Watch(rank, members, waits)
-    see_end(_watch)
-    _watch.start(leave)
-    return Processes(launcher, rank, tuple(_hosts))
-
-
-def _end_without_first(member: rendezvous.Member) -> None:
-    """End this process because process 0 is gone, and JAX's service with it."""
-    if _watch is not None:
-        _watch.end_without_first()
-        return
-    os.write(2, f"multimesh: {rendezvous.name_of(member)} ends because process 0 {GONE}\n".encode())
-    leave(LostProcessError.exit_code)
-
-
-def name_process(rank: int) -> str:
-    """Name a process, with its host where `initialize` has found it."""
-    return f"process {rank} of {jax.process_count()}" + (f" ({_hosts[rank]})" if _hosts else "")
-
-
-def begin_step(partners: Collection[int] = ()) -> None:
-    """Note that a call of a plan begins, of some processes or of all."""
-    if _watch is not None:
-        _watch.partners = frozenset(partners) if len(partners) < len(_hosts) else frozenset()
-        _watch.at[1] = _watch.at[0] + 1
-
-
-def count_step() -> None:
-    """Count a call of a plan. Messages about this process say how many it made."""
-    if _watch is not None:
-        _watch.at[:] = [_watch.at[0] + 1] * 2
+    names, hosts = zip(*members, strict=True)
+    watch.start(names)
+    return Processes(launcher, rank, hosts)
 
 
 def tell_at_loss(tell: Callable[[str, int], None]) -> None:
     """Let ``tell`` have the line and the exit code with which this process ends because of another one.
 
-    Call it after `initialize`. A thread calls ``tell`` before the process ends; handlers of ``atexit`` do not run then.
+    A thread calls ``tell`` before the process ends; handlers of ``atexit`` do not run then.
     """
-    if _watch is not None:
-        _watch.tell_at_loss = tell
-
-
-def end_together(code: int) -> NoReturn:
-    """Wait until all processes are done, and leave with a code that all have."""
-    if _watch is not None:
-        _watch.finish()
-        jax.distributed.shutdown()  # else process 0 waits for the heartbeats of the others, which have left
-    leave(code)
+    watch.tell_at_loss = tell
 
 
 def end_others(why: str, code: int) -> NoReturn:
     """Leave although another process may not answer any more, and end that, too."""
-    if _watch is not None and _watch.rank:
+    if watch.rank:
         time.sleep(2 * GRACE)  # process 0 says why
-    elif _watch is not None:
-        _watch.fail(f"failed: {why}", code)
+    elif watch.names:
+        watch.fail(why, code)
     leave(code)
 
 
@@ -267,7 +212,88 @@ def fail(error: BaseException) -> NoReturn:
     It is for code that catches errors it does not know. An uncaught error does the same. Without `initialize` the error
     is raised.
     """
-    if _watch is None:
+    if not watch.names:
         raise error
     sys.excepthook(type(error), error, error.__traceback__)
-    raise AssertionError  # the hook of `see_end` leaves
+    raise AssertionError  # the hook leaves
+
+
+def _start_jax(
+    name: str, address: str, count: int, rank: int, devices: Any, bind: str, options: Mapping[str, Any]
+) -> None:
+    """Start JAX as one of several processes; raise ``UsageError`` if they do not become a job."""
+    start = math.ceil(timeouts.seconds("start"))
+    try:
+        if rank == 0:
+            _probe(bind)
+        with _compat.limit_start(start):
+            jax.distributed.initialize(
+                address,
+                count,
+                rank,
+                devices,
+                cluster_detection_method="deactivate",
+                initialization_timeout=start,
+                heartbeat_timeout_seconds=math.ceil(timeouts.seconds("silence")),
+                coordinator_bind_address=bind,
+                **options,
+            )
+    except TypeError as error:
+        raise UsageError(f"jax_options: {error}, of jax {jax.__version__}; leave it out") from None
+    except Exception as error:  # noqa: BLE001 - of several kinds; JAX raises RuntimeError of several kinds, without the cause
+        line = str(getattr(error, "strerror", None) or error).splitlines()[0]
+        if rank == 0 and not jax.distributed.is_initialized():
+            text = f" cannot listen at {bind}: {line}; if another job has that port, choose another coordinator_address"
+        elif "bad_cast" not in str(error):
+            text = f" cannot join the job at {address}: {line}; has another its process_id?"
+        else:
+            text = (
+                f": not all {count} processes have started and reached process 0 at {address} within {start} s; if "
+                "process 0 runs, and that is its address, JAX's lines above in its output have the numbers of those "
+                "that did not come: see what the launcher says, or give a longer initialization_timeout"
+            )
+        raise UsageError(f"{name}{text}") from None
+
+
+def _probe(bind: str) -> None:
+    """Raise ``OSError`` if a program listens there: JAX's service would share the port with that of another job."""
+    host, _, port = bind.rpartition(":")
+    host = "" if host in ("", "[::]") else host.strip("[]")
+    socket.create_server((host, int(port)), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+
+
+def describe(name: str, options: Mapping[str, Any], same_command: bool) -> Member:
+    """Return what this process tells of itself."""
+    flags = _XLA_FLAG.findall(os.environ.get("XLA_FLAGS", ""))
+    facts = {"command line": sys.argv} if same_command else {}
+    facts["XLA_FLAGS"] = [flag for flag in flags if not flag.startswith("--xla_dump_to=")]
+    facts[TRANSPORT] = os.environ.get(TRANSPORT, "").split()
+    facts["python"] = [".".join(platform.python_version_tuple()[:2])]
+    facts |= {package: [sys.modules[package].__version__] for package in ("jax", "jaxlib", "multimesh", "numpy")}
+    values = sorted(jax.config.values.items())
+    facts["flags of JAX"] = [f"{flag}={value}" for flag, value in values if not _LOCAL_FLAG.search(flag)]
+    facts["jax_options"] = sorted(options)
+    return {"name": name, "host": socket.gethostname(), "facts": facts}
+
+
+def compare(members: Sequence[Member]) -> list[tuple[str, str]]:
+    """Return the name and the host of each process; raise ``UsageError`` if they do not run the same.
+
+    A word may differ if it holds the process's own number or host, as in ``train.py 3`` and ``--log=/tmp/3.log``.
+    """
+    first, texts = members[0], []
+    for fact, words in first["facts"].items():
+        for rank, other in enumerate(members[1:], 1):
+            pairs = itertools.zip_longest(words, other["facts"].get(fact, []), fillvalue="")
+            odd = [(a, b) for a, b in pairs if a != b and _neutral(a, 0, first) != _neutral(b, rank, other)]
+            if odd:
+                a, b = (repr(word[:300]) if word else "nothing" for word in odd[0])
+                texts.append(f"{fact}: {first['name']} has {a} where {other['name']} has {b}")
+                break
+    if texts:
+        raise UsageError(f"the processes do not run the same; {'; '.join(texts)}. Start all of them alike")
+    return [(member["name"], member["host"]) for member in members]
+
+
+def _neutral(word: str, rank: int, member: Member) -> str:
+    return re.sub(rf"(?<!\d){rank}(?!\d)", "<rank>", word).replace(member["host"], "<host>")

@@ -7,7 +7,6 @@ alone, with the same result, which pieces of arrays go where.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -113,8 +112,5 @@ def process_transfers(reshardings: Sequence[Resharding], owner: Owner = owner) -
 def by_devices(transfer: ProcessTransfer) -> list[tuple[jax.Device, jax.Device, tuple[Piece, ...]]]:
     """Group the pieces of a transfer by pairs of source and target devices."""
 
-    def pair(piece: Piece) -> tuple[Any, Any]:
-        return piece.copy.source.id, piece.copy.target.id
-
-    groups = (tuple(group) for _, group in itertools.groupby(sorted(transfer.pieces, key=pair), pair))
-    return [(group[0].copy.source, group[0].copy.target, group) for group in groups]
+    groups = group(((piece.copy.source, piece.copy.target), piece) for piece in transfer.pieces)
+    return [(*ends, tuple(groups[ends])) for ends in sorted(groups, key=lambda ends: (ends[0].id, ends[1].id))]

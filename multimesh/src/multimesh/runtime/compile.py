@@ -1,13 +1,14 @@
-"""Compilation of the kernels of a plan, each once, several at a time."""
+"""Compilation of the kernels of a plan, each once, several at a time, and the options for XLA that MultiMesh adds."""
 
 from __future__ import annotations
 
 import concurrent.futures
+import os
 import re
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -22,11 +23,23 @@ from multimesh.core.progress import progress
 from multimesh.core.submesh import describe
 from multimesh.errors import MultiMeshError, UsageError
 from multimesh.ir.evaluate import evaluate
+from multimesh.ir.flops import product_sizes
 from multimesh.marking.tracing import compiling
 from multimesh.plan.instructions import Kernel, Run
 from multimesh.plan.plan import Plan
 from multimesh.processes.arrays import here
-from multimesh.runtime.compile_options import cores, for_kernel, with_defaults
+from multimesh.processes.launchers import LAUNCHERS
+
+YNNPACK = "xla_cpu_experimental_ynn_fusion_type"
+"""Option: kinds of operations that YNNPACK gets, by name; none where it is empty.
+
+On a CPU of two cores, float32, each product alone in both forms: from 8 million operations
+a matrix YNNPACK saves about 10 microseconds a million, as Eigen's threads wait for each other there; a product over
+many small matrices, those of attention, costs it about 5 microseconds more for each matrix. Other products are equal.
+"""
+
+_LARGE = 8e6
+_SAVED, _LOST = 10e-12, 5e-6  # seconds: for an operation of a large product; for a small matrix of a batch
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,32 +166,25 @@ def _auto(layout: Any) -> Any:
 
 def first_invalid(kernel: Kernel, plan: Plan, args: Sequence[Any], invalid: Callable[[Any], Any]) -> ir.Op | None:
     """Run the operations of a kernel one by one, up to the first invalid result; None where the arguments are gone."""
-    mesh = plan.submeshes[kernel.submesh]
     if any(x.is_deleted() for x in args[len(kernel.sums) :]):
         return None
-    env = _values(kernel, args, lambda stacked, number: stacked[int(number)])
+    env = _values(kernel, args)
     for op in kernel.ops:
-        reads = list(op.reads)
-
-        def run(*values: Any, op: ir.Op = op, reads: Sequence[ir.Value] = reads) -> list[Any]:
-            inner = dict(zip(reads, values, strict=True))
-            with _compat.abstract_mesh_context(mesh):
-                evaluate((op,), inner, mesh)
-            return [inner[o] for o in op.outs]
-
-        results = jax.jit(run)(*(jax.device_put(env[v], _auto(env[v].sharding)) for v in reads))
+        alone = replace(kernel, ops=(op,), sums=(), rows=(), ins=tuple(op.reads), outs=tuple(op.outs))
+        inputs = (jax.device_put(env[v], _auto(env[v].sharding)) for v in alone.ins)
+        results = jax.jit(kernel_function(alone, plan))(*inputs)
         env.update(zip(op.outs, results, strict=True))
         if any(jnp.issubdtype(x.dtype, jnp.inexact) and bool(invalid(x).any()) for x in results):
             return op
     return None
 
 
-def _values(kernel: Kernel, args: Sequence[Any], row: Callable[[Any, Any], Any]) -> dict[ir.Value, Any]:
-    """Map the values that a kernel reads to its arguments. ``row`` takes the row of a microbatch."""
+def _values(kernel: Kernel, args: Sequence[Any]) -> dict[ir.Value, Any]:
+    """Map the values that a kernel reads to its arguments, of stacks to the row of the microbatch."""
     inputs, rows = list(args[len(kernel.sums) :]), dict[ir.Value, Any]()
     if kernel.rows:
         number = inputs.pop(0)
-        rows = {v: row(inputs.pop(0), number) for v in kernel.rows}
+        rows = {v: lax.dynamic_index_in_dim(inputs.pop(0), number, 0, keepdims=False) for v in kernel.rows}
     return rows | dict(zip(kernel.ins, inputs, strict=True))
 
 
@@ -186,16 +192,12 @@ def kernel_function(kernel: Kernel, plan: Plan) -> Callable[..., list[Any]]:
     """Return the function of a kernel; `Kernel` explains its arguments and results."""
     mesh = plan.submeshes[kernel.submesh]
 
-    def zeros() -> list[Any]:
-        return [jnp.zeros(v.aval.shape, v.aval.dtype) for v in kernel.outs]
-
-    def stack(*rows: Any) -> list[Any]:
-        return [_compat.cast_weak_type(jnp.stack(rows), kernel.outs[0].aval)]
-
-    def ops(*args: Any) -> list[Any]:
-        env = _values(
-            kernel, args, lambda stacked, number: lax.dynamic_index_in_dim(stacked, number, 0, keepdims=False)
-        )
+    def run(*args: Any) -> list[Any]:
+        if kernel.make == "zeros":
+            return [jnp.zeros(v.aval.shape, v.aval.dtype) for v in kernel.outs]
+        if kernel.make == "stack":
+            return [_compat.cast_weak_type(jnp.stack(args), kernel.outs[0].aval)]
+        env = _values(kernel, args)
         evaluate(kernel.ops, env, mesh)
         return [
             *(lax.add(total, env[leaf]) for total, leaf in zip(args, kernel.sums, strict=False)),
@@ -204,6 +206,71 @@ def kernel_function(kernel: Kernel, plan: Plan) -> Callable[..., list[Any]]:
 
     def in_mesh(*args: Any) -> list[Any]:
         with _compat.abstract_mesh_context(mesh):
-            return {"ops": ops, "zeros": zeros, "stack": stack}[kernel.make](*args)
+            return run(*args)
 
     return _compat.set_name(in_mesh, "".join(c if c.isalnum() else "_" for c in kernel.name))
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use: its share of the node if the launcher binds none."""
+    every = os.cpu_count() or 1
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
+    if available < every:
+        return available
+    counts = (os.environ.get(name, "") for launcher in LAUNCHERS for name in launcher.here)
+    return max(1, available // next((int(n) for n in counts if n.isdecimal() and int(n)), 1))
+
+
+def with_defaults(plan: Plan, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the compiler options, with ours where neither they nor ``XLA_FLAGS`` say otherwise.
+
+    * On CPUs LLVM's level 2: level 3 takes a quarter of the compile time of a plan more, for code that is no faster.
+    * On GPUs of several processes each process tunes its kernels alone: XLA would wait for processes that do not
+      compile the kernel.
+    """
+    chosen = dict(options)
+    platforms = {d.platform for mesh in plan.submeshes for d in mesh.devices.flat}
+    if platforms != {"cpu"}:
+        if "gpu" not in platforms or jax.process_count() == 1:
+            return chosen
+        from multimesh.core.known_faults import AUTOTUNING
+
+        return {AUTOTUNING.name: False} | chosen
+    level = "xla_backend_optimization_level"
+    return ({} if _in_environment(level) else {level: 2}) | chosen
+
+
+def for_kernel(plan: Plan, number: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options for a kernel: those of the plan, and on CPUs no YNNPACK where its products lose by it."""
+    kernel = plan.kernels[number]
+    mesh = plan.submeshes[kernel.submesh]
+    if any(device.platform != "cpu" for device in mesh.devices.flat):
+        return dict(options)
+    chosen: dict[str, Any] = {}
+    if (
+        YNNPACK not in options
+        and not _in_environment(YNNPACK)
+        and sum(_seconds(op.prim.name, op.params, op.ins, mesh.size) for op in kernel.ops) < 0
+    ):
+        chosen |= {YNNPACK: ""} if executables.takes_option(YNNPACK, "") else {}
+    return chosen | dict(options)
+
+
+def _in_environment(name: str) -> bool:
+    return name in os.environ.get("XLA_FLAGS", "")
+
+
+def _seconds(name: str, params: dict[str, Any], ins: Sequence[Any], devices: int) -> float:
+    """Return the seconds that YNNPACK saves in an operation; devices share the batch, or else the matrix."""
+    if name == "dot_general" and ins[0].aval.dtype == ins[1].aval.dtype == jnp.float32:
+        batch, m, k, n = product_sizes(params, ins)
+        work = 2.0 * m * k * n
+        matrices, work = (batch / devices, work) if batch >= devices else (batch, work / devices)
+        if work >= _LARGE:
+            return matrices * work * _SAVED
+        return -matrices * _LOST if batch > 1 else 0.0
+    inner = [
+        sum(_seconds(e.primitive.name, e.params, e.invars, devices) for e in jaxpr.eqns)
+        for jaxpr in _compat.subjaxprs(params)
+    ]
+    return sum(inner) * (params["length"] if name == "scan" else 1)

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from multimesh.plan import fingerprint
 from multimesh.processes import agree
 from multimesh.processes.arrays import absent, here, is_key, place
-from multimesh.processes.initialize import begin_step, count_step
+from multimesh.processes.liveness import watch
 from multimesh.runtime.actions import Action, owner, processes
 from multimesh.runtime.between import exchange
 from multimesh.runtime.compile import CompiledPlan
@@ -64,19 +64,13 @@ class PartRunner(Runner):
         with exchange.turn:
             if self._exchange is None:  # others have no part in it
                 return super().__call__(args, moved)
-            begin_step(self._partners)
+            watch.begin_step(self._partners)
             results = super().__call__(args, moved)
-            count_step()
+            watch.count_step()
             return results
 
     def _put(self, arrays: Sequence[Any], layouts: Sequence[NamedSharding]) -> Sequence[Any]:
         return [place(x, layout) for x, layout in zip(arrays, layouts, strict=True)]
-
-    def _relaid(self, position: int, result: Any, layout: NamedSharding) -> Any:
-        return self._moved_to(len(self._inputs) + position, result, layout)
-
-    def _move_whole(self, number: int, x: Any, layout: NamedSharding) -> Any:
-        return self._moved_to(len(self._inputs) + len(self._outputs) + number, x, layout)
 
     def _mover(self, action: Action) -> Call:
         plan, layouts = self.compiled.plan, self.compiled.plan.layouts
@@ -94,20 +88,15 @@ class PartRunner(Runner):
             self._sources[sources] = self._compare(args, sources)
         if self._sources[sources]:
             self._shared.begin()
-        env = list(self.blank)
-        local: list[tuple[int, Any, NamedSharding]] = []
-        for number, (arg, slot, layout) in enumerate(self._inputs):
-            if sources[arg] is None and layout.is_fully_addressable:
-                local.append((slot, args[arg], layout))
-            else:
-                env[slot] = self._moved_to(number, args[arg], layout)
-        arrays = jax.device_put([x for _, x, _ in local], [layout for _, _, layout in local])
-        for (slot, _, _), array in zip(local, arrays, strict=True):
-            env[slot] = array
-        for arg in dict.fromkeys(arg for arg, _, layout in self._inputs if sources[arg] not in (None, layout)):
-            if self._moved.get(arg, 0) < 2:
-                self._note_move(arg, args[arg])
-        return env
+        return super().staged(args)
+
+    def _place(self, inputs: Sequence[tuple[int, int, NamedSharding]], args: Sequence[Any]) -> Sequence[Any]:
+        local = [entry for entry in inputs if not is_placed(args[entry[0]]) and entry[2].is_fully_addressable]
+        arrays = jax.device_put([args[arg] for arg, _, _ in local], [layout for _, _, layout in local])
+        placed = {slot: array for (_, slot, _), array in zip(local, arrays, strict=True)}
+        return [
+            placed[slot] if slot in placed else self._moved_to(slot, args[arg], layout) for arg, slot, layout in inputs
+        ]
 
     def _compare(self, args: Sequence[Any], sources: tuple[Any, ...]) -> bool:
         """Return whether several processes take part in a call; they then compare places and values of arguments."""
@@ -123,7 +112,7 @@ class PartRunner(Runner):
         return True
 
     def _moved_to(self, number: int, x: Any, layout: NamedSharding) -> Any:
-        """Return a caller's value with a layout. A value without a place is the same in all processes."""
+        """See `Runner`. A value without a place is the same in all processes."""
         source = x.sharding if is_placed(x) else None
         if source == layout:
             return x

@@ -90,7 +90,7 @@ class Runner:
         if self._aliases:
             _results.update((id(x), x) for x in results)
         for position, layout in moved.items():
-            results[position] = self._relaid(position, results[position], layout)
+            results[position] = self._moved_to(len(self.blank) + position, results[position], layout)
         return results if not self._stacks else self._join_stacks(results, stacked, args)
 
     def in_blocks(self, args: Sequence[Any]) -> Sequence[Any]:
@@ -100,7 +100,7 @@ class Runner:
         blocks: list[Any] = []
         for n, x in enumerate(args):
             if n in self._cuts:
-                move = functools.partial(self._move_whole, n)
+                move = functools.partial(self._moved_to, len(self.blank) + len(self._outputs) + n)
                 blocks += split_array(x, self._stacks.arguments[n], self._cuts[n], move)
             else:
                 blocks.append(x)
@@ -126,9 +126,6 @@ class Runner:
         if self._aliases:
             _results.update((id(x), x) for x in joined)
         return joined
-
-    def _move_whole(self, number: int, x: Any, layout: NamedSharding) -> Any:
-        return jax.device_put(x, layout)
 
     def run(self, env: list[Any], calls: Calls) -> None:
         """Make the calls of a plan in order. ``env`` has the arrays of all slots."""
@@ -156,8 +153,16 @@ class Runner:
     def _put(self, arrays: Sequence[Any], layouts: Sequence[NamedSharding]) -> Sequence[Any]:
         return jax.device_put(list(arrays), list(layouts))
 
-    def _relaid(self, position: int, result: Any, layout: NamedSharding) -> Any:
-        return jax.device_put(result, layout)
+    def _moved_to(self, number: int, x: Any, layout: NamedSharding) -> Any:
+        """Return an array of the caller, or for the caller, with a layout. ``number`` stands for its place in a call.
+
+        Those of arguments are their slots; then come results, and arguments that are stacks.
+        """
+        return jax.device_put(x, layout)
+
+    def _place(self, inputs: Sequence[tuple[int, int, NamedSharding]], args: Sequence[Any]) -> Sequence[Any]:
+        """Return arguments with the layouts of these inputs: argument, slot and layout."""
+        return move_arguments([args[arg] for arg, _, _ in inputs], [layout for _, _, layout in inputs])
 
     def _mover(self, action: Action) -> Call:
         sources, targets = ([self.compiled.plan.layouts[slot] for slot in slots] for slots in (action.ins, action.outs))
@@ -210,7 +215,7 @@ class Runner:
     def staged(self, args: Sequence[Any]) -> list[Any]:
         """Return the arrays of all slots before a call: arguments, moved to their layouts, and constants."""
         env = list(self.blank)
-        moved: list[tuple[int, int, Any]] = []
+        moved: list[tuple[int, int, NamedSharding]] = []
         for entry in self._inputs:
             arg, slot, layout = entry
             x = args[arg]
@@ -220,8 +225,7 @@ class Runner:
             else:
                 moved.append(entry)
         if moved:
-            placed = move_arguments([args[arg] for arg, _, _ in moved], [layout for _, _, layout in moved])
-            for (_, slot, _), array in zip(moved, placed, strict=True):
+            for (_, slot, _), array in zip(moved, self._place(moved, args), strict=True):
                 env[slot] = array
             for arg in dict.fromkeys(arg for arg, _, _ in moved if self._moved.get(arg, 0) < 2):
                 self._note_move(arg, args[arg])

@@ -30,8 +30,8 @@ from multimesh.schedules.published import (
     PrefetchWavefront,
     Wavefront,
 )
+from multimesh.schedules.scheduler import needs, validate
 from multimesh.schedules.table import Cell, Row, Schedule, Table
-from multimesh.schedules.validation import needs, validate
 
 if TYPE_CHECKING:
     from multimesh.schedules.choose import Candidate, Choice

@@ -16,7 +16,7 @@ from multimesh.errors import UsageError
 from multimesh.observe.timelines.timeline import Timeline
 from multimesh.schedules.costs import CLOSE, UNIT_COSTS, StageCosts
 from multimesh.schedules.published import PUBLISHED
-from multimesh.schedules.simulate import simulate
+from multimesh.schedules.simulate import simulate, sizes
 from multimesh.schedules.table import Schedule, Table
 
 
@@ -76,9 +76,7 @@ class Choice:
     @property
     def title(self) -> str:
         """The sizes of the pipeline."""
-        submeshes, chunks, microbatches, _ = self.shape
-        several = f"{chunks} stages on each" if chunks > 1 else ""
-        return ", ".join(filter(None, (f"{submeshes} submeshes", several, f"{microbatches} microbatches")))
+        return sizes("auto", *self.shape[:3])
 
     @property
     def taken(self) -> Candidate:
@@ -108,7 +106,7 @@ class Choice:
             memory = f"memory for activations: at most {amount(self.limit, unit)} on a submesh"
         else:
             memory = f"memory: at most {amount(self.device or 0, 'bytes')} on a device, by the forecast"
-        head = [f"auto: {self.title}", f"costs: {self.costs.note}" if self.costs.note else "", memory]
+        head = [self.title, f"costs: {self.costs.note}" if self.costs.note else "", memory]
         return "\n".join([*filter(None, head), *(line.rstrip() for line in lines), self.reason])
 
     def to_json(self) -> dict[str, Any]:
@@ -148,15 +146,15 @@ def choose(
     if len(costs.times) != stages:
         raise UsageError(f"schedule auto: costs are those of {len(costs.times)} stages, but the loop has {stages}")
     tables = _simulate_tables(auto.placement(submeshes), shape, costs)
-    peaks = {name: timeline.peaks for name, (_, timeline) in tables.items()}
-    if memory is None and device is None:  # the largest need of 1F1B
-        memory = max(peaks["1f1b"]) if "1f1b" in peaks else min(map(max, peaks.values()))
+    most = {name: max(timeline.peaks) for name, (_, timeline) in tables.items()}
+    if memory is None and device is None:
+        memory = most.get("1f1b", min(most.values()))
     candidates = []
     for name, (table, line) in tables.items():
-        fits = name not in without and (memory is None or max(line.peaks) <= memory * (1 + CLOSE))
+        fits = name not in without and (memory is None or most[name] <= memory * (1 + CLOSE))
         candidates.append(Candidate(name, table, line.makespan, line.bubble, line.peaks, fits))
     if not any(candidate.fits for candidate in candidates):
-        least = ", ".join(amount(size, costs.sizes) for size in min(peaks.values(), key=max))
+        least = ", ".join(amount(size, costs.sizes) for size in min((c.peaks for c in candidates), key=max))
         raise UsageError(
             f"schedule auto: no table keeps activations within {amount(memory or 0, costs.sizes)} (memory=, of each "
             f"submesh); the one that takes least takes {least}; give more memory, smaller microbatches, or recompute "

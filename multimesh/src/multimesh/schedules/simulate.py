@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from multimesh.errors import UsageError
 from multimesh.observe.timelines.spans import Hop, Levels, Span, levels
 from multimesh.observe.timelines.timeline import Timeline
 from multimesh.schedules.costs import UNIT_COSTS, StageCosts, map_covers
-from multimesh.schedules.scheduler import run
+from multimesh.schedules.scheduler import needs, run
 from multimesh.schedules.table import Cell, Table
-from multimesh.schedules.validation import needs
 
 
 def simulate(
     table: Table, costs: Mapping[str, float] | StageCosts = UNIT_COSTS, *, transfer: float = 0.0, title: str = ""
 ) -> Timeline:
-    """Run a table on ideal submeshes; refuse cells that wait for each other.
+    """Run a valid table on ideal submeshes.
 
     A transfer starts when its cell ends, whenever the schedule issues it. It keeps no submesh from computing.
     ``costs`` are the time of F, B and W of every stage, or of each; if all stages cost the same, ``transfer`` is that
@@ -33,10 +31,6 @@ def simulate(
         return stage_costs.hop(source.stage, cell.stage)
 
     times = run(table, reads.__getitem__, lambda cell: stage_costs.of(cell.stage, covers[cell.stage, cell.phase]), hop)
-    if len(times) < len(place):
-        waiting = (next((cell for cell in row if cell not in times), None) for row in table)
-        stuck = ", ".join(str(cell) for cell in waiting if cell is not None)
-        raise UsageError(f"the schedule deadlocks: {stuck} wait for what comes later")
     number = {cell: n for n, cell in enumerate(times)}
     spans = [Span(place[c], *times[c], c.phase, "", c.stage, c.microbatch) for c in times]
     transfers = []

@@ -6,7 +6,7 @@ import collections
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -115,18 +115,16 @@ def _row(rank: int, row: Any) -> tuple[Cell, ...]:
         here = f"custom schedule: submesh {rank}, position {position}: {entry!r}"
         if isinstance(entry, str) != isinstance(entries[0], str):
             raise UsageError(f"{here}: names and pairs (microbatch, name) in one row; use one of the two")
-        microbatch, name = (times[entry], entry) if isinstance(entry, str) else _pair(here, entry)
+        match entry:
+            case str(name):
+                microbatch = times[name]
+            case (int(microbatch), str(name)) if not isinstance(microbatch, bool):
+                pass
+            case _:
+                raise UsageError(f"{here}: expected a name as 'F0' or a pair (microbatch, name) as (0, 'F0')")
         times[name] += 1
-        match = _NAME.fullmatch(name)
-        if match is None:
+        cell = _NAME.fullmatch(name)
+        if cell is None:
             raise UsageError(f"{here}: not a cell; write F, B or W and the number of the stage, as in 'F0'")
-        cells.append(Cell(match[1], int(match[2]), microbatch))
+        cells.append(Cell(cell[1], int(cell[2]), microbatch))
     return tuple(cells)
-
-
-def _pair(here: str, entry: Any) -> tuple[int, str]:
-    if isinstance(entry, Sequence) and len(entry) == 2:
-        microbatch, name = entry
-        if isinstance(microbatch, int) and not isinstance(microbatch, bool) and isinstance(name, str):
-            return microbatch, name
-    raise UsageError(f"{here}: expected a name as 'F0' or a pair (microbatch, name) as (0, 'F0')")

@@ -81,8 +81,9 @@ def spec_of_blocks(sharding: NamedSharding) -> PartitionSpec:
     spec = sharding.spec
     if not is_stacked(sharding.mesh):
         return strip(spec)
-    stage = sharding.mesh.axis_names[0]
-    return strip(PartitionSpec(*(_without(axes, stage) for axes in spec)))
+    stage, free = sharding.mesh.axis_names[0], PartitionSpec.UNCONSTRAINED
+    parts = (axes if axes is free else entry(tuple(a for a in axes_of(axes) if a != stage)) for axes in spec)
+    return strip(PartitionSpec(*parts))
 
 
 def layout_of_block(sharding: NamedSharding) -> NamedSharding:
@@ -90,11 +91,6 @@ def layout_of_block(sharding: NamedSharding) -> NamedSharding:
     if not is_stacked(sharding.mesh):
         return sharding
     return NamedSharding(_FIRST[sharding.mesh], spec_of_blocks(sharding), memory_kind=sharding.memory_kind)
-
-
-def _without(axes: Any, axis: str) -> Any:
-    """Return the entry of a spec without an axis."""
-    return axes if axes is PartitionSpec.UNCONSTRAINED else entry(tuple(a for a in axes_of(axes) if a != axis))
 
 
 @dataclass(frozen=True)

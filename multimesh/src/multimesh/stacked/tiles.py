@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -36,15 +36,14 @@ def join_tiles(program: ir.Program, cuts: Ends) -> tuple[ir.Program, set[ir.Valu
     """Replace sums of padded parts by concatenations, and return the values so made."""
     sums: set[ir.Value] = set()
     linked = program.linked
-    loops = program.each_loop(lambda loop: _in_body(loop, linked, cuts, sums))
-    items = _join_sums(loops.items, program.outputs, cuts, sums)
+
+    def in_body(loop: ir.Loop) -> ir.Loop:
+        results = [*loop.leaves, *(o for op in loop.ops for o in op.outs if o in linked)]
+        ops = [op for op in _join_sums(loop.ops, results, cuts, sums) if isinstance(op, ir.Op)]
+        return replace(loop, ops=tuple(ir.live(ops, results))) if ops != list(loop.ops) else loop
+
+    items = _join_sums(program.each_loop(in_body).items, program.outputs, cuts, sums)
     return replace(program, items=tuple(ir.live(items, program.outputs))), sums
-
-
-def _in_body(loop: ir.Loop, linked: Collection[ir.Value], cuts: Ends, sums: set[ir.Value]) -> ir.Loop:
-    results = [*loop.leaves, *(o for op in loop.ops for o in op.outs if o in linked)]
-    ops = [op for op in _join_sums(loop.ops, results, cuts, sums) if isinstance(op, ir.Op)]
-    return replace(loop, ops=tuple(ir.live(ops, results))) if ops != list(loop.ops) else loop
 
 
 def _join_sums(body: Sequence[ir.Item], results: Iterable[ir.Atom], cuts: Ends, joined: set[ir.Value]) -> list[ir.Item]:

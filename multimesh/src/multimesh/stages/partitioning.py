@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from multimesh.core import checks
 from multimesh.core.text import amount
@@ -101,7 +102,7 @@ def partition(
     A head that takes as long as three layers:
 
     >>> partition([1, 1, 1, 1, 1, 1, 1, 1, 3], submeshes=4, microbatches=8).sizes
-    (2, 3, 3, 1)
+    (3, 3, 2, 1)
     """
     submeshes = checks.integer("partition: submeshes", submeshes, 1)
     chunks = checks.integer("partition: chunks", chunks, 1)
@@ -123,12 +124,12 @@ def partition(
     def needs(stage: int, start: int, end: int) -> float:
         return state[end] - state[start] + alive(stage, submeshes, chunks, microbatches) * (saved[end] - saved[start])
 
-    def value(stage: int, start: int, end: int) -> float:
+    def value(stage: int, start: int, end: int) -> float | None:
         if needs(stage, start, end) > room:
-            return math.inf
+            return None
         return before[start] + microbatches * chunks * (before[end] - before[start])
 
-    bound, _ = least_largest(number, len(costs), value)
+    bound, _ = best_ends(number, len(costs), value, max)
     if math.isinf(bound):
         least = max(needs(number - 1, i, i + 1) for i in range(len(costs)))
         raise UsageError(
@@ -136,10 +137,12 @@ def partition(
             f"on each submesh; a layer alone takes up to {amount(least, 'bytes')}. Use more submeshes, or keep less "
             "of a microbatch with jax.checkpoint"
         )
-    limit = bound * (1 + CLOSE)
-    _, cuts = least_largest(
-        number, len(costs), lambda k, a, b: before[b] - before[a] if value(k, a, b) <= limit else math.inf
-    )
+
+    def length(stage: int, start: int, end: int) -> float | None:
+        here = value(stage, start, end)
+        return None if here is None or here > bound * (1 + CLOSE) else before[end] - before[start]
+
+    _, cuts = best_ends(number, len(costs), length, max)
     ends = list(itertools.pairwise(cuts))
     stages = (LayerCosts(*(total[b] - total[a] for total in (before, state, saved))) for a, b in ends)
     return Partition(tuple(b - a for a, b in ends), tuple(stages), bound)
@@ -152,25 +155,29 @@ def alive(stage: int, submeshes: int, chunks: int = 1, microbatches: float = mat
     return min(microbatches * chunks, many) / chunks
 
 
-def least_largest(stages: int, layers: int, value: Callable[[int, int, int], float]) -> tuple[float, list[int]]:
-    """Minimize the largest value of (stage, first layer, end) over all cuts.
+def best_ends(
+    stages: int, last: int, price: Callable[[int, int, int], Any], join: Callable[[Any, Any], Any]
+) -> tuple[Any, list[int]]:
+    """Return the least joined price of stages that end at ``last``, and their ends from 0; infinity if there is none.
 
-    Returns that value and the ends of such a cut, from 0.
+    The ``price`` of (stage, start, end) is None where a stage is too long, and so is any longer one. Of equal cuts,
+    stages end late.
     """
-    best = [math.inf if end == 0 else value(0, 0, end) for end in range(layers + 1)]
-    starts: list[list[int]] = []
-    for stage in range(1, stages):
-        new, chosen = [math.inf] * (layers + 1), [0] * (layers + 1)
-        for end in range(stage + 1, layers + 1):
-            for start in range(end - 1, stage - 1, -1):
-                here = value(stage, start, end)
-                if here >= new[end]:
-                    break  # a longer piece costs no less
-                if max(best[start], here) < new[end]:
-                    new[end], chosen[end] = max(best[start], here), start
-        best = new
-        starts.append(chosen)
-    ends = [layers]
-    for chosen in reversed(starts):
-        ends.append(chosen[ends[-1]])
-    return best[-1], [0, *reversed(ends)]
+    tables: list[dict[int, tuple[Any, int]]] = [{0: (None, 0)}]
+    for behind in reversed(range(stages)):
+        table: dict[int, tuple[Any, int]] = {}
+        for start, (before, _) in tables[-1].items():
+            for end in range(start + 1, last - behind + 1) if behind else (last,):
+                here = price(stages - behind - 1, start, end)
+                if here is None:
+                    break
+                here = here if before is None else join(before, here)
+                if end not in table or here <= table[end][0]:
+                    table[end] = here, start
+        tables.append(table)
+    if last not in tables[-1]:
+        return math.inf, []
+    ends = [last]
+    for table in reversed(tables[1:]):
+        ends.append(table[ends[-1]][1])
+    return tables[-1][last][0], ends[::-1]

@@ -21,13 +21,11 @@ from multimesh.marking import contexts
 from multimesh.marking.flax_modules import refuse_changes
 from multimesh.marking.tracing import Change, in_a_mesh, in_loops, inside, is_partitioning, is_recording, note_mesh
 from multimesh.schedules.costs import cost
-from multimesh.stages.chains import chain_of, count_state, orders, rescale, scan_over_time, work_of
-from multimesh.stages.cuts import SLACK, Chain, ChainCut, cut_chain
-from multimesh.stages.repeats import cut_between_layers, equal_stages, find_layers
+from multimesh.stages.balance import SLACK, Chain, ChainCut, cut_between_layers, cut_chain, equal_stages, find_layers
+from multimesh.stages.chains import add_work, chain_of, count_state, orders, rescale, scan_over_time, work_of
 from multimesh.stages.stage_cuts import Cuts, StageCut, Work
 from multimesh.stages.staged import run
 from multimesh.stages.units import KEPT_LOOP, Unit, Units, kind_of, read
-from multimesh.stages.work import add_work
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,7 +40,6 @@ class PipelinedFunction(Generic[P, R]):
     fn: Callable[P, R]
     meshes: tuple[Mesh, ...]
     interleave: int
-    placement: tuple[int, ...]
     argnums: frozenset[int]
     seconds: tuple[float, ...]
     logical_axes: AxisMap | None = field(hash=False)
@@ -62,7 +59,7 @@ class PipelinedFunction(Generic[P, R]):
         units, stages, cuts = self._cut(traced)
         if cuts.remark:
             _compat.warn_at(cuts.over_time, cuts.remark.removeprefix(f"{cuts.over_time}: "))
-        meshes = [self.meshes[self.placement[s % len(self.placement)]] for s in range(len(stages))]
+        meshes = self.meshes * self.interleave
         places = [
             replace(make_task(f"stage{s}", mesh=mesh, logical_axes=self.logical_axes), cuts=cuts, types=self._types)
             for s, mesh in enumerate(meshes)
@@ -247,7 +244,6 @@ def pipeline(
     meshes: Sequence[Mesh] | None,
     *,
     interleave: int = 1,
-    placement: Sequence[int] | None = None,
     argnums: int | Sequence[int] = 0,
     seconds: Sequence[float] | None = None,
     logical_axes: AxisMap | None = None,
@@ -268,11 +264,10 @@ def pipeline(
         itself runs in the stages of its forward pass; what follows, such as an optimizer, runs where its arrays are. A
         train step with `multimesh.microbatch` inside is cut within that loop.
     meshes
-        The submeshes, in the order of the pipeline. None, or no mesh: ``fn`` stays one program, as under `jax.jit`.
+        The submesh of each stage, in the order of the pipeline; one may have several. None, or no mesh: ``fn`` stays
+        one program, as under `jax.jit`.
     interleave
-        Stages on each submesh.
-    placement
-        The submesh of stages 0, 1, ..., as `Schedule.placement` of the loop's schedule gives it; by default in turn.
+        How often the stages go through ``meshes``.
     argnums
         The arguments that are trained, as of `jax.grad`: a stage computes no gradient of others.
         ``()``: none, as in a forward pass. Where `multimesh.microbatch` is inside, those of its function. Where
@@ -312,11 +307,10 @@ def pipeline(
         if not isinstance(mesh, Mesh):
             raise checks.refuse("pipeline: a mesh", "a jax.sharding.Mesh", mesh)
     interleave = checks.integer("pipeline: interleave", interleave, 1)
-    route = checks.placement("pipeline", placement, len(grids)) if grids else ()
     listed = (argnums,) if isinstance(argnums, int) else argnums
     numbers = checks.many("pipeline: argnums", listed, "numbers of arguments")
     trained = frozenset(checks.integer("pipeline: argnums", number, 0) for number in numbers)
     took = tuple(cost(x, "pipeline: seconds of a stage") for x in seconds or ())
     if seconds is not None and len(took) != len(grids) * interleave:
         raise UsageError(f"pipeline: {len(grids) * interleave} stages, but seconds of {len(took)}; give one for each")
-    return PipelinedFunction(fn, grids, interleave, route, trained, took, logical_axes, within_layers)
+    return PipelinedFunction(fn, grids, interleave, trained, took, logical_axes, within_layers)

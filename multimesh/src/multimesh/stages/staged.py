@@ -172,9 +172,8 @@ def _evaluation(
             read, later = _inputs(group), [unit for _, members in groups[number + 1 :] for unit in members]
             results = _outputs(group, [*outs, *(v for unit in later for v in unit.reads)])
             inner = [replace(unit, within=None) for unit in group]
-            call = jax.checkpoint(
-                _evaluation(inner, read, results, mesh), policy=within.policy, prevent_cse=within.prevent_cse
-            )
+            options = {name: within.params[name] for name in ("policy", "prevent_cse")}
+            call = jax.checkpoint(_evaluation(inner, read, results, mesh), **options)
             env.update(zip(results, call(*env.many(read)), strict=True))
         return env.many(outs)
 

@@ -6,8 +6,7 @@ A unit is an equation, or some rows of a scan. Calls are looked into, so that a 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +17,6 @@ from multimesh.errors import UsageError
 from multimesh.ir import primitives
 from multimesh.ir.flops import operations
 from multimesh.marking import marks
-from multimesh.stages.work import is_in
 
 _WHOLE = 0.5  # parts of a stage: a checkpointed call of fewer operations stays whole
 _LONG = 0.75  # parts of a stage: rows of a scan with more operations are looked into
@@ -117,14 +115,6 @@ def kind_of(unit: Unit) -> tuple[Any, ...]:
     return unit.eqn.primitive.name, unit.cost, None if unit.rows is None else len(unit.rows), *types
 
 
-@dataclass(frozen=True, eq=False)
-class Checkpoint:
-    """A call under ``jax.checkpoint``, by its options."""
-
-    policy: Any
-    prevent_cse: Any
-
-
 @dataclass(frozen=True)
 class Units:
     """A traced function as units, in order, with those of its backward passes apart."""
@@ -142,19 +132,13 @@ class Units:
     def live(self) -> Units:
         """Drop units that neither a result nor an effect needs."""
         needed = {v for v in self.outs if not isinstance(v, _compat.Literal)}
-        units: list[Unit] = []
-        for unit in reversed((*self.units, *self.after)):
-            if unit.eqn.effects or not needed.isdisjoint(unit.eqn.outvars):
-                units.append(unit)
-                needed.update(a for a in unit.eqn.invars if not isinstance(a, _compat.Literal))
-        free: list[Any] = []
-        for eqn in reversed(self.free):
-            if not needed.isdisjoint(eqn.outvars):
-                free.append(eqn)
+        alive: set[Any] = set()
+        for eqn in reversed([*self.free, *(unit.eqn for unit in (*self.units, *self.after))]):
+            if eqn.effects or not needed.isdisjoint(eqn.outvars):
+                alive.add(eqn)
                 needed.update(a for a in eqn.invars if not isinstance(a, _compat.Literal))
-        alive = set(units)
-        before, after = ([unit for unit in group if unit in alive] for group in (self.units, self.after))
-        return replace(self, free=tuple(free[::-1]), units=tuple(before), after=tuple(after))
+        before, after = (tuple(unit for unit in group if unit.eqn in alive) for group in (self.units, self.after))
+        return replace(self, free=tuple(eqn for eqn in self.free if eqn in alive), units=before, after=after)
 
     @property
     def forward(self) -> Units:
@@ -166,27 +150,22 @@ class Units:
 
 def read(closed: Any, stages: int, trained: Iterable[int]) -> Units:
     """Make units of a traced function, small enough for this number of stages; ``trained`` numbers its arguments."""
-    goal = _forward_operations(closed.jaxpr) / stages
+    forward = (eqn for eqn in closed.jaxpr.eqns if not _compat.scopes(eqn)[1])  # what no transposition added
+    goal = sum(operations(eqn.primitive.name, eqn.params, eqn.invars, eqn.outvars) for eqn in forward) / stages
     reader = _Reader(goal)
-    names = {v: v for v in (*closed.jaxpr.invars, *closed.jaxpr.constvars)}
-    reader.consts.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    outs = reader.walk(closed.jaxpr, names, (), None)
+    outs = reader.walk(closed.jaxpr, closed.consts, closed.jaxpr.invars, (), None)
     ins = (*closed.jaxpr.invars, *reader.consts)
-    free, units = _split_cheap(reader.found, ins)
+    free, units = _split_cheap(reader.units, ins)
     before, after = _split_backward(units, lambda unit: _compat.scopes(unit.eqn)[1])
     if _leads_to_scalar(after, outs):  # a gradient inside is a part of this loss; its own backward comes after that
         before, after = _split_backward(units, lambda unit: _compat.is_transposed_last(unit.eqn))
         if _leads_to_scalar(after, outs):
             before, after = units, ()
         free = tuple(map(_compat.without_transpositions, free))
-    roots = _losses(outs, {v for unit in before for v in unit.eqn.outvars})
-    return Units(ins, reader.consts, free, before, outs, frozenset(ins[i] for i in trained), after, roots).live()
-
-
-def _losses(outs: Sequence[Any], results: set[Any]) -> tuple[Any, ...]:
-    """Return the scalars among the results if the first is one, as of a loss with metrics beside it; else none."""
+    results = {v for unit in before for v in unit.eqn.outvars}
     scalars = tuple(v for v in outs if is_in(v, results) and getattr(v.aval, "shape", None) == ())
-    return scalars if scalars and scalars[0] is outs[0] else ()
+    roots = scalars if scalars[:1] == outs[:1] else ()  # as of a loss with metrics beside it
+    return Units(ins, reader.consts, free, before, outs, frozenset(ins[i] for i in trained), after, roots).live()
 
 
 class _Reader:
@@ -197,34 +176,30 @@ class _Reader:
         self._maker: dict[Any, Any] = {}
         self._rows: dict[Any, tuple[Any, ...]] = {}  # of a stack that was made of them
         self.consts: dict[Any, Any] = {}
-        self.found: list[Unit] = []
+        self.units: list[Unit] = []
 
     def walk(
-        self, jaxpr: Any, names: dict[Any, Any], calls: tuple[Any, ...], within: Checkpoint | None
+        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], calls: tuple[Any, ...], within: Any
     ) -> tuple[Any, ...]:
-        """Add the equations of a jaxpr and return its results; ``names`` has its arguments, and receives its values."""
+        """Add the equations of a jaxpr with these constants and arguments, and return its results."""
+        self.consts.update(zip(jaxpr.constvars, consts, strict=True))
+        names = {v: v for v in jaxpr.constvars} | dict(zip(jaxpr.invars, args, strict=True))
         for eqn in jaxpr.eqns:
             names.update(zip(eqn.outvars, self._results(eqn, names, calls, within), strict=True))
         return tuple(_substitute(a, names) for a in jaxpr.outvars)
 
-    def _results(
-        self, eqn: Any, names: dict[Any, Any], calls: tuple[Any, ...], within: Checkpoint | None
-    ) -> Sequence[Any]:
+    def _results(self, eqn: Any, names: dict[Any, Any], calls: tuple[Any, ...], within: Any) -> Sequence[Any]:
         cost = operations(eqn.primitive.name, eqn.params, eqn.invars, eqn.outvars)
         inner = _compat.callee_of(eqn)
         if eqn.primitive is _compat.remat_p:
             if cost <= _WHOLE * self._goal:
                 inner = None
             elif within is None:
-                within = Checkpoint(eqn.params["policy"], eqn.params["prevent_cse"])
+                within = _compat.rename(eqn, names, calls)  # another one each time that it is read
         elif inner is not None and _is_mark(eqn, calls):
             inner = None
         if inner is not None:
-            called, consts = inner
-            inside = dict(zip(called.invars, (_substitute(a, names) for a in eqn.invars), strict=True))
-            self.consts.update(zip(called.constvars, consts, strict=True))
-            inside.update((v, v) for v in called.constvars)
-            return self.walk(called, inside, (*calls, eqn), within)
+            return self.walk(*inner, [_substitute(a, names) for a in eqn.invars], (*calls, eqn), within)
         if eqn.primitive.name == "scan":
             behind = _BACKWARD if _compat.scopes(_compat.rename(eqn, names, calls))[1] else 1
             if cost > behind * _LONG * self._goal * eqn.params["length"] and eqn.params["length"] > 1:
@@ -239,39 +214,38 @@ class _Reader:
         return list(new.outvars)
 
     def _add(self, unit: Unit) -> None:
-        self.found.append(unit)
+        self.units.append(unit)
         self._maker.update(dict.fromkeys(unit.eqn.outvars, unit))
 
-    def _unrolled(
-        self, eqn: Any, names: dict[Any, Any], calls: tuple[Any, ...], within: Checkpoint | None
-    ) -> Sequence[Any]:
+    def _unrolled(self, eqn: Any, names: dict[Any, Any], calls: tuple[Any, ...], within: Any) -> Sequence[Any]:
         """Read the rows of a scan one after the other, each as its own operations."""
         consts, carries = _compat.scan_counts(eqn.params)
-        body, length = eqn.params["jaxpr"], eqn.params["length"]
+        body, length = _compat.jaxpr_as_fun(eqn.params["jaxpr"]), eqn.params["length"]
         ins = [_substitute(a, names) for a in eqn.invars]
-        carried, stacks = ins[consts : consts + carries], ins[consts + carries :]
-        rows_of: list[Any] = []
-        for row in reversed(range(length)) if eqn.params["reverse"] else range(length):
-            operands = [
-                self._rows[x][row]
-                if x in self._rows
-                else self._inline(functools.partial(_row, row), [x], calls, within)[0]
-                for x in stacks
-            ]
-            inside = dict(zip(body.jaxpr.invars, (*ins[:consts], *carried, *operands), strict=True))
-            self.consts.update(zip(body.jaxpr.constvars, body.consts, strict=True))
-            inside.update((v, v) for v in body.jaxpr.constvars)
-            outs = self.walk(body.jaxpr, inside, (*calls, eqn), within)
-            carried = list(outs[:carries])
-            rows_of.append(outs[carries:])
-        rows_of = rows_of[::-1] if eqn.params["reverse"] else rows_of
-        results = {self._inline(_stack, rows, calls, within)[0]: rows for rows in zip(*rows_of, strict=True)}
-        self._rows.update(results)
-        return [*carried, *results]
 
-    def _inline(self, fn: Any, ins: Sequence[Any], calls: tuple[Any, ...], within: Checkpoint | None) -> Sequence[Any]:
-        closed = jax.make_jaxpr(fn)(*(_compat.shape_of(a.aval) for a in ins))
-        return self.walk(closed.jaxpr, dict(zip(closed.jaxpr.invars, ins, strict=True)), calls, within)
+        def rows_apart(fixed: Any, carried: Any, stacks: Any) -> Any:
+            rows: list[Sequence[Any]] = [()] * length
+            for row in reversed(range(length)) if eqn.params["reverse"] else range(length):
+                operands = (
+                    x[row] if isinstance(x, tuple) else jax.lax.index_in_dim(x, row, keepdims=False) for x in stacks
+                )
+                outs = body(*fixed, *carried, *operands)
+                carried, rows[row] = outs[:carries], outs[carries:]
+            results = list(zip(*rows, strict=True))
+            return (
+                carried,
+                results,
+                [jax.lax.concatenate([jax.lax.expand_dims(x, (0,)) for x in row], 0) for row in results],
+            )
+
+        # A stack that was made of rows is read as these.
+        args = ins[:consts], ins[consts : consts + carries], [self._rows.get(x, x) for x in ins[consts + carries :]]
+        avals = jax.tree.map(lambda a: _compat.shape_of(a.aval), args)
+        closed, out = jax.make_jaxpr(rows_apart, return_shape=True)(*avals)
+        outs = self.walk(closed.jaxpr, closed.consts, jax.tree.leaves(args), (*calls, eqn), within)
+        carried, rows, results = jax.tree.unflatten(jax.tree.structure(out), outs)
+        self._rows.update(zip(results, rows, strict=True))
+        return [*carried, *results]
 
     def _cast_inside(self, eqn: Any) -> Any:
         """The scan of stacks that are cast before it, with the casts in its body: a stage then reads rows as given."""
@@ -302,16 +276,13 @@ class _Reader:
         return eqn.replace(invars=ins, params=eqn.params | {"jaxpr": jax.make_jaxpr(cast_first)(*shapes)})
 
 
-def _row(row: int, x: Any) -> Any:
-    return jax.lax.index_in_dim(x, row, keepdims=False)
-
-
-def _stack(*rows: Any) -> Any:
-    return jax.lax.concatenate([jax.lax.expand_dims(row, (0,)) for row in rows], 0)
-
-
 def _substitute(atom: Any, names: Mapping[Any, Any]) -> Any:
     return atom if isinstance(atom, _compat.Literal) else names[atom]
+
+
+def is_in(atom: Any, values: Set[Any]) -> bool:
+    """Return whether an atom of an equation is one of these values."""
+    return not isinstance(atom, _compat.Literal) and atom in values
 
 
 def _is_mark(eqn: Any, calls: Sequence[Any]) -> bool:
@@ -323,12 +294,6 @@ def _is_mark(eqn: Any, calls: Sequence[Any]) -> bool:
             line = next(filter(None, map(_compat.user_line, sources)), "a line that JAX did not record")
             raise UsageError(f"{line}: {problem}")
     return isinstance(name, str) and name.startswith(marks.CONSTRAINTS.prefix)
-
-
-def _forward_operations(jaxpr: Any) -> float:
-    """Return the operations of the forward pass: those that no transposition added."""
-    eqns = (eqn for eqn in jaxpr.eqns if not _compat.scopes(eqn)[1])
-    return sum(operations(eqn.primitive.name, eqn.params, eqn.invars, eqn.outvars) for eqn in eqns)
 
 
 def _split_backward(

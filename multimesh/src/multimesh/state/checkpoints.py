@@ -1,38 +1,219 @@
-"""Checkpoints are found, read and verified: each process reads its shards, and compares its share of the sums."""
+"""Checkpoints are saved, found, read and verified: each process writes and reads its shards, and sums of its share.
+
+A save writes to a folder of a name that no other writer has, and renames it: of two jobs that save to one path one is
+told, and nothing is ever a mixture of both. Orbax's own checkpointer has one such name for all jobs, and its processes
+wait for one that can't write until a barrier times out.
+"""
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import functools
+import importlib
 import itertools
 import json
+import os
 import re
+import secrets
+import shutil
+import socket
 import sys
+import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from multimesh.errors import DamagedError, NoRecordError, UsageError
+from multimesh.errors import DamagedError, MissingPartError, MultiMeshError, NoRecordError, UsageError
 from multimesh.processes import agree
-from multimesh.state import file_sums, saving
-from multimesh.state.saving import HALF, has_sharding, kind_of, load_handlers, name_leaves
+from multimesh.processes.arrays import is_key
+from multimesh.state import file_sums
+
+OLDEST = (0, 12, 4)
+"""Orbax before this fails where JAX's preemption service is off, as `initialize` leaves it."""
+
+HALF = ".half-written"
+"""Ending of the name of a checkpoint that is being written."""
 
 TREE = "_METADATA"
 """Orbax's description of a tree. `save` notes the types of all leaves in it."""
 
 _MARKS = (TREE, "_CHECKPOINT_METADATA", file_sums.RECORD.format("*", "*"))
-_OLD = ("multimesh.json", "process-*.shards")  # files of the format before Orbax's
+_OF_TENSORSTORE = re.compile(r'local file "([^"]+)".*: ([^:\[]+) \[', re.DOTALL)
 _numbers = itertools.count(1)
+_thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="multimesh-save")
+_last: concurrent.futures.Future[None] | None = None
+
+
+def load_handlers(user: str) -> ModuleType:
+    """Import our handlers of Orbax, for ``user``, a public name.
+
+    Raises ``MissingPartError`` where Orbax is not installed, or is older than `OLDEST`.
+    """
+    try:
+        version = metadata.version("orbax-checkpoint")
+    except metadata.PackageNotFoundError:
+        version = "none"
+    if tuple(map(int, re.findall(r"\d+", version)[:3])) < OLDEST:
+        raise MissingPartError(
+            f"{user} needs orbax-checkpoint {'.'.join(map(str, OLDEST))} or later, and {version} is installed: "
+            "pip install 'multimesh-jax[checkpoints]'"
+        )
+    return importlib.import_module("multimesh.state.handlers")
+
+
+def name_leaves(tree: Any) -> dict[str, Any]:
+    """Return the leaves by their names, such as ``params/0/w``."""
+    leaves: dict[str, Any] = {}
+    folders: dict[str, str] = {}  # in which Orbax writes leaves, to their names
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        name = jax.tree_util.keystr(path, simple=True, separator="/") or "tree"
+        other = folders.setdefault(name.replace("/", "."), name)
+        if name in leaves or other != name or name in (".", ".."):
+            raise UsageError(f"the tree has leaves that are called {name!r} and {other!r}: rename a key")
+        leaves[name] = leaf
+    for name in leaves:
+        *above, _ = itertools.accumulate(name.split("/"), "{}/{}".format)
+        for other in leaves.keys() & above:
+            raise UsageError(f"the tree has leaves that are called {name!r} and {other!r}: rename a key")
+    return leaves
+
+
+def kind_of(x: Any) -> str:
+    """Return the type of a leaf in words, such as ``float32[8,4]``."""
+    if hasattr(x, "dtype") and hasattr(x, "shape"):
+        return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+    return type(x).__name__
+
+
+def has_sharding(x: Any) -> bool:
+    """Return whether a leaf has a sharding. Otherwise every process has it."""
+    if isinstance(x, jax.Array):
+        return bool(x.committed)
+    return getattr(x, "sharding", None) is not None
+
+
+def save(path: Path, tree: Any, *, background: bool = False) -> None:
+    """See `multimesh.distributed.save`."""
+    global _last
+    handlers = load_handlers("mm.distributed.save")
+    wait_for_save()
+    leaves = name_leaves(tree)
+    if not leaves:
+        raise UsageError(f"mm.distributed.save to {path}: the tree has no leaves; give it an array or a number")
+    kinds = {name: kind_of(x) for name, x in leaves.items()}
+    stored = {name: handlers.store(name, x) for name, x in leaves.items()}
+    step = f"save {next(_numbers)}"
+    places = {name: x.sharding if has_sharding(x) else "the host" for name, x in leaves.items()}
+    agree.agree_on(step, [str(path), *(f"{name}: {kinds[name]} on {place}" for name, place in places.items())])
+    writer = agree.first_says(step, f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
+    half = path.with_name(f"{path.name}@{writer}{HALF}")
+
+    def begin() -> None:
+        if jax.process_index() == 0:
+            with _explain_errors(path, half):
+                half.mkdir(parents=True)
+
+    agree.run_in_all(f"{step}/begin", begin)
+    keys = {name: str(jax.random.key_impl(x)) for name, x in leaves.items() if is_key(x)}
+    contents = {"records": jax.process_count(), "leaves": kinds, "keys": keys}
+    written = handlers.begin_write(half, stored, contents)
+    if background:
+        _last = _thread.submit(_finish, step, path, half, *written)
+    else:
+        _finish(step, path, half, *written)
+
+
+def wait_for_save() -> None:
+    """Wait until the save in the background is complete; raise its error, once. Ctrl-C ends the wait, not the save."""
+    global _last
+    if _last is not None:
+        concurrent.futures.wait([_last])
+        done, _last = _last, None
+        done.result()
+
+
+def _wait_at_end() -> None:
+    """Wait as the process ends. Tell an error that nobody has heard of in one line, and end with its code."""
+    try:
+        wait_for_save()
+    except Exception as error:  # noqa: BLE001 - whatever it is, no one else tells it
+        sys.stderr.write(f"multimesh: {error}\n")
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(getattr(error, "exit_code", 1))
+
+
+# Python calls these in reverse order before it ends: while it still starts threads, which Orbax needs.
+threading._register_atexit(_wait_at_end)  # type: ignore[attr-defined]
+
+
+def _finish(step: str, path: Path, half: Path, futures: Sequence[Any], files: Sequence[str]) -> None:
+    """Wait until this process has written its files; when all have, let process 0 name the checkpoint."""
+    sums: dict[str, file_sums.Sums] = {}
+
+    def write() -> list[str]:
+        with _explain_errors(path, half):
+            for future in futures:
+                future.result()
+            sums.update(file_sums.sum_files(half, files))
+            if jax.process_index():
+                file_sums.write_sums(half, sums, jax.process_index(), jax.process_count())
+        return [*files]
+
+    def name(files_of_all: Sequence[Sequence[str]]) -> None:
+        with _explain_errors(path, half):
+            load_handlers("mm.distributed.save").finish_write(half)
+            others = sorted({*file_sums.list_files(half)}.difference(*files_of_all))
+            file_sums.write_sums(half, sums | file_sums.sum_files(half, others), 0, len(files_of_all))
+            half.rename(path)  # which fails where another job was faster
+        for remnant in path.parent.glob(f"*{HALF}"):  # of jobs that were killed, or that will be told
+            if remnant.name.rpartition("@")[0] == path.name:
+                shutil.rmtree(remnant, ignore_errors=True)
+
+    try:
+        agree.run_in_all(f"{step}/finish", write, name)
+    except MultiMeshError:
+        if jax.process_index() == 0:
+            shutil.rmtree(half, ignore_errors=True)
+        raise
+
+
+@contextlib.contextmanager
+def _explain_errors(path: Path, half: Path) -> Iterator[None]:
+    """Refuse a path that exists; raise any error of a save as one of ours."""
+    begun = f"mm.distributed.save to {path}"
+    try:
+        if path.exists():
+            raise FileExistsError
+        yield
+    except Exception as error:
+        if path.exists():  # also where a job that was faster has removed what this one wrote
+            raise UsageError(f"{begun}: there is something already; give every checkpoint a path of its own") from error
+        raise MultiMeshError(f"{begun}: {first_line(error, half)}; there is no checkpoint of that name") from error
+
+
+def first_line(error: Exception, place: Path | str = "") -> str:
+    """Return what went wrong, in a line: of an error of the system its reason and the file, or the ``place``."""
+    text = str(error).strip() or type(error).__name__
+    if isinstance(error, OSError) and error.strerror:
+        text = f"{error.strerror}: {error.filename or place}"
+    elif writing := _OF_TENSORSTORE.search(text):
+        text = f"{writing[2]}: {writing[1]}"
+    return text.splitlines()[0][:300]
 
 
 def restore(path: Path, like: Any, *, partial: bool = False) -> Any:
     """See `multimesh.distributed.restore`."""
     load_handlers("mm.distributed.restore")
-    saving.wait_for_save()
+    wait_for_save()
     targets = name_leaves(like)
     kinds = {name: kind_of(x) for name, x in targets.items()}
     step = f"restore {next(_numbers)}"
@@ -56,7 +237,7 @@ def restore(path: Path, like: Any, *, partial: bool = False) -> Any:
 
 def verify(path: Path) -> None:
     """See `multimesh.distributed.verify`."""
-    saving.wait_for_save()
+    wait_for_save()
     agree.run_in_all(f"verify {next(_numbers)}", functools.partial(_check, path, strict=True))
 
 
@@ -71,7 +252,7 @@ def record(path: Path) -> None:
 
 def _is_checkpoint(folder: Path) -> bool:
     """Return whether a folder is a checkpoint, or a part of one."""
-    return any(any(folder.glob(mark)) for mark in (*_MARKS, *_OLD))
+    return any(any(folder.glob(mark)) for mark in _MARKS)
 
 
 def _list_checkpoints(folder: Path) -> list[Path]:
@@ -100,26 +281,22 @@ def _check(folder: Path, *, strict: bool = False) -> None:
     """
     if folder.name.endswith(HALF):
         raise UsageError(f"{folder} was half-written when its process ended; it can't be used")
-    if any(any(folder.glob(file)) for file in _OLD):
-        raise UsageError(
-            f"{folder} is in a format of multimesh-jax 0.1.0 that this version does not read: restore it with 0.1.0, "
-            "commit 1891ba3 of its repository, and save it with Orbax"
-        )
     if not _is_checkpoint(folder):
         others = ", ".join(path.name for path in reversed(_list_checkpoints(folder.parent)[:8]))
         beside = f"{folder.parent} has {others}" if others else "nor is one beside it"
         raise UsageError(f"{folder}: no checkpoint of mm.distributed.save is there; {beside}")
     sums, complete = file_sums.read_sums(folder)
     file_sums.check_share(folder, sums, jax.process_index(), jax.process_count())
-    if not complete:
-        file_sums.read_sums(folder, _read_contents(folder).get("records"))  # names the one that is missing
-    if not complete and not strict and not (folder / TREE).exists():
-        raise DamagedError(f"{folder / TREE}: missing; {file_sums.REMEDY}")
-    if not complete and strict:
+    if complete:
+        return
+    file_sums.read_sums(folder, _read_contents(folder).get("records"))  # names the one that is missing
+    if strict:
         raise NoRecordError(
-            f"{folder} has no checksums of {'some' if sums else 'its'} files: an older version wrote it, or its job "
-            "was killed just after; mm.distributed.record(path) writes those of the bytes that it has now"
+            f"{folder} has no checksums of {'some' if sums else 'its'} files: its job was killed just after it wrote "
+            "it, or nobody called mm.distributed.record(path), which writes those of the bytes that it has now"
         )
+    if not (folder / TREE).exists():
+        raise DamagedError(f"{folder / TREE}: missing; {file_sums.REMEDY}")
 
 
 def _read(folder: Path, like: Mapping[str, Any], kinds: Mapping[str, str], partial: bool) -> list[Any]:
@@ -130,28 +307,15 @@ def _read(folder: Path, like: Mapping[str, Any], kinds: Mapping[str, str], parti
             f"{folder} was not written by mm.distributed.save: restore it with Orbax and mm.distributed.orbax_handler()"
         )
     stored = contents["leaves"]
-    _compare(folder, kinds, {name: kind for name, kind in stored.items() if name in kinds} if partial else stored)
+    for name in [*kinds, *(() if partial else stored)]:
+        saved, target = stored.get(name, "nothing"), kinds.get(name, "nothing")
+        if saved != target:
+            raise UsageError(f"{folder} has {name} as {saved}, `like` as {target}; give a tree like the one saved")
     try:
         arrays = load_handlers("mm.distributed.restore").read(folder, like)
         return [_convert(x, arrays[name], contents["keys"].get(name)) for name, x in like.items()]
     except Exception as error:  # whatever the file system, Orbax and TensorStore raise
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise DamagedError(f"{folder} can't be read: {line[:300]}; {file_sums.REMEDY}") from error
-
-
-def _compare(path: Path, targets: Mapping[str, str], kinds: Mapping[str, str]) -> None:
-    """Refuse a tree that is not like the saved one."""
-    for name in [*targets, *kinds]:
-        stored, wanted = kinds.get(name), targets.get(name)
-        if stored == wanted:
-            continue
-        if stored is None:
-            difference = f"no {name} ({wanted}), which `like` has"
-        elif wanted is None:
-            difference = f"{name} ({stored}), which `like` lacks"
-        else:
-            difference = f"{name} as {stored}, `like` as {wanted}"
-        raise UsageError(f"{path} has {difference}; give a tree like the one saved")
+        raise DamagedError(f"{folder} can't be read: {first_line(error)}; {file_sums.REMEDY}") from error
 
 
 def _convert(like: Any, value: Any, key: str | None) -> Any:

@@ -68,15 +68,12 @@ def read_sums(folder: Path, shares: int | None = None) -> tuple[dict[str, Sums],
     return sums, bool(files) and files[0].name.endswith(f"-of-{len(files)}.json")
 
 
-def check_share(folder: Path, sums: Mapping[str, Sums], share: int = 0, shares: int = 1) -> None:
+def check_share(folder: Path, sums: Mapping[str, Sums], share: int, shares: int) -> None:
     """Read a share of the files, and compare their checksums.
 
     Raises ``DamagedError`` if bytes are not those that were written; names the first such file.
     """
-    names = sorted(sums)[share::shares]
-    for name, why in zip(names, _map_files(functools.partial(_compare, sums), folder, names), strict=True):
-        if why:
-            raise DamagedError(f"{folder / name}: {why}; {REMEDY}")
+    _map_files(functools.partial(_compare, sums), folder, sorted(sums)[share::shares])
 
 
 def _map_files(read: Callable[[Path, str], T], folder: Path, names: Sequence[str]) -> list[T]:
@@ -90,20 +87,18 @@ def _sum(folder: Path, name: str) -> Sums:
         return opened.tell(), sums
 
 
-def _compare(sums: Mapping[str, Sums], folder: Path, name: str) -> str:
-    """Return the difference of a file from its record; "" if there is none."""
+def _compare(sums: Mapping[str, Sums], folder: Path, name: str) -> None:
     size, expected = sums[name]
     try:
         length, actual = _sum(folder, name)
     except OSError as error:
-        return error.strerror or str(error)
+        raise DamagedError(f"{folder / name}: {error.strerror or error}; {REMEDY}") from None
     if length != size:
-        return f"the file has {length:,} bytes in place of {size:,}"
-    wrong = [number for number, (a, b) in enumerate(zip(actual, expected, strict=True)) if a != b]
-    if not wrong:
-        return ""
-    start, end = wrong[0] * BLOCK, min((wrong[0] + 1) * BLOCK, size)
-    return f"bytes {start:,} to {end:,} are not those that were written"
+        raise DamagedError(f"{folder / name}: the file has {length:,} bytes in place of {size:,}; {REMEDY}")
+    for start, a, b in zip(range(0, size, BLOCK), actual, expected, strict=True):
+        if a != b:
+            place = f"{folder / name}: bytes {start:,} to {min(start + BLOCK, size):,}"
+            raise DamagedError(f"{place} are not those that were written; {REMEDY}")
 
 
 def _seal(body: bytes) -> bytes:

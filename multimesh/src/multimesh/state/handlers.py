@@ -1,6 +1,6 @@
 """Orbax's handlers, with one of our own for arrays of which a process holds all shards or none.
 
-Import this module with `multimesh.state.saving.load_handlers`: it needs Orbax.
+Import this module with `multimesh.state.checkpoints.load_handlers`: it needs Orbax.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from multimesh.core import _compat
 from multimesh.errors import UsageError
 from multimesh.processes import agree
 from multimesh.processes.arrays import absent, here, is_key
-from multimesh.state.saving import has_sharding, kind_of
+from multimesh.state.checkpoints import has_sharding, kind_of
 
 _KEY_KIND = "random_key_impl"  # Orbax's name
 

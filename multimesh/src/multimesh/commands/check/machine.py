@@ -24,7 +24,7 @@ from multimesh.commands.check.steps import ABSENT, FAILED, OK, Bench, Row
 from multimesh.core import known_faults
 from multimesh.errors import MissingPartError, UsageError
 from multimesh.processes import agree
-from multimesh.processes.initialize import name_process
+from multimesh.processes.liveness import name_process
 
 _PACKAGES = re.compile(r"jax|jaxlib|multimesh-jax|numpy|flax|nvidia-nccl-cu\d+|jax-(cuda|rocm)\w*-(plugin|pjrt)")
 _QUERY = (

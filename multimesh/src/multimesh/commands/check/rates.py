@@ -20,7 +20,7 @@ from multimesh.commands.check.steps import ABSENT, FAILED, OK, Bench, Row
 from multimesh.core import _compat
 from multimesh.errors import DisagreementError, MissingPartError, MultiMeshError
 from multimesh.processes.arrays import place
-from multimesh.processes.initialize import name_process
+from multimesh.processes.liveness import name_process
 from multimesh.runtime.actions import owner
 
 SLOW, SLOW_CPU = 0.85, 0.4  # of the usual device: one that is slower than that is named; CPU devices share cores

@@ -98,7 +98,7 @@ def run(options: argparse.Namespace) -> NoReturn:
         finish(options, rows, code, nodes, job.hosts)
     if not answers:
         initialize.end_others("a step of the check did not end", code)
-    initialize.end_together(code)
+    sys.exit(code)
 
 
 def finish(

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from multimesh.errors import LostProcessError, MultiMeshError
 from multimesh.processes import agree
-from multimesh.processes.initialize import name_process
+from multimesh.processes.liveness import name_process
 
 OK, FAILED, ABSENT = "ok", "FAILED", "-"
 LATE = 5.0  # seconds that the answer of a process may come after its step

@@ -10,7 +10,7 @@ from jax.extend import core, source_info_util
 from jax.sharding import AbstractMesh, Mesh
 
 from multimesh.core._compat.jaxprs import Literal, jit_p, remat_p
-from multimesh.core._compat.traces import bind
+from multimesh.core._compat.traces import bind, bind_once
 
 _CALLED = {"closed_call": "call_jaxpr", "core_call": "call_jaxpr", "eval_jaxpr": "call_jaxpr"}
 
@@ -56,5 +56,4 @@ def evaluate(
     with source_info_util.user_context(source.traceback, name_stack=scopes):
         if mesh is not None:
             return bind(eqn.primitive, params, eqn.ctx, args, mesh)
-        out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(params))
-        return out if eqn.primitive.multiple_results else [out]
+        return bind_once(eqn.primitive, params, args)

@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from multimesh.core._compat.jaxprs import Literal, is_ref, retrace, shape_of, subjaxprs, without_layout
 from multimesh.core._compat.lines import scopes, user_line
-from multimesh.core._compat.traces import is_explicit
+from multimesh.core._compat.traces import abstract_mesh_context, bind_once, is_explicit
 from multimesh.core._compat.typed import is_typed, partitions, struct_of
 from multimesh.errors import UsageError
 
@@ -83,8 +83,7 @@ class _Eraser:
             return self._expand(eqn, args)
         else:
             params = {key: self._erased(value) for key, value in eqn.params.items()}
-            out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(params))
-            results = out if eqn.primitive.multiple_results else [out]
+            results = bind_once(eqn.primitive, params, args)
         if name not in _DECIDED or (name not in _MOVES and self._backward):
             return results  # a weight's gradient lies as the weight, once it is summed up
         return [*map(_constrain, results, (v.aval for v in eqn.outvars))]
@@ -161,15 +160,11 @@ class _Eraser:
 @contextlib.contextmanager
 def _place_of(eqn: Any) -> Iterator[None]:
     """Enter the scopes and the context of an equation, with its mesh on Auto axes."""
-    source = eqn.source_info
+    source, mesh = eqn.source_info, eqn.ctx.cur_abstract_mesh
     scopes = source_info_util.current_name_stack() + source.name_stack
-    none, mesh = AbstractMesh((), ()), eqn.ctx.cur_abstract_mesh
-    with source_info_util.user_context(source.traceback, name_stack=scopes), eqn.ctx.manager:
-        if is_typed(mesh):
-            with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(_auto(mesh)):
-                yield
-        else:
-            yield
+    on_auto = abstract_mesh_context(_auto(mesh), typed=True) if is_typed(mesh) else contextlib.nullcontext()
+    with source_info_util.user_context(source.traceback, name_stack=scopes), eqn.ctx.manager, on_auto:
+        yield
 
 
 def _auto(mesh: Any) -> Any:
@@ -214,13 +209,10 @@ def _constrain(x: Any, aval: Any) -> Any:
     layout = aval.sharding
     if not aval.shape or not is_typed(layout.mesh) or getattr(layout.spec, "unreduced", None):
         return x
-    free = any(kind != AxisType.Explicit and layout.mesh.shape[name] > 1 for name, kind in _axes(layout.mesh))
+    axes = zip(layout.mesh.axis_names, layout.mesh.axis_types, strict=True)
+    free = any(kind != AxisType.Explicit and layout.mesh.shape[name] > 1 for name, kind in axes)
     entries = [PartitionSpec.UNCONSTRAINED if free and e is None else e for e in partitions(layout.spec)]
     return lax.with_sharding_constraint(x, NamedSharding(_auto(layout.mesh), PartitionSpec(*entries)))
-
-
-def _axes(mesh: Any) -> Iterator[tuple[str, AxisType]]:
-    return zip(mesh.axis_names, mesh.axis_types, strict=True)
 
 
 def _constrain_both(x: Any, eqn: Any) -> Any:
@@ -229,8 +221,8 @@ def _constrain_both(x: Any, eqn: Any) -> Any:
     free = PartitionSpec.UNCONSTRAINED
 
     def merge(said: Any, axes: Any) -> Any:
-        if said is free or said is None or axes is None:
-            return axes if said in (None, free) and axes is not None else said
+        if said in (None, free) or axes is None:
+            return said if axes is None else axes
         return tuple(itertools.chain(*(e if isinstance(e, tuple) else (e,) for e in (axes, said))))
 
     said = (*partitions(sharding.spec), *(None for _ in x.shape))[: x.ndim]

@@ -1,4 +1,4 @@
-"""Traced functions: their primitives, parts of them, primitives of our own that call them, and values of a trace."""
+"""Traced functions: their primitives, parts of them, and values of a trace."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core, linear_util
 from jax.extend.core import primitives
-from jax.interpreters import ad, batching, mlir, partial_eval
+from jax.interpreters import partial_eval
 from jax.sharding import Mesh, NamedSharding
 
 Literal = core.Literal
@@ -154,50 +154,6 @@ def hoist(closed: Any) -> tuple[Any, list[Any]]:
     return jax.make_jaxpr(fn)(shapes, *map(shape_of, closed.in_avals)), tracers
 
 
-def call_primitive(
-    name: str,
-    *,
-    run: Callable[..., Sequence[Any]],
-    inlined: Callable[..., Sequence[Any]],
-    jvp: Callable[..., tuple[Sequence[Any], Sequence[Any]]],
-    transpose: Callable[..., Sequence[Any]],
-    batch: Callable[..., tuple[Sequence[Any], Sequence[bool]]],
-) -> Any:
-    """Make a primitive that calls the traced function in its parameter ``jaxpr``.
-
-    ``run`` evaluates it on arrays, ``inlined`` inside a jitted function. The rules get None for a zero tangent, for an
-    argument to transpose, and for an argument without rows. They return None where there is no tangent or cotangent.
-    That for a transposition also gets the abstract value of each argument to transpose, and that for rows also returns
-    whether each result has rows, in front.
-    """
-    prim = core.Primitive(name)
-    prim.multiple_results = True
-    prim.def_impl(run)
-    prim.def_effectful_abstract_eval(lambda *_, jaxpr, **__: ([*map(without_layout, jaxpr.out_avals)], jaxpr.effects))
-    mlir.register_lowering(prim, mlir.lower_fun(inlined, multiple_results=True))
-
-    def jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
-        nonzero = [None if type(t) is ad.Zero or t.dtype == jax.dtypes.float0 else t for t in tangents]
-        results, pushed = jvp(primals, nonzero, **params)
-        zeros = [ad.Zero(without_layout(aval).to_tangent_aval()) for aval in params["jaxpr"].out_avals]
-        return results, [z if t is None else t for t, z in zip(pushed, zeros, strict=True)]
-
-    def transpose_rule(cotangents: Sequence[Any], *args: Any, **params: Any) -> Any:
-        fixed = [None if ad.is_undefined_primal(x) else x for x in args]
-        avals = [x.aval for x in args if ad.is_undefined_primal(x)]
-        return transpose([ad.instantiate_zeros(c) for c in cotangents], fixed, avals, **params)
-
-    def batch_rule(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-        size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
-        results, rows = batch(size, args, dims, **params)
-        return results, [0 if flag else None for flag in rows]
-
-    ad.primitive_jvps[prim] = jvp_rule
-    ad.primitive_transposes[prim] = transpose_rule
-    batching.primitive_batchers[prim] = batch_rule
-    return prim
-
-
 def is_tracer(x: Any) -> bool:
     """Return whether ``x`` is a value of an enclosing trace."""
     return isinstance(x, jax.core.Tracer)
@@ -213,11 +169,6 @@ def primal(x: Any) -> Any:
 def is_differentiated(x: Any) -> bool:
     """Return whether an enclosing `jax.grad`, or another derivative, depends on ``x``."""
     return is_tracer(x) and hasattr(x, "primal")
-
-
-def abstractify(x: Any) -> jax.ShapeDtypeStruct:
-    """Return shape, dtype and weak type of an argument, without its sharding."""
-    return shape_of(jax.typeof(x))
 
 
 def shape_of(aval: Any) -> jax.ShapeDtypeStruct:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -176,17 +175,13 @@ jax.make_jaxpr(lambda: _recording.append(type(_trace_in_force())))()
 _RECORDS = tuple(_recording)
 
 
-@functools.cache
-def _type_of_rows() -> type:
-    """Return the type of a value that ``jax.vmap`` has cut into rows."""
-    types: list[type] = []
-    jax.vmap(lambda x: types.append(type(x)))(np.zeros(1))
-    return types[0]
+_of_rows: list[type] = []
+jax.eval_shape(jax.vmap(lambda x: _of_rows.append(type(x))), jax.ShapeDtypeStruct((1,), np.float32))
 
 
 def has_rows(x: Any) -> bool:
     """Return whether a value inside of ``jax.vmap`` depends on a value that is cut into rows."""
-    return isinstance(x, _type_of_rows())
+    return isinstance(x, tuple(_of_rows))
 
 
 def in_a_trace() -> bool:
@@ -214,5 +209,10 @@ def bind(prim: Any, params: dict[str, Any], ctx: Any, args: Sequence[Any], mesh:
     if ctx is None or ctx.cur_abstract_mesh == auto(ctx.cur_abstract_mesh):
         params = {name: None if is_explicit(param) else param for name, param in params.items()}
     with ctx.manager if ctx is not None else contextlib.nullcontext():
-        out = prim.bind(*args, **prim.get_bind_params(params))
+        return bind_once(prim, params, args)
+
+
+def bind_once(prim: Any, params: dict[str, Any], args: Sequence[Any]) -> Sequence[Any]:
+    """Evaluate an equation of a traced function, and return its results."""
+    out = prim.bind(*args, **prim.get_bind_params(params))
     return out if prim.multiple_results else [out]

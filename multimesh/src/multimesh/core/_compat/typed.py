@@ -73,12 +73,8 @@ def with_layout(struct: jax.ShapeDtypeStruct, spec: PartitionSpec | None, mesh: 
     return struct.update(sharding=NamedSharding(mesh, layout, memory_kind=kind))
 
 
-def _aval_with(aval: Any, layout: NamedSharding) -> Any:
-    return aval.update(sharding=layout)
-
-
 _retype_p = core.Primitive("multimesh_retype")
-_retype_p.def_abstract_eval(lambda x, *, layout, old: _aval_with(x, layout))
+_retype_p.def_abstract_eval(lambda x, *, layout, old: x.update(sharding=layout))
 mlir.register_lowering(_retype_p, lambda ctx, x, *, layout, old: [x])
 
 

@@ -98,13 +98,10 @@ _REUSE = private("lib.xla_client.ArrayCopySemantics.REUSE_INPUT")
 _trace_context = private("config.trace_context")
 
 
-def _copy_shards(arrays: Any, devices: Any, layouts: Any) -> Any:
-    return _copy(arrays, devices, layouts, [_REUSE] * len(layouts))
-
-
-copy_shards = None if _copy is None or _REUSE is None else _copy_shards
+copy_shards: Callable[..., Any] | None = (
+    None if _copy is None or _REUSE is None else lambda xs, devices, to: _copy(xs, devices, to, [_REUSE] * len(to))
+)
 """Copy the shards of each array to its list of devices; takes arrays, lists of devices, layouts."""
-
 
 array_of_shards: Callable[..., Any] | None = private("array.ArrayImpl")
 """Make an array of shards, with its type; unlike the public function it can leave out the checks."""

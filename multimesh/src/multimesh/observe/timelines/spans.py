@@ -109,12 +109,7 @@ class Spans:
 
     def row(self, number: int) -> tuple[Span, ...]:
         """Return the spans of one submesh in the order of their start."""
-        return tuple(self.spans[index] for index in self.order(number))
-
-    def order(self, row: int) -> tuple[int, ...]:
-        """Return the indices of the spans of one submesh in the order of their start."""
-        numbers = (number for number, span in enumerate(self.spans) if span.row == row)
-        return tuple(sorted(numbers, key=lambda number: (self.spans[number].start, self.spans[number].end)))
+        return tuple(sorted((s for s in self.spans if s.row == number), key=lambda span: (span.start, span.end)))
 
     @property
     def total(self) -> str:

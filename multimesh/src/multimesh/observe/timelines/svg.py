@@ -116,7 +116,7 @@ class _Picture:
             later = stages.index(span.stage) / max(1, len(stages) - 1) if span.stage is not None else 0.0
             x, width = self.x(span.start), self.plot * span.duration / self.timeline.makespan
             width -= min(0.8, width / 8)
-            kind, words = _PHASES[_phase(span)][0], f"{span or 'kernel'}\n{self.times(span)}"
+            kind, words = _phase(span)[0], f"{span or 'kernel'}\n{self.times(span)}"
             yield _box(x, self.y(row), width, _ROW, f"c {kind}", words, 1 - 0.6 * later)
             text = span.name if span.microbatch is None else str(span.microbatch)
             if len(text) * _CHARACTER <= width:
@@ -159,7 +159,7 @@ class _Picture:
         """Return the meaning of the colours, in as many lines as it takes, and the position of the next part."""
         spans = [span for span in self.timeline.spans if span.duration]
         phases = set(map(_phase, spans))
-        items = [(kind, meaning, 1.0) for phase, (kind, _, meaning) in _PHASES.items() if phase in phases]
+        items = [(kind, meaning, 1.0) for kind, _, meaning in _PHASES.values() if (kind, _, meaning) in phases]
         if len({span.stage for span in spans} - {None}) > len(self.timeline.rows):
             items.append(("F", "lighter: a later stage of the same submesh", 0.4))
         items.append(("idle", "idle", 1.0))
@@ -187,8 +187,8 @@ def summary(timeline: Spans) -> str:
     return f"{timeline.total}. {'; '.join(rows)}."
 
 
-def _phase(span: Span) -> str:
-    return span.phases if len(span.phases) < 2 else "FB"
+def _phase(span: Span) -> tuple[str, str, str]:
+    return _PHASES.get(span.phases, _PHASES["FB"])
 
 
 def _label(x: float, y: float, words: str, kind: str = "") -> str:

@@ -53,7 +53,8 @@ def number_by_schedule(pipeline: Pipeline, schedule: Schedule) -> Pipeline:
     total = (max([0, *ahead, *turned]) // max(1, len(route)) + 1) * len(route)
     behind, late = _without_late(behind, total)
     groups: dict[tuple[str, int], Sequence[ir.Op]] = {}
-    for start, size in _turns(route, total):
+    starts = [s for s in range(total) if s % len(route) == 0 or route[s % len(route)] != route[s % len(route) - 1]]
+    for start, size in ((start, end - start) for start, end in itertools.pairwise([*starts, total])):
         end = total - start - size  # of the backward pass: its position from behind
         ops, back = ahead.get(start, []), behind.get(end, [])
         tasks = dict.fromkeys(op.task for op in (*ops, *reversed(back)) if op.task is not None)
@@ -113,12 +114,6 @@ def _without_late(behind: dict[int, list[ir.Op]], total: int) -> tuple[dict[int,
             else:
                 early.setdefault(at, []).append(op)
     return early, late
-
-
-def _turns(route: Sequence[Mesh], total: int) -> list[tuple[int, int]]:
-    """Return runs of consecutive stages on one submesh: the first stage, and how many there are."""
-    starts = [s for s in range(total) if s % len(route) == 0 or route[s % len(route)] != route[s % len(route) - 1]]
-    return [(start, end - start) for start, end in itertools.pairwise([*starts, total])]
 
 
 def _group_by_stage(ops: Sequence[ir.Op], share: dict[Placement, int]) -> dict[int, list[ir.Op]]:

@@ -36,14 +36,11 @@ def split_weight_gradients(pipeline: Pipeline, owner: Callable[[jax.Device], int
     stages = {c.stage for c in itertools.chain(*pipeline.table) if c.phase == "W"}
     stages -= find_adjacent(pipeline.table, "B", "W") & {0}
     ahead = set[int]() if stages else _send_ahead(pipeline, owner)
-    table = tuple(tuple(itertools.chain(*(_with_weights(cell, ahead) for cell in row))) for row in pipeline.table)
+    backward = (c for c in itertools.chain(*pipeline.table) if c.phase == "B" and c.stage in ahead)
+    both = {c: (c, Cell("W", c.stage, c.microbatch)) for c in backward}
+    table = tuple(tuple(part for cell in row for part in both.get(cell, (cell,))) for row in pipeline.table)
     fragments = split_weights(pipeline.fragments, stages | ahead, set(pipeline.results))
     return replace(pipeline, table=table, fragments=fragments)
-
-
-def _with_weights(cell: Cell, ahead: set[int]) -> tuple[Cell, ...]:
-    follows = cell.phase == "B" and cell.stage in ahead
-    return (cell, Cell("W", cell.stage, cell.microbatch)) if follows else (cell,)
 
 
 def _send_ahead(pipeline: Pipeline, owner: Callable[[jax.Device], int]) -> set[int]:

@@ -50,20 +50,9 @@ def spread_constraints(
     The specs of inputs hold on each submesh that reads them. Unlike a constraint, an input that is replicated stops no
     other layout. Layouts pass through the scans that have an entry in ``bodies``, whose values are among the arrays.
     """
-    arrays, sources = _join_dimensions(program, bodies or {})
-    for value, spec in (specs or {}).items():
-        for array in arrays[value].values():
-            sources += [((array, d), axes) for d, axes in decisions(spec, len(array.shape)) if axes]
-    spread([(array, d) for (array, d), axes in sources if array.take(d, axes)])
-    return arrays
-
-
-def _join_dimensions(
-    program: ir.Program, bodies: Bodies
-) -> tuple[dict[ir.Value, dict[Mesh, Array]], list[tuple[Dimension, Axes]]]:
-    """Return the arrays of a placed program, with related dimensions joined, and the constrained dimensions."""
     arrays: dict[ir.Value, dict[Mesh, Array]] = collections.defaultdict(dict)
-    constrained: list[tuple[Dimension, Axes]] = []
+    sources: list[tuple[Dimension, Axes]] = []  # constrained dimensions
+    bodies = bodies or {}
 
     def array(value: ir.Value, mesh: Mesh) -> Array:
         return arrays[value].setdefault(mesh, Array(ir.shape(value), mesh, 1))
@@ -84,7 +73,7 @@ def _join_dimensions(
             for group in links(op):
                 join((env[value], d) for value, d in group)
             continue
-        constrained += [((operand, d), axes) for operand in env.values() for d, axes in fixed]
+        sources += [((operand, d), axes) for operand in env.values() for d, axes in fixed]
         open_dims = set(range(len(ir.shape(op.outs[0])))).difference(d for d, _ in fixed)
         for value, d in itertools.product(op.reads, open_dims):
             join([(env[value], d), (env[op.outs[0]], d)])
@@ -95,7 +84,11 @@ def _join_dimensions(
     for first, *others in map(list[Array], map(dict.values, arrays.values())):
         for other in others:
             _join_arrays(first, other)
-    return arrays, constrained
+    for value, spec in (specs or {}).items():
+        for placed in arrays[value].values():
+            sources += [((placed, d), axes) for d, axes in decisions(spec, len(placed.shape)) if axes]
+    spread([(placed, d) for (placed, d), axes in sources if placed.take(d, axes)])
+    return arrays
 
 
 def edges_of(loop: ir.Loop) -> list[tuple[ir.Atom, ir.Atom, int]]:

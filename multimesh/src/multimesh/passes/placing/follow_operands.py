@@ -157,7 +157,7 @@ class Follower:
         roots = self._state.roots_of(op.reads)
         if op.prim.name == "concatenate" and _is_mixed(roots):
             self._state.mixed.append(op.outs[0])
-        if any(map(self._owners.is_pinned, op.outs)):
+        if any(o in self._owners.pinned for o in op.outs):
             self._anchor(op, self._owners.of(op.outs[0]) or self._way[0])
         elif floats and any(map(self._owners.is_read, op.outs)):
             home = self._owners.sliced_at_home(op)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -220,43 +221,29 @@ class _Problem:
         """Forbid cuts in which a node is earlier than its operands."""
         rank = min(place, 2 * self._stages)
         for b in self._before[n]:
-            if b not in places or places[b] == place:
-                if self._rank(b, places) > rank:
-                    cut.pay(SOURCE, n, self._never)
-            else:
-                if self._rank(b, places) > rank:
-                    cut.pay(b, n, self._never)
-                if rank > self._rank(n, places):
-                    cut.pay(n, b, self._never)
+            operand = b if places.get(b, place) != place else SOURCE
+            if self._rank(b, places) > rank:
+                cut.pay(operand, n, self._never)
+            if operand is not SOURCE and rank > self._rank(n, places):
+                cut.pay(n, operand, self._never)
         for r in self._after[n]:
-            if (r not in places or places[r] == place) and self._rank(r, places) < rank:
+            if places.get(r, place) == place and self._rank(r, places) < rank:
                 cut.pay(SOURCE, n, self._never)
 
     def _send(self, cut: Cut, v: ir.Value, weight: int, places: _Places, place: int) -> None:
         """Add the cost of sending a value: once for each submesh that reads it and does not make it."""
-        there, maker = self.meshes[place], self._maker.get(v)
-        moves = {n for n in (*self._readers[v], maker) if n in places and places[n] != place}
-        home = self._home(v, places)
+        there, home, maker = self.meshes[place], self._home(v, places), self._maker.get(v)
+
+        def side(n: int | None, mesh: Mesh) -> Any:
+            return SINK if mesh == there else n if n in places else SOURCE
+
+        source, come = side(maker, home), ("come", v)
         for mesh, readers in group((self._mesh(n, places), n) for n in self._readers[v]).items():
-            if mesh == there or (mesh == home and maker not in moves):
-                continue
-            if any(n not in moves for n in readers):  # read there in any case
-                if mesh == home:
-                    cut.pay(SOURCE, maker, weight)
-                continue
             stay = ("stay", v, mesh)
             for n in readers:
-                cut.pay(n, stay, self._never)
-            cut.pay(stay, maker if mesh == home else SINK, weight)
-        if home == there:
-            return
-        source = maker if maker in moves else SOURCE
-        if any(self._mesh(n, places) == there for n in self._readers[v]):
-            if source is not SOURCE:
-                cut.pay(source, SINK, weight)
-            return
-        come = ("come", v)
-        for n in self._readers[v]:
-            if n in moves:
-                cut.pay(come, n, self._never)
+                cut.pay(come, side(n, mesh), self._never)
+                if mesh != there:
+                    cut.pay(side(n, mesh), stay, self._never)
+            if mesh != there:
+                cut.pay(stay, source if mesh == home else SINK, weight)
         cut.pay(source, come, weight)

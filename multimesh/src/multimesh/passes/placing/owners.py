@@ -29,7 +29,7 @@ class Owners:
         }
         self.order = {mesh: i for i, mesh in enumerate(order)}
         self._input_homes = {v: mesh for v, mesh in program.input_homes.items() if mesh in self.order}
-        self._pinned = program.pinned
+        self.pinned = program.pinned  # blocks of a stack, and rows of one, which are made where it lies
         self._homes, self._arguments = homes, frozenset(program.inputs)
         self._outer: dict[ir.Value, ir.Value] = {}
         # Readers by forward tasks, by backward tasks, by others.
@@ -87,15 +87,11 @@ class Owners:
         read = next((read[value] for read in self._read[:2] if read[value]), {})
         return tuple(sorted(read, key=lambda mesh: self.order.get(mesh, 0)))
 
-    def is_pinned(self, value: ir.Value) -> bool:
-        """Return whether a value is a block of a stack, or rows of one, which are made where it lies."""
-        return value in self._pinned
-
     def of(self, value: ir.Value) -> Mesh | None:
         """Return the owner of a floating value that tasks use, or of an argument that others use or that is given."""
         outer = self.outside(value)
-        if outer in self._pinned:
-            return self._pinned[outer]
+        if outer in self.pinned:
+            return self.pinned[outer]
         if outer in self._input_homes and not self.is_read(value) and not self.is_read(outer):
             return self._input_homes[outer]
         for v in () if value in self.data else (value, self.outside(value)):

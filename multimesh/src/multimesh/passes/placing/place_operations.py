@@ -45,10 +45,12 @@ def place_operations(program: ir.Program, replaced: Mapping[int, int] | None = N
 
             program, done = in_pieces(program, mixed)
             tried |= done
-        elif not homes and _has_homeless(placed, state):
-            homes = state.homes  # once more, now that the readers of all arguments are known
-        else:
+            continue
+        readers = {} if homes else state.owners.readers(placed)
+        homeless = any(len(on) > 1 and state.owners.of(v) is None for v, on in readers.items())
+        if homes or not (homeless or state.lost):
             return replace(placed, homes=state.homes)
+        homes = state.homes  # once more, now that the readers of all arguments are known
 
 
 def _place_once(
@@ -59,7 +61,7 @@ def _place_once(
     result_homes = {
         i: mesh
         for i, arg in replaced.items()
-        if (mesh := owners.of(value := program.inputs[arg])) and (owners.is_pinned(value) or not is_small(value))
+        if (mesh := owners.of(value := program.inputs[arg])) and (value in owners.pinned or not is_small(value))
     }
     state = State(owners, {}, _pulls(program, result_homes))
     rows = program.linked
@@ -99,12 +101,6 @@ def _pulls(program: ir.Program, result_homes: Mapping[int, Mesh]) -> Homes:
                 pulls[v] = mesh
                 stack += [r for r in producer[v].reads if r.aval.shape == v.aval.shape]
     return pulls
-
-
-def _has_homeless(placed: ir.Program, state: State) -> bool:
-    """Return whether a large value is on the default submesh because nothing says which submesh owns it."""
-    readers = state.owners.readers(placed)
-    return bool(state.lost) or any(len(on) > 1 and state.owners.of(v) is None for v, on in readers.items())
 
 
 def _resolve_constraints(program: ir.Program) -> list[ir.Item]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from multimesh import ir
 from multimesh.core import _compat
@@ -196,10 +196,9 @@ class _Builder:
             else:
                 ins.append(self._slot(loop.linked.get(v, v), submesh, microbatch))
         outs = (*sums, *(self._slot(v, submesh, microbatch) for v in kernel.outs))
-        task = f.task
         cell = Cell(f.phase, f.stage, microbatch) if f.phase and f.stage is not None else None
-        self.instructions.append(Run(submesh, number, task, tuple(ins), outs, cell))
-        return task
+        self.instructions.append(Run(submesh, number, f.task, tuple(ins), outs, cell))
+        return f.task
 
     def _state(self, carry: ir.Carry, submesh: int, microbatch: int) -> int:
         """Return the slot of the state that a microbatch reads."""
@@ -215,6 +214,9 @@ class _Builder:
         results = {value for kind, value in outputs if kind == "slot"}
         last = {slot: n for n, i in enumerate(self.instructions) for slot in (*i.ins, *i.outs)}  # its last use
         loops = [part for part in self.parts if isinstance(part, Pipeline)]
+        keys = ((arg, self.slots[slot].submesh) for arg, slot in self.inputs)
+        places = {(arg, n): (self.program.inputs[arg], self.meshes[n]) for arg, n in keys}
+        derived = {key: self.program.specs[at] for key, at in places.items() if at in self.program.specs}
         plan = Plan(
             tuple(self.meshes),
             tuple(self.kernels),
@@ -224,7 +226,7 @@ class _Builder:
             tuple(self.inputs),
             tuple(self.constants),
             outputs,
-            derived=self._derived(),
+            derived=derived,
             like=like,
             over=self._over,
             stacks=self.program.stacks,
@@ -234,12 +236,6 @@ class _Builder:
         donations = _donations(plan, last, results, donated)
         never_freed = results | {slot for _, slot in self.constants}
         return replace(plan, donations=donations, instructions=tuple(_with_frees(plan, last, never_freed)))
-
-    def _derived(self) -> dict[tuple[int, int], PartitionSpec]:
-        """Map (argument leaf, submesh) to the spec that constraints give it there."""
-        keys = {(arg, self.slots[slot].submesh) for arg, slot in self.inputs}
-        places = {(arg, n): (self.program.inputs[arg], self.meshes[n]) for arg, n in keys}
-        return {key: self.program.specs[at] for key, at in places.items() if at in self.program.specs}
 
     def _outputs(self) -> tuple[tuple[tuple[str, Any], ...], dict[int, tuple[int, ...]]]:
         """Return the place of each result, a copy of what has a place already, and the arguments that these copy."""
@@ -325,7 +321,9 @@ def _read(part: Segment | Pipeline, value: ir.Value) -> tuple[ir.Atom, ...]:
 
 def _donations(plan: Plan, last: dict[int, int], outs: set[int], donated: frozenset[int]) -> dict[int, tuple[int, ...]]:
     """Return the donated operands of each kernel: accumulators, and donated arguments at their last use."""
-    donated = donated - _find_aliases(plan)
+    on = group((arg, set(plan.submeshes[plan.slots[slot].submesh].devices.flat)) for arg, slot in plan.inputs)
+    # On submeshes that share devices, the slots of an argument may be one buffer.
+    donated = donated - {arg for arg, sets in on.items() if sum(map(len, sets)) > len(set().union(*sets))}
     arg_of = {slot: arg for arg, slot in plan.inputs}
     never_freed = outs | {slot for _, slot in plan.constants}
     donations: dict[int, tuple[int, ...]] = {}
@@ -343,12 +341,6 @@ def _donations(plan: Plan, last: dict[int, int], outs: set[int], donated: frozen
             ]
             donations[run.kernel] = _match_results(plan, run, free, arg_of)
     return donations
-
-
-def _find_aliases(plan: Plan) -> set[int]:
-    """Return the arguments on submeshes that share devices: their slots may be one buffer."""
-    on = group((arg, set(plan.submeshes[plan.slots[slot].submesh].devices.flat)) for arg, slot in plan.inputs)
-    return {arg for arg, sets in on.items() if sum(map(len, sets)) > len(set().union(*sets))}
 
 
 def _match_results(plan: Plan, run: Run, free: Sequence[int], arg_of: dict[int, int]) -> tuple[int, ...]:

@@ -317,7 +317,6 @@ class _Slots(Flow):
         self._plan = plan
         self.array: dict[int, Array] = {}
         self.values: dict[int, dict[ir.Value, Array]] = {}  # of each kernel
-        self._sent: dict[tuple[Array, int], Array] = {}
         self._joined: set[tuple[Array, Array]] = set()
         arrays: dict[tuple[tuple[int, ...], NamedSharding], Array] = {}  # nothing changes these, so one stands for all
         for slot, layout in pinned.items():
@@ -332,11 +331,16 @@ class _Slots(Flow):
     def _follow(self) -> None:
         """Propagate axes through the plan in its order: from operands to results, from sender to receiver."""
         results: dict[int, tuple[Array, ...]] = {}
+        sent: dict[tuple[Array, int], Array] = {}  # a sender's array on a submesh
         for instruction in self._plan.instructions:
             if isinstance(instruction, Send):
                 transfer = self._plan.transfers[instruction.transfer]
-                for source, target in zip(transfer.ins, transfer.outs, strict=True):
-                    self._settle(target, self._received(self.array[source], transfer.target))
+                for slot, target in zip(transfer.ins, transfer.outs, strict=True):
+                    source, at = self.array[slot], transfer.target
+                    if (source, at) not in sent:
+                        sent[source, at] = self.new(source, self._plan.submeshes[at])
+                        self.join_arrays(source, sent[source, at])
+                    self._settle(target, sent[source, at])
             elif isinstance(instruction, Run):
                 number, outs = instruction.kernel, instruction.outs
                 kernel = self._plan.kernels[number]
@@ -351,12 +355,6 @@ class _Slots(Flow):
         if first is not array and (array, first) not in self._joined:
             self._joined.add((array, first))
             self.join_arrays(array, first)
-
-    def _received(self, source: Array, submesh: int) -> Array:
-        if (source, submesh) not in self._sent:
-            self._sent[source, submesh] = self.new(source, self._plan.submeshes[submesh])
-            self.join_arrays(source, self._sent[source, submesh])
-        return self._sent[source, submesh]
 
     def _kernel(self, number: int, kernel: Kernel, run: Run) -> tuple[Array, ...]:
         """Return the arrays of the results of a kernel."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 
 from multimesh import ir
 from multimesh.ir import graph
@@ -43,18 +43,15 @@ def fold_products(ops: Sequence[ir.Op], results: Iterable[ir.Value]) -> tuple[ir
 
 def _swaps_operands(product: ir.Op, permutation: Sequence[int]) -> bool:
     """Return whether a permutation of a product's dimensions only exchanges those of its two operands."""
-    if product.prim.name != "dot_general" or _has_layout(product.params.get("out_sharding")):
+    layout = product.params.get("out_sharding")  # where the compiler chooses it, JAX has none or an empty one
+    chosen = layout is not None and any(kind != AxisType.Auto for kind in layout.mesh.axis_types)
+    if product.prim.name != "dot_general" or chosen:
         return False
     (contracted, _), (batch, _) = product.params["dimension_numbers"]
     first = len(batch)
     second = product.ins[0].aval.ndim - len(contracted)
     count = product.outs[0].aval.ndim
     return tuple(permutation) == (*range(first), *range(second, count), *range(first, second))
-
-
-def _has_layout(sharding: NamedSharding | None) -> bool:
-    """Return whether the layout of a result is given. Where the compiler chooses it, JAX has an empty one."""
-    return sharding is not None and any(kind != AxisType.Auto for kind in sharding.mesh.axis_types)
 
 
 def _swap(params: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ those of gate and up another. A forward pass and the backward pass after it gath
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -65,6 +65,8 @@ def find_exchanges(op: ir.Op, value_axes: ValueAxes, mesh: Mesh) -> Exchanges:
 
 def share_gathers(plan: Plan) -> Plan:
     """Return the plan with a constraint of each array that several products of a kernel read gathered."""
+    if all(mesh.size == 1 for mesh in plan.submeshes):
+        return plan
     values, _ = kernel_axes(plan)
     kernels = (
         replace(kernel, ops=tuple(_share(kernel.ops, values.get(n, {}), plan.submeshes[kernel.submesh])))
@@ -75,7 +77,11 @@ def share_gathers(plan: Plan) -> Plan:
 
 def _share(ops: Sequence[ir.Op], axes: ValueAxes, mesh: Mesh) -> Iterator[ir.Op]:
     """Yield the operations, with constraints before the first of several products."""
-    origins = _find_origins(ops, axes)
+    origins: dict[ir.Value, ir.Value] = {}  # what is a copy of another value, in the same layout
+    for op in ops:
+        v = op.ins[0] if op.ins else None
+        if op.prim.name in _SAME and isinstance(v, ir.Value) and axes.get(v) == axes.get(op.outs[0]):
+            origins[op.outs[0]] = origins.get(v, v)
     gathers = {op: find_exchanges(op, axes, mesh).gathered for op in ops}
     keys = {(op, v): (origins.get(v, v), staying, op.backward) for op, pairs in gathers.items() for v, staying in pairs}
     uses = collections.Counter(keys.values())
@@ -91,16 +97,6 @@ def _share(ops: Sequence[ir.Op], axes: ValueAxes, mesh: Mesh) -> Iterator[ir.Op]
                 yield _gather(op, v, staying, copies[key], axes, mesh)
             operands[v] = copies[key]
         yield replace(op, ins=tuple(operands.get(v, v) for v in op.ins)) if operands else op
-
-
-def _find_origins(ops: Sequence[ir.Op], axes: ValueAxes) -> Mapping[ir.Value, ir.Value]:
-    """Map values to those that they are copies of, in the same layout."""
-    origins: dict[ir.Value, ir.Value] = {}
-    for op in ops:
-        v = op.ins[0] if op.ins else None
-        if op.prim.name in _SAME and isinstance(v, ir.Value) and axes.get(v) == axes.get(op.outs[0]):
-            origins[op.outs[0]] = origins.get(v, v)
-    return origins
 
 
 def _gather(op: ir.Op, v: ir.Value, staying: Sequence[Axes], copy: ir.Value, axes: ValueAxes, mesh: Mesh) -> ir.Op:

@@ -117,8 +117,9 @@ class _Inliner:
             return self._call(eqn, ins, where, out)
         if name in _IN_SMALLER:
             return self._in_smaller(eqn, ins, where, out)
-        if name == "scan" and where.loop is not None and _is_microbatch_loop(eqn, where.loop[0].count):
-            return self._loop(eqn, ins, where, out)
+        counts = where.loop is not None and eqn.params.get("length") == where.loop[0].count
+        if name == "scan" and counts and _calls(eqn.params["jaxpr"].jaxpr, marks.BODY.__eq__):
+            return self._loop(eqn, ins, where, out)  # others are scans of the user's that ``grad`` hoisted
         if name in _NOTHING or (name == "convert_element_type" and _same_type(ins[0], eqn.outvars[0])):
             return ins
         if eqn.primitive is _compat.device_put_p and any(map(_is_place, eqn.params["devices"])):
@@ -364,11 +365,6 @@ def _with_ints(param: Any) -> Any:
 def _is_place(target: Any) -> bool:
     """Return whether a target of ``device_put`` is a device or a sharding; None and a memory space are not."""
     return isinstance(target, jax.Device | jax.sharding.Sharding)
-
-
-def _is_microbatch_loop(eqn: Any, count: int) -> bool:
-    """Return whether a scan is that of `microbatch`, not one of the user's that ``grad`` hoisted out of it."""
-    return eqn.params["length"] == count and _calls(eqn.params["jaxpr"].jaxpr, marks.BODY.__eq__)
 
 
 def _calls(jaxpr: Any, is_known: Callable[[str], Any]) -> bool:

@@ -35,7 +35,9 @@ def separate_sums(program: ir.Program) -> ir.Program:
             items.append(item)
             continue
         inits, item = _with_inits(item)
-        item = _without_literals(item)
+        literals = {k: v for k, v in item.consts.items() if not isinstance(v, ir.Value)}  # move to what uses them
+        consts = {k: v for k, v in item.consts.items() if k not in literals}
+        item = replace(graph.rename_body(item, literals), consts=consts)
         linked = {inner: bodies[outer] for inner, outer in item.slices.items() if outer in bodies}  # not by their stack
         slices = {inner: outer for inner, outer in item.slices.items() if inner not in linked}
         loop, joins = _separate_leaves(replace(item, linked=linked, slices=slices), producer)
@@ -88,12 +90,6 @@ def _ensure_op(atom: ir.Atom, out: ir.Value, stacked: bool, inner: dict[ir.Value
     result = ir.Value(atom.aval if isinstance(atom, ir.Value) else row)
     ops.append(ir.Op(_compat.copy_p, {}, (atom,), (result,)))
     return result
-
-
-def _without_literals(loop: ir.Loop) -> ir.Loop:
-    """Move constants that are literals into the operations that use them."""
-    rename = {k: v for k, v in loop.consts.items() if not isinstance(v, ir.Value)}
-    return replace(graph.rename_body(loop, rename), consts={k: v for k, v in loop.consts.items() if k not in rename})
 
 
 def _split_leaf(

@@ -85,7 +85,10 @@ def _delay(
     totals: list[ir.Op] = []
     new_ops: dict[ir.Op, tuple[ir.Op, ...]] = {}
     stacks: dict[ir.Op, dict[ir.Value, tuple[ir.Value, ir.Value]]] = collections.defaultdict(dict)
-    search = _Search(loop.ops, [*loop.leaves, *linked], arrays, bodies, _axes_of_weights(loop, arrays))
+    of_weights: dict[Mesh, set[str]] = collections.defaultdict(set)  # axes that lay out what all microbatches read
+    for mesh, array in (at for value in loop.consts for at in arrays[value].items()):
+        of_weights[mesh].update(*array.divided)
+    search = _Search(loop.ops, [*loop.leaves, *linked], arrays, bodies, of_weights)
     for s in loop.sums:
         term = search.term(s.leaf)
         if term is None:
@@ -118,15 +121,6 @@ def _put(new_ops: dict[ir.Op, tuple[ir.Op, ...]], chain: Sequence[ir.Op], ops: S
     for op in chain:
         new_ops.setdefault(op, ())
     new_ops[chain[-1]] += tuple(ops)
-
-
-def _axes_of_weights(loop: ir.Loop, arrays: Arrays) -> Mapping[Mesh, set[str]]:
-    """Return the axes of each submesh that lay out what all microbatches read."""
-    axes: dict[Mesh, set[str]] = collections.defaultdict(set)
-    for value in loop.consts:
-        for mesh, array in arrays[value].items():
-            axes[mesh].update(*array.divided)
-    return axes
 
 
 class _Search:
@@ -198,12 +192,13 @@ def _cut(term: _Term, traces: _Traces, stack: ir.Value | None = None) -> tuple[t
         evaluate(chain, env, term.mesh)
         return env[chain[-1].outs[0] if chain else before]
 
+    def split(v: ir.Value, x: Any, d: int | None) -> Any:
+        if d is None or v is before:
+            return x
+        return x.reshape(*x.shape[:d], term.ways, x.shape[d] // term.ways, *x.shape[d + 1 :])
+
     def terms(*args: Any) -> Any:
-        parts = [
-            x if d is None or v is before else _split(x, d, term.ways)
-            for v, x, d in zip(operands, args, dims, strict=True)
-        ]
-        return jax.vmap(one, in_axes=dims)(*parts)
+        return jax.vmap(one, in_axes=dims)(*map(split, operands, args, dims))
 
     numbers: dict[Any, int] = {v: n for n, v in enumerate((*operands, *(op.outs[0] for op in chain)))}
     wiring = [
@@ -213,10 +208,6 @@ def _cut(term: _Term, traces: _Traces, stack: ir.Value | None = None) -> tuple[t
     args = [stack if stack is not None and v is before else v for v in operands]
     key = f"{term.ways} {dims} {numbers.get(before)} {wiring}"
     return _trace(terms, args, term.chain[0], term.mesh, traces, key)
-
-
-def _split(x: Any, dim: int, ways: int) -> Any:
-    return x.reshape(*x.shape[:dim], ways, x.shape[dim] // ways, *x.shape[dim + 1 :])
 
 
 def _total(terms: ir.Value, out: ir.Value, term: _Term, loop: ir.Loop, traces: _Traces) -> tuple[ir.Op, ...]:

@@ -133,7 +133,10 @@ class Localiser:
                 self._repeat(op, costs)
             else:
                 self.at_hand.update(siblings)
-        return self._copied()
+        rename: dict[ir.Value, ir.Atom] = {}
+        for op in sorted(self.repeated.values(), key=lambda op: self.maker[op.outs[0]][0]):
+            self.copies.append((self.maker[op.outs[0]][0], graph.repeat_op(op, rename)))
+        return rename
 
     def _op(self, value: ir.Value) -> ir.Op:
         return self.maker[value][1]
@@ -170,9 +173,3 @@ class Localiser:
                 self._repeat(by, costs)
             else:
                 self.at_hand.add(v)
-
-    def _copied(self) -> dict[ir.Value, ir.Atom]:
-        rename: dict[ir.Value, ir.Atom] = {}
-        for op in sorted(self.repeated.values(), key=lambda op: self.maker[op.outs[0]][0]):
-            self.copies.append((self.maker[op.outs[0]][0], graph.repeat_op(op, rename)))
-        return rename

@@ -19,9 +19,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from multimesh.core import _compat
 from multimesh.errors import UsageError
 from multimesh.marking import contexts
-from multimesh.processes import post
+from multimesh.processes import agree
 from multimesh.processes.arrays import absent, here
-from multimesh.processes.rendezvous import TRANSPORT
+from multimesh.processes.initialize import TRANSPORT
 from multimesh.runtime.actions import Piece, ProcessTransfer, by_devices
 
 Key = tuple[int, int, int]  # plan, run, call
@@ -65,13 +65,13 @@ class Pull:
         self._client = jax.local_devices()[0].client
         self._server = transfer.start_transfer_server(self._client, f"{address}:0", [f"{address}:0"] * 2)
         self._offer = _compat.offerer(self._server)
-        post.put(f"multimesh/transfer/{self._me}", self._server.address().encode())
+        agree.put(f"multimesh/transfer/{self._me}", self._server.address().encode())
 
     @functools.cache  # noqa: B019 - lives as long as the process
     def _puller(self, process: int) -> Callable[[int, list[Any]], list[Any]]:
         """Return a function that pulls arrays of another process, by a number and their types."""
-        address = self._addresses[process] = post.get(f"multimesh/transfer/{process}", "transfers", process).decode()
-        return _compat.puller(self._server.connect(address), self._client)
+        self._addresses[process] = agree.wait_for({process: f"multimesh/transfer/{process}"}, "transfers")[0].decode()
+        return _compat.puller(self._server.connect(self._addresses[process]), self._client)
 
     def advice(self, source: int) -> str:
         """See `Transport`."""
