@@ -63,7 +63,7 @@ BUDGETS = {
     "multimesh/src": 25_360,
     "planner/src": 3_209,
     "numerics/src": 3_290,
-    "maxtext/src": 6_493,
+    "maxtext/src": 6_457,
     "tooling/ci": 98,
     "tooling/core": 310,
     "tooling/environment": 225,
