@@ -125,7 +125,7 @@ def test_compiled_stages_are_shown_beside_their_forecast():
     assert first.split()[-4:] == ["+0.0", "%", "yes", "workspace"]
     assert "-19.1 %" in second
     assert "no" in second.split()
-    assert shown(tabulate_needs(forecast))[0].split()[1:4] == ["params", "optimizer", "batch"]
+    assert shown(tabulate_needs(forecast))[0].split()[1:4] == ["parameters", "optimizer", "batch"]
 
 
 def test_a_step_is_shown_beside_maxtexts_own_programs():

@@ -23,7 +23,7 @@ from multimesh_maxtext.command.flags import FLAGS
 from multimesh_maxtext.command.job import END_OF_DOCUMENT, Job, Paths
 from multimesh_maxtext.command.translate import configuration, launch, per_device
 from multimesh_maxtext.command.values import argument
-from multimesh_maxtext.errors import FlagError
+from multimesh_maxtext.errors import FileError, FlagError
 
 Check = Callable[[Sequence[str]], Job]
 
@@ -225,6 +225,8 @@ def test_text_that_cannot_be_used_is_named(tmp_path: Path, job: Check):
     latin.write_bytes(b"caf\xe9")
     with pytest.raises(FlagError, match=r"latin.txt: not UTF-8 at byte 3; convert it"):
         read_texts([latin])
+    with pytest.raises(FileError, match=r"--text .*nowhere: No such file or directory; name readable files"):
+        read_texts([tmp_path / "nowhere"])
     with pytest.raises(FlagError, match=r"holds 4 tokens, less than one sequence of 128; use --sequence-length 2"):
         write_corpus(["abc"], tmp_path, sequence_length=128)
     short = tmp_path / "short.txt"

@@ -193,9 +193,6 @@ def _find_wrong_combinations(o: Flags) -> Iterator[LauncherError]:
         yield MissingPartError("--compile needs JAX's compiler for GPUs; run ./bootstrap.sh --group compile-gpu")
     if o.prometheus and not o.prometheus.absolute().parent.is_dir():
         yield FileError(f"--prometheus {o.prometheus}: there is no such folder; make it, or choose another")
-    for file in o.text:
-        if not file.is_file():
-            yield FileError(f"--text {file}: no such file")
 
 
 def find_wrong_sizes(job: Job) -> Iterator[LauncherError]:

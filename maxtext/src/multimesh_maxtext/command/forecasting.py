@@ -274,8 +274,7 @@ def show_size(size: float) -> str:
     return f"{size:.3g} TiB"
 
 
-_PARTS = {"params": "parameters", "optimizer": "optimizer", "batch": "batch"}
-_AT_PEAK = {"gradients": "gradients", "live": "activations", "workspace": "workspace", "total": "total"}
+_AT_PEAK = ("gradients", "activations", "workspace", "total")
 
 Need = Mapping[str, int]
 """Bytes on each device of a stage, by their use, and their ``total``: see `trainer.foresight.needs`."""
@@ -283,8 +282,8 @@ Need = Mapping[str, int]
 
 def tabulate_needs(needs: Sequence[Need], forecast: Sequence[Need] = (), limit: int | None = None) -> Table:
     """Return the needs of all stages; as XLA compiled them, beside their ``forecast``, and whether each fits."""
-    parts = _AT_PEAK if forecast else _PARTS | _AT_PEAK
-    rows = [[str(number), *(show_size(need[part]) for part in parts.values())] for number, need in enumerate(needs)]
+    parts = _AT_PEAK if forecast else ("parameters", "optimizer", "batch", *_AT_PEAK)
+    rows = [[str(number), *(show_size(need[part]) for part in parts)] for number, need in enumerate(needs)]
     for row, need, estimate in zip(rows, needs, forecast, strict=False):
         fits = "" if limit is None else "yes" if need["total"] <= limit else "no"
         off = f"{100 * (estimate['total'] / need['total'] - 1):+.1f} %"

@@ -81,7 +81,7 @@ def explain_stop(stop: BaseException) -> LauncherError:
     """Return the error of a loop of steps that MaxText left early."""
     from multimesh_maxtext.trainer import processes
 
-    if processes.is_reached():
+    if processes.ended_by_signal:
         return PreemptedError("a signal ended the run")
     under = stop.__context__
     if isinstance(under, StopIteration):

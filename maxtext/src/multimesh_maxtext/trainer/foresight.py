@@ -21,7 +21,7 @@ import jax
 
 import multimesh
 from multimesh_maxtext.handoff import Target, TrainerConfig
-from multimesh_maxtext.trainer.placement import lay_out
+from multimesh_maxtext.trainer.placement import lay_out, name_path
 
 _CALL_SECONDS = {"kernels": 11e-6, "arrays": 1e-6, "transfers": 51e-6}
 """Time of a process's main thread, as measured with CPU devices (docs/performance.md#the-hosts-share)."""
@@ -103,9 +103,8 @@ def needs(lowered: multimesh.Lowered, state: Any, memory: Sequence[Any]) -> list
     """
     sizes = collections.Counter[tuple[str, frozenset[jax.Device]]]()
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        name = getattr(path[0], "key", getattr(path[0], "name", ""))
         nbytes = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        sizes[name, frozenset(leaf.sharding.device_set)] += nbytes
+        sizes[name_path(path)[0], frozenset(leaf.sharding.device_set)] += nbytes
     result = []
     for mesh, need in zip(lowered.plan.submeshes, memory, strict=True):
         parameters, optimizer = (sizes[name, frozenset(mesh.devices.flat)] for name in ("model", "optimizer"))

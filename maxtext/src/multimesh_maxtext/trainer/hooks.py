@@ -26,8 +26,6 @@ from multimesh_maxtext.handoff import TrainerConfig, find_schedule, receive
 from multimesh_maxtext.trainer import placement, processes, step
 from multimesh_maxtext.trainer.checkpointer import telling
 
-everywhere = processes.everywhere  # MaxText calls it for each scalar that it reads in all processes
-
 _stages: placement.Stages | None = None
 _auto: multimesh.schedules.Auto | None = None
 """The schedule of ``--schedule auto``, with the memory and the costs that are known by now."""
@@ -54,6 +52,11 @@ def _current() -> placement.Stages:
     if _stages is None:
         raise LauncherError("MaxText built a model before its mesh; is third_party/maxtext patched? run ./bootstrap.sh")
     return _stages
+
+
+def everywhere(x: Any) -> Any:
+    """Send the number of the step, which MaxText reads in all processes; a forecast, without arrays, begins with 0."""
+    return 0 if _config().forecast else processes.everywhere(x)
 
 
 def stage_devices(devices: Sequence[jax.Device] | None = None) -> list[jax.Device]:
@@ -86,8 +89,13 @@ def place_state(abstract_state: Any, shardings: Any, checkpoints: Any) -> tuple[
     """Place the types and shardings of the train state by stage. A checkpoint may hold it in another layout."""
     stages, below = _current(), _config().replicate_below
     _specs.update(placement.parameter_specs(shardings))
-    if _config().zero:
-        shardings = placement.spread_optimizer(abstract_state, shardings)
+    if _config().zero:  # each device keeps and updates its part of the moments, and XLA gathers parameters after that
+
+        def spread(path: Any, x: Any, sharding: NamedSharding) -> NamedSharding:
+            moment = placement.name_path(path)[0] == "optimizer"
+            return placement.spread_over_data(x, sharding) if moment else sharding
+
+        shardings = jax.tree_util.tree_map_with_path(spread, abstract_state, shardings)
     if below:
         shardings = jax.tree.map(
             lambda x, s: NamedSharding(s.mesh, P()) if x.size < below else s, abstract_state, shardings
@@ -102,7 +110,7 @@ def init_state(fn: Callable[[], Any], *, in_shardings: None, out_shardings: Any)
 
     def create() -> Any:
         if _config().forecast:
-            return step.eval_types(fn, out_shardings)
+            return placement.lay_out(jax.eval_shape(fn), out_shardings)
         state = _current().create(fn, out_shardings)
         placement.write_placement(Path(_config().placement), created=state)
         return state

@@ -138,16 +138,6 @@ def parameter_specs(shardings: Any) -> dict[tuple[str, ...], P]:
     return {name[1:]: spec for name, spec in named if name[0] == "model"}
 
 
-def spread_optimizer(types: Any, shardings: Any) -> Any:
-    """Return the layouts of a train state with those of the optimizer over the axis ``data`` too (ZeRO-1).
-
-    Each device then keeps and updates its part of the moments, and XLA gathers the parameters after the update.
-    """
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x, s: spread_over_data(x, s) if name_path(path)[0] == "optimizer" else s, types, shardings
-    )
-
-
 def spread_over_data(x: Any, sharding: NamedSharding) -> NamedSharding:
     """Return the layout of an array over the axis ``data`` too, or as it is if that divides no dimension of it."""
     sizes = dict(sharding.mesh.shape)

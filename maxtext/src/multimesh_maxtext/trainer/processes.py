@@ -47,7 +47,8 @@ def _sender() -> multimesh.Jitted:
     return multimesh.jit(multimesh.task(lambda tree: tree, "everywhere", mesh=mesh))
 
 
-_reached = False
+ended_by_signal = False
+"""Whether a signal ended the training; MaxText then leaves its loop."""
 
 
 def listen() -> None:
@@ -63,13 +64,8 @@ def listen() -> None:
         ask = functools.lru_cache(maxsize=1)(lambda _step: bool(came))
 
     def reached(step: int) -> bool:
-        global _reached
-        _reached = ask(step) or _reached
-        return _reached
+        global ended_by_signal
+        ended_by_signal = ask(step) or ended_by_signal
+        return ended_by_signal
 
     multihost_utils.reached_preemption_sync_point = reached
-
-
-def is_reached() -> bool:
-    """Return whether a signal ended the training."""
-    return _reached

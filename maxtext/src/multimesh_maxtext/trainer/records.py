@@ -75,21 +75,18 @@ def saving() -> None:
 def read_gauges(scalars: dict[str, Any], config: Any, seconds: float) -> dict[str, float]:
     """Return memory and utilization at the end of a step.
 
+    Memory is the most that a device of this process has had in use; on CPU devices, that the process has had.
+
     ``scalars``: MaxText's record of the step. It divides a step's operations by the devices of its own mesh.
     ``config``: MaxText's, which has the number of those.
     ``seconds``: how long the step took.
     """
-    gauges = {MEMORY: _peak_bytes()}
+    used = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices()]
+    gauges = {MEMORY: float(max(used) or 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)}
     operations, peak = 1e12 * scalars.get("perf/per_device_tflops", 0.0) * config.num_target_devices, _peak_rate()
     if operations and peak and seconds:
         gauges[UTILIZATION] = operations / (seconds * peak * jax.device_count())
     return gauges
-
-
-def _peak_bytes() -> float:
-    """Return the most memory that a device of this process has had in use; on CPU devices, that the process has had."""
-    used = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices()]
-    return float(max(used) or 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
 @functools.cache

@@ -112,17 +112,6 @@ def leave_compilation() -> SimpleNamespace:
     return ahead
 
 
-def eval_types(fn: Callable[[], Any], shardings: Any) -> Any:
-    """Return the types of ``fn()`` with their shardings; scalars are arrays, because MaxText reads the step number."""
-
-    def leaf(x: Any, sharding: Any) -> Any:
-        if x.ndim == 0 and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
-            return jax.device_put(jnp.zeros((), x.dtype), sharding)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    return jax.tree.map(leaf, jax.eval_shape(fn), shardings)
-
-
 @jax.custom_vjp
 def like_flash_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return arrays of the types of an attention's result and its sums, with residuals of the same types.
@@ -232,18 +221,16 @@ def accumulate_microbatches(
 
     # Cut as the rows are, this gives each microbatch its number.
     numbers = jnp.arange(rows, dtype=jnp.uint32) % length
-    stacked = jax.tree_util.tree_map_with_path(_is_stacked, result[1])
+    stacked = jax.tree_util.tree_map_with_path(
+        lambda path, x: x.dtype == jnp.bool_ or any(getattr(part, "key", None) in _REDUCED for part in path[:1]),
+        result[1],
+    )
     reductions = "sum", jax.tree.map(lambda stack: "stack" if stack else "sum", stacked)
     total, aux = multimesh.microbatch(one, size=rows // length, reduce=reductions, **loop)((batch, numbers))
     # MaxText reduces over the microbatches once more; a sum is one row.
     aux = jax.tree.map(lambda stack, x: x if stack else jnp.asarray(x)[None], stacked, aux)
     state = jax.tree_util.tree_map_with_path(final, init[_STATE], jax.tree.unflatten(tree, strides))
     return {**total, PARAMETERS: init[PARAMETERS], _STATE: state}, aux
-
-
-def _is_stacked(path: Any, like: Any) -> bool:
-    """Whether MaxText needs a result of each microbatch, not their sum."""
-    return like.dtype == jnp.bool_ or any(getattr(part, "key", None) in _REDUCED for part in path[:1])
 
 
 def _read_strides(traced: Any, arguments: Any, result: Any) -> list[int]:
