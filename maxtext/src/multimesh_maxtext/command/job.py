@@ -308,8 +308,8 @@ class Job:
         shape: dict[str, Any] = {"microbatches": self.microbatches, "chunks": flags.interleave}
         cut = multimesh.schedules.partition
         with contextlib.suppress(multimesh.UsageError):  # the forecast refuses it, with its numbers
-            return cut(costs, flags.pp, memory=flags.device_memory, **shape).sizes
-        return cut(costs, flags.pp, **shape).sizes
+            return cut(costs, flags.pp, memory=flags.device_memory, **shape)
+        return cut(costs, flags.pp, **shape)
 
     @functools.cached_property
     def route(self) -> tuple[int, ...]:
