@@ -35,6 +35,10 @@ def command_lines() -> Iterator[tuple[int, str]]:
             yield int(path.parent.name), path.read_text(errors="replace")
 
 
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def trainers(folder: Path, rank: int) -> list[int]:
     """Processes that train as one rank of a run in a folder; not the launchers that wait for them."""
     own = f"metrics_file={folder}/{f'process-{rank}/' if rank else ''}metrics.jsonl"
@@ -102,10 +106,10 @@ def killed(root: Path, arguments: tuple[Any, ...], moment: Moment) -> str:
     for printed in process.stdout:  # the trainer is there when run.py says so
         if printed.startswith("starting MaxText"):
             break
-    children: list[str] = []
-    while not children:
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    trainer = int(children[0])
+    started: list[int] = []
+    while not started:
+        started = children(process.pid)
+    (trainer,) = started
     moment(process, trainer)
     os.kill(trainer, signal.SIGKILL)
     _, errors = process.communicate()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from killing import Job, records, trainers
+from killing import Job, children, records, trainers
 
 from multimesh_maxtext.command.environment import CACHE_SWITCH
 
@@ -69,11 +69,9 @@ def shoot(shot: Shot, job: Job, launcher: subprocess.Popen[bytes]) -> list[int]:
     kind, _, rank = shot.place.partition(" ")
     targets = [launcher.pid]
     if kind == "command":
-        children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
-        try:
-            targets = [int(pid) for pid in children.read_text().split()][int(rank) : int(rank) + 1]
-        except FileNotFoundError:  # it has ended
-            targets = []
+        targets = []
+        with contextlib.suppress(FileNotFoundError):  # it has ended
+            targets = children(launcher.pid)[int(rank) : int(rank) + 1]
     elif kind == "trainer":
         targets = trainers(job.folder / "out", int(rank))
     for pid in targets:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from killing import command_lines
+from killing import children, command_lines
+from test_checkpoint import write
 
 from multimesh_maxtext.command import cli
 from multimesh_maxtext.command.cli import main
@@ -126,10 +127,6 @@ def wait_for(condition: Callable[[], object]) -> Any:
             return found
         time.sleep(0.05)
     raise AssertionError("waited for a minute")
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def running(start: Start, folder: Path, kind: str) -> tuple[subprocess.Popen[str], int]:
@@ -315,11 +312,7 @@ def test_memory_of_the_machine_that_does_not_suffice_is_told_in_a_line(
 
 
 def test_a_finished_job_that_is_run_again_has_nothing_left_to_do(start: Start, tmp_path: Path):
-    folder = tmp_path / "ck/1"
-    (folder / "items").mkdir(parents=True)
-    (folder / "commit_success.txt").touch()
-    path = [{"key": key} for key in ("params", "params", "decoder", "layers_0", "kernel")]
-    (folder / "items/_METADATA").write_text(json.dumps({"tree_metadata": {"0": {"key_metadata": path}}}))
+    write(tmp_path / "ck", 1)
     out = succeeded(finished(start("--output", tmp_path / "out", "--checkpoint", tmp_path / "ck", "--resume")))
     assert out.splitlines()[-1] == "ok: checkpoint 1 is after the last of --num-steps 2; nothing is left to do"
 

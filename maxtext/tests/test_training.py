@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from killing import children, records
 
 pytestmark = pytest.mark.longer
 
@@ -21,17 +22,13 @@ Run = Callable[..., Any]
 TINY = ("--num-layers", "1", "--model-dims", "64", "--mlp-dims", "64", "--sequence-length", "32")
 
 
-def records(file: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 @pytest.mark.full
 def test_validate_cpu(run: Run, tmp_path: Path):
-    metrics = tmp_path / "m.jsonl"
+    metrics = tmp_path / "m/metrics.jsonl"
     done = run("--output", tmp_path / "out put", "--metrics-file", metrics, script="validate-cpu.sh")
     assert done.code == 0, done.stderr
-    losses = [record["learning/loss"] for record in records(metrics)]
-    reference = [record["learning/loss"] for record in records(tmp_path / "out put/spmd/metrics.jsonl")]
+    losses = [record["learning/loss"] for record in records(metrics.parent)]
+    reference = [record["learning/loss"] for record in records(tmp_path / "out put/spmd")]
     assert len(losses) == len(reference) == 3
     assert losses[0] > losses[1] > losses[2]
     lines = done.stdout.splitlines()
@@ -64,7 +61,7 @@ def test_tensorboard_has_the_losses_of_the_metrics_file(run: Run, tmp_path: Path
         values = {value.tag: value.simple_value for value in event.summary.value}
         losses |= {event.step: values["learning/loss"]} if "learning/loss" in values else {}
         data = data[16 + size :]
-    assert losses == {int(r["step"]): pytest.approx(r["learning/loss"]) for r in records(tmp_path / "metrics.jsonl")}
+    assert losses == {int(r["step"]): pytest.approx(r["learning/loss"]) for r in records(tmp_path)}
 
 
 def test_text_on_tensor_parallel_devices(run: Run, root: Path, tmp_path: Path):
@@ -126,7 +123,7 @@ def test_an_interrupted_run_leaves_no_process(root: Path, tmp_path: Path, maxtex
     for printed in process.stdout:
         if printed.startswith("step 0 of "):
             break
-    (trainer,) = _children(process.pid)
+    (trainer,) = children(process.pid)
     process.send_signal(number)
     _, errors = process.communicate()
     assert process.returncode == 130
@@ -135,39 +132,21 @@ def test_an_interrupted_run_leaves_no_process(root: Path, tmp_path: Path, maxtex
     assert not Path(f"/proc/{trainer}").exists()
 
 
-def test_an_interrupt_while_python_executes_a_string_has_the_same_code(tmp_path: Path):
-    """Python keeps in mind that such a string was interrupted, and ends by SIGINT under ``-m``."""
-    (tmp_path / "interrupted.py").write_text(
-        "from multimesh_maxtext.command import cli\n"
-        "cli.any_member = lambda *_: exec('raise KeyboardInterrupt')\n"
-        "cli.command([])\n"
-    )
-    done = subprocess.run([sys.executable, "-m", "interrupted"], cwd=tmp_path, stderr=subprocess.DEVNULL, check=False)
-    assert done.returncode == 130
+NVIDIA_SMI = '#!/bin/sh\nfor gpu in 0 1 2 3; do [ "$1" = --list-gpus ] && echo "GPU $gpu: H" || echo 81559; done\n'
 
 
-def _children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-@pytest.mark.stand_in("a PATH without nvidia-smi")
-def test_validate_gpu_refuses_without_a_gpu(run: Run):
-    done = run(script="validate-gpu.sh", env={"PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""})
-    assert (done.code, done.stdout) == (4, "")
-    assert done.stderr == "error: no GPU can be seen here (nvidia-smi lists none); use maxtext/validate-cpu.sh\n"
-
-
-@pytest.mark.stand_in("an nvidia-smi of our own")
-@pytest.mark.parametrize(("visible", "tp"), [(None, 4), ("0,2", 2), ("3", 1)])
-def test_validate_gpu_uses_the_visible_gpus(run: Run, tmp_path: Path, visible: str | None, tp: int):
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text(
-        '#!/bin/sh\nfor gpu in 0 1 2 3; do [ "$1" = --list-gpus ] && echo "GPU $gpu: H" || echo 81559; done\n'
-    )
-    smi.chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+@pytest.mark.stand_in("an nvidia-smi of our own, or a PATH without one")
+@pytest.mark.parametrize(("visible", "tp"), [(None, 4), ("0,2", 2), ("3", 1), ("", 0)])
+def test_validate_gpu_uses_the_visible_gpus_and_refuses_without(run: Run, tmp_path: Path, visible: str | None, tp: int):
+    (tmp_path / "nvidia-smi").write_text(NVIDIA_SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}" if tp else "/usr/bin:/bin"}
     environment |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     done = run("--dry-run", "--json", script="validate-gpu.sh", env=environment)
+    if not tp:
+        refusal = "error: no GPU can be seen here (nvidia-smi lists none); use maxtext/validate-cpu.sh\n"
+        assert (done.code, done.stdout, done.stderr) == (4, "", refusal)
+        return
     assert done.code == 0, done.stderr
     settings = done.json["configuration"]
     assert settings["ici_tensor_parallelism"] * settings["ici_tensor_sequence_parallelism"] == tp

@@ -153,9 +153,8 @@ def main(junk, names):
     if junk:  # what was traced before does not count
         step, args = scanned("gpipe")
         step.plan(args[0], args[1][:4])
-    known = [n for n in mm.schedules.names() if n != "custom"]
     found = {}
-    for name in known if names == ["all"] else names:
+    for name in [*mm.schedules.names(), "auto"] if names == ["all"] else names:
         step, args = scanned(name)
         plan = step.plan(*args)
         found[name] = [plan.fingerprint(), str(plan), [str(step) for step in plan.instructions]]

@@ -52,17 +52,12 @@ def test_inputs_passed_straight_through(split, case):
         return two_blocks(split)(p, x), p, odd, [odd["twice"], ()]
 
     y, same, odd_out, again = mm.jit(f)(placed, batch["x"], odd)
-    assert_same(y, two_blocks(Plain())(params, batch["x"]))
+    assert_same(y, two_blocks(plain)(params, batch["x"]))
     assert_same(same, params)
     assert_same(odd_out, jax.jit(lambda o: o)(odd))
     assert_same(again[0], odd["twice"])
     assert_at_home(split, same, MLP.owners(params))
     assert not any(x.is_deleted() for x in jax.tree.leaves(placed))
-
-
-class Plain:
-    def __call__(self, stage, fn):
-        return plain(stage, fn)
 
 
 def test_odd_outputs(split, case):
@@ -134,7 +129,7 @@ def test_static_arguments(split, case):
         return x * scale
 
     compiled = mm.jit(f, static_argnums=(2, 3))
-    reference = two_blocks(Plain())
+    reference = two_blocks(plain)
     once = reference(params, batch["x"])
     assert_same(compiled(params, batch["x"], 1, 2.0), once * 2)
     assert_same(compiled(params, batch["x"], 2, 1.0), reference(params, once))
@@ -178,7 +173,7 @@ def test_shardings_of_inputs_and_outputs(case):
     f = mm.jit(two_blocks(split), in_shardings=(None, rows), out_shardings=out)
     y = f(params, batch["x"])
     assert y.sharding.is_equivalent_to(out, y.ndim)
-    assert_same(y, two_blocks(Plain())(params, batch["x"]))
+    assert_same(y, two_blocks(plain)(params, batch["x"]))
 
 
 def test_compilations_do_not_grow_with_microbatches(compilations, case):

@@ -6,7 +6,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from multimesh.processes import initialize, launchers, step_counts, timeouts
+from multimesh.processes import agree, initialize, launchers, step_counts
 
 import multimesh as mm
 
@@ -89,7 +89,7 @@ def test_one_that_has_ended_and_that_others_need_is_named():
 
 @pytest.fixture(autouse=True)
 def timeouts_of_this_test(monkeypatch):
-    monkeypatch.setattr(timeouts, "_chosen", {})
+    monkeypatch.setattr(agree, "_timeouts", {})
 
 
 @pytest.mark.parametrize(
@@ -104,18 +104,18 @@ def test_timeouts_are_numbers(monkeypatch, given, environ, told):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(mm.UsageError, match=re.escape(told)):
-        timeouts.choose(given)
+        agree.choose_timeouts(given)
 
 
-@pytest.mark.parametrize("name", timeouts.DEFAULTS)
+@pytest.mark.parametrize("name", agree.TIMEOUTS)
 def test_each_timeout_has_an_argument_and_a_variable(monkeypatch, name):
     """The argument wins; without both it is the usual one."""
     argument = "initialization_timeout" if name == "start" else f"{name}_timeout"
     assert argument in inspect.signature(mm.distributed.initialize).parameters
-    for variable, value, want in (("", None, timeouts.DEFAULTS[name]), ("8", None, 8), ("8", 7, 7)):
+    for variable, value, want in (("", None, agree.TIMEOUTS[name]), ("8", None, 8), ("8", 7, 7)):
         monkeypatch.setenv(f"MULTIMESH_{name.upper()}_TIMEOUT", variable)
-        timeouts.choose({name: value})
-        assert timeouts.seconds(name) == want
+        agree.choose_timeouts({name: value})
+        assert agree.seconds_of(name) == want
 
 
 def member(rank, *words):

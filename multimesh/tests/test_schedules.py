@@ -11,8 +11,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from models import DROPOUT, MLP, MODELS, MOE, SKIP, TRANSFORMER, squared_error
 from multimesh.schedules import Cell
-from optimizing import OPTIMIZERS
-from optimizing import check as check_training
 from pipelines import Split, assert_at_home, assert_same, gradient, reference_gradient, register_scopes, submeshes
 
 import multimesh as mm
@@ -73,16 +71,6 @@ def test_gradients(model, schedule, where):
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
 def test_gradients_of_every_model(model, schedule, where, rows):
     check(model, schedule, where, rows=rows)
-
-
-@pytest.mark.longer
-@pytest.mark.parametrize(
-    ("model", "schedule", "stages"),
-    [(TRANSFORMER, "zb-h1", 2), pytest.param(MOE, "interleaved", 4, marks=pytest.mark.full)],
-    ids=lambda x: str(x)[:11],
-)
-def test_adamw(model, schedule, stages):
-    check_training(model, OPTIMIZERS["adamw"](), schedule, split_for(schedule, stages), stages)
 
 
 @pytest.mark.telling("zb-v-2-4")

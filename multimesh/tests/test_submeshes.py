@@ -129,21 +129,6 @@ def test_physical_axes_inside_a_task_are_the_submeshs_own():
     assert_same(got, jax.jit(make(plain, microbatched))(params, batch))
 
 
-def test_a_callable_object_is_a_task():
-    class Block:
-        def __init__(self, scale):
-            self.scale = scale
-
-        def __call__(self, p, x):
-            return self.scale * mlp_block(p, x)
-
-    (m,) = submeshes(1, (2,))
-    p, x = MLP.init(1)["stages"][0], MLP.batch(ROWS, 0)["x"]
-    y = mm.jit(mm.task(Block(2.0), mesh=m))(p, x)
-    assert set(y.devices()) == set(m.devices.flat)
-    assert_same(y, 2.0 * mlp_block(p, x))
-
-
 def put_targets():
     first, second = submeshes(2, (2,))
     foreign = Mesh(np.array(jax.devices()[4:8]), ("rows",))

@@ -1,6 +1,5 @@
 """Layouts in types inside tasks: JAX's transformations, schedules and meshes, against plain ``jax.jit``."""
 
-import contextlib
 import functools
 
 import jax
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import NamedSharding, auto_axes, explicit_axes, reshard
+from jax.sharding import Mesh, NamedSharding, auto_axes, explicit_axes, reshard
 from jax.sharding import PartitionSpec as P
 from pipelines import assert_same
 from typed_models import (
@@ -256,11 +255,7 @@ def test_one_program_around(around):
         fn(*alone)
 
 
-AMBIENT = {
-    "none": contextlib.nullcontext,
-    "first": lambda: jax.set_mesh(MESHES[0]),
-    "last": lambda: jax.set_mesh(MESHES[1]),
-}
+AMBIENT = {"none": Mesh(np.empty((), object), ()), "first": MESHES[0], "last": MESHES[1]}
 
 
 @pytest.mark.telling("scope-first", "context-none")
@@ -281,9 +276,7 @@ def test_forms_and_ambient_meshes(form, ambient):
 
     registered = [mm.register_task(rf"typedscope_{s}", mesh=m) for s, m in enumerate(MESHES)] if form == "scope" else []
     try:
-        with jax.set_mesh(
-            {"first": MESHES[0], "last": MESHES[1]}.get(ambient, jax.sharding.Mesh(np.empty((), object), ()))
-        ):
+        with jax.set_mesh(AMBIENT[ambient]):
             check(train(decoder(stage)), looped(jax.value_and_grad(decoder(plain))), args, alone, MESHES[0])
     finally:
         for r in registered:

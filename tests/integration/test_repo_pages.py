@@ -16,7 +16,7 @@ from tests.pages import ROOT
 
 INSTALLS = re.compile(r"pip install(?: \./multimesh)?((?: [a-z]+)*)(?=`|\n| &&)")
 ELSEWHERE = {  # commands that are not run here: who runs them, or what they need
-    "./bootstrap.sh": "test_repo_clean_clone.py and .ci/run",
+    "./bootstrap.sh": "CI",
     ".ci/run": "CI",
     ".venv/bin/pytest": "CI",
     ".venv/bin/zizmor": "CI: .ci/run lint",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from tests.integration.parts import processes
 from tooling.core import errors, files, proc
 
 CODE = """
@@ -38,15 +38,12 @@ def test_all_that_was_started_ends_and_the_lock_is_free(tmp_path: Path, signum: 
     argv = [sys.executable, "-uc", CODE, str(tmp_path / "lock")]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stdout.readline()
-        pids = list(proc._descendants(process.pid))
+        pids = list(proc.descendants(process.pid))
         process.send_signal(signum)
         process.wait(30)
         assert process.returncode == (-signum if signum == signal.SIGKILL else 130)
     ours = pids[:1] if signum == signal.SIGKILL else pids  # nobody can be told of a kill but children
-    until = time.monotonic() + 5
-    while any(map(proc._runs, ours)) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not any(map(proc._runs, ours))
+    processes.wait_for(lambda: not any(map(processes.runs, ours)), "all have ended", patience_s=5)
     with files.lock(tmp_path / "lock"):
         pass
     subprocess.run(["kill", *map(str, pids)], capture_output=True)

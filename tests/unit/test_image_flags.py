@@ -50,6 +50,8 @@ def build(root: Path, *argv: str, **env: str) -> subprocess.CompletedProcess[str
         ("--no-build", "build", False),
         ("--build", "build", True),
         ("--dry-run", "dry_run", True),
+        *((f"--base-image {image}", "base_image", image) for image in ("ubuntu:24.04", "localhost:5000/x", "my.base")),
+        (f"--base-image r.example/a/b:c@sha256:{'0' * 64}", "base_image", f"r.example/a/b:c@sha256:{'0' * 64}"),
     ],
 )
 def test_the_options_of_the_original_are_taken(words: str, name: str, value: object) -> None:
@@ -83,11 +85,6 @@ def test_the_options_of_the_original_are_taken(words: str, name: str, value: obj
 def test_what_cannot_be_meant_is_refused_with_a_reason(argv: list[str], reason: str) -> None:
     with pytest.raises(errors.OptionError, match=reason):
         pipeline.parse(argv)
-
-
-@pytest.mark.parametrize("image", ["ubuntu:24.04", "localhost:5000/x", "r.example/a/b:c@sha256:" + "0" * 64, "my.base"])
-def test_names_of_base_images_are_taken(image: str) -> None:
-    assert pipeline.parse(["--base-image", image]).base_image == image
 
 
 def test_dry_run_prints_the_commands_and_touches_nothing(root: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tooling.core import errors
 from tooling.image import snapshot
-from tooling.sources import fetch, manifest
+from tooling.sources import manifest
 
 GIT = ["git", "-c", "user.name=a", "-c", "user.email=a@example.com", "-c", "commit.gpgsign=false", "-C"]
 
@@ -49,9 +49,8 @@ def clone(tmp_path: Path) -> Path:
     (place / "sources.yaml").write_text(json.dumps({"format": 1, "components": sources}))
     (place / "sources.lock").write_text(json.dumps({"components": pins}))
     component = manifest.load(place / "sources.yaml")["maxtext"]
-    key = manifest.make_recipe(place, component, manifest.load_lock(place / "sources.lock")).key
-    record = fetch.Record(key, pin)._asdict()
-    (place / "third_party/maxtext/.git/multimesh.json").write_text(json.dumps(record))
+    ref = manifest.make_recipe(place, component, manifest.load_lock(place / "sources.lock")).ref
+    subprocess.run(["git", "-C", place / "third_party/maxtext", "update-ref", ref, pin], check=True)
     return place
 
 

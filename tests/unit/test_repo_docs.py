@@ -32,18 +32,8 @@ from tooling.image import reference
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 PRINTED = re.compile(r"(submesh 0:|0 \| )(?!.*: RUN )", re.DOTALL)  # a plan, or its end, which the blocks above print
 WRITING = {"--checkpoint", "--export", "--hlo", "--html", "--output", "--picture", "--save", "-o", ">", ">>", "mkdir"}
-INSTALLED = {
-    ".venv/bin/pytest",
-    ".venv/bin/python",
-    ".venv/bin/zizmor",
-    "python",
-    "python3",
-    "git",
-    "cd",
-    "pip",
-    "docker",
-    "npx",
-}
+INSTALLED = {*(".venv/bin/pytest", ".venv/bin/python", ".venv/bin/zizmor"), *("python", "python3", "pip", "npx"),
+             *("git", "cd", "docker")}  # fmt: skip
 ON_CPUS = {"JAX_PLATFORMS": "cpu", "NPROC": "64", "OPENBLAS_NUM_THREADS": "1"}  # pages say themselves how many devices
 
 

@@ -9,7 +9,6 @@ import re
 import shlex
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -94,29 +93,18 @@ def _die_with_parent() -> None:
 
 def end_children() -> None:
     """End all that this process started, and all that these did: git's helpers would go on writing."""
-    pids = list(_descendants(os.getpid()))
-    for signum in (signal.SIGTERM, signal.SIGKILL):
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signum)
-        until = time.monotonic() + 2
-        while any(map(_runs, pids)) and time.monotonic() < until:
-            time.sleep(0.02)
+    for pid in list(descendants(os.getpid())):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
-def _descendants(pid: int) -> Iterator[int]:
+def descendants(pid: int) -> Iterator[int]:
+    """Yield the processes that a process has started, and those that these have."""
     with contextlib.suppress(OSError):  # one that has ended
         for file in Path(f"/proc/{pid}/task").glob("*/children"):
             for child in map(int, file.read_text().split()):
                 yield child
-                yield from _descendants(child)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+                yield from descendants(child)
 
 
 def shorten(said: str, most: int = 600) -> str:

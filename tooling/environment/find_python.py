@@ -55,13 +55,10 @@ def choose(name: Optional[str]) -> Python:
     present = look(shutil.which(name) or name) if name else look(os.path.join(ROOT, ".venv", "bin", "python"))
     if name or not present.fault:
         return present
-    pythons = []
-    for program in candidates():
-        pythons.append(look(program))
-        if pythons[-1].version >= PREFERRED and not pythons[-1].fault:
-            return pythons[-1]
+    pythons = list(map(look, candidates()))
+    preferred = [python for python in pythons if python.version >= PREFERRED and not python.fault]
     # Of those that cannot be taken the newest is named: the others are often Pythons of the system.
-    return max(pythons, key=lambda python: (not python.fault, python.version))
+    return preferred[0] if preferred else max(pythons, key=lambda python: (not python.fault, python.version))
 
 
 def candidates() -> Iterator[str]:
@@ -71,11 +68,11 @@ def candidates() -> Iterator[str]:
         yield shutil.which(name) or name
     shims = os.path.dirname(shutil.which("python3") or "")  # of a pyenv whose HOME may be another than ours
     beside = os.path.dirname(shims) if os.path.basename(shims) == "shims" else os.path.expanduser("~/.pyenv")
-    pyenv = os.path.join(os.environ.get("PYENV_ROOT") or beside, "versions", "3.")
-    uv = os.path.join(os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share"), "uv/python/cpython-3.")
+    pyenv = os.environ.get("PYENV_ROOT") or beside
+    uv = os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")
     for minor in minors:
-        for folder in (pyenv, uv):
-            yield from sorted(glob.glob(f"{glob.escape(folder)}{minor}.*/bin/python3"), reverse=True)
+        for start in (f"{pyenv}/versions/3.", f"{uv}/uv/python/cpython-3."):
+            yield from sorted(glob.glob(f"{glob.escape(start)}{minor}.*/bin/python3"), reverse=True)
 
 
 def look(program: str) -> Python:

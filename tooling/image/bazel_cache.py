@@ -1,8 +1,4 @@
-"""The Bazel cache of a user: bazel-remote in a container, with a password that only this user may read.
-
-Its folder has the entries in ``content``, Bazel's options in ``bazelrc``, and in ``reading.bazelrc`` those for who only
-reads, such as a devcontainer.
-"""
+"""The Bazel cache of a user: bazel-remote in a container, with a password that only this user may read."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import argparse
 import base64
 import contextlib
 import hashlib
-import ipaddress
 import os
 import re
 import secrets
@@ -18,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tooling.core import console, errors, files
+from tooling.core import errors, files
 from tooling.core.console import Subparsers, command
 from tooling.core.files import ROOT
 from tooling.image import digests, engine
@@ -31,7 +26,7 @@ if TYPE_CHECKING:
 
 USER, STARTS_WITHIN_S = "multimesh", 30.0
 _LABEL = "io.github.multimesh-jax.cache"  # its value: the address for clients, and the bound in GiB
-_RC = ("bazelrc", "reading.bazelrc")
+_RC = ("bazelrc", "reading.bazelrc")  # Bazel's options, and those for who only reads, such as a devcontainer
 
 
 def default() -> Path:
@@ -55,24 +50,6 @@ def look(folder: Path) -> str:
     return ""
 
 
-def find_options(
-    address: str | None, place: Path, *, write: bool, folder: Path | None = None
-) -> tuple[str, Path] | None:
-    """Return the address of a cache and a file with Bazel's options for it, written to ``place`` where need be.
-
-    It is the one at ``address`` (``HOST:PORT``), or that of this user, if it runs. Only the container that
-    ``start-cache.sh`` started gets its password: another server may listen on its port.
-    """
-    folder = folder or default()
-    ours = look(folder).partition(" ")[0]
-    if ours and address in (None, ours):
-        return ours, folder / ("bazelrc" if write else "reading.bazelrc")
-    if address is None:
-        return None
-    write_rc(place / "bazelrc", address, write=write)
-    return address, place / "bazelrc"
-
-
 def write_rc(path: Path, address: str, *, write: bool) -> None:
     """Write Bazel's options to a file that only its owner may read: the password is in no command line."""
     # A server that is silent costs a build so many seconds at most.
@@ -81,14 +58,13 @@ def write_rc(path: Path, address: str, *, write: bool) -> None:
     files.write(path, "\n".join([*lines, ""]), private=True)
 
 
-def start(folder: Path, host: str, port: int, max_gib: int, pin: ImagePin) -> bool:
+def start(folder: Path, port: int, max_gib: int, pin: ImagePin) -> bool:
     """Start bazel-remote, in place of one with other settings; return False if it runs already with these."""
     from docker.errors import APIError, ImageNotFound
 
     if pin.digest is None:
         raise errors.SourceError(f"bazel-remote: no digest of its image is locked; {pin.remedy}")
-    here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
-    address = f"[{here}]:{port}" if ":" in here else f"{here}:{port}"
+    address = f"127.0.0.1:{port}"  # HTTP without TLS: other machines would send the password in clear
     (folder / "content").mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
     with engine.connect() as client, files.lock(folder / "start.lock"), contextlib.ExitStack() as undo:
@@ -105,7 +81,7 @@ def start(folder: Path, host: str, port: int, max_gib: int, pin: ImagePin) -> bo
         try:  # the image's entry point names the addresses and the folder already
             container: Container = client.containers.run(  # type: ignore[call-overload]
                 pin.exact, ["--max_size", str(max_gib), "--htpasswd_file", "/htpasswd"], name=_name(folder),
-                labels={_LABEL: f"{address} {max_gib}"}, ports={"8080/tcp": (host, port)},
+                labels={_LABEL: f"{address} {max_gib}"}, ports={"8080/tcp": ("127.0.0.1", port)},
                 volumes=[f"{folder / 'content'}:/data", f"{folder / 'htpasswd'}:/htpasswd:ro"], detach=True,
                 restart_policy={"Name": "unless-stopped", "MaximumRetryCount": 0}, read_only=True, cap_drop=["ALL"],
                 security_opt=["no-new-privileges"], user=f"{os.getuid()}:{os.getgid()}",
@@ -166,8 +142,7 @@ def register(subparsers: Subparsers) -> None:
     add = command(subparsers, "cache", run, text, doors, prog="docker/start-cache.sh").add_argument
     text = "start: does nothing if it runs so (default); stop: entries stay"
     add("action", nargs="?", default="start", choices=("start", "stop", "status"), help=text)
-    add("--host", type=ipaddress.ip_address, default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    add("--port", type=parse_port, default=9090, help="default: %(default)s")
+    add("--port", type=parse_port, default=9090, help="of 127.0.0.1, where it listens (default: %(default)s)")
     add("--max-size", type=parse_gib, default="50G", metavar="SIZE", help="e.g. 50G or 1T (default: %(default)s)")
     add("--folder", type=Path, help="where entries lie (default: ~/.cache/multimesh-jax/bazel)")
 
@@ -190,10 +165,7 @@ def run(args: argparse.Namespace) -> int:
     """Do one action, and show the cache; exit 1 where it is not as the action wants it."""
     folder, done = (args.folder or default()).absolute(), ""
     if args.action == "start":
-        if not ipaddress.ip_address(str(args.host)).is_loopback:
-            console.note(f"--host {args.host}: HTTP without TLS, so other machines send the password in clear")
-        pin = digests.load(ROOT).images["bazel-remote"]
-        fresh = start(folder, str(args.host), args.port, args.max_size, pin)
+        fresh = start(folder, args.port, args.max_size, digests.load(ROOT).images["bazel-remote"])
         done = "started; " if fresh else "runs already; "
     elif args.action == "stop":
         done = "stopped; " if stop(folder) else "was not running; "

@@ -80,7 +80,7 @@ def prepare(root: Path, request: argparse.Namespace) -> Iterator[list[str]]:
             command = ["docker", "buildx", "build", "--progress=plain", "--file", f"{context}/docker/Dockerfile"]
             command += find_access(request, os.environ)
             if from_source and request.use_bazel_cache:
-                command += _reach_cache(request, Path(place))
+                command += reach_cache(request, Path(place))
             for flag, pairs in (("--build-arg", arguments), ("--label", labels)):
                 command += [word for pair in pairs.items() for word in (flag, "=".join(pair))]
             if view.changed:
@@ -91,10 +91,7 @@ def prepare(root: Path, request: argparse.Namespace) -> Iterator[list[str]]:
 
 
 def choose_bases(request: argparse.Namespace, lock: ImageLock) -> list[ImagePin]:
-    """Return the images that the Dockerfile starts from: one for the tools, one for the result.
-
-    By digest where the lock has it: of CUDA's, for the locked version alone.
-    """
+    """Return the images that tools and result are built on: of CUDA's, by digest for the locked version alone."""
     if request.base_image:
         return [ImagePin(request.base_image)] * 2
     if request.accelerator == "cpu":
@@ -187,21 +184,28 @@ def _share(name: str, path: Path) -> list[str]:
     return ["--secret", f'id={name},"src={source}"']
 
 
-def _reach_cache(request: argparse.Namespace, place: Path) -> list[str]:
-    """Return the options that hand over the settings of the Bazel cache, if one answers."""
-    cache = bazel_cache.find_options(request.bazel_cache, place, write=request.bazel_cache_write)
-    if cache is None:
+def reach_cache(request: argparse.Namespace, place: Path) -> list[str]:
+    """Return the options that hand over the settings of a Bazel cache, if one answers; they are written to ``place``.
+
+    Only the container that ``start-cache.sh`` started gets its password: another server may listen on its port.
+    """
+    folder, write = bazel_cache.default(), request.bazel_cache_write
+    ours = bazel_cache.look(folder).partition(" ")[0]
+    address, path = request.bazel_cache or ours, folder / ("bazelrc" if write else "reading.bazelrc")
+    if not address:
         console.note("no Bazel cache of yours runs here; the build goes on without (docker/start-cache.sh starts one)")
         return []
-    address, path = cache
-    console.note(f"Bazel cache {address}: {'read and written' if request.bazel_cache_write else 'read only'}")
+    if address != ours:
+        path = place / "bazelrc"
+        bazel_cache.write_rc(path, address, write=write)
+    console.note(f"Bazel cache {address}: {'read and written' if write else 'read only'}")
     # One on this machine's loopback is seen from the host network only.
     on_loopback = address.startswith(("127.", "localhost", "[::1]"))
     return [*_share("bazelrc", path), *(["--network", "host"] if on_loopback else [])]
 
 
 def run(root: Path, client: DockerClient, request: argparse.Namespace) -> Image:
-    """Build an image, with all that it needs beside it; it has no name yet.
+    """Build an image; it has no name yet.
 
     One for a push has no times of its build, so that another build of the commit has the same digest, where the engine
     can: only a store of containerd keeps them.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,11 +18,6 @@ if TYPE_CHECKING:
 
 _PATIENCE_S = 5
 _WAITS_S = (1, 4, 16)
-# Faults of a push that may be gone the next time, in the words of engines, which are those of Go's libraries.
-_PASSES = re.compile(
-    r"(?i)\b(429|50[0234])\b|too ?many ?requests|time[d ]*out|deadline|reset|refused|lost|eof|broken pipe|"
-    r"closed (network|idle)|unavailable|no such host|unreachable|blob upload (unknown|invalid)"
-)
 
 
 @contextmanager
@@ -63,13 +57,13 @@ def find_image(client: DockerClient, *names: str) -> Image:
 
 
 def push(client: DockerClient, name: Reference) -> None:
-    """Push a tag, again after faults that pass. ``EngineError``: refused, or out of reach to the last attempt."""
+    """Push a tag, again after a fault: the right to push was asked before. ``EngineError``: not at the last attempt."""
     for wait in (*_WAITS_S, None):
         events = client.api.push(name.repository, name.tag, stream=True, decode=True)
         fault = next((str(event["error"]) for event in events if "error" in event), "")
         if not fault:
             return
-        if wait is None or not _PASSES.search(fault):
+        if wait is None:
             host = split(name.repository)[0] or "docker.io"
             raise errors.EngineError(
                 f"{name}: not pushed ({proc.shorten(fault)}); log in with `docker login {host}`, and check --repo"

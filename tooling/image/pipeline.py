@@ -17,8 +17,6 @@ from tooling.core.files import ROOT
 from tooling.image import build, engine, reference, release, smoke
 
 if TYPE_CHECKING:
-    from docker.models.images import Image
-
     from docker import DockerClient
 
 CUDA_VERSION, CACHE_PORT = "12.8.1", 9090
@@ -175,24 +173,23 @@ def make_image(client: DockerClient, request: argparse.Namespace) -> None:
     for name in names:
         image.tag(*name)
     pushed = release.publish(ROOT, client, image, check, request) if request.upload else None
+    answer = {"image": str(names[0]), "names": list(map(str, names)), "id": image.id, "bytes": image.attrs["Size"],
+              "seconds": round(seconds, 2), "check": check, "labels": image.labels, "pushed": pushed}  # fmt: skip
     if request.json:
-        answer = {"image": str(names[0]), "names": list(map(str, names)), "id": image.id, "bytes": image.attrs["Size"],
-                  "seconds": round(seconds, 2), "check": check, "labels": image.labels, "pushed": pushed}  # fmt: skip
         print(json.dumps(answer, indent=1))
     else:
-        report(image, f"{seconds:.1f} s", check, request, pushed and pushed["image"])
+        report(answer, request.target)
 
 
-def report(
-    image: Image, seconds: str, check: dict[str, Any], request: argparse.Namespace, pushed: dict[str, Any] | None
-) -> None:
+def report(answer: dict[str, Any], target: str) -> None:
     """Print for people which image was made, and where it was pushed."""
-    print(f"image   {request.reference}\nid      {image.id}\nsize    {image.attrs['Size'] / 1e6:.0f} MB")
-    print(f"built   {seconds}\ncheck   {check['verdict']}")
-    if pushed is not None:
+    print(f"image   {answer['image']}\nid      {answer['id']}\nsize    {answer['bytes'] / 1e6:.0f} MB")
+    print(f"built   {answer['seconds']:.1f} s\ncheck   {answer['check']['verdict']}")
+    if answer["pushed"]:
+        pushed = answer["pushed"]["image"]
         states = {None: "new", pushed["digest"]: "as it was"}
         moved = [f"{move['tag']} ({states.get(move['before'], 'moved')})" for move in pushed["tags"]]
         print(f"digest  {pushed['digest']}\npushed  {pushed['bytes'] / 1e6:.1f} MB to pull")
         print(f"tags    {', '.join([pushed['candidate'], *moved])}\npull    {pushed['pull']}")
-    if request.target == "runtime":
-        print(f"run     docker run --rm {request.reference} /opt/maxtext/validate-cpu.sh")
+    if target == "runtime":
+        print(f"run     docker run --rm {answer['image']} /opt/maxtext/validate-cpu.sh")

@@ -98,9 +98,6 @@ def list_tags(reference: Reference, *, latest: bool, version: str | None) -> tup
 
 
 def name_candidate(labels: Mapping[str, str], image_id: str, *, checked: bool) -> str:
-    """Return the tag that an image is pushed under: its commit, what differs from the usual image, and its id."""
+    """Return the tag that an image is pushed under: its commit and its id."""
     commit = re.sub(r"^([0-9a-f]{12})[0-9a-f]+", r"\1", labels.get(f"{OCI}.revision", "unknown"))
-    usual = {"target": "runtime", "accelerator": "cuda12", "jaxlib": "wheel"}
-    parts = {name: labels.get(f"{LABEL}.{name}", value).split()[0] for name, value in usual.items()}
-    odd = [part for name, part in parts.items() if part != usual[name]]
-    return "-".join(["sha", commit, *odd, image_id.removeprefix("sha256:")[:12], *([] if checked else ["unchecked"])])
+    return "-".join(["sha", commit, image_id.removeprefix("sha256:")[:12], *([] if checked else ["unchecked"])])

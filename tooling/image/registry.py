@@ -103,10 +103,7 @@ class Registry:
             self._session.delete(location, timeout=_TIMEOUT_S)  # a registry that cannot forgets it by itself
 
     def check_pushed_here(self, digest: str) -> dict[str, str]:
-        """Return the labels of an image that ``docker/build.py`` checked and pushed; ``EngineError`` for any other.
-
-        Only a push of an image that passed its check gives this tag, which never moves.
-        """
+        """Return the labels of an image that ``docker/build.py`` checked and pushed; ``EngineError`` for any other."""
         name, manifest = f"{self.repository}@{digest}", self.get(digest)
         labels = self.labels(manifest)
         if f"{LABEL}.lock" not in labels:

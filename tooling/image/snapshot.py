@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tooling.core import errors, proc
-from tooling.sources import fetch, manifest
+from tooling.sources import manifest
 
 IGNORE = "docker/Dockerfile.dockerignore"
 
@@ -49,9 +49,8 @@ def take_snapshot(root: Path, folder: Path, names: Sequence[str]) -> Snapshot:
         if not place.is_dir():
             raise errors.NotThereError(f"third_party/{name} is not there; {remedy}")
         pin, files = _copy(place, context / "third_party" / name, ["."])
-        recipe = manifest.make_recipe(root, manifest.find(sources, name), manifest.load_lock(root / "sources.lock"))
-        record = fetch.read_record(place)
-        if record is None or (pin, recipe.key) != (record.commit, record.key):
+        ref = manifest.make_recipe(root, sources[name], manifest.load_lock(root / "sources.lock")).ref
+        if proc.run(["git", "-C", place, "rev-parse", "--verify", ref], check=False).text != pin:
             raise errors.SourceError(f"third_party/{name} is at {pin[:12]}, which is not its pin; {remedy}")
         changed += [f"third_party/{name}/{file}" for file in files]
         if name == "maxtext":
@@ -62,10 +61,9 @@ def take_snapshot(root: Path, folder: Path, names: Sequence[str]) -> Snapshot:
 
 
 def _copy(place: Path, target: Path, paths: Sequence[str]) -> tuple[str, list[str]]:
-    """Copy the files of a clone as they are now; return its commit, and the files that differ from it.
+    """Copy the files of a clone as they are now, new ones from ``paths``; return its commit, and what differs from it.
 
-    New files count below ``paths`` alone, and ignored ones nowhere. A file that git was told not to look at has the
-    content that was committed.
+    A file that git was told not to look at has the content that was committed.
     """
     target.mkdir(parents=True, exist_ok=True)
     asked = ["rev-parse", "--path-format=absolute", "--show-toplevel", "HEAD", "--git-path", "index"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from tooling.core import console, errors, files, proc
 from tooling.sources import git
@@ -20,39 +20,22 @@ _INFO = {
     # Bytes are as they are, whatever attributes a file of the tree asks for.
     "attributes": "* -text -filter -ident -working-tree-encoding\n",
 }
-_RECORD = Path(".git", "multimesh.json")
 
 
-class Record(NamedTuple):
-    """The record in a tree that this tooling made: the key of its recipe, and the commit with the patches."""
-
-    key: str
-    commit: str
-    override: str = ""
-
-
-def read_record(place: Path) -> Record | None:
-    """Return the record in a tree, or None for a tree that this tooling did not make."""
-    fields = files.read_object(place / _RECORD)
-    return Record(*(fields.get(name) or "" for name in Record._fields)) if "commit" in fields else None
-
-
-def build(
-    root: Path, recipe: Recipe, stage: Path, mirror: str | None = None, *, verify: bool = True
-) -> tuple[Record, str]:
+def build(root: Path, recipe: Recipe, stage: Path, *, verify: bool = True) -> tuple[str, str]:
     """Make the component in ``stage / <name>``, ready to be moved into place; nothing outside of the stage changes.
 
-    Return its record, and where the bytes came from. With ``verify`` the patched commit must be that of the lock (where
-    it pins one).
+    Return its commit, with the patches, and where the bytes came from. With ``verify`` the commit must be that of the
+    lock (where it pins one).
     """
-    component, pin, series, override = recipe
+    component, pin, series, _ = recipe
     name = component.name
     with git.open_repo(stage / name, new=True) as repo:
         info = Path(repo.git_dir, "info")
         info.mkdir(exist_ok=True)
         for file, text in _INFO.items():
             (info / file).write_text(text, encoding="utf-8")
-        source = _obtain(repo, recipe, root / "third_party" / name, stage, mirror)
+        source = _obtain(repo, recipe, root / "third_party" / name, stage)
         base = _make_base(repo, component, pin)
         git.run(repo, "update_ref", git.BASE, base)
         git.run(repo, "checkout", "--quiet", "--force", "--no-track", "-B", git.BRANCH, base)
@@ -66,20 +49,20 @@ def build(
                     f"patches/{name}/{path.name}: does not apply ({error}); adapt it to the pinned source, write it "
                     "with git format-patch, or remove it if that has the change"
                 ) from error
-        record = Record(recipe.key, repo.head.commit.hexsha, override)
-    if verify:
-        remedy = f"run `.venv/bin/python -m tooling lock {name}` if you changed the patches"
-        _expect(f"{name}: patched commit", pin.patched_commit, record.commit, remedy)
-    files.write_json(stage / name / _RECORD, record._asdict())
-    return record, source
+        commit = repo.head.commit.hexsha
+        if verify:
+            remedy = f"run `.venv/bin/python -m tooling lock {name}` if you changed the patches"
+            _expect(f"{name}: patched commit", pin.patched_commit, commit, remedy)
+        git.run(repo, "update_ref", recipe.ref, commit)
+    return commit, source
 
 
-def _expect(label: str, pinned: str | None, value: str | None, remedy: str = "take another --mirror") -> None:
+def _expect(label: str, pinned: str | None, value: str | None, remedy: str = "take another mirror") -> None:
     if pinned not in (None, value):
         raise errors.SourceError(f"{label} is {value}, sources.lock pins {pinned}: do not use it; {remedy}")
 
 
-def _obtain(repo: Repo, recipe: Recipe, present: Path, stage: Path, mirror: str | None) -> str:
+def _obtain(repo: Repo, recipe: Recipe, present: Path, stage: Path) -> str:
     """Get the component's objects, verified, from this disk, its wheel or by git; return the name of the source."""
     component, pin = recipe.component, recipe.pin
     name, reason = component.name, ""
@@ -98,7 +81,7 @@ def _obtain(repo: Repo, recipe: Recipe, present: Path, stage: Path, mirror: str 
             f"{reason}{name}: no commit is locked; run `.venv/bin/python -m tooling lock {name} {pin.version}`"
         )
     try:
-        git.fetch(repo, component.address(mirror), pin.commit, name)
+        git.fetch(repo, component.url, pin.commit, name)
     except errors.NotThereError as error:
         raise errors.NotThereError(f"{reason}{error}") from error
     tree = git.find_object(repo, f"{pin.commit}:{component.path}")

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from git import GitCommandError, Repo
 
 SCHEMES = ("https", "http", "ssh", "git", "file")
+MIRROR = "MULTIMESH_MIRROR"
 COMMIT = re.compile(r"[0-9a-f]{40}")
 # Where a component's upstream bytes begin, and the branch with its patches applied.
 BASE, BRANCH = "refs/multimesh/base", "patched"
@@ -52,7 +53,7 @@ _ENVIRONMENT = {
 }
 _BROKEN = r"(?i)early eof|unexpected disconnect|rpc failed|reset by peer|hung up|curl \d+"  # so git calls its pack, too
 Fault = tuple[str, type[errors.ToolingError], str]
-_CANNOT = "{label}: cannot fetch {url} ({said}); check the network and the url, or name a --mirror"
+_CANNOT = "{label}: cannot fetch {url} ({said}); check the network and the url, or set MULTIMESH_MIRROR"
 _DISK_FULL = (proc.DISK_FULL + "|unable to write|write error", errors.ToolingError,
               "{label}: cannot be written; free some space and run again")  # fmt: skip
 _FAULTS = (
@@ -63,7 +64,7 @@ _FAULTS = (
 )  # fmt: skip
 _FAULTS_OF_SERVERS = (
     (r"(?i)not our ref|couldn't find remote ref|unadvertised object|no such remote ref", errors.NotThereError,
-     "{label}: {url} does not have {commit}; check the pin in sources.lock or take another --mirror"),
+     "{label}: {url} does not have {commit}; check the pin in sources.lock or another MULTIMESH_MIRROR"),
     _DISK_FULL,
     (_BROKEN, errors.NotThereError, _CANNOT),
     (r"(?i)fsck error|object corrupt|index-pack failed|invalid index-pack|inflate|bad object", errors.SourceError,
@@ -118,14 +119,14 @@ def find_object(repo: Repo, name: str) -> str | None:
 
 
 def fetch(repo: Repo, url: str, commit: str, label: str) -> None:
-    """Fetch one commit, without its history, from a url that ``url_fault`` let pass.
+    """Fetch one commit, without its history, from an upstream or its mirror.
 
     ``NotThereError``: the server answers without it, or does not answer; ``SourceError``: its objects are malformed.
     """
     from git import GitCommandError, Remote, RemoteProgress
     from git.util import CallableRemoteProgress
 
-    origin = Remote.add(repo, "origin", url)
+    origin = Remote.add(repo, "origin", url := find_address(url))
     for attempt in range(1, _ATTEMPTS + 1):
         text = f"{label}: fetching {commit[:12]}" + (f", attempt {attempt}" if attempt > 1 else "")
         with console.work(text) as advance:
@@ -150,18 +151,18 @@ def write_tree(repo: Repo, folder: Path) -> str:
     return run(repo, "write_tree", env=env)
 
 
-def url_fault(url: str) -> str | None:
-    """Return why an address of the command line may not be fetched from, or None."""
-    if not re.match(rf"({'|'.join(SCHEMES)})://[^-]", url):
-        return f"must begin with one of {', '.join(scheme + '://' for scheme in SCHEMES)}"
-    if re.match(r"https?://[^/]*@|\w+://[^/@]*:[^/@]*@", url):
-        return "contains a password; keep credentials out of command lines"
-    return None
+def find_address(url: str) -> str:
+    """Return where an upstream is fetched from: itself, or a mirror that keeps it under its last name."""
+    mirror = os.environ.get(MIRROR)
+    return f"{check_address(mirror, MIRROR).rstrip('/')}/{url.rstrip('/').rpartition('/')[2]}" if mirror else url
 
 
-def hide_password(url: str) -> str:
-    """Return a url as an error may show it, without any part that could be a password."""
-    return re.sub(r"//[^/]*@", "//***@", url)
+def check_address(url: str, label: str) -> str:
+    """Return an address of a user's, or refuse it without showing it: it may hold a password."""
+    if re.match(r"https?://[^/]*@|\w+://[^/@]*:[^/@]*@", url) or not re.match(rf"({'|'.join(SCHEMES)})://[^-]", url):
+        schemes = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+        raise errors.OptionError(f"{label}: its address must begin with one of {schemes} and hold no password")
+    return url
 
 
 def _explain(error: GitCommandError, faults: Sequence[Fault], **names: object) -> errors.ToolingError:

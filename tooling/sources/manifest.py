@@ -1,7 +1,4 @@
-"""``sources.yaml``: what ``third_party/`` holds; ``sources.lock``: its exact bytes; ``patches/``: what we change.
-
-``patches/NAME/series`` names the patches of a component in their order.
-"""
+"""``sources.yaml``: what ``third_party/`` holds; ``sources.lock``: its exact bytes; ``patches/``: what we change."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from typing import NamedTuple
 
 from tooling.core import errors, files
 
+REFS = ("refs/multimesh/locked/", "refs/multimesh/overridden/")
 SCHEMA, LOCK_SCHEMA = (Path(__file__).with_name(f"{name}.schema.json") for name in ("manifest", "lock"))
 _ABOUT = [
     "The exact bytes of third_party/; written by `.venv/bin/python -m tooling lock`.",
@@ -49,10 +47,6 @@ class Component(NamedTuple):
         """The component whose tree names this one's commit, or nothing."""
         return self.commit.component if self.commit else ""
 
-    def address(self, mirror: str | None) -> str:
-        """Return where it is fetched from: its upstream, or a mirror that keeps it under its last name."""
-        return f"{mirror.rstrip('/')}/{self.url.rstrip('/').rpartition('/')[2]}" if mirror else self.url
-
 
 class Pin(NamedTuple):
     """The pinned bytes of one component; None where no source was read that says.
@@ -77,11 +71,12 @@ class Recipe(NamedTuple):
     override: str = ""
 
     @property
-    def key(self) -> str:
-        """A digest of the recipe: the same for the same bytes."""
+    def ref(self) -> str:
+        """The name in a tree of the commit that this recipe gave there: the same for the same bytes."""
         pin, sums = self.pin, [(path.name, files.sha256(path)) for path in self.series]
         parts = [self.component.path, pin.commit, pin.tree, pin.patched_commit, sums, self.override]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        return REFS[bool(self.override)] + digest
 
 
 Sources = dict[str, Component]
@@ -94,9 +89,8 @@ def load(path: Path) -> Sources:
     for name, entry in files.read_document(path, SCHEMA, "correct it")["components"].items():
         commit = CommitFile(**entry.pop("commit")) if "commit" in entry else None
         sources[name] = Component(name, tuple(entry.pop("groups")), commit=commit, **entry)
-    for name, component in sources.items():
-        if component.follows and find(sources, component.follows).follows:
-            raise errors.SourceError(f"{path.name}: {name}: {component.follows} has no version of its own")
+        if commit and commit.component and (commit.component == name or commit.component not in sources):
+            raise errors.SourceError(f"{path.name}: {name}: write it behind {commit.component}, which names its commit")
     return sources
 
 
@@ -118,15 +112,9 @@ def save_lock(path: Path, sources: Sources, pins: Pins) -> None:
     files.write_json(path, {"format": 1, "about": _ABOUT, "components": entries})
 
 
-def load_series(root: Path, component: str) -> tuple[Path, ...]:
-    """Read the patch series of a component; no folder and an empty series are the same."""
-    folder = root / "patches" / component
-    patches = {path.name: path for path in folder.glob("*.patch")}
-    lines = (folder / "series").read_text(encoding="utf-8").split("\n") if (folder / "series").is_file() else []
-    names = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-    if odd := sorted({*names} ^ {*patches}) or [name for name in patches if names.count(name) > 1]:
-        raise errors.SourceError(f"patches/{component}/series: name each .patch file beside it once, not {odd[0]}")
-    return tuple(patches[name] for name in names)
+def list_patches(root: Path, component: str) -> tuple[Path, ...]:
+    """Return the patches of a component in their order, which their names begin with."""
+    return tuple(sorted((root / "patches" / component).glob("*.patch")))
 
 
 def make_recipe(root: Path, component: Component, pins: Pins, override: str = "") -> Recipe:
@@ -134,7 +122,7 @@ def make_recipe(root: Path, component: Component, pins: Pins, override: str = ""
 
     ``NotThereError``: another component's tree names its commit, and is not there.
     """
-    name, series = component.name, load_series(root, component.name)
+    name, series = component.name, list_patches(root, component.name)
     if override:
         url, _, commit = override.rpartition("@")
         return Recipe(component._replace(url=url, wheel=""), Pin(commit, commit, None), series, override)

@@ -23,7 +23,6 @@ def register(subparsers: Subparsers) -> None:
     parser = command(subparsers, "lock", run, text, examples)
     parser.add_argument("name", metavar="NAME", help="component")
     parser.add_argument("version", nargs="?", help="its new version; a commit where it has no tags")
-    parser.add_argument("--mirror", metavar="URL", help="ask URL/ instead of the upstream")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -37,22 +36,22 @@ def run(args: argparse.Namespace) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]*", args.version):
             raise errors.OptionError(f"'{args.version}' is no version; write letters, digits, dots, dashes")
         file, where = component.commit, (component, args.version)
-        commit = _commit_in_wheel(*where, file) if file else _commit_of_tag(*where, args.mirror)
+        commit = _commit_in_wheel(*where, file) if file else _commit_of_tag(*where)
         pins[name] = Pin(args.version, commit, None)
     elif name not in pins:
         raise errors.OptionError(f"{name}: sources.lock has no version of it; give one behind the name")
-    pins[name] = pin = _build(component, pins[name], args.mirror)
+    pins[name] = pin = _build(component, pins[name])
     manifest.save_lock(path, sources, pins)
     print(f"{name}: {pin.version} is {pin.commit}; run `.venv/bin/python -m tooling sync` to bring it in")
 
 
-def _build(component: Component, pin: Pin, mirror: str | None) -> Pin:
+def _build(component: Component, pin: Pin) -> Pin:
     """Return a pin with what its patches give, built aside, and with its tree and wheel."""
-    name, series = component.name, manifest.load_series(ROOT, component.name)
+    name, series = component.name, manifest.list_patches(ROOT, component.name)
     if not series and not fetch.is_wrapped(component):  # there is nothing to try: a commit fixes all
         return pin._replace(patched_commit=pin.commit)
     with sync.stage(ROOT) as stage:
-        record, _ = fetch.build(ROOT, Recipe(component, pin, series), stage, mirror, verify=False)
+        commit, _ = fetch.build(ROOT, Recipe(component, pin, series), stage, verify=False)
         with git.open_repo(stage / name) as repo:
             tree, digest = git.find_object(repo, f"{git.BASE}:{component.path}"), pin.wheel_sha256
             if component.wheel and not digest:
@@ -60,16 +59,16 @@ def _build(component: Component, pin: Pin, mirror: str | None) -> Pin:
                 content = git.write_tree(repo, stage / "wheel" / component.wheel)
                 if content != tree:
                     raise errors.SourceError(f"{name}: its wheel holds tree {content}, the commit {tree}; leave it out")
-    return pin._replace(tree=tree, wheel_sha256=digest, patched_commit=record.commit)
+    return pin._replace(tree=tree, wheel_sha256=digest, patched_commit=commit)
 
 
-def _commit_of_tag(component: Component, version: str, mirror: str | None) -> str:
+def _commit_of_tag(component: Component, version: str) -> str:
     """Return the commit of a version: of its tag, or the version itself where it is a commit."""
     if git.COMMIT.fullmatch(version):
         return version
     if not component.tag:
         raise errors.OptionError(f"{component.name}: has no 'tag' in sources.yaml, so its version must be a commit")
-    url, tag = component.address(mirror), component.tag.replace("{version}", version)
+    url, tag = git.find_address(component.url), component.tag.replace("{version}", version)
     with tempfile.TemporaryDirectory() as folder, git.open_repo(Path(folder), new=True) as repo:
         text = git.run(repo, "ls_remote", "--end-of-options", url, f"refs/tags/{tag}", f"refs/tags/{tag}^{{}}")
     if not text:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import importlib.util
 import io
 import json
 import os
@@ -18,11 +19,13 @@ from typing import Any, NoReturn
 
 import multimesh
 from multimesh import __version__, schedules
-from multimesh.commands import forecast, plugins, values
+from multimesh.commands import forecast, values
+from multimesh.core import names
 from multimesh.errors import DisagreementError, MultiMeshError, UsageError
 from multimesh.schedules.costs import parse_costs
 
 INTERRUPTED = 130
+_SUGGEST = "multimesh_planner.suggest_command"  # of another distribution, which a user may do without
 _DEVICES = "--xla_force_host_platform_device_count="  # JAX refuses it beside its own setting
 
 _ROOT = """\
@@ -137,9 +140,11 @@ def parser() -> argparse.ArgumentParser:
     root = _Parser(prog="python -m multimesh", description=_ROOT)
     root.add_argument("--version", action="version", version=f"multimesh-jax {__version__}")
     commands = root.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    others = plugins.load_all()
-    rows = {n: (f"{other.SUMMARY}\n\n{other.ABOUT}", other.EXIT_CODES, other.add_flags) for n, other in others.items()}
-    for name, (about, codes, add_flags) in {**_COMMANDS, **rows}.items():
+    rows = dict(_COMMANDS)
+    if importlib.util.find_spec(_SUGGEST.partition(".")[0]):
+        suggest = importlib.import_module(_SUGGEST)
+        rows["suggest"] = f"{suggest.SUMMARY}\n\n{suggest.ABOUT}", suggest.EXIT_CODES, suggest.add_flags
+    for name, (about, codes, add_flags) in rows.items():
         words, _, about = about.partition("\n\n")
         epilog = f"exit codes:\n{codes}\n  130  interrupted"
         add_flags(commands.add_parser(name, help=words, usage="%(prog)s [flags]", description=about, epilog=epilog))
@@ -300,7 +305,8 @@ def main(argv: Sequence[str]) -> int:
         if isinstance(stream, io.TextIOWrapper):  # a terminal of ASCII shows ? for a sign that it lacks
             stream.reconfigure(errors="replace")
     try:
-        plugins.refuse_missing(argv)
+        if next(iter(argv), "") == "suggest":
+            names.load_extra(_SUGGEST, "python -m multimesh suggest")  # or says how to install it
         options = parser().parse_args(argv)
         if options.command is None:
             parser().print_help()
@@ -311,8 +317,8 @@ def main(argv: Sequence[str]) -> int:
             return spawn.spawn([options.program, *options.arguments], options.processes, label=options.label)
         if options.command == "check":
             return _check(options, argv)
-        run = {"demo": _demo, "forecast": _forecast}.get(options.command) or plugins.load_all()[options.command].run
-        results = run(options)
+        own = {"demo": _demo, "forecast": _forecast}
+        results = (own.get(options.command) or importlib.import_module(_SUGGEST).run)(options)
         if options.json:
             print(json.dumps({**results, "exit_code": 0}))
     except MultiMeshError as error:

@@ -22,6 +22,11 @@ def gradient_of_weight(x, w, dy):
     return jax.vjp(lambda w: jnp.einsum("btd,dhe->bthe", x, w), w)[1](dy)[0]
 
 
+def gradient_of_table(x, w, dy):
+    """As of an embedding that is the head as well: the gradient is transposed twice."""
+    return jax.vjp(lambda w: x @ w.T, w)[1](dy)[0]
+
+
 def batched(x, y):
     return jnp.swapaxes(lax.dot_general(x, y, (((2,), (1,)), ((0,), (0,)))), 1, 2)
 
@@ -46,6 +51,7 @@ def other_order(x, y):
 
 FOLDED = {
     "gradient of a weight": (gradient_of_weight, (values(2, 3, 4), values(4, 2, 5), values(2, 3, 2, 5))),
+    "gradient of a table": (gradient_of_table, (values(2, 3, 4), values(5, 4), values(2, 3, 5))),
     "batched": (batched, (values(2, 3, 4), values(2, 4, 5))),
     "precise": (precise, (values(3, 4), values(4, 5))),
 }

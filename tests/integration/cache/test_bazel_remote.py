@@ -14,7 +14,7 @@ import pytest
 from tests.integration.parts import engine, packages, processes
 from tests.integration.parts import registry as registries
 from tooling.core import errors
-from tooling.image import bazel_cache
+from tooling.image import bazel_cache, build, pipeline
 from tooling.image.digests import ImagePin
 
 START = '#!/bin/sh\necho "$@" >/data/arguments\nexec /bin/busybox httpd -f -p 8080 -h /www\n'
@@ -49,17 +49,18 @@ def pin(pushed: Callable[[str, str], ImagePin]) -> ImagePin:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path / "cache"
-    bazel_cache.stop(tmp_path / "cache")
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    yield bazel_cache.default()
+    bazel_cache.stop(bazel_cache.default())
 
 
 def start(folder: Path, pin: ImagePin, port: int) -> bool:
-    return bazel_cache.start(folder, "127.0.0.1", port, 5, pin)
+    return bazel_cache.start(folder, port, 5, pin)
 
 
-def find_options(folder: Path) -> tuple[str, Path] | None:
-    return bazel_cache.find_options(None, folder, write=False, folder=folder)
+def reach(folder: Path) -> list[str]:
+    return build.reach_cache(pipeline.parse([]), folder)
 
 
 def inspect(folder: Path) -> str:
@@ -74,7 +75,7 @@ def test_container_starts_once_is_confined_and_stops(pin: ImagePin, folder: Path
     arguments = (folder / "content" / "arguments").read_text().split()
     assert arguments == ["--max_size", "5", "--htpasswd_file", "/htpasswd"]
     secret = bazel_cache._read_password(folder)
-    assert find_options(folder) == (f"127.0.0.1:{port}", folder / "reading.bazelrc")
+    assert reach(folder) == ["--secret", f'id=bazelrc,"src={folder}/reading.bazelrc"', "--network", "host"]
     description = inspect(folder)
     assert secret not in description, "the password is in no command line"
     host = json.loads(description)[0]["HostConfig"]
@@ -96,7 +97,7 @@ def test_killed_container_is_stopped_and_starts_again(pin: ImagePin, folder: Pat
     start(folder, pin, port)
     subprocess.run(["docker", "kill", bazel_cache._name(folder)], check=True, capture_output=True)
     assert bazel_cache.look(folder) == ""
-    assert find_options(folder) is None
+    assert reach(folder) == []
     assert start(folder, pin, port)
 
 
@@ -121,8 +122,8 @@ def test_who_else_listens_on_its_port_gets_no_password(pin: ImagePin, folder: Pa
     start(folder, pin, port)
     subprocess.run(["docker", "rm", "--force", name], check=True, capture_output=True)
     with socket.create_server(("127.0.0.1", port)):
-        assert find_options(folder) is None
+        assert reach(folder) == []
     # A container of that name that we did not start is not ours either.
     strange = ["docker", "run", "--detach", "--name", name, "--entrypoint", "/bin/busybox", pin.exact, "sleep", "600"]
     subprocess.run(strange, check=True, capture_output=True)
-    assert find_options(folder) is None
+    assert reach(folder) == []

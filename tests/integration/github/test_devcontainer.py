@@ -82,73 +82,78 @@ def test_native(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def cli(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cli")
-    npm = [packages.need("npm", "npm"), "install", "--silent", "--no-audit", "--ignore-scripts", "--prefix"]
-    subprocess.run([*npm, folder, CLI], check=True)
+    options = ["--silent", "--no-audit", "--ignore-scripts", "--prefix", folder]
+    subprocess.run([packages.need("npm", "npm"), "install", *options, CLI], check=True)
     return folder / "node_modules" / ".bin" / "devcontainer"
+
+
+class Person(NamedTuple):
+    """Somebody of this machine who may use the engine, with a clone and an empty home in a folder of theirs."""
+
+    uid: int
+    place: Path
+    env: dict[str, str]
+
+    def command(self, *argv: str | Path) -> subprocess.CompletedProcess[str]:
+        group = Path(os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock").removeprefix("unix://")).stat().st_gid
+        me = ["setpriv", f"--reuid={self.uid}", f"--regid={self.uid}", f"--groups={group}"] if self.uid else []
+        return subprocess.run(packages.as_root(*me, *argv, env=self.env), capture_output=True, text=True)
+
+    def call(self, verb: str, *words: str) -> subprocess.CompletedProcess[str]:
+        clone = self.place / "clone"
+        options = ["--workspace-folder", clone, "--config", clone / ".devcontainer/changed/devcontainer.json"]
+        return self.command(self.place / "cli/.bin/devcontainer", verb, *options, *words)
+
+    def must(self, verb: str, *words: str) -> subprocess.CompletedProcess[str]:
+        done = self.call(verb, *words)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done
+
+
+@contextmanager
+def somebody(uid: int, cli: Path, config: Mapping[str, Any]) -> Iterator[Person]:
+    """Have a user of this id, whose clone has another configuration; their containers and account go at the end."""
+    name = f"multimesh-{uid}"  # the command line asks for it
+    if new := uid not in (user.pw_uid for user in pwd.getpwall()):
+        subprocess.run(packages.as_root("useradd", "--uid", str(uid), "--no-create-home", name), check=True)
+    with tempfile.TemporaryDirectory(prefix="mm-devcontainer-") as folder:
+        place = Path(folder)
+        place.chmod(0o755)
+        clone, docker = place / "clone", place / "home" / ".docker"
+        subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
+        (clone / ".devcontainer" / "changed").mkdir()
+        (clone / ".devcontainer" / "changed" / "devcontainer.json").write_text(json.dumps(config))
+        plugins = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "cli-plugins"
+        docker.mkdir(parents=True)
+        if plugins.exists():
+            shutil.copytree(plugins, docker / "cli-plugins")
+        shutil.copytree(cli.parents[1], place / "cli", symlinks=True)  # root's folders are not for everybody
+        executable(clone / ".venv" / "bin" / "pytest", "#!/of/this/machine\n")
+        subprocess.run(packages.as_root("chown", "-R", f"{uid}:{uid}", place), check=True)
+        env = {key: value for key, value in os.environ.items() if key.startswith(("PIP_", "SSL_", "DOCKER_HOST"))}
+        try:
+            yield Person(uid, place, env | {"HOME": str(place / "home"), "PATH": os.environ["PATH"]})
+        finally:
+            ours = ["docker", "ps", "-aq", "--filter", f"label=devcontainer.local_folder={clone}"]
+            for container in subprocess.run(ours, capture_output=True, text=True).stdout.split():
+                subprocess.run(["docker", "rm", "-f", container], check=False, capture_output=True)
+            subprocess.run(packages.as_root("chown", "-R", str(os.geteuid()), place), check=True)
+            if new:
+                subprocess.run(packages.as_root("userdel", name), check=True)
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.stand_in("a registry on this machine, a bare Debian 13 in place of the image")
-def test_the_published_one_is_pulled(cli: Path, trixie: str, registry: str, tmp_path: Path) -> None:
+def test_the_published_one_is_pulled(cli: Path, docker_engine: None, trixie: str, registry: str) -> None:
     """As docs/releasing.md says it: the image in place of the build."""
     name = f"{registry}/some-lab/multimesh-jax:devcontainer-v0.1.0"
     registries.push(trixie, name)
-    clone, home = tmp_path / "clone", tmp_path / "home"
-    subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
-    (home / ".cache" / "multimesh-jax").mkdir(parents=True)
-    config = read(clone / ".devcontainer/devcontainer.json")
+    config = read(ROOT / ".devcontainer/devcontainer.json")
     del config["build"]
-    path = clone / ".devcontainer" / "prebuilt" / "devcontainer.json"
-    path.parent.mkdir()
-    path.write_text(json.dumps(config | {"image": name}))
-    settings = {"DOCKER_CONFIG": os.environ.get("DOCKER_CONFIG") or f"{Path.home()}/.docker", "HOME": str(home)}
-    settings["MULTIMESH_DEVCONTAINER_USER"] = "root"  # a bare image has no other
-
-    def call(verb: str, *words: str) -> str:
-        argv = [cli, verb, "--workspace-folder", clone, "--config", path, *words]
-        done = subprocess.run(argv, env=os.environ | settings, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        return done.stdout
-
-    try:
-        call("up", "--skip-post-create")
-        assert call("exec", "cat", "/etc/debian_version").startswith("13.")
-    finally:
-        remove_containers(clone)
-
-
-def remove_containers(clone: Path) -> None:
-    """Remove the containers of a clone."""
-    ours = ["docker", "ps", "-aq", "--filter", f"label=devcontainer.local_folder={clone}"]
-    for container in subprocess.run(ours, capture_output=True, text=True).stdout.split():
-        subprocess.run(["docker", "rm", "-f", container], check=False, capture_output=True)
-
-
-class Person(NamedTuple):
-    """Somebody of this machine who may use the engine: the owner of a clone."""
-
-    uid: int
-
-    @contextmanager
-    def account(self) -> Iterator[None]:
-        """Have a user of this id; the command line asks for its name."""
-        name = f"multimesh-{self.uid}"
-        add = packages.as_root("useradd", "--uid", str(self.uid), "--no-create-home", name)
-        if new := self.uid not in (user.pw_uid for user in pwd.getpwall()):
-            subprocess.run(add, check=True)
-        try:
-            yield
-        finally:
-            if new:
-                subprocess.run(packages.as_root("userdel", name), check=True)
-
-    def owns(self, *places: Path) -> None:
-        subprocess.run(packages.as_root("chown", "-R", f"{self.uid}:{self.uid}", *places), check=True)
-
-    def command(self, env: Mapping[str, str], *argv: str | Path) -> list[str]:
-        group = Path(os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock").removeprefix("unix://")).stat().st_gid
-        me = ["setpriv", f"--reuid={self.uid}", f"--regid={self.uid}", f"--groups={group}"]
-        return packages.as_root(*(me if self.uid else []), *argv, env=env)
+    with somebody(0, cli, config | {"image": name}) as person:
+        person.env["MULTIMESH_DEVCONTAINER_USER"] = "root"  # a bare image has no other
+        person.must("up", "--skip-post-create")
+        assert person.must("exec", "cat", "/etc/debian_version").stdout.startswith("13.")
 
 
 @pytest.mark.full
@@ -158,58 +163,23 @@ class Person(NamedTuple):
 def test_it_comes_up_for_everybody_and_leaves_the_machines_packages_alone(
     cli: Path, docker_engine: None, trixie: str, uid: int
 ) -> None:
-    person = Person(uid)
-    with tempfile.TemporaryDirectory(prefix="mm-devcontainer-") as folder, person.account():
-        place = Path(folder)
-        place.chmod(0o755)
-        clone, home = place / "clone", place / "home"
-        subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
-        changed = read(clone / ".devcontainer/devcontainer.json")
-        changed["build"]["args"]["BASE_IMAGE"] = trixie
-        changed["build"] |= {"dockerfile": "../../docker/Dockerfile", "context": "../..", "options": ["--network=host"]}
-        path = clone / ".devcontainer" / "trixie" / "devcontainer.json"
-        path.parent.mkdir()
-        path.write_text(json.dumps(changed))
-        executable(clone / ".venv" / "bin" / "pytest", "#!/of/this/machine\n")
-        plugins = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "cli-plugins"
-        (home / ".docker").mkdir(parents=True)
-        if plugins.exists():
-            shutil.copytree(plugins, home / ".docker" / "cli-plugins")
-        shutil.copytree(cli.parents[1], place / "cli", symlinks=True)  # root's folders are not for everybody
-        person.owns(place)
-        settings = {
-            name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_", "DOCKER_HOST"))
-        }
-        env = settings | {"HOME": str(home), "PATH": os.environ["PATH"]}
-
-        def call(verb: str, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
-            options = ["--workspace-folder", clone, "--config", path]
-            argv = person.command(env | more, place / "cli/.bin/devcontainer", verb, *options, *words)
-            return subprocess.run(argv, capture_output=True, text=True)
-
+    config = read(ROOT / ".devcontainer/devcontainer.json")
+    config["build"]["args"]["BASE_IMAGE"] = trixie
+    config["build"] |= {"dockerfile": "../../docker/Dockerfile", "context": "../..", "options": ["--network=host"]}
+    with somebody(uid, cli, config) as person:
         if uid == 0:
-            refused = call("up")
+            refused = person.call("up")
             assert refused.returncode != 0
             assert "export MULTIMESH_DEVCONTAINER_USER=root" in refused.stdout + refused.stderr
-            env["MULTIMESH_DEVCONTAINER_USER"] = "root"
-        try:
-            up = call("up")
-            assert up.returncode == 0, up.stdout[-3000:] + up.stderr[-3000:]
-            assert "ready: .venv/bin/pytest" in up.stderr
-            assert call("exec", "id", "-u").stdout == f"{uid}\n"
-            assert re.search(r"\d+ passed", call("exec", ".venv/bin/pytest", "-q", "-n0", "tests/unit/cache").stdout)
-            built = call("exec", "sh", "-c", CMAKE)
-            assert re.search(r"Hits: +1 /", built.stdout), built.stdout + built.stderr
-            again = call("up")  # the second open finds the container
-            assert again.returncode == 0, again.stderr[-3000:]
-            assert "requirements/run.txt: installing" not in again.stderr
-        finally:
-            remove_containers(clone)
-            strangers = subprocess.run(
-                packages.as_root("find", clone, home, "!", "-user", str(uid)), capture_output=True, text=True
-            )
-            command = person.command(env, "cat", clone / ".venv" / "bin" / "pytest")
-            program = subprocess.run(command, capture_output=True, text=True).stdout
-            subprocess.run(packages.as_root("chown", "-R", str(os.geteuid()), place), check=True)
-        assert strangers.stdout == ""
-        assert program == "#!/of/this/machine\n"
+            person.env["MULTIMESH_DEVCONTAINER_USER"] = "root"
+        assert "ready: .venv/bin/pytest" in person.must("up").stderr
+        assert person.call("exec", "id", "-u").stdout == f"{uid}\n"
+        tests = person.call("exec", ".venv/bin/pytest", "-q", "-n0", "tests/unit/cache").stdout
+        assert re.search(r"\d+ passed", tests)
+        built = person.call("exec", "sh", "-c", CMAKE)
+        assert re.search(r"Hits: +1 /", built.stdout), built.stdout + built.stderr
+        again = person.must("up")  # the second open finds the container
+        assert "requirements/run.txt: installing" not in again.stderr
+        find = packages.as_root("find", person.place, "!", "-user", str(uid))
+        assert subprocess.run(find, capture_output=True, text=True).stdout == ""
+        assert person.command("cat", person.place / "clone/.venv/bin/pytest").stdout == "#!/of/this/machine\n"

@@ -112,11 +112,11 @@ def test_one_issue_follows_all_that_breaks_at_night(tmp_path: Path) -> None:
 
 @pytest.fixture
 def runner(docker_engine: None) -> Iterator[Path]:
-    """A home with a clone of the committed tree and the locked tools, in a Python that everybody may run."""
+    """A home with a clone of this tree, committed, and the locked tools, in a Python that everybody may run."""
     with tempfile.TemporaryDirectory(prefix="mm-runner-") as folder:
         place = Path(folder)
         place.chmod(0o755)
-        clone = copy_repository(ROOT, place / "clone", of="HEAD").path
+        clone = copy_repository(ROOT, place / "clone").path
         (place / "docker" / "cli-plugins").mkdir(parents=True)
         ask = ["docker", "info", "--format", "{{json .ClientInfo.Plugins}}"]
         plugins = json.loads(subprocess.run(ask, check=True, capture_output=True).stdout)

@@ -34,14 +34,8 @@ class Repository(NamedTuple):
         return done
 
 
-def copy_repository(root: Path, place: Path, of: str = "") -> Repository:
-    """Copy the files of git, or those of a commit, and the patched MaxText; with a git history of its own."""
-    if of:
-        subprocess.run(["git", "clone", "-q", root, place], check=True)
-        subprocess.run(["git", "-C", place, "checkout", "-q", "--detach", of], check=True)
-        shutil.copytree(root / "third_party" / "maxtext", place / "third_party" / "maxtext", symlinks=True)
-        (place / ".venv").symlink_to((root / ".venv").resolve())
-        return Repository(place)
+def copy_repository(root: Path, place: Path) -> Repository:
+    """Copy the files of git and the patched MaxText, with a git history of its own."""
     argv = ["git", "-C", root, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(argv, check=True, capture_output=True, text=True).stdout
     for name in filter(os.path.lexists, (root / name for name in names.split("\0") if name)):

@@ -94,29 +94,26 @@ def test_a_rebuild_without_changes_does_nothing(image: dict[str, Any], repositor
     assert again["check"] == image["check"]
 
 
-def test_a_change_of_the_library_rebuilds_one_layer(
-    image: dict[str, Any], changed: Repository, engine: DockerClient, docker: Docker, ask: Asks
-) -> None:
-    file = changed.path / "multimesh" / "src" / "multimesh" / "__init__.py"
+@pytest.mark.parametrize(
+    ("package", "folder", "last"),
+    [
+        ("multimesh", "multimesh/src", 1),
+        # It, the launcher, the files of /opt, the inventory, the planner, numerics, MultiMesh.
+        ("maxtext", "third_party/maxtext/src", 7),
+    ],
+)
+def test_a_change_of_a_package_rebuilds_the_layers_from_there_on(
+    image: dict[str, Any], changed: Repository, engine: DockerClient, docker: Docker, ask: Asks,
+    package: str, folder: str, last: int,
+) -> None:  # fmt: skip
+    file = changed.path / folder / package / "__init__.py"
     file.write_text(file.read_text(encoding="utf-8") + "\nA_LINE = 1\n", encoding="utf-8")
     built = build.run(changed.path, engine, ask("runtime"))
     before, after = layers(docker, image["id"]), layers(docker, built.id)
-    assert [one == other for one, other in zip(before, after, strict=True)] == [True] * (len(before) - 1) + [False]
-    ask = ["run", "--rm", built.id, "python3", "-c", "import multimesh; print(multimesh.A_LINE)"]
-    assert docker(*ask) == "1"
-
-
-def test_a_change_of_maxtext_rebuilds_from_there_on(
-    image: dict[str, Any], changed: Repository, engine: DockerClient, docker: Docker, ask: Asks
-) -> None:
-    file = changed.path / "third_party" / "maxtext" / "src" / "maxtext" / "__init__.py"
-    file.write_text(file.read_text(encoding="utf-8") + "\nA_LINE = 1\n", encoding="utf-8")
-    built = build.run(changed.path, engine, ask("runtime"))
-    before, after = layers(docker, image["id"]), layers(docker, built.id)
-    last = 7  # MaxText, the launcher, the files of /opt, the inventory, the planner, numerics, MultiMesh
-    assert before[:-last] == after[:-last]
-    assert before[-last] != after[-last]
-    assert built.labels["io.github.multimesh-jax.maxtext.revision"].endswith("-dirty")
+    assert (before[:-last], before[-last] == after[-last]) == (after[:-last], False)
+    label = "io.github.multimesh-jax.maxtext.revision" if package == "maxtext" else "org.opencontainers.image.revision"
+    assert built.labels[label].endswith("-dirty")
+    assert docker("run", "--rm", built.id, "python3", "-c", f"import {package}; print({package}.A_LINE)") == "1"
 
 
 def test_an_image_that_breaks_its_promise_gets_no_name(
@@ -154,14 +151,9 @@ def test_an_image_of_root_or_with_a_label_that_is_not_true_is_refused(
         smoke.check(repository.path, engine.images.get(other), "runtime", "none")
 
 
-def test_the_image_of_this_name_can_be_checked_without_a_build(image: dict[str, Any], repository: Repository) -> None:
-    listed = json.loads(
-        repository.build("--no-build", "--accelerator", "cpu", "--repo", NAME, "--tag", "T", "--json").stdout
-    )
-    assert listed["id"] == image["id"]
-
-
-def test_no_build_without_an_image_is_named(repository: Repository, docker_engine: None) -> None:
-    done = repository.build("--no-build", "--tag", "never-built", check=False)
+def test_without_a_build_the_image_of_this_name_is_checked(image: dict[str, Any], repository: Repository) -> None:
+    options = ["--no-build", "--accelerator", "cpu", "--repo", NAME, "--json", "--tag"]
+    assert json.loads(repository.build(*options, "T").stdout)["id"] == image["id"]
+    done = repository.build(*options, "never-built", check=False)
     assert done.returncode == errors.EngineError.exit_code
-    assert "multimesh-jax:never-built" in done.stderr
+    assert f"{NAME}:never-built" in done.stderr

@@ -87,15 +87,7 @@ def start(
     path: str | None = None,
     config: Path | None = None,
 ) -> Iterator[str]:
-    """Start an engine of our own, with its images under ``root``; gives its DOCKER_HOST.
-
-    Parameters
-    ----------
-    path
-        Where its programs are, in place of the machine's.
-    config
-        Its ``daemon.json``.
-    """
+    """Start an engine with its images under ``root``, the programs of ``path`` and a ``config``; gives its address."""
     dockerd = shutil.which("dockerd", path=path) if path else packages.need("dockerd", "docker.io")
     containerd = shutil.which("containerd", path=path) if path else packages.need("containerd", "containerd")
     assert dockerd is not None
@@ -183,13 +175,7 @@ def base_image(suite: str, folder: Path) -> str:
 
 
 def checkable(verdict: str = "echo ok: stub") -> tuple[dict[str, tuple[bytes, int]], dict[str, str]]:
-    """Return files and links of a busybox with stubs of what the check of a runtime image looks for.
-
-    Parameters
-    ----------
-    verdict
-        What its check jobs do.
-    """
+    """Return files and links of a busybox with stubs of what a check looks for; its jobs run ``verdict``."""
     busybox = Path(packages.need("busybox", "busybox-static")).read_bytes()
     files = {
         "bin/busybox": (busybox, 0o755),

@@ -74,6 +74,14 @@ def _signal(pid: int, signum: int) -> None:
         subprocess.run(packages.as_root("kill", f"-{signum}", "--", str(pid)), check=True)
 
 
+def runs(pid: int) -> bool:
+    """Say whether a process has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def free_port() -> int:
     """Return a port of the loopback interface that nobody listens on."""
     with socket.socket() as probe:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import math
 import re
+import socket
+import socketserver
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-
-from tests.integration.parts import loops
-
-_CHUNK = 65536
 
 
 @dataclass
@@ -24,10 +21,10 @@ class Fault:
     ----------
     request
         A pattern of method, path and the client's name, e.g. ``PUT .*/manifests/`` or ``GET .*python-requests``.
-    status, headers
+    status
         Answer this in place of the registry.
     cut_after
-        Or pass this many bytes of the request's body on, then reset the connection; 0: reset it at once. Of no request
+        Or pass this many bytes of the request's body on, then cut the connection; 0: cut it at once. Of no request
         that says its body is no longer.
     hold
         Or set ``reached`` and wait for ``released``, then go on as if nothing had been.
@@ -36,104 +33,90 @@ class Fault:
     request: str
     times: int = 1
     status: int | None = None
-    headers: tuple[str, ...] = ()
     cut_after: int | None = None
     hold: bool = False
     reached: threading.Event = field(default_factory=threading.Event)
     released: threading.Event = field(default_factory=threading.Event)
 
 
-@dataclass
-class FaultyProxy:
+class FaultyProxy(socketserver.ThreadingTCPServer):
     """Where it listens, what it does wrong, and what was asked of it."""
 
-    upstream: int
-    port: int = 0
-    faults: list[Fault] = field(default_factory=list)
-    requests: list[str] = field(default_factory=list)
-    _running: set[object] = field(default_factory=set)
+    daemon_threads = True
 
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+    def __init__(self, upstream: int) -> None:
+        super().__init__(("127.0.0.1", 0), _Request)
+        self.upstream, self.address = upstream, f"127.0.0.1:{self.server_address[1]}"
+        self.faults: list[Fault] = []
+        self.requests: list[str] = []
 
     def count(self, pattern: str) -> int:
         """Return how many requests matched a pattern, failed ones too."""
         return sum(re.match(pattern, line) is not None for line in self.requests)
 
-    def _fault(self, line: str, length: float) -> Fault | None:
+    def find_fault(self, line: str, length: float) -> Fault:
+        """Return what is to happen to a request."""
         for fault in self.faults:
             if fault.times > 0 and re.match(fault.request, line) and length > (fault.cut_after or -1):
                 fault.times -= 1
                 return fault
-        return None
+        return Fault(line)
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Handle one connection: one request."""
-        self._running.add(asyncio.current_task())  # the loop itself holds its tasks weakly
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-            first = await reader.readexactly(1)
-            if first == b"\x16":  # engines try TLS first; this is how a server without it answers
-                writer.write(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
-                await writer.drain()
-            else:
-                await self._answer(first + await reader.readuntil(b"\r\n\r\n"), reader, writer)
-        writer.close()
 
-    async def _answer(self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        agent = re.search(rb"\r\n(?i:user-agent): ([^\r]*)", head)
+class _Request(socketserver.StreamRequestHandler):
+    """One connection, of one request."""
+
+    server: FaultyProxy
+
+    def handle(self) -> None:
+        with contextlib.suppress(OSError):
+            if self.rfile.peek(1)[:1] == b"\x16":  # engines try TLS first; this is how a server without it answers
+                self._answer(400)
+                return
+            lines: list[bytes] = []
+            while (line := self.rfile.readline()) not in (b"\r\n", b""):
+                lines.append(line)
+            self._decide(b"".join(lines))
+
+    def _answer(self, status: int) -> None:
+        self.wfile.write(b"HTTP/1.1 %d Fault\r\nConnection: close\r\nContent-Length: 0\r\n\r\n" % status)
+
+    def _decide(self, head: bytes) -> None:
+        agent, length = (re.search(rb"(?im)^%s: ([^\r]*)" % name, head) for name in (b"user-agent", b"content-length"))
         line = b" ".join((head.split(b"\r\n", 1)[0], agent[1] if agent else b"")).decode()
-        self.requests.append(line)
-        length = re.search(rb"\r\n(?i:content-length): (\d+)", head)
-        fault = self._fault(line, float(length[1]) if length else math.inf) or Fault(line)
+        self.server.requests.append(line)
+        fault = self.server.find_fault(line, float(length[1]) if length else math.inf)
         if fault.hold:
             fault.reached.set()
-            await asyncio.to_thread(fault.released.wait, 60)
+            fault.released.wait(60)
         if fault.status is not None:
-            lines = (f"HTTP/1.1 {fault.status} Fault", "Connection: close", "Content-Length: 0", *fault.headers, "", "")
-            writer.write("\r\n".join(lines).encode())
-            await writer.drain()
-        elif fault.cut_after == 0:
-            writer.transport.abort()
-        else:
-            await self._pass_on(head, reader, writer, fault.cut_after)
+            self._answer(fault.status)
+        elif fault.cut_after != 0:
+            with socket.create_connection(("127.0.0.1", self.server.upstream)) as up:
+                up.sendall(re.sub(rb"(?im)^connection: .*\n", b"", head) + b"Connection: close\r\n\r\n")
+                sender = threading.Thread(target=self._send, args=(up, fault.cut_after))
+                sender.start()
+                with contextlib.suppress(OSError):
+                    while chunk := up.recv(65536):
+                        self.wfile.write(chunk)
+                    self.connection.shutdown(socket.SHUT_RDWR)
+                sender.join()
 
-    async def _pass_on(
-        self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, cut_after: int | None
-    ) -> None:
-        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self.upstream)
-        up_writer.write(re.sub(rb"\r\n(?i:connection): [^\r]*", b"", head[:-4]) + b"\r\nConnection: close\r\n\r\n")
-        sending = asyncio.ensure_future(self._copy(reader, up_writer, cut_after))
-        receiving = asyncio.ensure_future(self._copy(up_reader, writer, None))
-        done, _ = await asyncio.wait({sending, receiving}, return_when=asyncio.FIRST_COMPLETED)
-        if sending in done and sending.result() == "cut":
-            writer.transport.abort()
-        else:
-            await receiving
-        sending.cancel()
-        receiving.cancel()
-        up_writer.close()
-
-    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, room: int | None) -> str:
-        with contextlib.suppress(ConnectionError):
-            while chunk := await reader.read(_CHUNK):
-                if room is not None:
-                    room -= len(chunk)
-                    if room <= 0:
-                        return "cut"
-                writer.write(chunk)
-                await writer.drain()
-        return "end"
+    def _send(self, up: socket.socket, room: int | None) -> None:
+        with contextlib.suppress(OSError):
+            while chunk := self.rfile.read1(65536):
+                room = None if room is None else room - len(chunk)
+                if room is not None and room <= 0:
+                    up.shutdown(socket.SHUT_RDWR)
+                    self.connection.shutdown(socket.SHUT_RDWR)
+                    return
+                up.sendall(chunk)
 
 
 @contextmanager
 def running(upstream: str) -> Iterator[FaultyProxy]:
     """Have a proxy in front of ``127.0.0.1:PORT`` for the length of a block."""
-    proxy = FaultyProxy(int(upstream.rpartition(":")[2]))
-
-    async def start() -> None:
-        server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
-        proxy.port = server.sockets[0].getsockname()[1]
-
-    with loops.serving(start):
+    with FaultyProxy(int(upstream.rpartition(":")[2])) as proxy:
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
         yield proxy
+        proxy.shutdown()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,13 +24,7 @@ _AUTH = "auth: {{htpasswd: {{realm: here, path: {}}}}}\n"
 
 @contextmanager
 def running(folder: Path, *, login: tuple[str, str] | None = None) -> Iterator[str]:
-    """Have a registry for the length of a block; gives ``127.0.0.1:PORT``, which engines speak plain HTTP with.
-
-    Parameters
-    ----------
-    login
-        The user and the password that it asks for; nobody is asked by default.
-    """
+    """Have a registry for a block, as ``127.0.0.1:PORT``; it asks for a ``login`` of user and password, if any."""
     program = packages.need("docker-registry", "docker-registry")
     port = processes.free_port()
     folder.mkdir(parents=True, exist_ok=True)
@@ -48,23 +41,11 @@ def running(folder: Path, *, login: tuple[str, str] | None = None) -> Iterator[s
         yield f"127.0.0.1:{port}"
 
 
-def push(image: str, name: str, login: tuple[str, str] | None = None) -> str:
-    """Push an image of the engine as ``127.0.0.1:PORT/PATH:TAG``, as somebody, and return its digest."""
+def push(image: str, name: str) -> str:
+    """Push an image of the engine as ``127.0.0.1:PORT/PATH:TAG``, and return its digest."""
     subprocess.run(["docker", "tag", image, name], check=True)
-    with tempfile.TemporaryDirectory() as config:
-        docker = ["docker", "--config", config] if login else ["docker"]
-        if login:
-            argv = [*docker, "login", name.partition("/")[0], "--username", login[0], "--password-stdin"]
-            subprocess.run(argv, input=login[1].encode(), check=True, capture_output=True)
-        subprocess.run([*docker, "push", "-q", name], check=True, capture_output=True)
-    return digest(name, login)
-
-
-def labelled(image: str, labels: Mapping[str, str]) -> str:
-    """Return an image with the files of another, labels, and so a digest of its own."""
-    text = f"FROM {image}\nLABEL {' '.join(f'{name}={value}' for name, value in labels.items())}\n"
-    done = subprocess.run(["docker", "build", "-q", "-"], input=text.encode(), check=True, capture_output=True)
-    return done.stdout.decode().strip()
+    subprocess.run(["docker", "push", "-q", name], check=True, capture_output=True)
+    return digest(name)
 
 
 def digest(name: str, login: tuple[str, str] | None = None) -> str:

@@ -136,11 +136,4 @@ def test_a_cancelled_job(cluster: dict[str, str], tmp_path: Path) -> None:
         finally:
             processes.stop(job)
     assert time.monotonic() - start < 5
-    processes.wait_for(lambda: not any(map(runs, pids)), "all have ended", patience_s=5)
-
-
-def runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    processes.wait_for(lambda: not any(map(processes.runs, pids)), "all have ended", patience_s=5)

@@ -10,9 +10,9 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
+from docker.models.images import Image
 
 from docker import DockerClient
 from tests.integration.parts import engine as engine_parts
@@ -36,33 +36,25 @@ PINNED = {
 }
 
 
-class Tiny(NamedTuple):
-    """A busybox with a file of its own, and stubs of the files that the check of a runtime image looks for."""
-
-    id: str
-    words: str
-
-
 @pytest.fixture
-def make_tiny(docker_engine: None) -> Iterator[Callable[..., Tiny]]:
-    """Import tiny images: one layer of three megabytes, no two alike. ``verdict`` is what their check job does."""
-    images: list[str] = []
+def make_tiny(engine: DockerClient) -> Iterator[Callable[..., Image]]:
+    """Import busyboxes of three megabytes, no two alike, that pass the check. ``verdict`` is what its job does."""
+    images: list[Image] = []
 
-    def make(words: str = "hello", verdict: str = "echo ok: stub", labels: Mapping[str, str] | None = None) -> Tiny:
+    def make(words: str = "hello", verdict: str = "echo ok: stub", labels: Mapping[str, str] = PINNED) -> Image:
         files, links = engine_parts.checkable(verdict)
         files |= {"words": (words.encode(), 0o644), "noise": (os.urandom(1 << 20), 0o644)}
         files |= {"opt/python/bin/python3": (b"", 0o755)}
-        labels = PINNED if labels is None else labels
         changes = ["CMD cat /words", "USER 1000", *(f'LABEL {name}="{value}"' for name, value in labels.items())]
         argv = ["docker", "import", *(word for change in changes for word in ("--change", change)), "-"]
         content = engine_parts.archive(files, links)
         done = subprocess.run(argv, input=content, capture_output=True, check=True)
-        images.append(done.stdout.decode().strip())
-        return Tiny(images[-1], words)
+        images.append(engine.images.get(done.stdout.decode().strip()))
+        return images[-1]
 
     yield make
     for image in images:
-        subprocess.run(["docker", "rmi", "--force", image], capture_output=True)
+        subprocess.run(["docker", "rmi", "--force", image.id], capture_output=True)
 
 
 @pytest.fixture
@@ -86,13 +78,12 @@ def there(target: Reference) -> Registry:
 
 
 @pytest.fixture
-def send(engine: DockerClient, there: Registry, target: Reference) -> Callable[[Tiny], Manifest]:
+def send(engine: DockerClient, there: Registry, target: Reference) -> Callable[[Image], Manifest]:
     """Push an image under its candidate's tag."""
 
-    def send(image: Tiny) -> Manifest:
-        in_engine = engine.images.get(image.id)
-        tag = name_candidate(in_engine.labels, image.id, checked=True)
-        in_engine.tag(*target.tagged(tag))
+    def send(image: Image) -> Manifest:
+        tag = name_candidate(image.labels, image.id, checked=True)
+        image.tag(*target.tagged(tag))
         engines.push(engine, target.tagged(tag))
         return there.get(tag)
 
@@ -103,8 +94,8 @@ def send(engine: DockerClient, there: Registry, target: Reference) -> Callable[[
 def upload(target: Reference, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Upload an image of the engine with build.py's options; returns the process."""
 
-    def run(image: Tiny, *options: str) -> subprocess.CompletedProcess[str]:
-        subprocess.run(["docker", "tag", image.id, str(target)], check=True)
+    def run(image: Image, *options: str) -> subprocess.CompletedProcess[str]:
+        image.tag(*target)
         place = ("--repo", target.repository, "--tag", "v1", "--release-file", str(tmp_path / "release.json"))
         return tooling("image", "--no-build", "--upload", *place, *options)
 

@@ -83,7 +83,7 @@ def test_push_with_a_login(
     config(ways[way])
     engine.api.reload_config()
     there, image = Registry(target.repository), make_tiny(way)
-    engine.images.get(image.id).tag(*target.tagged("candidate"))
+    image.tag(*target.tagged("candidate"))
     there.check_push()
     engines.push(engine, target.tagged("candidate"))
     (moved,) = there.promote(there.get("candidate").digest, ("v1",))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,7 @@ def test_upload(make_tiny, upload, target: Reference, there: Registry, tmp_path:
 def test_a_dirty_tree_is_pushed_only_where_that_is_meant(make_tiny, there: Registry, target: Reference) -> None:
     for labels, code in ((PINNED | {f"{OCI}.revision": "ab" * 20 + "-dirty"}, 3), (PINNED, 0)):
         image = make_tiny(labels=labels)
-        subprocess.run(["docker", "tag", image.id, str(target)], check=True)
+        image.tag(*target)
         options = ("--no-build", "--upload", "--repo", target.repository, "--tag", "v1")
         done = tooling("image", *options)
         assert done.returncode == code, done.stderr
@@ -46,7 +45,7 @@ def test_a_dirty_tree_is_pushed_only_where_that_is_meant(make_tiny, there: Regis
 
 
 def test_push_now_promote_later(make_tiny, upload, target: Reference, there: Registry, faulty, tmp_path: Path) -> None:
-    done = upload(make_tiny("words", labels=PINNED), "--no-promote", "--json")
+    done = upload(make_tiny("words"), "--no-promote", "--json")
     assert done.returncode == 0, done.stderr
     image = json.loads(done.stdout)["pushed"]["image"]
     assert image["tags"] == []
@@ -100,9 +99,10 @@ def test_a_record_that_cannot_be_written_stops_before_anything_is_pushed(
 
 
 def test_release(make_tiny, upload, target: Reference, there: Registry, tmp_path: Path) -> None:
-    done = upload(make_tiny(labels=PINNED), "--release", f"v{VERSION}")
+    done = upload(make_tiny(), "--release", f"v{VERSION}", "--json")
     assert done.returncode == 0, done.stderr
     document = json.loads((tmp_path / "release.json").read_text())
+    assert json.loads(done.stdout)["pushed"] == document
     assert document["labels"] == PINNED
     assert [move["tag"] for move in document["image"]["tags"]] == [
         "v1",

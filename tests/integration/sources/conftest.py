@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,14 +107,13 @@ class Clone:
         return dict(json.loads((self.root / "sources.lock").read_text())["components"][name])
 
     def patch(self, name: str, **patches: str) -> None:
-        """Replace the patch series of a component; keywords are file names without ``.patch``."""
+        """Replace the patches of a component; keywords are file names without ``.patch``."""
         folder = self.root / "patches" / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         for file, text in patches.items():
             head = MAIL.format(file) if text.startswith("diff ") else ""
             (folder / f"{file}.patch").write_text(head + text)
-        (folder / "series").write_text("".join(f"{file}.patch\n" for file in patches))
 
     def run(self, *args: str, **options: Any) -> subprocess.CompletedProcess[str]:
         return run_tooling(self.root, *args, **options)
@@ -168,6 +169,28 @@ def make_clone(root: Path) -> Clone:
     (root / "multimesh").mkdir()
     (root / "third_party").mkdir()
     return Clone(root)
+
+
+def pack_wheel(path: Path, *entries: tuple[str, str, int]) -> str:
+    """Write a wheel of names, texts and modes; return its sha256."""
+    name, version = path.name.split("-")[:2]
+    described = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nWheel-Version: 1.0\n"
+    files = ((f"{name}-{version}.dist-info/{file}", described, 0o100644) for file in ("METADATA", "WHEEL", "RECORD"))
+    with zipfile.ZipFile(path, "w") as archive:
+        for file, text, mode in (*entries, *files):
+            info = zipfile.ZipInfo(file)
+            info.external_attr = mode << 16
+            archive.writestr(info, text)
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which pip looks for wheels, and nowhere else."""
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    (tmp_path / "index").mkdir()
+    return tmp_path / "index"
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -20,17 +19,33 @@ from .conftest import ROOT, Clone, git, make_clone
 
 NETWORK, TOOL, USAGE = 3, 1, 2
 TIMEOUT_S = 300
+COMPLETE = """
+import git, humanize, jsonschema, multimesh, packaging, rich, tooling, yaml
+from importlib import metadata
+for each in metadata.distributions():
+    assert each.files, each.name
+    assert not [file for file in each.files if not file.locate().exists() and file.suffix != ".pyc"], each.name
+"""
 BASE = os.path.realpath(sys.executable)  # the Python that this one's environment was made from
 
 
-def bootstrap(clone: Clone, *args: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run ``bootstrap.sh`` as a user with an empty home would."""
+def start(clone: Clone, *args: str, cwd: Path | None = None, **env: str) -> subprocess.Popen[str]:
+    """Start ``bootstrap.sh`` as a user with an empty home would, in a session of its own."""
     settings = {key: value for key, value in os.environ.items() if key.startswith(("PIP_", "SSL_"))}
     full = settings | {"PATH": os.environ["PATH"], "HOME": str(clone.root.parent / "home")} | env
-    command = [str(clone.root / "bootstrap.sh"), *args]
-    done = subprocess.run(command, cwd=cwd, env=full, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert "Traceback" not in done.stderr, done.stderr
-    return done
+    command, pipe = [str(clone.root / "bootstrap.sh"), *args], subprocess.PIPE
+    return subprocess.Popen(command, cwd=cwd, env=full, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+
+
+def end(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    """Wait for its end."""
+    stdout, stderr = process.communicate(timeout=TIMEOUT_S)
+    assert "Traceback" not in stderr, stderr
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def bootstrap(clone: Clone, *args: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    return end(start(clone, *args, cwd=cwd, **env))
 
 
 def furnish(root: Path) -> Clone:
@@ -59,28 +74,17 @@ def furnish(root: Path) -> Clone:
 def done(tmp_path_factory: pytest.TempPathFactory) -> Clone:
     """A clone, in a folder with a space, that two bootstraps have just made ready at the same time."""
     clone = furnish(tmp_path_factory.mktemp("bootstrap") / "a clone")
-    env = {key: value for key, value in os.environ.items() if key.startswith(("PIP_", "SSL_")) or key == "PATH"}
-    command = [str(clone.root / "bootstrap.sh"), "--group", "run"]
-    both = [
-        subprocess.Popen(
-            command, env=env | {"HOME": str(clone.root.parent / "home")}, stderr=subprocess.PIPE, text=True
-        )
-        for _ in range(2)
-    ]
-    said = [process.communicate(timeout=TIMEOUT_S)[1] for process in both]
-    assert [process.returncode for process in both] == [0, 0], said
+    both = [end(process) for process in [start(clone, "--group", "run") for _ in range(2)]]
+    assert [process.returncode for process in both] == [0, 0], both
     return clone
 
 
 def test_what_a_bootstrap_leaves(done: Clone) -> None:
     program = "import multimesh, tooling, humanize; print(multimesh.__file__); print(tooling.__file__)"
     python = done.root / ".venv" / "bin" / "python"
-    paths = subprocess.run([python, "-c", program], cwd="/", capture_output=True, text=True, check=True).stdout.split(
-        "\n"
-    )
-
-    assert paths[0] == str(done.root / "multimesh" / "src" / "multimesh" / "__init__.py")
-    assert paths[1] == str(done.root / "tooling" / "__init__.py")
+    shown = subprocess.run([python, "-c", program], cwd="/", capture_output=True, text=True, check=True).stdout
+    folders = ("multimesh/src/multimesh", "tooling")
+    assert shown.split("\n")[:2] == [f"{done.root}/{folder}/__init__.py" for folder in folders]
     assert done.state("alpha") == "clean"
 
 
@@ -124,12 +128,6 @@ def test_packages_for_gpus_are_of_one_cuda(done: Clone, other: str) -> None:
     assert "JAX uses either cuda12, of which compile-gpu is a part, or cuda13; choose one" in process.stderr
 
 
-def processes_of(clone: Clone) -> list[str]:
-    """The command lines of this machine that name the clone."""
-    lines = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout.splitlines()
-    return [line for line in lines if str(clone.root) in line]
-
-
 @pytest.mark.parametrize(
     ("seed", "signum"),
     [
@@ -140,11 +138,7 @@ def processes_of(clone: Clone) -> list[str]:
 def test_killed_at_a_random_moment_and_run_again(tmp_path: Path, seed: int, signum: signal.Signals) -> None:
     """A kill of the process alone, as by a lack of memory; a hang-up of all that its terminal has."""
     clone = furnish(tmp_path / "clone")
-    env = {key: value for key, value in os.environ.items() if key.startswith(("PIP_", "SSL_")) or key == "PATH"}
-    command = [clone.root / "bootstrap.sh", "--group", "run"]
-    process = subprocess.Popen(
-        command, env=env | {"HOME": str(tmp_path)}, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    process = start(clone, "--group", "run")
     steps = ["making .venv", "requirements/tooling.txt: installing", "requirements/run.txt: installing"]
     random = Random(seed)
     step = random.choice(steps)
@@ -153,32 +147,20 @@ def test_killed_at_a_random_moment_and_run_again(tmp_path: Path, seed: int, sign
             break
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(random.random() * 3)
-    if signum == signal.SIGHUP:
-        os.killpg(process.pid, signum)
-    else:
-        process.send_signal(signum)
+    (os.killpg if signum == signal.SIGHUP else os.kill)(process.pid, signum)
     process.wait(60)
 
     again = bootstrap(clone, "--group", "run")
 
     assert again.returncode == 0, again.stderr
-    assert not processes_of(clone)
+    assert str(clone.root) not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
     assert [path.name for path in clone.root.glob(".venv*")] == [".venv"]
     python = clone.root / ".venv" / "bin" / "python"
-    program = (
-        "import git, humanize, jsonschema, multimesh, packaging, rich, tooling, yaml; from importlib import metadata\n"
-    )
-    program += "for each in metadata.distributions():\n assert each.files, each.name\n"
-    program += (
-        " assert not [file for file in each.files if not file.locate().exists() and file.suffix != '.pyc'], each.name"
-    )
-    assert subprocess.run([python, "-c", program], cwd="/").returncode == 0
+    assert subprocess.run([python, "-c", COMPLETE], cwd="/").returncode == 0
 
 
 def test_interrupted_bootstrap_says_so(tmp_path: Path) -> None:
-    clone = furnish(tmp_path / "clone")
-    env = os.environ | {"HOME": str(tmp_path)}
-    process = subprocess.Popen([clone.root / "bootstrap.sh"], env=env, stderr=subprocess.PIPE, text=True)
+    process = start(furnish(tmp_path / "clone"))
     assert process.stderr.readline().startswith("Python 3.")
     assert process.stderr.readline() == "making .venv\n"
 
@@ -188,51 +170,42 @@ def test_interrupted_bootstrap_says_so(tmp_path: Path) -> None:
     assert process.returncode == 130
 
 
-@pytest.fixture
-def tools(tmp_path: Path) -> Iterator[Path]:
-    """A folder with the programs that bootstrap.sh uses, but no Python."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
+def write_program(place: Path, text: str) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text(text)
+    place.chmod(0o755)
+
+
+def bootstrap_with(python: str, tmp_path: Path) -> str:
+    """Return the only line where PATH has nothing but what bootstrap.sh uses, and this as python3."""
+    write_program(tmp_path / "bin" / "python3", python)
     for name in ("bash", "dirname", "env"):
-        (folder / name).symlink_to(shutil.which(name))
-    return folder
-
-
-def test_no_python(tmp_path: Path, tools: Path) -> None:
-    clone = furnish(tmp_path / "clone")
-    (tools / "python3").write_text("#!/bin/sh\nexit 1\n")
-    (tools / "python3").chmod(0o755)
-
-    process = bootstrap(clone, PATH=str(tools))
-
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name))
+    process = bootstrap(furnish(tmp_path / "clone"), PATH=str(tmp_path / "bin"))
     assert process.returncode == TOOL
-    assert process.stderr.startswith("error: no Python found; install 3.13 (Debian, Ubuntu: apt-get install ")
-    assert len(process.stderr.splitlines()) == 1
+    (line,) = process.stderr.splitlines()
+    return line
 
 
-def test_python_that_cannot_make_environments(tmp_path: Path, tools: Path) -> None:
+def test_no_python(tmp_path: Path) -> None:
+    line = bootstrap_with("#!/bin/sh\nexit 1\n", tmp_path)
+    assert line.startswith("error: no Python found; install 3.13 (Debian, Ubuntu: apt-get install ")
+
+
+def test_python_that_cannot_make_environments(tmp_path: Path) -> None:
     """As on a machine where the distribution keeps ``venv`` in a package of its own."""
-    clone = furnish(tmp_path / "clone")
     hide = "import sys\nsys.modules['ensurepip'] = None\n"
     run = "place = sys.argv.index('-c') if '-c' in sys.argv else 0\nif place: exec(sys.argv[place + 1])\n"
     go_on = f"else: import os; os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])\n"
-    (tools / "python3").write_text(f"#!{sys.executable}\n{hide}{run}{go_on}")
-    (tools / "python3").chmod(0o755)
-
-    process = bootstrap(clone, PATH=str(tools))
-
-    assert process.returncode == TOOL
-    assert re.search(r"has no ensurepip: install (\S+) \(Debian, Ubuntu: apt-get install \1\)", process.stderr)
-    assert len(process.stderr.splitlines()) == 1
+    line = bootstrap_with(f"#!{sys.executable}\n{hide}{run}{go_on}", tmp_path)
+    assert re.search(r"has no ensurepip: install (\S+) \(Debian, Ubuntu: apt-get install \1\)", line)
 
 
 def test_named_python_makes_the_environment_anew_or_is_refused(tmp_path: Path) -> None:
     clone = furnish(tmp_path / "clone")
-    (clone.root / ".venv" / "bin").mkdir(parents=True)
     other = clone.root / ".venv" / "bin" / "python"
     answer = f"3.{14 if sys.version_info < (3, 14) else 13}.0\\n{other}\\n"
-    other.write_text(f"#!/bin/sh\ncase $* in *sysconfig*) printf '{answer}' ;; *) exit 1 ;; esac\n")
-    other.chmod(0o755)
+    write_program(other, f"#!/bin/sh\ncase $* in *sysconfig*) printf '{answer}' ;; *) exit 1 ;; esac\n")
 
     refused = bootstrap(clone, "--group", "run", PYTHON="/path/to/no/python3")
     assert refused.returncode == TOOL

@@ -40,15 +40,12 @@ def lock_by_hand(clone: Clone) -> None:
         ("this is no patch\n", "does not apply"),
         ("", "does not apply"),
     ],
-    ids=[
-        "conflict", "absent-file", "second-hunk-conflicts", "git-hooks", "git-upper-case", "git-short-name", "escape",
-        "absolute", "through-link", "rename-into-git", "garbage",
-        "empty",
-    ],
+    ids=["conflict", "absent-file", "second-hunk-conflicts", "git-hooks", "git-upper-case", "git-short-name", "escape",
+         "absolute", "through-link", "rename-into-git", "garbage", "empty"],
 )  # fmt: skip
 def test_bad_patch_is_refused_and_the_old_tree_stays(synced: Clone, text: str, says: str, tmp_path: Path) -> None:
     before = synced.head("alpha")
-    synced.patch("alpha", good=new_file("good", "line"), bad=text)
+    synced.patch("alpha", a_good=new_file("good", "line"), bad=text)
 
     said_by_lock = synced.refused(PATCH_ERROR, "lock", "alpha")
     lock_by_hand(synced)
@@ -71,39 +68,12 @@ def test_patches_that_are_other_than_the_locked_ones_are_refused(synced: Clone) 
     synced.patch("alpha", a=new_file("a", "line"), b=new_file("b", "line"))
     synced.ok("lock", "alpha")
     synced.ok("sync")
-    (synced.root / "patches" / "alpha" / "series").write_text("b.patch\na.patch\n")
+    synced.patch("alpha", b=new_file("a", "line"), a=new_file("b", "line"))
     assert remedy in synced.refused(PIN_ERROR, "sync")
     synced.patch("alpha", a=new_file("a", "line"), b=new_file("b", "another line"))
     assert remedy in synced.refused(PIN_ERROR, "sync")
     assert synced.state("alpha") == "outdated"
     assert (synced.place("alpha") / "b").read_text() == "line\n"
-
-
-def test_lock_that_expects_another_result_is_an_integrity_error(synced: Clone) -> None:
-    synced.patch("alpha", only=new_file("added", "line"))
-    lock_by_hand(synced)
-
-    assert "patched commit is" in synced.refused(3, "sync")
-
-
-@pytest.mark.parametrize(
-    ("series", "name"),
-    [
-        ("", "one.patch"),
-        ("one.patch\none.patch\n", "one.patch"),
-        ("one.patch\nabsent.patch\n", "absent.patch"),
-        ("one.patch\n../alpha/one.patch\n", "../alpha/one.patch"),
-        ("one.patch\n/etc/passwd\n", "/etc/passwd"),
-        ("one.patch\n-one.patch\n", "-one.patch"),
-    ],
-    ids=["forgotten", "twice", "absent", "escape", "absolute", "option"],
-)
-def test_bad_series_is_refused(synced: Clone, series: str, name: str) -> None:
-    synced.patch("alpha", one=new_file("added", "line"))
-    (synced.root / "patches" / "alpha" / "series").write_text(series)
-
-    said = synced.refused(MANIFEST_ERROR, "sync")
-    assert said == f"patches/alpha/series: name each .patch file beside it once, not {name}"
 
 
 def test_link_inside_the_tree_is_allowed(synced: Clone) -> None:

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pytest
 
 from tooling import cli
 from tooling.core import errors
-from tooling.image import bazel_cache
+from tooling.image import bazel_cache, build, pipeline
 from tooling.image.digests import ImagePin
-
-
-def test_sizes() -> None:
-    assert [bazel_cache.parse_gib(text) for text in ("50G", "1T")] == [50, 1024]
-    for text in ("", "0G", "50", "50g", "-1G", "1.5G", "50G ", "500M"):
-        with pytest.raises(argparse.ArgumentTypeError, match="whole number and G or T"):
-            bazel_cache.parse_gib(text)
 
 
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (["--host", "localhost"], "argument --host: invalid ip_address value: 'localhost'"),
         (["--port", "70000"], "argument --port: '70000' is no port; give a number from 1 to 65535"),
-        (["--max-size", "5"], "argument --max-size: '5': write a whole number and G or T, e.g. 50G"),
+        *(
+            ([f"--max-size={size}"], f"argument --max-size: '{size}': write a whole number and G or T, e.g. 50G")
+            for size in ("", "0G", "50", "50g", "-1G", "1.5G", "50G ", "500M")
+        ),
     ],
 )
-def test_settings_that_are_refused(options: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings(options: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert [cli.parse(["cache", "--max-size", size]).max_size for size in ("50G", "1T")] == [50, 1024]
     with pytest.raises(SystemExit) as refused:
         cli.parse(["cache", *options])
     assert refused.value.code == errors.OptionError.exit_code
@@ -55,16 +50,17 @@ def test_rc_says_where_the_cache_is_and_whether_it_is_written(tmp_path: Path) ->
     assert "--remote_upload_local_results=false" in rc.read_text()
 
 
-def test_another_address_gets_no_password(tmp_path: Path) -> None:
-    options = bazel_cache.find_options("127.0.0.1:9", tmp_path, write=False, folder=tmp_path / "none")
-    assert options == ("127.0.0.1:9", tmp_path / "bazelrc")
-    assert "@" not in options[1].read_text()
-    assert bazel_cache.find_options(None, tmp_path, write=False, folder=tmp_path / "none") is None
+def test_another_address_gets_no_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
+    options = build.reach_cache(pipeline.parse(["--bazel-cache", "r.example:9"]), tmp_path)
+    assert options == ["--secret", f'id=bazelrc,"src={tmp_path}/bazelrc"']
+    assert "http://r.example:9\n" in (tmp_path / "bazelrc").read_text()
+    assert build.reach_cache(pipeline.parse([]), tmp_path) == []
 
 
 def test_bazel_remote_without_a_digest_is_refused(tmp_path: Path) -> None:
     with pytest.raises(errors.SourceError, match="no digest of its image is locked"):
-        bazel_cache.start(tmp_path, "127.0.0.1", 9090, 50, ImagePin("docker.io/buchgr/bazel-remote-cache:latest", None))
+        bazel_cache.start(tmp_path, 9090, 50, ImagePin("docker.io/buchgr/bazel-remote-cache:latest", None))
     assert bazel_cache.look(tmp_path) == ""
 
 

@@ -277,11 +277,11 @@ def _wrong_shares(job: Job) -> Iterator[LauncherError]:
     if o.dataset in UNTOKENIZED:
         return  # every process has every row
     if job.mesh_devices % readers or job.batch % readers:
-        what, remedy = f"the {job.mesh_devices} devices of a stage", f"--nodes {math.gcd(o.nodes, o.pp)}"
+        number, remedy = f"the {job.mesh_devices} devices of a stage", f"--nodes {math.gcd(o.nodes, o.pp)}"
         if job.mesh_devices % readers == 0:
             unit = math.lcm(job.batch // job.microbatches * (o.pp if o.pp > 1 and not o.staged else 1), readers)
-            what, remedy = f"a batch of {job.batch}", f"--batch-size {-(-job.batch // unit) * unit}"
-        yield FlagError(f"{readers} processes read data in equal shares, and do not divide {what}; use {remedy}")
+            number, remedy = f"a batch of {job.batch}", f"--batch-size {-(-job.batch // unit) * unit}"
+        yield FlagError(f"{readers} processes read data in equal shares, and do not divide {number}; use {remedy}")
 
 
 def _wrong_devices(o: Flags, devices: int) -> Iterator[LauncherError]:

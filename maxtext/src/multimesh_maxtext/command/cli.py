@@ -27,7 +27,7 @@ from multimesh_maxtext.command.forecasting import check_memory, inspect, show_si
 from multimesh_maxtext.command.job import Job, Paths, find_maxtext
 from multimesh_maxtext.command.member import SINGLE, Member, any_member, find_repeats, member
 from multimesh_maxtext.command.report import Output, unblock_output
-from multimesh_maxtext.command.spawning import HOLD, spawn
+from multimesh_maxtext.command.spawning import spawn
 from multimesh_maxtext.command.train_job import prepare_folders, train_job
 from multimesh_maxtext.command.training import SIGNALS, SPAWNED, interrupt, receiving, state_line
 from multimesh_maxtext.command.translate import Launch, forecasting, launch
@@ -41,6 +41,9 @@ from multimesh_maxtext.errors import (
 )
 from multimesh_maxtext.outcome import full_file
 
+HOLD = 5.0
+"""Seconds that the others wait for the first process, which tells: Slurm ends all as soon as one ends with an error."""
+
 
 def command(argv: Sequence[str], *, root: Path | None = None) -> NoReturn:
     """Run the command line, and end this process with its exit code, which says more than a signal would.
@@ -49,10 +52,10 @@ def command(argv: Sequence[str], *, root: Path | None = None) -> NoReturn:
     """
     code = 0
     try:
-        with unblock_output():
-            code = main(argv, root=root)
-            for number in SIGNALS:
-                signal.signal(number, signal.SIG_IGN)
+        unblock_output()
+        code = main(argv, root=root)
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
         sys.stdout.flush()
     except BrokenPipeError:  # a program such as head has read what it wanted
         code = code or UnreadError.exit_code
@@ -90,11 +93,11 @@ def _print_error(error: LauncherError, this: Member, *, as_json: bool) -> int:
     """Print an error, and return its exit code. The first process prints for all where all find the same."""
     prefix = "error: "
     if this.rank:
-        if error.shared:
-            return error.exit_code
         try:
             time.sleep(HOLD)
         except KeyboardInterrupt:  # the first one found it too, and the launcher ends all
+            return error.exit_code
+        if error.shared:
             return error.exit_code
         prefix = f"error: process {this.rank} of {this.count} on {socket.gethostname()}: "
     for line in str(error).splitlines() or [""]:

@@ -117,12 +117,6 @@ class CommandLine:
     doubtful: frozenset[str] = frozenset()  # flags that those words may have meant. Their values are not known.
 
 
-_SWITCHES = re.compile(
-    r"--(no-)?(autoshard|fuse-tasks|only-fuse-loop-tasks|dump-mpmd-passes|hoist-loop-convert|load-balance-\w.+)"
-)
-"""Flags of the original that take no value, among those that are ignored."""
-
-
 def read(argv: Sequence[str]) -> CommandLine:
     """Parse a command line as far as possible; collect its errors."""
     wrong, doubtful, ignored = list[FlagError](), set[str](), list[str]()
@@ -155,7 +149,7 @@ def read(argv: Sequence[str]) -> CommandLine:
         elif _is_setting(word):
             if before != "-level":
                 values["settings"].append(word)
-        elif not before.startswith("-") or _SWITCHES.fullmatch(before):  # else it is the value of that flag
+        elif not before.startswith("-"):  # else it is the value of that flag
             wrong.append(
                 FlagError(f"{word!r} is neither a flag nor a KEY=VALUE for MaxText; write e.g. learning_rate=3e-4")
             )

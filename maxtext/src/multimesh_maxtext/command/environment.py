@@ -170,14 +170,6 @@ def cache_variables(inherited: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in ours.items() if name not in inherited}
 
 
-def describe_cache(added: Mapping[str, str]) -> str:
-    """Return a hint for users who have not used the cache yet; empty for others."""
-    if CACHE not in added or Path(added[CACHE]).exists():
-        return ""
-    where = f"{added[CACHE]}, up to {CACHE_SIZE / 1e9:g} GB"
-    return f"compiled programs are kept for the next start in {where}; {CACHE_SWITCH}=0 turns that off"
-
-
 def find_flag_notes(flags: Flags, *, gpu_memory: int | None) -> list[str]:
     """Return lines about flags that became something else, or nothing. ``gpu_memory``: MiB of a GPU, if known."""
     lines = []

@@ -103,11 +103,11 @@ class Model:
         sizes = transformer(self)
         layers, ends = sizes.layers, sizes.embedding_parameters
         times = [(sizes.operations(sequence) - 6.0 * ends) / layers] * layers
-        held = [16.0 * sizes.count_parameters(1.0) / layers / shards] * layers
+        state = [16.0 * sizes.count_parameters(1.0) / layers / shards] * layers
         times[-1] += 6.0 * ends
         for end in (0, -1):
-            held[end] += 16.0 * ends / shards
-        return [LayerCosts(*costs) for costs in zip(times, held, strict=True)]
+            state[end] += 16.0 * ends / shards
+        return [LayerCosts(*costs) for costs in zip(times, state, strict=True)]
 
 
 _LATENT = {
@@ -308,8 +308,8 @@ class Job:
         shape: dict[str, Any] = {"microbatches": self.microbatches, "chunks": flags.interleave}
         cut = multimesh.schedules.partition
         with contextlib.suppress(multimesh.UsageError):  # the forecast refuses it, with its numbers
-            return cut(costs, flags.pp, memory=flags.device_memory, **shape).sizes
-        return cut(costs, flags.pp, **shape).sizes
+            return cut(costs, flags.pp, memory=flags.device_memory, **shape)
+        return cut(costs, flags.pp, **shape)
 
     @functools.cached_property
     def route(self) -> tuple[int, ...]:

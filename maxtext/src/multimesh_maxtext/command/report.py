@@ -5,11 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
+import select
 import shlex
 import stat
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
@@ -23,8 +22,7 @@ from multimesh_maxtext.command.job import Job, Paths
 from multimesh_maxtext.command.steps import Run, Step
 
 _ROWS = 12  # of the table
-_PATIENCE = 2.0  # seconds without any progress after which a reader is given up, at the end
-_writing = threading.RLock()  # rich has threads that write
+_PATIENCE = 2.0  # seconds after which a reader who takes nothing is given up
 
 
 class Output(Console):
@@ -123,45 +121,31 @@ def schedule_choice(file: Path) -> dict[str, Any]:
 
 
 class UnblockedOutput(io.TextIOBase):
-    """A text stream in place of another one. What its reader does not take yet is written with what follows."""
+    """A text stream in place of another one. It leaves out what its reader does not take."""
 
     def __init__(self, stream: TextIO) -> None:
         """Write with a descriptor of its own, as all that have the stream's would get errors else."""
         super().__init__()
-        self._waiting = bytearray()
         self.fileno, self.isatty, self.writable = stream.fileno, stream.isatty, stream.writable  # type: ignore[method-assign]
         self._descriptor = os.open(f"/proc/self/fd/{stream.fileno()}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+        self._patience = _PATIENCE
 
     def write(self, text: str) -> int:
-        """Write text now or later. Raises ``BrokenPipeError`` where nobody reads any more."""
-        with _writing, suppress(BlockingIOError):
-            self._waiting += text.encode("utf-8", "backslashreplace")
-            while self._waiting:
-                del self._waiting[: os.write(self._descriptor, self._waiting)]
+        """Write text, and wait while it is read. Raises ``BrokenPipeError`` where nobody reads any more."""
+        data = text.encode("utf-8", "backslashreplace")
+        while data and select.select([], [self._descriptor], [], self._patience)[1]:
+            self._patience = _PATIENCE
+            with suppress(BlockingIOError):
+                data = data[os.write(self._descriptor, data) :]
+        if data:  # we wait no second time for who takes nothing
+            self._patience = 0.0
         return len(text)
 
-    def drain(self) -> None:
-        """Wait until all is written, or the reader takes nothing for a while."""
-        length, since = len(self._waiting), time.monotonic()
-        while self._waiting and time.monotonic() - since < _PATIENCE:
-            time.sleep(0.01)
-            self.write("")
-            if len(self._waiting) < length:
-                length, since = len(self._waiting), time.monotonic()
 
-
-@contextmanager
-def unblock_output() -> Iterator[None]:
-    """Let stdout and stderr not block where they are pipes or terminals; at the end wait for readers who still read."""
-    streams, outputs = (sys.stdout, sys.stderr), list[UnblockedOutput]()
-    try:
-        for name, stream in zip(("stdout", "stderr"), streams, strict=True):
-            with suppress(OSError):  # a terminal of another user
-                if stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode) or stream.isatty():
-                    outputs.append(UnblockedOutput(stream))
-                    setattr(sys, name, outputs[-1])
-        yield
-    finally:
-        sys.stdout, sys.stderr = streams
-        for output in outputs:
-            output.drain()
+def unblock_output() -> None:
+    """Let nobody hold up this process who does not read what it prints: a pager, a terminal that was stopped."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        with suppress(OSError):  # a terminal of another user
+            if stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode) or stream.isatty():
+                setattr(sys, name, UnblockedOutput(stream))

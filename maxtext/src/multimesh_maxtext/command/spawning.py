@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -18,9 +17,6 @@ from multimesh_maxtext.command.member import Member
 from multimesh_maxtext.command.training import SIGNALS, SPAWNED, state_line
 from multimesh_maxtext.command.translate import Launch
 from multimesh_maxtext.errors import FileError, InterruptedRunError, ProcessLostError, UnfitError
-
-HOLD = 5.0
-"""Seconds that the others wait for the first process, which tells: Slurm ends all as soon as one ends with an error."""
 
 UNFIT = "unfit-nodes"
 """File in the output folder: the nodes that the check found at fault, one a line, for ``sbatch --exclude``."""
@@ -71,9 +67,6 @@ def check_processes(start: Launch, o: Flags, output: Path, this: Member) -> None
     if code == ProcessLostError.exit_code or code < 0:
         raise ProcessLostError("--check: a process or a transfer did not answer; the table above says which")
     if code:
-        if this.rank:
-            with contextlib.suppress(KeyboardInterrupt):
-                time.sleep(HOLD)
         nodes = unfit.read_text().split() if unfit.exists() else []
         which = f"; at fault: {', '.join(nodes)}" if nodes else ""
         raise UnfitError(f"--check: these processes cannot run pipelines{which}; the table above says why")

@@ -95,7 +95,7 @@ class Run:
 
     def read(self) -> list[Step]:
         """Return the steps that were completed since the last call."""
-        known = len(self.steps)
+        count = len(self.steps)
         for record in map(_parse, next(self._lines)):
             is_step = "learning/loss" in record
             # MaxText also writes the running means of an evaluation, which have no total.
@@ -110,7 +110,7 @@ class Run:
                 self.steps.append(Step(number, record["learning/loss"], norm, seconds, tokens))
             else:
                 self.evaluations.append({"step": number, "loss": record["eval/avg_loss"]})
-        return self.steps[known:]
+        return self.steps[count:]
 
 
 def _parse(line: str) -> dict[str, float]:

@@ -12,7 +12,7 @@ from multimesh_maxtext import outcome
 from multimesh_maxtext.checkpoint_folder import going_back
 from multimesh_maxtext.command.checkpoint import RUNNING, beginning, make_way, writing
 from multimesh_maxtext.command.dataset import write_corpus
-from multimesh_maxtext.command.environment import describe_cache, python
+from multimesh_maxtext.command.environment import python
 from multimesh_maxtext.command.forecasting import check_memory
 from multimesh_maxtext.command.job import Job, Paths
 from multimesh_maxtext.command.listeners import make_listeners
@@ -46,8 +46,6 @@ def train_job(
     ``first``: where the first process writes, which may be this one.
     """
     o, paths = job.flags, first.of_process(this.rank)
-    if this.rank == 0 and (note := describe_cache(start.environment)):
-        print(note, file=sys.stderr)
     if o.check:
         check_processes(start, o, first.output, this)
     with writing(paths.output / RUNNING, "--output"):
@@ -100,7 +98,7 @@ def prepare_folders(job: Job, paths: Paths, texts: Sequence[str]) -> None:
     try:
         for folder in (paths.output, paths.metrics.parent, *([o.dump] if o.dump and not o.forecast else [])):
             folder.mkdir(parents=True, exist_ok=True)
-        for file in (paths.placement, paths.schedule, *([] if o.resume else [paths.metrics])):
+        for file in (paths.placement, paths.schedule):
             file.unlink(missing_ok=True)
     except OSError as error:
         raise FileError(

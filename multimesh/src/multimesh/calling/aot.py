@@ -18,7 +18,7 @@ from multimesh.errors import UsageError
 from multimesh.marking.tracing import pause_gc
 from multimesh.passes import pipeline
 from multimesh.passes.pipeline import Pass, PassInputs
-from multimesh.plan.plan import Plan
+from multimesh.plan.plan import Plan, move_plan
 from multimesh.runtime.actions import processes
 from multimesh.runtime.compile import CompiledPlan, compile_plan, exists
 from multimesh.runtime.runner import Runner
@@ -117,8 +117,6 @@ class Lowered:
         So a function that was lowered for virtual CPU devices is compiled for GPUs of `multimesh.topology`.
         """
         there = self._over([device.process_index for device in devices])
-        from multimesh.plan.moving import move_plan
-
         return dataclasses.replace(there, plan=move_plan(there.plan, devices), moved=True)
 
     def over(self, processes: int) -> Lowered:

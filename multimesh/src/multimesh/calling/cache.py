@@ -96,10 +96,7 @@ class Cache:
 
 
 def matching(signature: Signature, functions: Mapping[Signature, Any]) -> Any | None:
-    """Return a function that was compiled for this signature before its layouts were derived, which the arguments have.
-
-    None if there is no such function.
-    """
+    """Return the function that was compiled for this signature before its layouts, now given, were derived, if any."""
     for other, compiled in functions.items():
         lowered = getattr(compiled, "lowered", None)
         if lowered is None or replace(other, specs=signature.specs) != signature:

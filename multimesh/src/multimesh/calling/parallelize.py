@@ -122,7 +122,9 @@ class _Initializer:
         """Call it, and place every leaf in its sharding."""
         tree = jax.tree.structure(self.shapes)
         if self._closed is None:
-            values, layouts = self._called(), jax.tree.unflatten(tree, shardings)
+            values, layouts = self._fn(), jax.tree.unflatten(tree, shardings)
+            if jax.tree.structure(values) != tree or _types(values) != _types(self.shapes):
+                raise UsageError(f"parallelize: {self._name} now returns other shapes or types than at first")
             return jax.tree.map(arrays.place, values, layouts) if several() else jax.device_put(values, layouts)
         pairs = zip(jax.tree.leaves(self.shapes), shardings, strict=True)
         leaves = [None if here(sharding.device_set) else arrays.absent(shape, sharding) for shape, sharding in pairs]
@@ -137,19 +139,9 @@ class _Initializer:
     def _makers(self, shardings: tuple[NamedSharding, ...]) -> tuple[tuple[Any, tuple[int, ...]], ...]:
         return tuple(compile_initializers(self._closed, shardings))
 
-    def _called(self) -> Any:
-        values = self._fn()
-        structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x)), values)
-        if jax.tree.structure(values) != jax.tree.structure(self.shapes) or _types(structs) != _types(self.shapes):
-            raise UsageError(f"parallelize: {self._name} now returns other shapes or types than at first")
-        return values
-
 
 def compile_initializers(closed: Any, shardings: Sequence[NamedSharding]) -> Iterator[tuple[Any, tuple[int, ...]]]:
-    """Compile a function for each submesh of this process; it makes the results on that submesh, in their layouts.
-
-    Yields each function with the positions of its results.
-    """
+    """Compile a function for each submesh of this process, and yield it with the positions of the results it makes."""
     constants = _compat.constant_results(closed)
     local = ((s.mesh, i) for i, s in enumerate(shardings) if i not in constants and here(s.device_set))
     for positions in group(local).values():
@@ -158,7 +150,7 @@ def compile_initializers(closed: Any, shardings: Sequence[NamedSharding]) -> Ite
 
 
 def _types(tree: Any) -> list[Any]:
-    return [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+    return [(np.shape(x), jax.dtypes.result_type(x)) for x in jax.tree.leaves(tree)]
 
 
 def _flat(devices: Any) -> Sequence[jax.Device] | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Fault:
+class VersionFault:
     """A flag of ``XLA_FLAGS``, or a version of a component, with which pipelines over several processes hang."""
 
     name: str
@@ -21,14 +21,14 @@ class Fault:
     remedy: str = "leave it out"
 
 
-AUTOTUNING = Fault(
+AUTOTUNING = VersionFault(
     "xla_gpu_shard_autotuning",
     r"(?!(false|0)$).*",
     "XLA deals out the tuning of a program to all processes and waits for all to compile the same one. Stages compile "
     "different ones, so all wait for ever, which looks like a slow compilation",
     "marin-community/marin issue 7024",
 )
-COMMAND_BUFFERS = Fault(
+COMMAND_BUFFERS = VersionFault(
     "xla_gpu_enable_command_buffer",
     r"(.*[,+])?collectives.*",
     "runs on B200 hung after a CUDA graph could not be destroyed; with COLLECTIVES among the captured commands a run "
@@ -38,7 +38,7 @@ COMMAND_BUFFERS = Fault(
 FLAGS = (AUTOTUNING, COMMAND_BUFFERS)
 
 VERSIONS = (
-    Fault(
+    VersionFault(
         "NCCL",
         r"2\.(30\.([7-9]|\d\d)|31\.[01])\b.*",
         "transfers beside collectives that devices start themselves hang with 2.30.7 and pass with 2.31.2",
@@ -62,7 +62,7 @@ def find_bad_versions(versions: Mapping[str, str]) -> list[str]:
     return [f"{name} {text}" for name, text in _find(VERSIONS, versions)]
 
 
-def _find(faults: Iterable[Fault], values: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def _find(faults: Iterable[VersionFault], values: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Yield the name of each fault, and the value that has it with reason, report and remedy."""
     for fault in faults:
         value = values.get(fault.name)

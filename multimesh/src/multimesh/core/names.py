@@ -7,8 +7,6 @@ from types import ModuleType
 
 from multimesh.errors import MissingPartError
 
-DISTRIBUTIONS = {"multimesh_numerics": "multimesh-numerics", "multimesh_planner": "multimesh-planner"}
-
 
 def load_extra(module: str, user: str) -> ModuleType:
     """Import a module of another distribution of this project, for ``user``, the name or command that needs it.
@@ -21,7 +19,7 @@ def load_extra(module: str, user: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != package:
             raise
-        distribution = DISTRIBUTIONS[package]
+        distribution = package.replace("_", "-")
         raise MissingPartError(
             f"{user}: is in another package, {distribution}; install it: pip install {distribution}"
         ) from None

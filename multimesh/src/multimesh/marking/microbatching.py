@@ -7,7 +7,7 @@ import contextlib
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
@@ -21,7 +21,7 @@ from multimesh import schedules
 from multimesh.core import _compat, checks
 from multimesh.core.specs import carry_over
 from multimesh.core.weak_cache import keep_with, weak
-from multimesh.errors import MultiMeshError, UsageError
+from multimesh.errors import UsageError
 from multimesh.marking import contexts, marks
 from multimesh.marking.result_reductions import (
     STACKS,
@@ -245,18 +245,19 @@ def _remedy(x: Any) -> str:
     return "give what all rows share as an argument of its own, or repeat it for each row; argnum= says which is cut"
 
 
-@contextlib.contextmanager
-def _explain_cut(args: Sequence[Any], argnum: int) -> Iterator[None]:
+def _explain_cut(args: Sequence[Any], argnum: int) -> contextlib.AbstractContextManager[None]:
     """If a function fails on a microbatch of its first argument of several, add that this one was cut."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        if argnum or len(args) < 2 or isinstance(error, MultiMeshError) or not _compat.is_raised_by_jax(error):
-            raise
-        raise UsageError(
-            f"{_compat.error_line(error)}: the function failed on a microbatch of argument 0, which argnum=0 cuts; if "
-            f"the batch is another argument, say so: argnum=1. JAX says: {str(error).strip().splitlines()[0]}"
-        ) from error
+
+    def meaning(error: Exception, line: str, says: str) -> UsageError | None:
+        of_jax = isinstance(error, TypeError | ValueError) and _compat.is_raised_by_jax(error)
+        if argnum or len(args) < 2 or not of_jax:
+            return None
+        return UsageError(
+            f"{line}: the function failed on a microbatch of argument 0, which argnum=0 cuts; if the batch is another "
+            f"argument, say so: argnum=1. {says}"
+        )
+
+    return _compat.explain(meaning)
 
 
 def _split(x: Any, dim: int, size: int | None, count: int) -> jax.Array:
@@ -362,12 +363,8 @@ def _difference(before_tree: Any, after_tree: Any) -> str | None:
         for leaves in (before, after)
     )
     for name in old | new:
-        if name not in new:
-            return f"{name} is missing in what the function returns"
-        if name not in old:
-            return f"the function returns {name} too, which the argument does not have"
-        if old[name] != new[name]:
-            return f"{name} goes in as {old[name]} and comes out as {new[name]}"
+        if old.get(name) != new.get(name):
+            return f"{name} goes in as {old.get(name, 'nothing')} and comes out as {new.get(name, 'nothing')}"
     return None if old_tree == new_tree else "it is in another container, or one with other static fields"
 
 

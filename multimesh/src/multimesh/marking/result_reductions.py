@@ -212,10 +212,7 @@ def parts_of(result: Any, reduce: Any, dim: int, size: int | None, dtype: Any) -
 
 
 def _way(name: str, leaf: Any, way: Any, dim: int, size: int | None, dtype: Any) -> Any:
-    """Return how one leaf is reduced.
-
-    Raises ``UsageError`` if it can't be.
-    """
+    """Return how one leaf is reduced; refuse a way that does not fit it."""
     if way == "stack" or way in NAMED:
         return NAMED.get(way, way)
     if way not in STATELESS:

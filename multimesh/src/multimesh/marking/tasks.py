@@ -141,18 +141,18 @@ def call_under_mark(
         return jitted(*(leaves[i] for i in where))
 
 
-@contextlib.contextmanager
-def _outside(label: str) -> Iterator[None]:
+def _outside(label: str) -> AbstractContextManager[None]:
     """Add the remedy to JAX's error if a task or loop outside `multimesh.jit` gets arrays of several submeshes."""
-    try:
-        yield
-    except ValueError as error:
+
+    def meaning(error: Exception, line: str, says: str) -> UsageError | None:
         if is_partitioning() or "incompatible devices" not in str(error):
-            raise
-        raise UsageError(
-            f"{_compat.error_line(error)}: {label} outside multimesh.jit has arguments on several submeshes; jit the "
-            f"whole function, as multimesh.jit(jax.grad(f)) or jax.grad(multimesh.jit(f)). JAX says: {error}"
-        ) from error
+            return None
+        return UsageError(
+            f"{line}: {label} outside multimesh.jit has arguments on several submeshes; jit the whole function, as "
+            f"multimesh.jit(jax.grad(f)) or jax.grad(multimesh.jit(f)). {says}"
+        )
+
+    return _compat.explain(meaning)
 
 
 def mark_function(fn: Callable[..., Any], placed: Placement) -> Callable[..., Any]:

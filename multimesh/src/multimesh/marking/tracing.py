@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import gc
 import re
 from collections.abc import Callable, Iterator
@@ -133,31 +134,25 @@ def inside(task: Placement) -> Iterator[None]:
         return
     mesh = task.types or task.mesh
     note_mesh(task.mesh)
-    try:
-        with _setting(_task, task), _compat.abstract_mesh_context(mesh, typed=_compat.is_typed(mesh)):
-            yield
-    except Exception as error:
-        if (explained := _explain(error, task)) is None:
-            raise
-        raise explained from error
-
-
-@contextlib.contextmanager
-def in_a_mesh(code: str) -> Iterator[None]:
-    """Add the remedy to JAX's error if code with bare partition specs runs where no mesh has their axes.
-
-    Raises ``UsageError`` in place of JAX's error, which does not know of submeshes.
-    """
-    try:
+    axes = _compat.abstract_mesh_context(mesh, typed=_compat.is_typed(mesh))
+    with _compat.explain(functools.partial(_explain, task)), _setting(_task, task), axes:
         yield
-    except (RuntimeError, ValueError) as error:
-        if not re.search("requires a non-empty mesh|not under a mesh context", str(error)):
-            raise
-        raise UsageError(
-            f"{_compat.error_line(error)}: {code} has a bare PartitionSpec, and runs without a submesh here; run it "
-            "under multimesh.jit, outside of jax.jit, jax.checkpoint and loops, as multimesh.jit(jax.checkpoint(f)); "
-            "or in jax.set_mesh(mesh); or use multimesh.with_sharding_constraint, which has no effect without a submesh"
-        ) from error
+
+
+def in_a_mesh(code: str) -> Manager:
+    """Add the remedy to JAX's error if code with bare partition specs runs where no mesh has their axes."""
+
+    def meaning(error: Exception, line: str, says: str) -> UsageError | None:
+        bare = re.search("requires a non-empty mesh|not under a mesh context", str(error))
+        if not bare or not isinstance(error, RuntimeError | ValueError):
+            return None
+        return UsageError(
+            f"{line}: {code} has a bare PartitionSpec, and runs without a submesh here; run it under multimesh.jit, "
+            "outside of jax.jit, jax.checkpoint and loops, as multimesh.jit(jax.checkpoint(f)); or in "
+            "jax.set_mesh(mesh); or use multimesh.with_sharding_constraint, which has no effect without a submesh"
+        )
+
+    return _compat.explain(meaning)
 
 
 _OF_TYPES = {
@@ -176,11 +171,10 @@ _OF_KINDS = {
 """Remedies by patterns in JAX's errors: where an axis is Explicit, and where code is for other kinds of axes."""
 
 
-def _explain(error: Exception, task: Placement) -> UsageError | None:
+def _explain(task: Placement, error: Exception, line: str, says: str) -> UsageError | None:
     """Return what an error of JAX about axes means in a task, with the remedy; None for any other error."""
     message, where, mesh = str(error), describe(task.mesh), task.types or task.mesh
-    line, says = _compat.error_line(error), f"JAX says: {message.strip().partition(chr(10))[0]}"
-    if _compat.is_typed(mesh) and not isinstance(error, UsageError):
+    if _compat.is_typed(mesh):
         named = f"{type(error).__name__}: {message}"
         if remedy := next((remedy for pattern, remedy in _OF_TYPES.items() if re.search(pattern, named)), None):
             return UsageError(

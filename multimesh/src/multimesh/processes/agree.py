@@ -1,4 +1,4 @@
-"""How processes agree: each leaves a value in JAX's store, process 0 decides, and all read the decision.
+"""How processes wait and agree: each leaves a value in JAX's store, process 0 decides, and all read the decision.
 
 Process 0 deletes what it has left when it hears from all again: by then they have read it.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import operator
 import os
 import socket
@@ -23,9 +24,17 @@ import jax
 from multimesh import errors
 from multimesh.core import _compat
 from multimesh.errors import LostProcessError, MultiMeshError, UsageError
-from multimesh.processes import timeouts
 
 T = TypeVar("T")
+
+TIMEOUTS = {
+    "start": 60.0,  # in which all processes must have started and met
+    "silence": 8.0,  # without a heartbeat of JAX: a process is stopped, or its machine or the network is down
+    "compile": 3600.0,  # that processes wait for each other elsewhere: until others have compiled, saved, gathered
+    "transfer": 300.0,  # in which the first transfer of two processes must have arrived, once both have come to it
+    "stall": 0.0,  # after which a process that makes no progress ends the job; 0: never, it is told only
+}
+"""Seconds that processes wait for each other, as an argument says, else a variable, else as here."""
 
 NOTICE = 60.0
 """Seconds after which process 0 says for whom it waits."""
@@ -36,9 +45,40 @@ PROGRESS = "multimesh/at/"
 DONE = b" done"
 """At the end of the progress of a process that has ended well."""
 
+_timeouts: dict[str, float] = {}  # of this job
 _plans = itertools.count(1)
 _here = threading.local()  # at process 0: `read`, the key that all have read when they come to this thread again
 _LATER = 10.0  # seconds that the others wait longer than process 0, which then says who has not come
+
+
+def timeout_variable(name: str) -> str:
+    """Return the environment variable that sets a timeout."""
+    return f"MULTIMESH_{name.upper()}_TIMEOUT"
+
+
+def choose_timeouts(arguments: Mapping[str, float | None]) -> None:
+    """Choose the timeouts of this job; leave out a name, or give None, for what is not given.
+
+    Raises ``UsageError`` if one is no positive number; ``stall`` may be 0.
+    """
+    for name, usual in TIMEOUTS.items():
+        value = arguments.get(name)
+        text = (os.environ.get(timeout_variable(name)) or usual) if value is None else value
+        try:
+            number = float(text)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not (0 < number < math.inf or (name == "stall" and number == 0)):
+            source = f"{timeout_variable(name)}={text}" if value is None else f"{name}_timeout={value!r}"
+            raise UsageError(f"{source}: give a positive number of seconds")
+        _timeouts[name] = number
+
+
+def seconds_of(name: str) -> float:
+    """Return a timeout of this job; where MultiMesh has not started it, that of the environment."""
+    if not _timeouts:
+        choose_timeouts({})
+    return _timeouts[name]
 
 
 def several() -> bool:
@@ -74,7 +114,7 @@ def wait_for(keys: Mapping[int, str], label: str, timeout: float | None = None) 
     """
     count, store = _compat.process_count(), _compat.key_value_store()
     begun, silent = time.monotonic(), _compat.process_index() != 0
-    limit = timeouts.seconds("compile") if timeout is None else timeout
+    limit = seconds_of("compile") if timeout is None else timeout
     longest = min(5.0, max(1.0, count / 1000))  # seconds in which Ctrl-C may have to wait
     values: dict[int, bytes] = {}
     while missing := [rank for rank in keys if rank not in values]:
@@ -84,7 +124,7 @@ def wait_for(keys: Mapping[int, str], label: str, timeout: float | None = None) 
         if waited > limit:
             raise LostProcessError(
                 f"{who} within {limit:.0f} s; do all processes call the same functions in the same order? "
-                f"A longer compile_timeout ({timeouts.variable('compile')}) waits longer"
+                f"A longer compile_timeout ({timeout_variable('compile')}) waits longer"
             )
         if waited > NOTICE and not silent:
             silent = True
@@ -126,7 +166,7 @@ def decide_together(
     folder, decision = f"multimesh/{kind}/{name}", f"multimesh/decided/{kind}/{name}"
     if rank := _compat.process_index():
         put(f"{folder}/{rank}", data)
-        limit = timeouts.seconds("compile") if timeout is None else timeout
+        limit = seconds_of("compile") if timeout is None else timeout
         (verdict,) = wait_for({0: decision}, name, limit + _LATER)
         if verdict[:1] == b"-":
             raise LostProcessError(verdict[1:].decode())

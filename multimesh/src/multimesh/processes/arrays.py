@@ -15,10 +15,8 @@ from jax.sharding import NamedSharding
 from multimesh.errors import UsageError
 from multimesh.processes import agree
 
-Bounds = tuple[tuple[int, int], ...]
 
-
-def bounds(index: Iterable[slice], shape: Sequence[int]) -> Bounds:
+def bounds(index: Iterable[slice], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """Return the start and the end of the part ``index`` of an array of this shape, along each axis."""
     return tuple(part.indices(n)[:2] for part, n in zip(index, shape, strict=True))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -12,14 +11,14 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
 
 from multimesh.core import _compat, known_faults
 from multimesh.errors import UsageError
-from multimesh.processes import agree, launchers, timeouts
+from multimesh.processes import agree, launchers
 from multimesh.processes.liveness import GRACE, call_at_loss, leave, see_uncaught_errors, watch
 
 TRANSPORT = "MULTIMESH_TRANSPORT"
@@ -55,18 +54,6 @@ class Processes:
         return f"process {self.rank} of {count} on {where}, found by {self.launcher}: {self.mode}"
 
 
-@contextlib.contextmanager
-def _end_in_one_line() -> Iterator[None]:
-    """Let a `UsageError` that nobody catches end this process with one line, or none where process 0 says it."""
-    try:
-        yield
-    except UsageError as error:
-        error.told = getattr(error, "told", False)  # type: ignore[attr-defined]
-        see_uncaught_errors()
-        raise
-
-
-@_end_in_one_line()
 def initialize(
     coordinator_address: str | None = None,
     num_processes: int | None = None,
@@ -140,6 +127,9 @@ def initialize(
     --------
     >>> mm.distributed.initialize("localhost:6000", num_processes=2, process_id=rank)  # doctest: +SKIP
     """
+    options = jax_options or {}
+    see_uncaught_errors()
+    watch.starting = True
     if jax.distributed.is_initialized():
         raise UsageError(
             "processes are initialized already; call mm.distributed.initialize() once, and in place of "
@@ -150,14 +140,13 @@ def initialize(
             "mm.distributed.initialize() must come before anything that uses a device of JAX: jax.devices(), an array"
         )
     seconds = {"start": initialization_timeout, "silence": silence_timeout, "compile": compile_timeout}
-    timeouts.choose(seconds | {"transfer": transfer_timeout, "stall": stall_timeout})
-    start = timeouts.seconds("start")
+    agree.choose_timeouts(seconds | {"transfer": transfer_timeout, "stall": stall_timeout})
+    start = math.ceil(agree.seconds_of("start"))
     arguments = coordinator_address, num_processes, process_id, local_device_ids
-    launcher, (address, count, rank, devices) = launchers.complete(
-        arguments, cluster_detection_method, math.ceil(start)
-    )
+    launcher, (address, count, rank, devices) = launchers.complete(arguments, cluster_detection_method, start)
     host = socket.gethostname()
     if alone and address is count is rank is None:
+        watch.starting = False
         return Processes("nobody", 0, (host,))
     launchers.check(address, count, rank)
     bind = coordinator_bind_address or os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
@@ -168,12 +157,11 @@ def initialize(
     # else JAX takes SIGTERM as a notice, which few scripts look for
     jax.config.update("jax_enable_preemption_service", preemptible)
     watch.rank, watch.name = rank, f"process {rank} of {count} ({host}, pid {os.getpid()})"
-    description = describe(watch.name, jax_options or {}, same_command)
     if rank:
         call_at_loss(watch.end_without_first)
-    _start_jax(watch.name, address, count, rank, devices, bind, jax_options or {})
+    _start_jax(address, count, rank, devices, bind, options)
     try:
-        members = agree.run_in_all("the start", lambda: description, compare, start)
+        members = agree.run_in_all("the start", lambda: describe(watch.name, options, same_command), compare, start)
     except jax.errors.JaxRuntimeError:
         if rank:
             time.sleep(GRACE)  # process 0 is gone, and another thread says so
@@ -218,14 +206,15 @@ def fail(error: BaseException) -> NoReturn:
     raise AssertionError  # the hook leaves
 
 
-def _start_jax(
-    name: str, address: str, count: int, rank: int, devices: Any, bind: str, options: Mapping[str, Any]
-) -> None:
+def _start_jax(address: str, count: int, rank: int, devices: Any, bind: str, options: Mapping[str, Any]) -> None:
     """Start JAX as one of several processes; raise ``UsageError`` if they do not become a job."""
-    start = math.ceil(timeouts.seconds("start"))
+    start = math.ceil(agree.seconds_of("start"))
     try:
-        if rank == 0:
-            _probe(bind)
+        if rank == 0:  # JAX's service would share the port with that of another job
+            host, _, port = bind.rpartition(":")
+            host = "" if host in ("", "[::]") else host.strip("[]")
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            socket.create_server((host, int(port)), family=family).close()
         with _compat.limit_start(start):
             jax.distributed.initialize(
                 address,
@@ -234,7 +223,7 @@ def _start_jax(
                 devices,
                 cluster_detection_method="deactivate",
                 initialization_timeout=start,
-                heartbeat_timeout_seconds=math.ceil(timeouts.seconds("silence")),
+                heartbeat_timeout_seconds=math.ceil(agree.seconds_of("silence")),
                 coordinator_bind_address=bind,
                 **options,
             )
@@ -252,14 +241,7 @@ def _start_jax(
                 "process 0 runs, and that is its address, JAX's lines above in its output have the numbers of those "
                 "that did not come: see what the launcher says, or give a longer initialization_timeout"
             )
-        raise UsageError(f"{name}{text}") from None
-
-
-def _probe(bind: str) -> None:
-    """Raise ``OSError`` if a program listens there: JAX's service would share the port with that of another job."""
-    host, _, port = bind.rpartition(":")
-    host = "" if host in ("", "[::]") else host.strip("[]")
-    socket.create_server((host, int(port)), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+        raise UsageError(f"{watch.name}{text}") from None
 
 
 def describe(name: str, options: Mapping[str, Any], same_command: bool) -> Member:

@@ -26,9 +26,8 @@ from typing import Any, NoReturn
 import jax
 
 from multimesh.core import _compat
-from multimesh.errors import LostProcessError, MultiMeshError
-from multimesh.processes import timeouts
-from multimesh.processes.agree import DONE, PROGRESS, look, put
+from multimesh.errors import LostProcessError, MultiMeshError, UsageError
+from multimesh.processes.agree import DONE, PROGRESS, look, put, seconds_of
 from multimesh.processes.step_counts import StepsOfAll, text_of
 
 BEAT = 1.0  # seconds between two values of progress
@@ -56,7 +55,7 @@ class Watch:
     """The end and the progress of this process, and its waits for those of others: threads that may end it."""
 
     def __init__(self) -> None:
-        self.rank, self.name, self.pid = 0, "", 0
+        self.starting, self.rank, self.name, self.pid = False, 0, "", 0
         self.names: Sequence[str] = ()  # of all processes; empty until they have met
         self.tell_at_loss: Callable[[str, int], None] = lambda text, code: None
         self._at, self._partners = [0, 0], frozenset[int]()  # calls of plans that have ended, and begun; by whom
@@ -69,15 +68,14 @@ class Watch:
     def start(self, names: Sequence[str]) -> None:
         """Start the threads, and see how this process ends."""
         self.names, self._count, self.pid = names, len(names), os.getpid()
-        self._silence = timeouts.seconds("silence")
+        self._silence = seconds_of("silence")
         self._beat = max(BEAT, min(self._count / BEATS, self._silence / 3))
         if self.rank < 2 <= self._count:  # the second one judges process 0, which may hold Python's lock
-            self._steps = StepsOfAll(self._count, timeouts.seconds("stall"), time.monotonic())
+            self._steps = StepsOfAll(self._count, seconds_of("stall"), time.monotonic())
         works = [self._hear, self._tell_progress] + [self._follow] * (self.rank + 1 < self._count)
         self._threads = [threading.Thread(target=work, name=f"multimesh{work.__name__}", daemon=True) for work in works]
         for thread in self._threads:
             thread.start()
-        see_uncaught_errors()
         atexit.register(self.finish)  # runs before JAX's handler, which was registered first, and need not wait then
 
     def begin_step(self, partners: Collection[int] = ()) -> None:
@@ -151,11 +149,10 @@ class Watch:
 
     def _tell(self, cause: Mapping[str, Any]) -> bool:
         """Tell for which cause the job ends, or that all are done; whether that is the first."""
-        try:
+        with contextlib.suppress(*_FAILED):
             put(_END, json.dumps(cause).encode())
-        except _FAILED:
-            return False
-        return True
+            return True
+        return False
 
     def _lose(self, rank: int, how: str) -> dict[str, Any]:
         """Return the loss of a process as a cause."""
@@ -239,8 +236,8 @@ def see_uncaught_errors() -> None:
 
     def end(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         code = 130 if kind is KeyboardInterrupt else getattr(error, "exit_code", 1)
-        if hasattr(error, "told"):  # of the start; where process 0 says it, this process does not
-            if not error.told:
+        if watch.starting and not watch.names and isinstance(error, UsageError):
+            if not getattr(error, "told", False):  # by process 0
                 sys.stderr.write(f"multimesh: {error}\n")
                 time.sleep(HOLD)  # with its service process 0 would end who has not heard yet
             leave(code)

@@ -36,7 +36,7 @@ from multimesh.schedules.table import Cell, Row, Schedule, Table
 if TYPE_CHECKING:
     from multimesh.schedules.choose import Candidate, Choice
     from multimesh.schedules.user_table import Custom, custom, load
-    from multimesh.stages.partitioning import LayerCosts, Partition, partition
+    from multimesh.stages.partitioning import LayerCosts, partition
 
 __all__ = [
     "ZBH1",
@@ -56,7 +56,6 @@ __all__ = [
     "LayerCosts",
     "LoopedBFS",
     "OneFOneB",
-    "Partition",
     "PrefetchWavefront",
     "Row",
     "Schedule",
@@ -101,7 +100,7 @@ def get(schedule: str | Schedule) -> Schedule:
 _HOMES = {
     "schedules.choose": ("Candidate", "Choice"),
     "schedules.user_table": ("Custom", "custom", "load"),
-    "stages.partitioning": ("LayerCosts", "Partition", "partition"),
+    "stages.partitioning": ("LayerCosts", "partition"),
 }
 _LATER = {name: module for module, names in _HOMES.items() for name in names}
 """Names that few programs use, to the module that is loaded then."""

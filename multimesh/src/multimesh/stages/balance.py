@@ -92,7 +92,7 @@ def cut_chain(chain: Chain, stages: int, places: Sequence[int] | None = None) ->
     """
     places = places or _places(chain, stages)
     times, last = [chain.ends[place] for place in places], len(places) - 1
-    sent = _sent_between(chain, places)
+    sent = _list_transfers(chain, places)
     # No cut has to be longer than a stage of the mean that goes on to the next place.
     longest = times[-1] / stages + max(b - a for a, b in itertools.pairwise(times))
 
@@ -114,7 +114,7 @@ def cut_chain(chain: Chain, stages: int, places: Sequence[int] | None = None) ->
     return wide if 2 * wide.sent <= even.sent and wide.sent < even.sent else even
 
 
-def _sent_between(chain: Chain, places: Sequence[int]) -> list[list[float]]:
+def _list_transfers(chain: Chain, places: Sequence[int]) -> list[list[float]]:
     """Return a table of two places: the bytes that are had before the first one and read again before the second."""
     at = np.searchsorted(places, range(len(chain.times)), "right")
     sent = np.zeros((len(places), len(places)))

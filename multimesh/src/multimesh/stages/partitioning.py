@@ -38,25 +38,6 @@ class LayerCosts:
             cost(value, f"a layer's {name}")
 
 
-@dataclass(frozen=True)
-class Partition:
-    """A cut of a list of layers into stages.
-
-    Attributes
-    ----------
-    sizes
-        Number of layers of each stage.
-    stages
-        Costs of each stage.
-    bound
-        The value that `partition` minimizes.
-    """
-
-    sizes: tuple[int, ...]
-    stages: tuple[LayerCosts, ...]
-    bound: float
-
-
 def partition(
     layers: Iterable[LayerCosts | float],
     submeshes: int,
@@ -64,7 +45,7 @@ def partition(
     microbatches: int,
     chunks: int = 1,
     memory: float | None = None,
-) -> Partition:
+) -> tuple[int, ...]:
     """Cut a list of layers into stages so that their pipeline can end earliest.
 
     With ``t`` the times of the stages, ``m`` microbatches and ``v`` stages on each submesh, it minimizes ``max over s
@@ -89,8 +70,8 @@ def partition(
 
     Returns
     -------
-    Partition
-        At least one layer in each stage.
+    tuple[int, ...]
+        The number of layers of each stage, at least one.
 
     Raises
     ------
@@ -101,7 +82,7 @@ def partition(
     --------
     A head that takes as long as three layers:
 
-    >>> partition([1, 1, 1, 1, 1, 1, 1, 1, 3], submeshes=4, microbatches=8).sizes
+    >>> partition([1, 1, 1, 1, 1, 1, 1, 1, 3], submeshes=4, microbatches=8)
     (3, 3, 2, 1)
     """
     submeshes = checks.integer("partition: submeshes", submeshes, 1)
@@ -143,9 +124,7 @@ def partition(
         return None if here is None or here > bound * (1 + CLOSE) else before[end] - before[start]
 
     _, cuts = best_ends(number, len(costs), length, max)
-    ends = list(itertools.pairwise(cuts))
-    stages = (LayerCosts(*(total[b] - total[a] for total in (before, state, saved))) for a, b in ends)
-    return Partition(tuple(b - a for a, b in ends), tuple(stages), bound)
+    return tuple(end - start for start, end in itertools.pairwise(cuts))
 
 
 def alive(stage: int, submeshes: int, chunks: int = 1, microbatches: float = math.inf) -> float:

@@ -34,6 +34,7 @@ import numpy as np
 from multimesh.errors import DamagedError, MissingPartError, MultiMeshError, NoRecordError, UsageError
 from multimesh.processes import agree
 from multimesh.processes.arrays import is_key
+from multimesh.processes.liveness import leave
 from multimesh.state import file_sums
 
 OLDEST = (0, 12, 4)
@@ -95,9 +96,7 @@ def kind_of(x: Any) -> str:
 
 def has_sharding(x: Any) -> bool:
     """Return whether a leaf has a sharding. Otherwise every process has it."""
-    if isinstance(x, jax.Array):
-        return bool(x.committed)
-    return getattr(x, "sharding", None) is not None
+    return bool(x.committed) if isinstance(x, jax.Array) else getattr(x, "sharding", None) is not None
 
 
 def save(path: Path, tree: Any, *, background: bool = False) -> None:
@@ -113,15 +112,15 @@ def save(path: Path, tree: Any, *, background: bool = False) -> None:
     step = f"save {next(_numbers)}"
     places = {name: x.sharding if has_sharding(x) else "the host" for name, x in leaves.items()}
     agree.agree_on(step, [str(path), *(f"{name}: {kinds[name]} on {place}" for name, place in places.items())])
-    writer = agree.first_says(step, f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
-    half = path.with_name(f"{path.name}@{writer}{HALF}")
 
-    def begin() -> None:
-        if jax.process_index() == 0:
-            with _explain_errors(path, half):
-                half.mkdir(parents=True)
+    def begin(_: Sequence[None]) -> str:
+        writer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        half = path.with_name(f"{path.name}@{writer}{HALF}")
+        with _explain_errors(path, half):
+            half.mkdir(parents=True)
+        return half.name
 
-    agree.run_in_all(f"{step}/begin", begin)
+    half = path.with_name(agree.run_in_all(step, lambda: None, begin))
     keys = {name: str(jax.random.key_impl(x)) for name, x in leaves.items() if is_key(x)}
     contents = {"records": jax.process_count(), "leaves": kinds, "keys": keys}
     written = handlers.begin_write(half, stored, contents)
@@ -146,9 +145,7 @@ def _wait_at_end() -> None:
         wait_for_save()
     except Exception as error:  # noqa: BLE001 - whatever it is, no one else tells it
         sys.stderr.write(f"multimesh: {error}\n")
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(getattr(error, "exit_code", 1))
+        leave(getattr(error, "exit_code", 1))
 
 
 # Python calls these in reverse order before it ends: while it still starts threads, which Orbax needs.
@@ -224,9 +221,8 @@ def restore(path: Path, like: Any, *, partial: bool = False) -> Any:
         folder = Path(names.pop(0))
         try:
             agree.run_in_all(f"{step}/{folder.name}/check", functools.partial(_check, folder))
-            leaves = agree.run_in_all(
-                f"{step}/{folder.name}", functools.partial(_read, folder, targets, kinds, partial)
-            )
+            read = functools.partial(_read, folder, targets, kinds, partial)
+            leaves = agree.run_in_all(f"{step}/{folder.name}", read)
         except DamagedError as wrong:
             if not names:
                 raise

@@ -9,7 +9,7 @@ import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from multimesh.errors import DamagedError
 
@@ -22,8 +22,6 @@ REMEDY = "copy the checkpoint again, or take another"
 
 Sums = tuple[int, Sequence[int]]
 """Bytes of a file, and the CRC-32 of each block."""
-
-T = TypeVar("T")
 
 
 def list_files(folder: Path) -> list[str]:
@@ -76,7 +74,7 @@ def check_share(folder: Path, sums: Mapping[str, Sums], share: int, shares: int)
     _map_files(functools.partial(_compare, sums), folder, sorted(sums)[share::shares])
 
 
-def _map_files(read: Callable[[Path, str], T], folder: Path, names: Sequence[str]) -> list[T]:
+def _map_files(read: Callable[[Path, str], Any], folder: Path, names: Sequence[str]) -> list[Any]:
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         return list(pool.map(functools.partial(read, folder), names))
 

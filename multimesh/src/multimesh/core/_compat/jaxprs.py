@@ -91,10 +91,7 @@ def scan_params(params: dict[str, Any], body: Any, num_consts: int, num_carry: i
 
 @functools.cache
 def _scan_groups(num_consts: int, num_carry: int, rows: int, results: int) -> dict[str, Any]:
-    """Return the parameters of a scan that hold its numbers of constants, carries, rows and results.
-
-    They are read off a small scan, since their form depends on the version of JAX.
-    """
+    """Return the parameters of a scan that hold these numbers, in the form of this JAX: read off a small scan."""
 
     def scan(consts: list[Any], carry: list[Any], xs: list[Any]) -> Any:
         def body(carry: list[Any], row: list[Any]) -> Any:
@@ -109,10 +106,7 @@ def _scan_groups(num_consts: int, num_carry: int, rows: int, results: int) -> di
 
 
 def dce(branches: Sequence[Any], used: Sequence[bool]) -> tuple[tuple[Any, ...], list[bool]]:
-    """Cut the branches of a conditional down to the results that are used.
-
-    Also returns, for each operand, whether a branch still reads it.
-    """
+    """Cut the branches of a conditional down to the used results. Return them, and which operands they still read."""
     reads = [partial_eval.dce_jaxpr(b.jaxpr, list(used))[1] for b in branches]
     union = [any(flags) for flags in zip(*reads, strict=True)]
     cut = [partial_eval.dce_jaxpr(b.jaxpr, list(used), instantiate=union)[0] for b in branches]

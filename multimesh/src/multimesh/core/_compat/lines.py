@@ -132,37 +132,45 @@ _CONCRETE = (
 
 
 @contextlib.contextmanager
-def explain_trace(name: Callable[[], str]) -> Iterator[None]:
+def explain(meaning: Callable[[Exception, str, str], UsageError | None]) -> Iterator[None]:
+    """Raise what an error of JAX means, by ``meaning(error, user's line, "JAX says: ...")``, which may be None."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, errors.MultiMeshError):
+            raise
+        says = f"JAX says: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
+        if (meant := meaning(error, error_line(error), says)) is None:
+            raise
+        raise meant from error
+
+
+def explain_trace(name: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
     """Raise an error that names the user's function and line if JAX can't trace that function.
 
     That is so if a result is no array, if Python code asks for the value of a traced array, or if it changes an object
     of Flax NNX that was made outside.
     """
-    try:
-        yield
-    except TypeError as error:
-        _, _, said = str(error).partition(" traced for jit returned ")
-        if said:
-            raise UsageError(
-                f"{error_line(error)}: {name()} must return a pytree of arrays; it returned {said}"
-            ) from None
-        if not isinstance(error, _CONCRETE) and "concrete value" not in str(error):
-            raise
-        raise _not_concrete(name(), error) from error
-    except _CONCRETE as error:
-        raise _not_concrete(name(), error) from error
-    except Exception as error:
-        if isinstance(error, errors.MultiMeshError):
-            raise
+
+    def meaning(error: Exception, line: str, says: str) -> UsageError | None:
+        text = str(error)
+        if isinstance(error, TypeError) and (returned := text.partition(" traced for jit returned ")[2]):
+            return UsageError(f"{line}: {name()} must return a pytree of arrays; it returned {returned}")
+        if isinstance(error, _CONCRETE) or (isinstance(error, TypeError) and "concrete value" in text):
+            return UsageError(
+                f"{line}: {name()} is traced, and an array has no value in Python then; use jnp.where or jax.lax.cond "
+                f"in the place of `if`, or give it as a static Python value (static_argnums of multimesh.jit). {says}"
+            )
         if remedy := remedy_of_sizes(error):
-            raise UsageError(f"{error_line(error)}: in {name()} {remedy}. JAX says: {error}") from None
-        if "different trace level" not in str(error):
-            raise
-        raise UsageError(
-            f"{error_line(error)}: {name()} is traced, and may not change an object of Flax NNX that was made outside "
-            "of it; give its state as an argument, nnx.merge it inside with copy=True, and return the new state. "
-            f"Flax says: {str(error).strip().splitlines()[0]}"
-        ) from error
+            return UsageError(f"{line}: in {name()} {remedy}. {says}")
+        if "different trace level" not in text:
+            return None
+        return UsageError(
+            f"{line}: {name()} is traced, and may not change an object of Flax NNX that was made outside of it; give "
+            f"its state as an argument, nnx.merge it inside with copy=True, and return the new state. {says}"
+        )
+
+    return explain(meaning)
 
 
 def remedy_of_sizes(error: Exception) -> str:
@@ -173,14 +181,6 @@ def remedy_of_sizes(error: Exception) -> str:
         "a transformation brings values of meshes of different sizes together, which JAX can't do around blocks; write "
         "tasks as calls, multimesh.task(fn, mesh=...), or as scopes of multimesh.register_task, in the place of `with "
         "multimesh.task(...)`"
-    )
-
-
-def _not_concrete(name: str, error: Exception) -> UsageError:
-    return UsageError(
-        f"{error_line(error)}: {name} is traced, and an array has no value in Python then; use jnp.where or "
-        "jax.lax.cond in the place of `if`, or give it as a static Python value (static_argnums of multimesh.jit). "
-        f"JAX says: {str(error).strip().splitlines()[0]}"
     )
 
 

@@ -36,10 +36,7 @@ def has_backends() -> bool:
 
 
 def key_value_store() -> Any:
-    """Return the store in which the processes of ``jax.distributed`` leave each other messages.
-
-    Raises an error if JAX has none.
-    """
+    """Return the store in which the processes of ``jax.distributed`` leave each other messages; raise without one."""
     client = getattr(_state, "client", None)
     if client is None:
         raise MultiMeshError(

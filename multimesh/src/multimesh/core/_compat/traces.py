@@ -200,10 +200,7 @@ def eager() -> bool:
 
 
 def bind(prim: Any, params: dict[str, Any], ctx: Any, args: Sequence[Any], mesh: Mesh | AbstractMesh) -> Sequence[Any]:
-    """Evaluate an equation again on ``mesh``.
-
-    The context in which it was traced is in force, unless that was the context of another mesh.
-    """
+    """Evaluate an equation again on ``mesh``, in the context of its trace unless that was of another mesh."""
     if ctx is not None and not ctx.cur_abstract_mesh.empty and auto(ctx.cur_abstract_mesh) != auto(mesh).abstract_mesh:
         ctx = None
     if ctx is None or ctx.cur_abstract_mesh == auto(ctx.cur_abstract_mesh):

@@ -111,10 +111,7 @@ _device_sharding = private("sharding_impls.GSPMDSharding")
 
 
 def without_type(x: Any) -> Any:
-    """Return an array that lies as before, but whose type has no layout; keys stay as they are.
-
-    Raises ``UsageError`` if JAX lacks the private parts.
-    """
+    """Return an array that lies as before, but whose type has no layout; keys stay as they are."""
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
         return x
     if _device_sharding is None or array_of_shards is None:

@@ -26,19 +26,24 @@ def fold_transposes(plan: Plan) -> Plan:
 
 
 def fold_products(ops: Sequence[ir.Op], results: Iterable[ir.Value]) -> tuple[ir.Op, ...]:
-    """Replace each product whose only user transposes it by the transposed product. ``results`` are used outside."""
+    """Replace each product whose only user transposes it by the transposed product. ``results`` are used outside.
+
+    Where that is transposed in turn, as the gradient of a table that is also the head, the next one is folded as well.
+    """
     reads = collections.Counter(v for op in ops for v in op.reads)
     reads.update(results)
-    maker = graph.makers(ops)
-    swapped: dict[ir.Value, ir.Op] = {}
+    products = graph.makers(ops)
+    swapped: dict[ir.Value, ir.Op] = {}  # by what the product made at first
+    folded: dict[ir.Value, ir.Value] = {}  # from the result of a transpose to this
     for op in ops:
         if op.prim.name != "transpose" or not isinstance(op.ins[0], ir.Value):
             continue
-        product = maker.get(op.ins[0])
+        first = folded.get(op.ins[0], op.ins[0])
+        product = swapped.get(first, products.get(first))
         if product is not None and reads[op.ins[0]] == 1 and _swaps_operands(product, op.params["permutation"]):
-            swapped[op.ins[0]] = replace(product, ins=product.ins[::-1], params=_swap(product.params), outs=op.outs)
-    gone = {o for product in swapped.values() for o in product.outs}
-    return tuple(swapped.get(op.outs[0], op) if op.outs else op for op in ops if not gone.intersection(op.outs))
+            swapped[first] = replace(product, ins=product.ins[::-1], params=_swap(product.params), outs=op.outs)
+            folded[op.outs[0]] = first
+    return tuple(swapped.get(op.outs[0], op) if op.outs else op for op in ops if folded.keys().isdisjoint(op.outs))
 
 
 def _swaps_operands(product: ir.Op, permutation: Sequence[int]) -> bool:

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from multimesh.core import _compat
 from multimesh.errors import LostProcessError, UsageError
-from multimesh.processes import agree, timeouts
+from multimesh.processes import agree
 from multimesh.processes.arrays import here
 from multimesh.processes.liveness import name_process
 from multimesh.runtime.actions import Piece, ProcessTransfer, process_transfers
@@ -138,7 +138,7 @@ def try_transfers(transport: Transport, transfers: Iterable[ProcessTransfer], ke
     """
     new = dict.fromkeys((piece.copy.source, piece.copy.target) for transfer in transfers for piece in transfer.pieces)
     pairs = [pair for pair in new if pair not in transport.tried]
-    me, limit = jax.process_index(), timeouts.seconds("transfer")
+    me, limit = jax.process_index(), agree.seconds_of("transfer")
     every = process_transfers([Resharding((), (), tuple(Copy(source, 0, target, 0) for source, target in pairs))])
     transfers = sorted((t for t in every if transport.everyone or me in (t.source, t.target)), key=_turn)
     if not transfers:
@@ -154,7 +154,7 @@ def try_transfers(transport: Transport, transfers: Iterable[ProcessTransfer], ke
         transport.tried.update(pairs)
         return
     how = f"failed: {_first_line(failed[0])}" if failed else f"did not arrive within {limit:.0f} s"
-    wait = "" if failed else f"; a longer transfer_timeout ({timeouts.variable('transfer')}) waits longer"
+    wait = "" if failed else f"; a longer transfer_timeout ({agree.timeout_variable('transfer')}) waits longer"
     source, target = name_process(at[-1].source), name_process(at[-1].target)
     raise LostProcessError(
         f"the first transfer from {source} to {target} {how}; {transport.advice(at[-1].source)}{wait}"
