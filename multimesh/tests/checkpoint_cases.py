@@ -18,9 +18,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from multimesh.processes import agree, arrays
+from multimesh.processes.arrays import is_key
 from multimesh.state import file_sums, handlers
 from process_arrays import REPLICATED, crossed, meshes, on
-from process_cases import is_key, main
+from process_cases import main
 
 import multimesh as mm
 

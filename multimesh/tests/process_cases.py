@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from multimesh.processes.arrays import is_key
 from process_arrays import SPLITS, assert_shards, meshes, on
 
 import multimesh as mm
@@ -76,10 +77,6 @@ def sends_ahead(plan: Any) -> None:
         alive[run.submesh] += begins
         assert alive[run.submesh] <= len(plan.submeshes) - run.cell.stage
         alive[run.submesh] -= run.cell.phase == ("W" if split else "B")
-
-
-def is_key(x: Any) -> bool:
-    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def training(split: str) -> None:
@@ -222,18 +219,14 @@ def dtypes(transport: str | None) -> None:
                 return jax.tree.map(lambda x: x if x.ndim == 0 else mm.with_sharding_constraint(x, spec), tree)
 
             def keep(tree: Any) -> Any:
-                return jax.tree.map(lambda x: x if _key(x) else jnp.flip(x), tree)
+                return jax.tree.map(lambda x: x if is_key(x) else jnp.flip(x), tree)
 
             back = mm.jit(
                 lambda t: mm.task(keep, "c", mesh=parts[0])(
                     mm.task(lambda t: there(keep(t)), "b", mesh=parts[1])(mm.task(keep, "a", mesh=parts[0])(t))
                 )
             )
-            assert_shards(back(arrays), jax.tree.map(lambda x: x if _key(x) else jnp.flip(x), arrays))
-
-
-def _key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+            assert_shards(back(arrays), jax.tree.map(lambda x: x if is_key(x) else jnp.flip(x), arrays))
 
 
 def arguments(transport: str | None) -> None:

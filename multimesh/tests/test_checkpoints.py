@@ -259,6 +259,7 @@ def goes_on_with_whole_ones(tmp_path):
         back = mm.distributed.restore(tmp_path / name, like)
         assert back["step"] == n
         assert all((w == n).all() for w in back["w"])
+    assert mm.distributed.restore(tmp_path, like)["step"] == max(map(int, found))
     half = [p for p in tmp_path.iterdir() if p.name not in found]
     for path in half:
         with pytest.raises(mm.UsageError, match="half-written"):

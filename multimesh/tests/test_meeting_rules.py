@@ -151,6 +151,7 @@ def test_command_lines_may_differ_in_the_number_and_host_of_a_process_only(words
     ("given", "told"),
     [
         ({}, "lacks coordinator_address, num_processes, process_id: start the processes with srun or mpirun"),
+        ("pod", "lacks coordinator_address, num_processes, process_id: set JAX_COORDINATOR_ADDRESS=HOST:PORT and MUL"),
         ({"coordinator_address": "n1:1", "num_processes": 2}, "lacks process_id"),
         ({"coordinator_address": "n1", "num_processes": 2, "process_id": 0}, "'n1:61440'; got 'n1'"),
         ({"coordinator_address": "n1:99999", "num_processes": 2, "process_id": 0}, "got 'n1:99999'"),
@@ -161,16 +162,10 @@ def test_command_lines_may_differ_in_the_number_and_host_of_a_process_only(words
 )
 def test_arguments_that_do_not_do_are_refused(monkeypatch, given, told):
     monkeypatch.setattr("multimesh.core._compat.has_backends", lambda: False)
+    if given == "pod":
+        monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
     with pytest.raises(mm.UsageError, match=re.escape(told)):
-        mm.distributed.initialize(**given)
-
-
-def test_a_pod_that_is_told_too_little_hears_of_its_variables(monkeypatch):
-    monkeypatch.setattr("multimesh.core._compat.has_backends", lambda: False)
-    monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
-    told = "lacks coordinator_address, num_processes, process_id: set JAX_COORDINATOR_ADDRESS=HOST:PORT and MULTIMESH_P"
-    with pytest.raises(mm.UsageError, match=re.escape(told)):
-        mm.distributed.initialize()
+        mm.distributed.initialize(**({} if given == "pod" else given))
 
 
 def test_devices_in_use_are_refused():

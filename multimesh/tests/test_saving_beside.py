@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_cases import PHASES, delayed
+from checkpoint_cases import delayed
 from multimesh.state import handlers
 from pipelines import assert_same
 from spawning import run
@@ -139,42 +139,6 @@ def test_ctrl_c_ends_a_process_after_its_save(tmp_path, then):
     assert {p.name for p in tmp_path.iterdir()} == {"0", "1"}
     for name in ("0", "1"):
         mm.distributed.verify(tmp_path / name)
-
-
-FORKS = """
-import os, sys, numpy as np, multimesh as mm, checkpoint_cases
-from pathlib import Path
-for how in ("waited for", "background"):
-    for phase in sys.argv[2:]:
-        folder = Path(sys.argv[1]) / f"{phase} {how}"
-        if pid := os.fork():
-            assert os.waitpid(pid, 0)[1] == 9
-            continue
-        mm.distributed.save(folder / "0", {"n": np.full(1000, 0)})
-        checkpoint_cases.killed_at(phase)
-        for n in range(1, 10000):
-            mm.distributed.save(folder / str(n), {"n": np.full(1000, n)}, background=how == "background")
-"""
-
-
-@pytest.mark.multiprocess
-def test_a_process_killed_in_any_phase_leaves_the_earlier_checkpoint_whole(tmp_path):
-    """Real processes, forked; by SIGKILL in each phase, and at other moments."""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu"}
-    moments = [f"{n / 50:.2f}" for n in range(1, 4)]
-    argv = [sys.executable, "-c", FORKS, str(tmp_path), *PHASES, *moments]
-    subprocess.run(argv, env=env, check=True, timeout=300)
-    assert len(list(tmp_path.iterdir())) == 2 * (len(PHASES) + len(moments))
-    for folder in tmp_path.iterdir():
-        whole = sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit())
-        for n in whole:
-            assert (mm.distributed.restore(folder / str(n), {"n": np.zeros(1000, int)})["n"] == n).all(), folder
-        assert whole == list(range(len(whole)))
-        assert len(whole) > (folder.name.startswith("renamed"))
-        found = mm.distributed.restore(folder, {"n": np.zeros(1000, int)})
-        assert (found["n"] == whole[-1]).all()
-        mm.distributed.save(folder / str(len(whole)), {"n": 0})  # over what was half-written
-        assert all(p.name.isdigit() for p in folder.iterdir())
 
 
 @pytest.mark.multiprocess

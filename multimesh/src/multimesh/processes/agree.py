@@ -221,8 +221,8 @@ def agree_on(name: str, lines: Iterable[str], timeout: float | None = None) -> N
         """Where the lines of a process first differ from the usual ones."""
         pairs = itertools.zip_longest(unpack(every[odd[0]]), unpack(every[usual]), fillvalue="nothing more")
         where, pair = next((i, (a, b)) for i, (a, b) in enumerate(pairs, 1) if a != b)
-        same = next((n for n, (x, y) in enumerate(zip(*pair, strict=False)) if x != y), min(map(len, pair)))
-        start = max(0, same - 60)
+        first = next((n for n, (x, y) in enumerate(zip(*pair, strict=False)) if x != y), min(map(len, pair)))
+        start = max(0, first - 60)
         a, b = (f"{'...' * (start > 0)}{line[start : start + 160]}" for line in pair)
         return f"first in line {where}, which is {a!r} in place of {b!r}".encode()
 
@@ -281,8 +281,8 @@ def run_in_all(
         for rank, failure in enumerate(failures):
             if failure:
                 kind, text, host = failure
-                alone = failures.count(failure) < len(failures)
-                return pack([kind, f"process {rank} of {len(failures)} ({host}): {text}" if alone else text])
+                of_one = failures.count(failure) < len(failures)
+                return pack([kind, f"process {rank} of {len(failures)} ({host}): {text}" if of_one else text])
         try:
             return pack([None, then(values) if then else None])
         except MultiMeshError as wrong:

@@ -45,17 +45,17 @@ class StepsOfAll:
             new = _Progress(int(ended), int(begun), ranks, text.endswith(DONE), now)
             old = self._all[rank]
             self._all[rank] = new._replace(since=old.since) if old[:2] == new[:2] else new
-        running = {rank: each for rank, each in self._all.items() if not each.done}
+        running = {rank: state for rank, state in self._all.items() if not state.done}
         for rank in self._all.keys() - running.keys():
             gone = self._all[rank]
-            for each in running.values():
-                if each.begun > gone.begun and rank in (each.partners or {rank}) and now - each.since > LEFT:
-                    return rank, f"ended {gone}, and others have begun step {each.begun}, which needs it", True
-        if not running or max(each.ended for each in running.values()) == 0:
+            for state in running.values():
+                if state.begun > gone.begun and rank in (state.partners or {rank}) and now - state.since > LEFT:
+                    return rank, f"ended {gone}, and others have begun step {state.begun}, which needs it", True
+        if not running or max(state.ended for state in running.values()) == 0:
             self._together = now  # nobody has ended a call: they compile
             return None
         rank, last = min(running.items(), key=lambda item: (sum(item[1][:2]), item[0]))
-        between = last.begun == last.ended and len({each[:2] for each in running.values()}) == 1
+        between = last.begun == last.ended and len({state[:2] for state in running.values()}) == 1
         self._together = now if between else self._together
         still = now - (last.since if between else max(last.since, self._together))
         if self._reported != (rank, last[:2]):
@@ -64,7 +64,7 @@ class StepsOfAll:
         if not ends and still < (max(self._after, STALLED) if between else self._after):
             return None
         self._after = self._stall if still < self._stall else 2 * still
-        places = sorted({str(each) for other, each in running.items() if other != rank})
+        places = sorted({str(state) for other, state in running.items() if other != rank})
         where = f"others are {' and '.join(places[:2])}" if places else "all others have ended"
         where = f"all {where}" if len(places) == 1 else where
         return rank, f"{'has been' if ends else 'is'} {last} for {still:.0f} s, {where}", ends
