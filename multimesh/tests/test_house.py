@@ -67,7 +67,7 @@ BUDGETS = {
     "tooling/ci": 98,
     "tooling/core": 310,
     "tooling/environment": 225,
-    "tooling/image": 1_396,
+    "tooling/image": 1_394,
     "tooling/sources": 770,
 }
 """Lines of Python of each room and package. Who needs more raises a number here, and says why in the commit."""

@@ -16,7 +16,7 @@ from urllib.parse import urljoin, urlsplit
 
 from tooling.core import console, errors
 from tooling.image import reference
-from tooling.image.reference import LABEL, OCI
+from tooling.image.reference import OCI
 
 if TYPE_CHECKING:
     import requests
@@ -106,8 +106,6 @@ class Registry:
         """Return the labels of an image that ``docker/build.py`` checked and pushed; ``EngineError`` for any other."""
         name, manifest = f"{self.repository}@{digest}", self.get(digest)
         labels = self.labels(manifest)
-        if f"{LABEL}.lock" not in labels:
-            raise errors.EngineError(f"{name}: has no labels of docker/build.py; push it with that")
         tags = [reference.name_candidate(labels, image_id, checked=True) for image_id in self.ids(manifest)]
         if digest not in map(self.digest, dict.fromkeys(tags)):
             raise errors.EngineError(
