@@ -66,7 +66,7 @@ BUDGETS = {
     "maxtext/src": 6_819,
     "tooling/ci": 99,
     "tooling/core": 310,
-    "tooling/environment": 182,
+    "tooling/environment": 184,
     "tooling/image": 1_771,
     "tooling/sources": 770,
 }

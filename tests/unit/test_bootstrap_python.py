@@ -91,6 +91,17 @@ def test_what_a_python_says_of_itself(version: tuple[object, ...], fault: str, m
     assert fault or check_python.find_fault() == "is a free-threaded build"
 
 
+def test_python3_waits_for_those_with_a_newer_jax_unless_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 11, 7, "final"))
+    monkeypatch.delenv("PYTHON", raising=False)
+    for words, code in ((["python3", "14"], 1), (["python3", "11"], 0), ([".venv/bin/python", "14"], 0)):
+        monkeypatch.setattr(sys, "argv", ["", *words])
+        assert check_python.main() == code
+    monkeypatch.setenv("PYTHON", "python3")
+    monkeypatch.setattr(sys, "argv", ["", "python3", "14"])
+    assert check_python.main() == 0
+
+
 def test_it_is_read_by_old_pythons() -> None:
     text = Path(check_python.__file__).read_text(encoding="utf-8")
     ast.parse(text, feature_version=(3, 7))

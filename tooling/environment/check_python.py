@@ -40,11 +40,13 @@ def main() -> int:
     fault = find_fault()
     if fault:
         print(f"{sys.executable}: {fault}")
-    elif sys.argv[1] == "python3" and sys.version_info < PREFERRED and int(sys.argv[2]) >= PREFERRED[1]:
-        return 1  # while all that have a newer JAX are looked for
-    else:
-        print(os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable))
-    return int(bool(fault))
+        return 1
+    program, minor = sys.argv[1:]
+    waits = program == "python3" and sys.version_info < PREFERRED and int(minor) >= PREFERRED[1]
+    if waits and not os.environ.get("PYTHON"):  # while all that have a newer JAX are looked for
+        return 1
+    print(os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable))
+    return 0
 
 
 if __name__ == "__main__":
