@@ -1,14 +1,20 @@
 #!/bin/sh
-# Fetches and patches third_party/ and makes .venv; see `./bootstrap.sh --help`. Safe to interrupt and to run again.
+# Makes .venv, fetches and patches third_party/; see `./bootstrap.sh --help`. Safe to interrupt and to run again.
 set -eu
 case $0 in */*) here=${0%/*}/. ;; *) here=. ;; esac
 root=$(CDPATH='' cd -- "$here" && pwd -P)
-# Any Python from 3.6 on can look for the one to take.
-for python in python3 python3.14 python3.13 python3.12 python3.11 "${PYTHON:-python}" "$root/.venv/bin/python" \
-  "${PYENV_ROOT:-${HOME-}/.pyenv}/versions"/3.*/bin/python3 "${HOME-}"/.local/share/uv/python/*/bin/python3; do
-  if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 6))' 2>/dev/null; then
-    exec "$python" -IB "$root/tooling/environment/find_python.py" "$@"
-  fi
+shim=$(command -v python3 || :) pyenv=${PYENV_ROOT:-${HOME-}/.pyenv} uv=${XDG_DATA_HOME:-${HOME-}/.local/share}/uv fault=
+# $PYTHON alone; that of .venv; python3, unless another has a newer JAX; the newest on PATH, of pyenv or of uv.
+for minor in 14 13 12 11; do
+  for python in "${PYTHON:-$root/.venv/bin/python}" python3 "python3.$minor" "$pyenv/versions/3.$minor."*/bin/python3 \
+    "${shim%/shims/python3}/versions/3.$minor."*/bin/python3 "$uv/python/cpython-3.$minor."*/bin/python3; do
+    said=$("$python" -IB "$root/tooling/environment/check_python.py" "$python" "$minor" 2>/dev/null) &&
+      exec "$said" -IB "$root/tooling/environment/install.py" "$@"
+    fault=${fault:-$said}
+    if [ -n "${PYTHON-}" ]; then break 2; fi
+  done
 done
-echo "error: no Python found; install 3.13 (Debian, Ubuntu: apt-get install python3-venv) or name it with PYTHON=/path/to/python3" >&2
+no="${PYTHON-}${PYTHON:+: is not there, or is no Python; install one}"
+none="no Python found; install 3.13 (Debian, Ubuntu: apt-get install python3-venv)"
+echo "error: ${fault:-${no:-$none}}; or name another with PYTHON=/path/to/python3" >&2
 exit 1

@@ -2,7 +2,7 @@
 # Starts the Bazel cache that builds on this machine share; `./start-cache.sh --help`. Safe to run again.
 set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
-fits='import sys; from tooling.environment.find_python import OLDEST; sys.exit(sys.version_info < OLDEST)'
+fits='import sys; from tooling.environment.check_python import OLDEST; sys.exit(sys.version_info < OLDEST)'
 for python in "$root/.venv/bin/python" python3 python3.14 python3.13 python3.12 python3.11; do
   if PYTHONPATH=$root "$python" -PBc "$fits" 2>/dev/null; then
     [ "$python" = "$root/.venv/bin/python" ] || export PYTHONDONTWRITEBYTECODE=1

@@ -61,14 +61,9 @@ def summary() -> Iterator[str]:
     run, ratios, dates = step_run(), peer_ratios(), {row["jax"]: row["date"] for row in load(PEERS)["runs"]}
     here = f"MultiMesh, jax {run['jax']}, {run['date']}"
     rows = [(here, *(ratio(run["tables"][STEPS], stages, "ratio") for stages in (2, 4)))]
-    rows += [
-        (f"{who}, jax {jax}, {dates[jax]}", *(ratio(ratios[jax], stages, column) for stages in (2, 4)))
-        for who, jax, column in (
-            ("MultiMesh", "0.10.2", "MultiMesh"),
-            ("SpectraX 0.1.4", "0.10.2", "SpectraX"),
-            ("JaxPP 0.9.2", "0.9.2", "JaxPP"),
-        )
-    ]
+    for who, jax in (("MultiMesh", "0.10.2"), ("SpectraX 0.1.4", "0.10.2"), ("JaxPP 0.9.2", "0.9.2")):
+        figures = (ratio(ratios[jax], stages, who.split()[0]) for stages in (2, 4))
+        rows.append((f"{who}, jax {jax}, {dates[jax]}", *figures))
     yield table(("CPU time of a step, x one SPMD program", "2 stages", "4 stages"), rows)
     yield ""
     names = {"nvidia, dense": "NVIDIA's software", "pytorch, dense": "PyTorch", "maxtext, dense": "MaxText"}
@@ -85,16 +80,13 @@ def steps() -> Iterator[str]:
     run = step_run()
     yield f"jax {run['jax']}, {run['date']}, {run['cores']} cores:"
     yield ""
-    rows = [
-        (
-            WIDTHS[row["size"]],
-            row["pp"],
-            row["schedule"],
+    rows = []
+    for row in run["tables"][STEPS]:
+        shape, step = (
+            (WIDTHS[row["size"]], row["pp"], row["schedule"]),
             f"{row['MultiMesh ms']:.0f} ({row['SPMD ms']:.0f})",
-            f"{row['ratio']:.2f}",
         )
-        for row in run["tables"][STEPS]
-    ]
+        rows.append((*shape, step, f"{row['ratio']:.2f}"))
     yield table(("size", "stages", "schedule", "step, ms (SPMD)", "x SPMD"), rows)
 
 
@@ -102,15 +94,10 @@ def peers() -> Iterator[str]:
     """Yield the same of each peer on the newest JAX that it runs on, and of MultiMesh beside it."""
     columns = (("MultiMesh", "0.9.2"), ("JaxPP", "0.9.2"), ("MultiMesh", "0.10.2"), ("SpectraX", "0.10.2"))
     ratios = peer_ratios()
-    rows = [
-        (
-            f"{row['d']}",
-            row["pp"],
-            row["schedule"],
-            *(f"{ratios[jax][number][who]:.2f}" for who, jax in columns),
-        )
-        for number, row in enumerate(ratios["0.10.2"])
-    ]
+    rows = []
+    for number, row in enumerate(ratios["0.10.2"]):
+        figures = (f"{ratios[jax][number][who]:.2f}" for who, jax in columns)
+        rows.append((row["d"], row["pp"], row["schedule"], *figures))
     yield table(("width", "stages", "schedule", *(f"{who}, jax {jax}" for who, jax in columns)), rows)
 
 
@@ -127,15 +114,11 @@ def forecasts() -> Iterator[str]:
 def beside() -> Iterator[str]:
     """Yield suggestions beside the fastest published runs, by ``planner/benchmarks/beside.py --json``."""
     head = ("model, devices", "published: s (forecast)", "suggested: s", "because")
-    rows = [
-        (
-            f"{row['model']}, {row['on']}",
-            f"{row['published']}: {row['published s']:.4g} ({row['its forecast s']:.4g})",
-            f"{row['suggested']}: {row['suggested s']:.4g} ± {row['band %']:.0f} %",
-            row["because"],
-        )
-        for row in load("planner/benchmarks/runs/beside.json")["tables"]["Beside the best published"]
-    ]
+    rows = []
+    for row in load("planner/benchmarks/runs/beside.json")["tables"]["Beside the best published"]:
+        published = f"{row['published']}: {row['published s']:.4g} ({row['its forecast s']:.4g})"
+        suggested = f"{row['suggested']}: {row['suggested s']:.4g} ± {row['band %']:.0f} %"
+        rows.append((f"{row['model']}, {row['on']}", published, suggested, row["because"]))
     yield table(head, rows)
 
 

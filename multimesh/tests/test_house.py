@@ -66,7 +66,7 @@ BUDGETS = {
     "maxtext/src": 6_433,
     "tooling/ci": 98,
     "tooling/core": 310,
-    "tooling/environment": 225,
+    "tooling/environment": 184,
     "tooling/image": 1_394,
     "tooling/sources": 770,
 }

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ from typing import Any
 import pytest
 import yaml
 
-from tooling.environment import find_python
 from tooling.image import reference
 
 FOLDER = Path(__file__).resolve().parents[2] / ".github" / "workflows"
@@ -21,10 +18,6 @@ FOREIGN = ("bootstrap.sh", ".ci/run", "pytest", "--group dev")  # they run code 
 
 def workflow(name: str) -> dict[Any, Any]:
     return dict(yaml.safe_load((FOLDER / name).read_text(encoding="utf-8")))
-
-
-def events(name: str) -> Mapping[str, Any]:
-    return workflow(name)[True]  # YAML takes the word `on` for a truth
 
 
 JOBS = [
@@ -55,10 +48,8 @@ def test_who_can_write_runs_nothing_but_the_locked_tools(body: dict[str, Any]) -
     text = scripts(body)
     assert not rights or not [word for word in FOREIGN if word in text]
     assert "git apply" not in text
-    downloads = [
-        step["with"] for step in body["steps"] if step.get("uses", "").startswith("actions/download-artifact@")
-    ]
-    assert not rights or all("name" in inputs for inputs in downloads), "an artifact by its name, not by a pattern"
+    steps = [step for step in body["steps"] if step.get("uses", "").startswith("actions/download-artifact@")]
+    assert not rights or all("name" in step["with"] for step in steps), "an artifact by its name, not by a pattern"
 
 
 @pytest.mark.parametrize("name", [path.name for path in FOLDER.glob("*.yml")])
@@ -66,22 +57,15 @@ def test_a_workflow_begins_without_permissions(name: str) -> None:
     assert workflow(name)["permissions"] == {}
 
 
-def test_somebody_approves_before_anything_is_released() -> None:
-    release = workflow("release.yml")["jobs"]
+def test_a_release_is_approved_checked_first_and_reads_no_cache_that_a_branch_wrote() -> None:
+    release, build = workflow("release.yml")["jobs"], workflow("image.yml")["jobs"]["build"]
     assert release["approve"]["environment"] == "release"
     assert release["image"]["needs"] == "approve"
     assert "image" in release["publish"]["needs"]
-
-
-def test_a_branch_writes_no_cache_that_a_release_reads() -> None:
-    build = workflow("image.yml")["jobs"]["build"]
     assert build["env"]["CACHE"] == (
         "${{ inputs.jaxlib == 'source' && (inputs.release != '' && '--no-cache' || '--bazel-cache-write') || '' }}"
     )
-
-
-def test_a_dispatch_is_looked_at_before_it_builds() -> None:
-    text = scripts(workflow("image.yml")["jobs"]["build"])
+    text = scripts(build)
     assert 0 < text.index("ci preflight") < text.index("docker/build.py")
     assert 'printf "$(' not in text, "the exit code of what printf is given would be lost"
 
@@ -95,14 +79,3 @@ def test_every_owner_of_github_has_an_image(owner: str, registry: str, tmp_path:
     name = f"{registry}/{owner.lower()}/multimesh-jax"
     assert (tmp_path / "output").read_text() == f"image={name}\n"
     assert str(reference.make(name, None, "1")) == f"{name}:1", "build.py takes it"
-
-
-def test_the_script_of_ci_finds_a_python_of_a_version() -> None:
-    """The code stands in a shell script, where neither mypy nor a test of its module sees a name that has moved."""
-    root = FOLDER.parents[1]
-    [code] = re.findall(r"<<'END'[^\n]*\n(.*?)\nEND\n", (root / ".ci" / "run").read_text(encoding="utf-8"), re.DOTALL)
-    for version, status in ((find_python.in_dots(sys.version_info[:2]), 0), ("2.7", 1)):
-        done = subprocess.run(
-            [sys.executable, "-", version], cwd=root, input=code, capture_output=True, text=True, check=False
-        )
-        assert (done.returncode, bool(done.stdout.strip())) == (status, not status), done.stderr

@@ -1,6 +1,6 @@
 """``bootstrap``: makes ``.venv``, installs hash-locked packages and this repository's folders, and brings in sources.
 
-``bootstrap.sh`` runs it in the Python that ``find_python`` chose; it goes on in that of ``.venv``.
+``bootstrap.sh`` runs it in the Python that ``check_python`` let pass; it goes on in that of ``.venv``.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import platform
 import shutil
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from tooling import cli
 from tooling.core import console, errors, files, proc
 from tooling.core.console import Subparsers, command
 from tooling.core.files import ROOT
+from tooling.environment.check_python import PREFERRED, in_dots
 from tooling.sources import sync
 
 TOOLS, OURS = "tooling", "this repository"
@@ -35,6 +37,8 @@ GO_ON = "import sys; sys.path[0] = sys.argv.pop(1); import tooling.cli; sys.exit
 def make_and_go_on(options: Sequence[str]) -> int:
     """Make the environment if need be, then become ``python -m tooling bootstrap`` in it."""
     cli.parse(["bootstrap", *options])  # wrong options make nothing
+    older = "" if sys.version_info >= PREFERRED else f"; from {in_dots(PREFERRED)} on there is a newer JAX"
+    console.note(f"Python {platform.python_version()} ({sys.executable}){older}")
     place = {"python": os.path.realpath(sys.executable), "root": str(ROOT)}  # an environment that moved is none
 
     def lacks() -> bool:

@@ -38,18 +38,8 @@ def run(words: list[str]) -> list[str]:
     """Return the command line of a task's container."""
     variables = [f"--env={name}" for name in os.environ if name not in _OF_THE_IMAGE]
     user = f"--user={os.getuid()}:{os.getgid()}"
-    return [
-        "docker",
-        "run",
-        "--rm",
-        "--init",
-        "--network=host",
-        "--ipc=host",
-        "--entrypoint=",
-        user,
-        *variables,
-        *words,
-    ]
+    options = ["--rm", "--init", "--network=host", "--ipc=host", "--entrypoint="]
+    return ["docker", "run", *options, user, *variables, *words]
 
 
 def main(words: list[str]) -> None:

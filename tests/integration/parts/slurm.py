@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pwd
 import re
@@ -65,18 +66,14 @@ def running(place: Path, node: str = SMALL) -> Iterator[dict[str, str]]:
     env = {"SLURM_CONF": str(conf)}
     with ExitStack() as started:
         started.enter_context(_munge(munged, place / "munge", socket))
-        for argv, name in (
-            (["slurmctld", "-D", "-f", str(conf)], "slurmctld"),
-            *((["slurmd", "-D", "-N", node, "-f", str(conf)], f"slurmd-{node}") for node in NODES),
-        ):
-            program = packages.need(argv[0], "slurm-wlm")
-            port = ports[0] if name == "slurmctld" else ports[1 + NODES.index(argv[3])]
-            server = processes.server(
-                packages.as_root(program, *argv[1:], env=env),
-                place / f"{name}.log",
-                healthy=lambda port=port: processes.listens(port),
+        daemons = [["slurmctld", "-D"], *(["slurmd", "-D", "-N", name] for name in NODES)]
+        for (program, *options), port in zip(daemons, ports, strict=True):
+            argv = packages.as_root(packages.need(program, "slurm-wlm"), *options, "-f", conf, env=env)
+            log, healthy = (
+                place / f"{'-'.join([program, *options[2:]])}.log",
+                functools.partial(processes.listens, port),
             )
-            started.enter_context(server)
+            started.enter_context(processes.server(argv, log, healthy=healthy))
         processes.wait_for(lambda: _idle(env), "both nodes are idle", log=place / "slurmctld.log")
         yield env
 
@@ -100,19 +97,16 @@ def _munge(program: str, folder: Path, socket: Path) -> Iterator[None]:
 
 
 def _idle(env: dict[str, str]) -> bool:
-    output = subprocess.run(
-        ["sinfo", "--noheader", "--Node", "--format=%N %T"], env=os.environ | env, capture_output=True, text=True
-    )
+    ask = ["sinfo", "--noheader", "--Node", "--format=%N %T"]
+    output = subprocess.run(ask, env=os.environ | env, capture_output=True, text=True)
     return output.stdout.split("\n")[:2] == [f"{name} idle" for name in NODES]
 
 
-_ENDED = re.compile(
-    r" JobState=(?:COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL|OUT_OF_MEMORY)\b.* ExitCode=(\d+):(\d+)"
-)
+_ENDED = r" JobState=(?:COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL|OUT_OF_MEMORY)\b.* ExitCode=(\d+):(\d+)"
 
 
 def ended(job: str) -> int | None:
     """The exit code of a batch job, negative for a signal; None while it waits or runs. The environment names Slurm."""
     output = subprocess.run(["scontrol", "show", "job", job, "--oneliner"], capture_output=True, text=True).stdout
-    match = _ENDED.search(output)
+    match = re.search(_ENDED, output)
     return (int(match[1]) or -int(match[2])) if match else None

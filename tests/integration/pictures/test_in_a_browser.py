@@ -17,14 +17,9 @@ from tests.integration.parts import packages
 from tests.integration.pictures import browser
 
 PAGE = Path(__file__).parent / "layout.html"
-SHAPES = [  # schedule, submeshes, microbatches; programs of a submesh
-    ("gpipe", 4, 8, 16),
-    ("1f1b", 4, 8, 16),
-    ("interleaved", 4, 8, 32),
-    ("zb-h1", 4, 8, 24),
-    ("wavefront", 4, 8, 16),
-    ("interleaved", 8, 32, 128),
-]
+# schedule, submeshes, microbatches; programs of a submesh
+SHAPES = [("gpipe", 4, 8, 16), ("1f1b", 4, 8, 16), ("interleaved", 4, 8, 32), ("zb-h1", 4, 8, 24),
+          ("wavefront", 4, 8, 16), ("interleaved", 8, 32, 128)]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from multimesh_maxtext.errors import InterruptedRunError, PreemptedError, ProcessLostError, UnfitError
@@ -50,12 +51,11 @@ WHOLE = {
 Submit = Callable[..., "Submitted"]
 
 
-class Submitted:
+class Submitted(NamedTuple):
     """A batch job."""
 
-    def __init__(self, number: str, log: Path) -> None:
-        self.number = number
-        self.log = log
+    number: str
+    log: Path
 
     @property
     def said(self) -> str:
@@ -73,21 +73,18 @@ class Submitted:
 @pytest.fixture
 def submit(gpu_cluster: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Give a folder's batch script to Slurm, from this checkout; what still runs at the end is cancelled."""
-    for name in ("XLA_FLAGS", "IMAGE"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("IMAGE", raising=False)
     # Compiles faster; the numbers are compared with those of one program that is compiled alike.
-    for name, value in (
-        gpu_cluster | {"CHECKOUT": str(ROOT), "XLA_FLAGS": " ".join(QUICK), "OMP_NUM_THREADS": "1"}
-    ).items():
+    more = {"CHECKOUT": str(ROOT), "XLA_FLAGS": " ".join(QUICK), "OMP_NUM_THREADS": "1"}
+    for name, value in (gpu_cluster | more).items():
         monkeypatch.setenv(name, value)
     submitted = []
 
     def give(folder: str, tasks: int, *flags: str) -> Submitted:
         log = tmp_path / "job.log"
         options = ["--parsable", "--nodes=2", f"--ntasks-per-node={tasks // 2}", f"--output={log}"]
-        done = subprocess.run(
-            ["sbatch", *options, str(ROOT / "maxtext" / folder / "job.sbatch"), *flags], capture_output=True, text=True
-        )
+        argv = ["sbatch", *options, str(ROOT / "maxtext" / folder / "job.sbatch"), *flags]
+        done = subprocess.run(argv, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         submitted.append(Submitted(done.stdout.strip(), log))
         return submitted[-1]
@@ -121,9 +118,8 @@ def rehearse(submit: Submit, folder: str, place: Path, scaled: str, *, tasks: in
     last = job.said.splitlines()[-1]
     assert re.fullmatch(r"ok: [23] steps, loss .*; the same without the pipeline, in float32", last), job.said
     assert job.said.count("MaxText, backend multimesh") == 1  # of the processes one speaks
-    asked = dict(
-        re.findall(r"--(dp|pp|tp|interleave) (\d+)", (ROOT / "maxtext" / folder / "job.sbatch").read_text() + scaled)
-    )
+    text = (ROOT / "maxtext" / folder / "job.sbatch").read_text() + scaled
+    asked = dict(re.findall(r"--(dp|pp|tp|interleave) (\d+)", text))
     grid = " ".join(f"{axis} {asked[axis]}" for axis in ("dp", "tp", "pp", "interleave") if asked.get(axis, "1") != "1")
     assert f"{grid};" in job.said
     assert len([*(place / "out").glob("process-*")]) == tasks - 1
@@ -137,19 +133,8 @@ def test_batch_scripts_know_the_codes_that_they_look_for() -> None:
 
 
 STEPS = 40
-TRAINING = (
-    *(
-        "--no-check",
-        "--gpus=0",
-        "--cpus=1",
-        "--pp=2",
-        "--num-layers=2",
-        "--batch-size=8",
-        "--microbatch-size=2",
-        "--seed=1",
-    ),
-    *("--sequence-length=32", "--model-dims=32", "--num-heads=2", f"--num-steps={STEPS}", "dtype=float32"),
-)
+TRAINING = f"""--no-check --gpus=0 --cpus=1 --pp=2 --num-layers=2 --batch-size=8 --microbatch-size=2 --seed=1
+--sequence-length=32 --model-dims=32 --num-heads=2 --num-steps={STEPS} dtype=float32""".split()
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -221,18 +206,13 @@ def test_a_job_that_loses_a_process_is_requeued_and_has_the_losses_of_one_that_d
     os.kill(trainer(output / "process-1/metrics.jsonl"), signal.SIGKILL)
     assert job.wait(900) == 0, job.said
     assert "a process was lost (srun ended with exit code 17)" in job.said
-    compare(output, tmp_path / "one", text)
 
-
-def compare(output: Path, place: Path, text: list[str], steps: int = STEPS) -> None:
-    """Compare the losses of a job with those of one process that nobody interrupts."""
-    length = ["--cpus=2", f"--num-steps={steps}"]
-    alone = [str(ROOT / "maxtext/run.py"), *TRAINING, *length, "--output", str(place), *text]
-    subprocess.run(alone, capture_output=True, check=True)
-    ours, expected = losses(output), losses(place)
-    assert [*expected] == [*range(steps)]
+    line = [str(ROOT / "maxtext/run.py"), *TRAINING, "--cpus=2", "--output", str(tmp_path / "one"), *text]
+    subprocess.run(line, capture_output=True, check=True)
+    ours, expected = losses(output), losses(tmp_path / "one")
+    assert [*expected] == [*range(STEPS)]
     # MaxText writes the metrics of a step one step later: those of the last step before a loss may be missing.
-    assert len(ours) >= steps - 3
+    assert len(ours) >= STEPS - 3
     assert ours == {step: pytest.approx(expected[step], rel=1e-5) for step in ours}
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -169,19 +167,6 @@ def make_clone(root: Path) -> Clone:
     (root / "multimesh").mkdir()
     (root / "third_party").mkdir()
     return Clone(root)
-
-
-def pack_wheel(path: Path, *entries: tuple[str, str, int]) -> str:
-    """Write a wheel of names, texts and modes; return its sha256."""
-    name, version = path.name.split("-")[:2]
-    described = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nWheel-Version: 1.0\n"
-    files = ((f"{name}-{version}.dist-info/{file}", described, 0o100644) for file in ("METADATA", "WHEEL", "RECORD"))
-    with zipfile.ZipFile(path, "w") as archive:
-        for file, text, mode in (*entries, *files):
-            info = zipfile.ZipInfo(file)
-            info.external_attr = mode << 16
-            archive.writestr(info, text)
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @pytest.fixture

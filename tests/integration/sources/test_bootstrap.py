@@ -194,10 +194,9 @@ def test_no_python(tmp_path: Path) -> None:
 
 def test_python_that_cannot_make_environments(tmp_path: Path) -> None:
     """As on a machine where the distribution keeps ``venv`` in a package of its own."""
-    hide = "import sys\nsys.modules['ensurepip'] = None\n"
-    run = "place = sys.argv.index('-c') if '-c' in sys.argv else 0\nif place: exec(sys.argv[place + 1])\n"
-    go_on = f"else: import os; os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])\n"
-    line = bootstrap_with(f"#!{sys.executable}\n{hide}{run}{go_on}", tmp_path)
+    hide = "import runpy, sys\nsys.modules['ensurepip'] = None\ndel sys.argv[:2]\n"
+    run = f"{hide}runpy.run_path(sys.argv[0], None, '__main__')"
+    line = bootstrap_with(f"#!{sys.executable}\n{run}\n", tmp_path)
     assert re.search(r"has no ensurepip: install (\S+) \(Debian, Ubuntu: apt-get install \1\)", line)
 
 

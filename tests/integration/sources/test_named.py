@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from .conftest import Clone, Upstream, git, new_file, pack_wheel, patch_text
+from tests import wheels
+
+from .conftest import Clone, Upstream, git, new_file, patch_text
 
 PIN_ERROR = NETWORK = MISSING = INTEGRITY = 3
 FILE = "third_party/xla/revision.bzl"
@@ -50,7 +52,7 @@ def locked_wheel(clone: Clone, index: Path) -> Callable[[str, str], None]:
 
     def offer(version: str, commit: str) -> None:
         text = f"_version = '{version}'\n_git_hash: str = '{commit}'\n"
-        digest = pack_wheel(index / f"jax-{version}-py3-none-any.whl", ("jax/version.py", text, 0o100644))
+        digest = wheels.pack(index / f"jax-{version}-py3-none-any.whl", ("jax/version.py", text, 0o100644))
         (clone.root / "requirements").mkdir(exist_ok=True)
         text = f"jax==0.9 ; python_full_version < '3.12' \\\n    --hash=sha256:{'0' * 64}\n"
         text += f"jax=={version} ; python_full_version >= '3.12' \\\n    --hash=sha256:{digest}\n"

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from .conftest import Clone, Upstream, git, make_clone, new_file, pack_wheel, patch_text
+from tests import wheels
+
+from .conftest import Clone, Upstream, git, make_clone, new_file, patch_text
 
 
 def test_pinned_commit_arrives_and_a_second_sync_touches_nothing(clone: Clone, alpha: Upstream, server: Any) -> None:
@@ -78,7 +80,7 @@ def test_wheel_and_git_give_the_same_commit(beta: Upstream, server: Any, tmp_pat
     tree, heads = beta.work / "src", set()
     files = [(path, path.relative_to(tree)) for path in sorted(tree.rglob("*")) if path.is_file()]
     entries = [(f"beta/{name}", path.read_bytes().decode(), path.stat().st_mode) for path, name in files]
-    digest = pack_wheel(index / "beta-1.0-py3-none-any.whl", *entries)
+    digest = wheels.pack(index / "beta-1.0-py3-none-any.whl", *entries)
     for way, more in (("git", {}), ("wheel", {"wheel": "beta", "wheel_sha256": digest})):
         one = make_clone(tmp_path / way)
         one.add("beta", f"{server.url}/beta.git", beta.head, beta.tree("HEAD", "src"), path="src", **more)

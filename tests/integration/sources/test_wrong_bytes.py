@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import Clone, Upstream, git, pack_wheel
+from tests import wheels
+
+from .conftest import Clone, Upstream, git
 
 PIN_ERROR = NETWORK = MISSING = INTEGRITY = 3
 
@@ -40,7 +42,7 @@ def add_wheel(clone: Clone, index: Path) -> Callable[..., Path]:
     path, url = index / "packed-1.0-py3-none-any.whl", "https://nowhere.invalid/packed.git"
 
     def add(*entries: tuple[str, str, int], sha256: str = "") -> Path:
-        digest = pack_wheel(path, *entries)
+        digest = wheels.pack(path, *entries)
         clone.add("packed", url, "1" * 40, "2" * 40, path="src", wheel="pkg", wheel_sha256=sha256 or digest)
         clone.pins["packed"]["patched_commit"] = "3" * 40
         clone.write()
