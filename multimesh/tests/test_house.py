@@ -63,7 +63,7 @@ BUDGETS = {
     "multimesh/src": 25_210,
     "planner/src": 3_209,
     "numerics/src": 3_290,
-    "maxtext/src": 6_433,
+    "maxtext/src": 6_426,
     "tooling/ci": 98,
     "tooling/core": 310,
     "tooling/environment": 184,

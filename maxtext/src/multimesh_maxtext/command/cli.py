@@ -109,8 +109,8 @@ def _print_error(error: LauncherError, this: Member, *, as_json: bool) -> int:
 
 def run_job(job: Job, notes: Iterable[str], maxtext: Path, root: Path | None) -> int:
     """Do what the flags of a job ask for; return the exit code. ``notes``: lines about the job, to be shown."""
-    flags, this = job.flags, member(job.flags, os.environ)
-    texts = read_texts(flags.text)
+    flags, texts = job.flags, read_texts(job.flags.text)
+    this = member(flags, os.environ)
     gpus = find_gpus(flags)
     gpu_memory = min(gpus) if gpus else None
     if not flags.forecast and this.rank < job.readers:

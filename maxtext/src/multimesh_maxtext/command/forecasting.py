@@ -19,7 +19,7 @@ from multimesh_maxtext.command.check_flags import find_wrong_sizes
 from multimesh_maxtext.command.environment import memory_limit
 from multimesh_maxtext.command.flags import GRID_AXES, Flags
 from multimesh_maxtext.command.job import Job, Model, Paths, make_job, transformer
-from multimesh_maxtext.command.report import make_table, schedule_choice
+from multimesh_maxtext.command.report import make_table, progress, schedule_choice
 from multimesh_maxtext.command.steps import reference_job, tail
 from multimesh_maxtext.command.training import StopRequest, log_tail, receiving, trainer
 from multimesh_maxtext.command.translate import Launch, forecasting
@@ -176,14 +176,7 @@ def sum_costs(devices: Sequence[Costs]) -> dict[str, float]:
 def run_forecast(job: Job, paths: Paths, gpu_memory: int | None, console: Console, text: str) -> dict[str, Any]:
     """Run the process that forecasts a job, and show how far it is, first a text; return what it writes."""
     paths.forecast.unlink(missing_ok=True)
-    with console.status(text) as status:
-
-        def tell(line: str) -> None:
-            status.update(line)
-            if not job.flags.json and not console.is_terminal:
-                console.print(line)
-
-        tell(text)
+    with progress(console, text, quiet=job.flags.json) as tell:
         inspect(forecasting(job, paths, inherited=os.environ, gpu_memory=gpu_memory), paths, tell)
     return json.loads(paths.forecast.read_bytes())
 

@@ -46,18 +46,18 @@ def headline(job: Job) -> str:
 
 
 @contextmanager
-def progress(console: Console, total: int, *, quiet: bool) -> Iterator[Callable[[Step], object]]:
-    """Show steps as they come: in one line on a terminal, a line each elsewhere, and not at all if quiet."""
-    begin = "starting MaxText; it compiles before the first step"
+def progress(console: Console, begin: str, *, quiet: bool) -> Iterator[Callable[[str], object]]:
+    """Show lines as they come: in one line on a terminal, each for itself elsewhere, and not at all if quiet."""
     with console.status(begin) if console.is_terminal and not quiet else nullcontext() as status:
-        say = (lambda _line: None) if quiet else status.update if status else console.print
-        say(begin)
-
-        def show(step: Step) -> None:
-            speed = f"  {step.tokens_per_second:,.0f} tokens/s" if step.number else ""
-            say(f"step {step.number} of {total}  loss {step.loss:.4f}  {step.seconds:.2f} s{speed}")
-
+        show = (lambda _line: None) if quiet else status.update if status else console.print
+        show(begin)
         yield show
+
+
+def step_line(step: Step, total: int) -> str:
+    """Return a step as a line."""
+    speed = f"  {step.tokens_per_second:,.0f} tokens/s" if step.number else ""
+    return f"step {step.number} of {total}  loss {step.loss:.4f}  {step.seconds:.2f} s{speed}"
 
 
 def make_table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:

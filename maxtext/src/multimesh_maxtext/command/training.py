@@ -21,7 +21,7 @@ from multimesh_maxtext.checkpoint_folder import look
 from multimesh_maxtext.command.checkpoint import PARAMETERS, mark_run
 from multimesh_maxtext.command.job import Job, Paths
 from multimesh_maxtext.command.member import Member
-from multimesh_maxtext.command.report import headline, progress
+from multimesh_maxtext.command.report import headline, progress, step_line
 from multimesh_maxtext.command.steps import Run, Step, Tell, judge, tail
 from multimesh_maxtext.command.translate import CHECKPOINTS, KEEP, Launch
 from multimesh_maxtext.errors import CheckpointError, InterruptedRunError, LauncherError, MissingPartError, UnreadError
@@ -100,8 +100,8 @@ def train(
             console.print("other processes log to temporary folders of their own; --output DIR keeps all in one")
     run, stop, steps = Run(paths, first, tell), StopRequest(), range(first, o.num_steps)
     try:
-        with progress(console, o.num_steps, quiet=o.json) as show:
-            code = follow(run, show, start, paths, stop, o.checkpoint)
+        with progress(console, "starting MaxText; it compiles before the first step", quiet=o.json) as show:
+            code = follow(run, lambda step: show(step_line(step, o.num_steps)), start, paths, stop, o.checkpoint)
         ended = outcome.read(paths.outcome)
         if stop.count and not ended and (code < 0 or len(run.steps) < len(steps)):
             raise InterruptedRunError(f"{stop.name} ended the run")
