@@ -115,11 +115,7 @@ mlir.register_lowering(_leave_p, lambda ctx, x: [x])
 
 
 def leave_mesh(x: Any) -> Any:
-    """Return ``x`` itself, without the mesh in its type.
-
-    The type names the mesh that the array was traced under, and JAX refuses to mix meshes of different sizes in one
-    backward pass.
-    """
+    """Return ``x`` itself, without the mesh in its type: JAX mixes no meshes of different sizes in a backward pass."""
     if not isinstance(x, jax.Array) or jax.typeof(x).sharding.mesh.empty:
         return x
     return _leave_p.bind(x)
