@@ -9,10 +9,7 @@ from multimesh.errors import MissingPartError
 
 
 def load_extra(module: str, user: str) -> ModuleType:
-    """Import a module of another distribution of this project, for ``user``, the name or command that needs it.
-
-    Raises ``MissingPartError`` where the distribution is not installed.
-    """
+    """Import a module of another distribution of this project, for ``user``, the name or command that needs it."""
     package = module.partition(".")[0]
     try:
         return importlib.import_module(module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -114,11 +115,7 @@ mlir.register_lowering(_leave_p, lambda ctx, x: [x])
 
 
 def leave_mesh(x: Any) -> Any:
-    """Return ``x`` itself, without the mesh in its type.
-
-    The type names the mesh that the array was traced under, and JAX refuses to mix meshes of different sizes in one
-    backward pass.
-    """
+    """Return ``x`` itself, without the mesh in its type: JAX mixes no meshes of different sizes in a backward pass."""
     if not isinstance(x, jax.Array) or jax.typeof(x).sharding.mesh.empty:
         return x
     return _leave_p.bind(x)
@@ -175,13 +172,17 @@ jax.make_jaxpr(lambda: _recording.append(type(_trace_in_force())))()
 _RECORDS = tuple(_recording)
 
 
-_of_rows: list[type] = []
-jax.eval_shape(jax.vmap(lambda x: _of_rows.append(type(x))), jax.ShapeDtypeStruct((1,), np.float32))
+@functools.cache
+def _type_of_rows() -> type:
+    """Return the type of a value that ``jax.vmap`` has cut into rows."""
+    types: list[type] = []
+    jax.vmap(lambda x: types.append(type(x)))(np.zeros(1))
+    return types[0]
 
 
 def has_rows(x: Any) -> bool:
     """Return whether a value inside of ``jax.vmap`` depends on a value that is cut into rows."""
-    return isinstance(x, tuple(_of_rows))
+    return isinstance(x, _type_of_rows())
 
 
 def in_a_trace() -> bool:
