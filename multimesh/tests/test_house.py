@@ -56,7 +56,7 @@ BUDGETS = {
     "runtime": 1_463,
     "schedules": 1_421,
     "stacked": 1_133,
-    "stages": 1_732,
+    "stages": 1_728,
     "state": 687,
     "(beside the rooms)": 921,
     "multimesh/benchmarks": 1_442,
