@@ -55,7 +55,17 @@ class PipelinedFunction(Generic[P, R]):
             args, kwargs = jax.tree.map(self._enter, (args, kwargs))
         traced = self._traced(args, kwargs)
         if traced.loops:
-            return self._in_loops(lambda fn: replace(self, fn=fn), args, kwargs)
+            loops: list[Callable[..., Any]] = []
+
+            def change(fn: Callable[..., Any]) -> Callable[..., Any]:
+                loops.append(fn)
+                return replace(self, fn=fn)
+
+            with in_loops(change):
+                out = self.fn(*args, **kwargs)
+            if not loops:
+                raise UsageError(f"{self._name}: {KEPT_LOOP}")
+            return out
         units, stages, cuts = self._cut(traced)
         if cuts.remark:
             _compat.warn_at(cuts.over_time, cuts.remark.removeprefix(f"{cuts.over_time}: "))
@@ -97,9 +107,6 @@ class PipelinedFunction(Generic[P, R]):
         """
         if not self.meshes:
             raise UsageError("pipeline: without meshes there is nothing to cut")
-        traced = self._traced(args, kwargs)
-        if not traced.loops:
-            return self._cut(traced)[2]
         results: list[Cuts] = []
 
         def cut(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,43 +116,27 @@ class PipelinedFunction(Generic[P, R]):
 
             return noted
 
-        jax.eval_shape(lambda *arrays: self._in_loops(cut, *traced.bind(arrays)), *traced.arrays)
-        return results[0]
+        traced = self._traced(args, kwargs, cut)
+        return results[0] if results else self._cut(traced)[2]
 
-    def _in_loops(self, cut: Change, args: Any, kwargs: Any) -> Any:
-        """Run the function, and cut the functions of its microbatch loops instead of the function itself."""
-        loops: list[Callable[..., Any]] = []
-
-        def change(fn: Callable[..., Any]) -> Callable[..., Any]:
-            loops.append(fn)
-            return cut(fn)
-
-        with in_loops(change):
-            out = self.fn(*args, **kwargs)
-        if not loops:
-            raise UsageError(f"{self._name}: {KEPT_LOOP}")
-        return out
-
-    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Trace:
+    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any], change: Change = lambda fn: fn) -> _Trace:
+        """Trace the function; ``change`` may wrap the functions of its microbatch loops."""
         leaves, tree = jax.tree.flatten((args, kwargs))
         first = make_task("pipeline", mesh=self.meshes[0], logical_axes=self.logical_axes)
         first = replace(first, types=self._types)
         where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _ARRAYS)]
 
-        def call_arguments(arrays: Sequence[Any]) -> Any:
-            full = list(leaves)
-            for i, array in zip(where, arrays, strict=True):
-                full[i] = array
-            return jax.tree.unflatten(tree, full)
-
         loops: list[Callable[..., Any]] = []
 
         def note(fn: Callable[..., Any]) -> Callable[..., Any]:
             loops.append(fn)
-            return fn
+            return change(fn)
 
         def fn(*arrays: Any) -> Any:
-            inner_args, inner_kwargs = call_arguments(arrays)
+            values = list(leaves)
+            for i, array in zip(where, arrays, strict=True):
+                values[i] = array
+            inner_args, inner_kwargs = jax.tree.unflatten(tree, values)
             changes = refuse_changes(lambda: self._name, (inner_args, inner_kwargs))
             with in_loops(note), inside(first), changes:
                 return self.fn(*inner_args, **inner_kwargs)
@@ -157,7 +148,7 @@ class PipelinedFunction(Generic[P, R]):
         trained = [place for place, array in enumerate(arrays) if _compat.is_differentiated(array)] or [
             place for place, i in enumerate(where) if i < len(number) and number[i] in self.argnums
         ]
-        return _Trace(closed, jax.tree.structure(shapes), arrays, tuple(trained), call_arguments, bool(loops))
+        return _Trace(closed, jax.tree.structure(shapes), arrays, tuple(trained), bool(loops))
 
     @property
     def _name(self) -> str:
@@ -214,7 +205,6 @@ class _Trace:
     tree: Any  # of its results
     arrays: tuple[Any, ...]  # that it is called with
     trained: tuple[int, ...]  # those with a gradient
-    bind: Callable[[Sequence[Any]], Any]  # makes arguments and keywords of such arrays
     loops: bool  # whether it has microbatch loops
 
 
