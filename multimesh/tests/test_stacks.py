@@ -251,15 +251,16 @@ def test_derived_layouts():
 
 
 def two_stages_each(schedule):
-    known = mm.schedules.get(schedule)
-    return {"interleave": 2, "placement": known.placement(STAGES)}
+    """The mesh of each of eight stages."""
+    route = mm.schedules.get(schedule).placement(STAGES)
+    return [MESHES[route[s % len(route)]] for s in range(2 * STAGES)]
 
 
 @pytest.mark.longer
 @pytest.mark.parametrize("schedule", ["interleaved", "dualpipe-v"])
 def test_two_stages_on_a_submesh(schedule):
     """An array has one run of rows on a device, so others are sent, and a line says what to do."""
-    loss = mm.pipeline(scanned, MESHES, **two_stages_each(schedule))
+    loss = mm.pipeline(scanned, two_stages_each(schedule))
     with pytest.warns(UserWarning, match=r"params\['kernel'\]: 6 of its 8 rows are sent in each call.* list of arrays"):
         _, got = check(loss, schedule=schedule)
     assert_even(got)
@@ -286,9 +287,8 @@ def test_a_list_of_stacks(ends):
 
 @pytest.mark.longer
 def test_a_list_for_two_stages_on_a_submesh():
-    options = two_stages_each("dualpipe-v")
     parts = [part(WEIGHTS, row, row + 1) for row in range(LAYERS)]
-    loss = mm.pipeline(scanned, MESHES, **options)
+    loss = mm.pipeline(scanned, two_stages_each("dualpipe-v"))
     _, (params, state) = check(
         functools.partial(joined, loss),
         params=parts,

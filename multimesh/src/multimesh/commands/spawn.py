@@ -15,20 +15,10 @@ from multimesh.errors import UsageError
 
 
 def spawn(program: Sequence[str], processes: int, *, label: bool = False) -> int:
-    """Start a Python program so often, each time with another number, and wait for all.
+    """Start a program, a file or ``-m`` and a module, with its arguments as so many processes, and wait for all.
 
-    Parameters
-    ----------
-    program
-        Its file, or ``-m`` and its module; and its arguments.
-    label
-        Whether the number of a process stands before each line that it prints.
-
-    Returns
-    -------
-    int
-        0, or the exit code of the first that failed, 128 more than the number of a signal that ended it. The others
-        are ended then.
+    Return 0, or the exit code of the first that failed, 128 more than the number of a signal that ended it. The others
+    are ended then. With ``label`` the number of a process stands before each line that it prints.
     """
     if program[0] != "-m" and not Path(program[0]).is_file():
         raise UsageError(f"spawn: there is no file {program[0]!r}; give the Python program after the flags")

@@ -97,10 +97,10 @@ class _Kernel:
             return None
         axes = set(collective.axes(self.mesh))
         for (_, shape), (full, layout) in itertools.product(collective.arrays, self.weights):
-            if axes & {axis for part in layout.spec for axis in axes_of(part)} and sorted(shape) in (
-                sorted(full),
-                sorted(_shard(full, layout, axes)),
-            ):
+            spec = [set(axes_of(part)) for part in (*layout.spec, *[None] * (len(full) - len(layout.spec)))]
+            ways = [math.prod(layout.mesh.shape[axis] for axis in part - axes) for part in spec]
+            shard = [size // n for size, n in zip(full, ways, strict=True)]
+            if axes & set().union(*spec) and sorted(shape) in (sorted(full), sorted(shard)):
                 return axes
         return None
 
@@ -112,13 +112,6 @@ class _Kernel:
     def in_loop(self) -> Sequence[Collective]:
         """Collectives that run for each microbatch."""
         return self.collectives if self.times > 1 else ()
-
-
-def _shard(shape: tuple[int, ...], layout: NamedSharding, without: set[str]) -> tuple[int, ...]:
-    """Return the shape of a shard where some axes divide nothing."""
-    parts = [*layout.spec, *[None] * (len(shape) - len(layout.spec))]
-    ways = [math.prod(layout.mesh.shape[axis] for axis in axes_of(part) if axis not in without) for part in parts]
-    return tuple(size // n for size, n in zip(shape, ways, strict=True))
 
 
 _Fault = dict[str, Any]

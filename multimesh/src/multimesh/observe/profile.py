@@ -95,19 +95,16 @@ class Profile:
         above = ""
         for place, name in zip(re.finditer("measured", head), ("busy", "bubble", "peak live"), strict=True):
             above = f"{above:<{place.start()}}{name}"
-        return "\n".join([self.measured.title, "", above, head, *rows, "", *self.totals()])
-
-    def totals(self) -> list[str]:
-        """Return the makespan of the measured run, of the forecast and of an ordinary call, each explained."""
         note = "one kernel at a time, each waited for"
         lines = [
+            *(self.measured.title, "", above, head, *rows, ""),
             f"measured  {amount(self.measured.makespan, 's'):>8}  {note}{', in each process' * (self.processes > 1)}",
             f"simulated {amount(self.simulated.makespan, 's'):>8}  submeshes and transfers at the same time",
             f"a call    {amount(self.call, 's'):>8}  as it runs without profiling",
         ]
         if self.serial:
             lines.append("XLA runs the multi-device CPU kernels of a process one after another: they do not overlap.")
-        return lines
+        return "\n".join(lines)
 
 
 def profile(runner: Runner, args: Sequence[Any], repeats: int) -> Profile:
