@@ -311,6 +311,27 @@ def test_the_forecast_of_experts_has_the_copies_that_xla_masks(argnums):
     assert forecast.workspace == pytest.approx(compiled.workspace, rel=0.15)
 
 
+@compile_gpu
+def test_the_forecast_of_experts_in_microbatches_has_all_copies_at_once():
+    """Gradients of weights run last, so copies of all their operands wait; it was forecast with those of one."""
+    rows, width, wide, groups = 4096, 512, 256, 16
+    mesh = Mesh(np.array(mm.topology("b200", gpus=1)), ("data",))
+
+    def loss(params, x):
+        up, gate, down = (w.astype(x.dtype) for w in params)
+        sizes = jax.numpy.full(groups, rows // groups, "int32")
+        inner = jax.nn.silu(jax.lax.ragged_dot(x, gate, sizes)) * jax.lax.ragged_dot(x, up, sizes)
+        return jax.numpy.sin(jax.lax.ragged_dot(inner, down, sizes).astype("float32")).mean()
+
+    loss = mm.task(jax.checkpoint(loss), "experts", mesh=mesh)
+    step = mm.jit(mm.microbatch(jax.value_and_grad(loss), argnum=1, size=rows))
+    shapes = (groups, width, wide), (groups, width, wide), (groups, wide, width)
+    params = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
+    low = step.lower(params, jax.ShapeDtypeStruct((4 * rows, width), "bfloat16"))
+    (forecast,), (compiled,) = low.memory_estimate("gpu"), low.compile().device_memory()
+    assert forecast.workspace == pytest.approx(compiled.workspace, rel=0.15)
+
+
 def test_a_plan_of_several_processes_is_made_in_one():
     """What another process waits for leaves before the weight gradients, as where the job runs."""
     low, _ = lowered(jax.devices()[:8])
