@@ -13,6 +13,7 @@ import pytest
 from multimesh.__main__ import main
 from multimesh.errors import DoesNotFitError, UsageError
 from multimesh_planner import footprint, models, space, suggest_command
+from multimesh_planner.best_first import Search
 from multimesh_planner.configuration import USUAL, Configuration
 from multimesh_planner.hardware.devices import device
 from multimesh_planner.hardware.software import software
@@ -105,6 +106,14 @@ def test_tensor_parallelism_stays_in_a_node_unless_it_is_fixed():
     few = dataclasses.replace(job(), gpus=2)
     assert max(option.how.tp for option in suggest(few, 8).options) <= 2
     assert suggest(dataclasses.replace(few, fixed={"tp": 4}), 8).best.how.tp == 4
+
+
+def test_the_nearest_needs_the_fewest_bytes_of_all():
+    """Bounds of their bytes order configurations otherwise: hundreds are below that of the nearest."""
+    search = Search(space.spread(Training(models.model("deepseek-v3"), 64, 8192, device("h100")), 32))
+    nearest = search.nearest()
+    assert nearest is not None
+    assert nearest[1] == min(search.needed(candidate.how) for candidate in search.list_frugal())
 
 
 def test_what_does_not_fit_names_the_nearest_and_remedies():

@@ -27,7 +27,6 @@ T = TypeVar("T")
 Where = Callable[[Configuration], bool]
 Progress = Callable[[int, str], None]
 
-_NEAREST = 100  # configurations that may need the fewest bytes, of which it is computed
 _CLOSE = 1e-3  # a partition that is faster by less is not worth a flag
 _DATA = (
     *("how", "seconds", "band", "tokens_per_second", "utilization", "bubble", "bytes", "shares", "checked"),
@@ -148,8 +147,13 @@ class Search:
 
     def nearest(self) -> tuple[Configuration, float] | None:
         """Return the configuration that needs the fewest bytes, with these; None if there is none."""
-        nearest = heapq.nsmallest(_NEAREST, self.list_frugal(), key=lambda candidate: candidate.bytes)
-        return min(((c.how, self.needed(c.how)) for c in nearest), key=lambda pair: pair[1], default=None)
+        nearest, fewest = None, float("inf")
+        for candidate in sorted(self.list_frugal(), key=lambda candidate: candidate.bytes):
+            if candidate.bytes >= fewest:
+                break
+            if (needed := self.needed(candidate.how)) < fewest:
+                nearest, fewest = (candidate.how, needed), needed
+        return nearest
 
     def list_frugal(self) -> Iterator[Candidate]:
         """Yield the configurations that compute most again, with bounds of their bytes."""
