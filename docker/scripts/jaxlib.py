@@ -66,10 +66,10 @@ def command(
     ]
 
 
-def fetch_bazel(url: str, sha256: str, wanted: str, path: Path, ca: Path) -> None:
+def fetch_bazel(url: str, sha256: str, version: str, path: Path, ca: Path) -> None:
     """Download Bazel and hold it against its pin, which is of the version that jax wants."""
-    if f"/{wanted}/" not in url:
-        raise Refused(f"third_party/jax wants Bazel {wanted}, docker/images.lock has {url}; write its own there")
+    if f"/{version}/" not in url:
+        raise Refused(f"third_party/jax wants Bazel {version}, docker/images.lock has {url}; write its own there")
     if not url.startswith("https://"):
         raise Refused(f"Bazel's address {url!r} is not https")
     if not sha256:
@@ -102,8 +102,8 @@ def main() -> int:
         arguments = command(os.environ, **places, python_version=python)
         if not program.is_file():
             raise Refused("third_party/jax is not there; run ./bootstrap.sh --group source")
-        wanted = (args.sources / "jax" / ".bazelversion").read_text(encoding="utf-8").strip()
-        fetch_bazel(os.environ["BAZEL_URL"], os.environ.get("BAZEL_SHA256", ""), wanted, bazel, secrets / "ca.pem")
+        version = (args.sources / "jax" / ".bazelversion").read_text(encoding="utf-8").strip()
+        fetch_bazel(os.environ["BAZEL_URL"], os.environ.get("BAZEL_SHA256", ""), version, bazel, secrets / "ca.pem")
     except Refused as refused:
         print(f"error: {refused}", file=sys.stderr)
         return 2

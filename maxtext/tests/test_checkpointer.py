@@ -139,16 +139,16 @@ def test_another_model_is_refused_before_it_is_loaded(start: Open, written: Path
         start(written).load_checkpointables(3, {"items": wider})
 
 
-@pytest.mark.parametrize("wanted", LAYOUTS, ids=len)
-@pytest.mark.parametrize("kept", LAYOUTS, ids=len)
-def test_layers_are_loaded_in_any_layout(start: Open, tmp_path: Path, kept: Sequence[str], wanted: Sequence[str]):
+@pytest.mark.parametrize("target", LAYOUTS, ids=len)
+@pytest.mark.parametrize("source", LAYOUTS, ids=len)
+def test_layers_are_loaded_in_any_layout(start: Open, tmp_path: Path, source: Sequence[str], target: Sequence[str]):
     checkpoints = start(tmp_path, 4)
-    checkpoints.save_checkpointables(0, {"items": nest(state(kept))})
-    model = {path: jnp.zeros(x.shape, jnp.int32) for path, x in state(wanted).items()}
+    checkpoints.save_checkpointables(0, {"items": nest(state(source))})
+    model = {path: jnp.zeros(x.shape, jnp.int32) for path, x in state(target).items()}
     loaded = flat(checkpoints.load_checkpointables(0, {"items": nest(model)})["items"])
-    assert {path: x.tolist() for path, x in loaded.items()} == {path: x.tolist() for path, x in state(wanted).items()}
-    if kept != wanted:
-        path = ("params", "decoder", wanted[0], "kernel")
+    assert {path: x.tolist() for path, x in loaded.items()} == {path: x.tolist() for path, x in state(target).items()}
+    if source != target:
+        path = ("params", "decoder", target[0], "kernel")
         model[path] = jnp.zeros((9, *model[path].shape[1:]))
         with pytest.raises(CheckpointError, match=rf"{'/'.join(path)} gives \(3, .*\), but the model has \(9, "):
             checkpoints.load_checkpointables(0, {"items": nest(model)})

@@ -131,8 +131,8 @@ def evaluations(folder: Path) -> list[float]:
 
 def train(root: Path, output: Path, *words: Any, workers: int = 0) -> int:
     """Train a small model; its exit code."""
-    same = ("dtype=float32", f"grain_worker_count={workers}", "--num-steps", 6, "--output", output)
-    return main([str(word) for word in (*SMALL, *same, *words)], root=root)
+    options = ("dtype=float32", f"grain_worker_count={workers}", "--num-steps", 6, "--output", output)
+    return main([str(word) for word in (*SMALL, *options, *words)], root=root)
 
 
 def grain(here: Path, files: str) -> tuple[str, ...]:
@@ -222,9 +222,9 @@ def test_no_row_is_dropped_where_a_microbatch_has_fewer_rows_than_devices(
     """MaxText would load a row for each of two devices that share a sequence, and train on every other."""
     read = grain(here, corpora.array_records(tmp_path, corpora.documents()))
     data = (*read, f"{read[1].replace('train', 'eval')}") if source == "grain" else ("--text", root / "LICENSE")
-    same = ("--pp", 2, "--microbatch-size", 1, "--num-steps", 3, "eval_interval=2", *data)
-    assert train(root, tmp_path / "two", "--cpus", 2, *same) in (0, 13)
-    assert train(root, tmp_path / "four", "--cpus", 4, "--tp", 2, *same) in (0, 13)
+    options = ("--pp", 2, "--microbatch-size", 1, "--num-steps", 3, "eval_interval=2", *data)
+    assert train(root, tmp_path / "two", "--cpus", 2, *options) in (0, 13)
+    assert train(root, tmp_path / "four", "--cpus", 4, "--tp", 2, *options) in (0, 13)
     assert numbers(tmp_path / "four") == pytest.approx(numbers(tmp_path / "two"), rel=1e-5)
     assert evaluations(tmp_path / "four") == pytest.approx(evaluations(tmp_path / "two"), rel=1e-5)
 

@@ -34,9 +34,9 @@ NOWHERE = Paths(python="", maxtext=Path(), output=Path("none"), metrics=Path("no
 
 def run_of(*losses: float, norms: float | tuple[float, ...] = 1.0, first: int = 0, paths: Paths = NOWHERE) -> Run:
     """A run whose steps have these losses."""
-    run, each = Run(paths), norms if isinstance(norms, tuple) else (norms,) * len(losses)
+    run, sizes = Run(paths), norms if isinstance(norms, tuple) else (norms,) * len(losses)
     run.steps = [
-        Step(first + n, loss, norm, 0.5, 1024.0) for n, (loss, norm) in enumerate(zip(losses, each, strict=True))
+        Step(first + n, loss, norm, 0.5, 1024.0) for n, (loss, norm) in enumerate(zip(losses, sizes, strict=True))
     ]
     return run
 

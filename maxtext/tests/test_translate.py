@@ -89,10 +89,10 @@ WORDS = {
 def test_configuration(job: Check, paths: Paths, argv: str, expected: str):
     """Settings of KEY=VALUE come as words; MaxText makes numbers of them."""
     words = " ".join(WORDS.get(word, word) for word in argv.split())
-    found = launch(job(words.split()), paths, inherited={}, gpu_memory=None).configuration
-    found = {key: yaml.safe_load(value) if isinstance(value, str) and value else value for key, value in found.items()}
+    pairs = launch(job(words.split()), paths, inherited={}, gpu_memory=None).configuration.items()
+    configuration = {key: yaml.safe_load(value) if isinstance(value, str) and value else value for key, value in pairs}
     settings = yaml.safe_load(f"{{{expected}}}")
-    assert {key: found.get(key) for key in settings} == settings
+    assert {key: configuration.get(key) for key in settings} == settings
 
 
 @given(rows=st.integers(1, 10_000), devices=st.integers(1, 4096))

@@ -55,9 +55,9 @@ def be_deaf() -> None:
     for caller in held[1:]:
         caller.setblocking(False)
         caller.connect_ex(server.getsockname())
-    known = agree.put
+    put = agree.put
     deaf = f"127.0.0.1:{held[0].getsockname()[1]}".encode()
-    agree.put = lambda key, value: known(key, deaf if key.startswith("multimesh/transfer/") else value)
+    agree.put = lambda key, value: put(key, deaf if key.startswith("multimesh/transfer/") else value)
 
 
 def be_stopped() -> None:

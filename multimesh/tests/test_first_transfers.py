@@ -143,12 +143,12 @@ def test_neighbors_connect_at_once():
     for apart in (1, 2, 4):
         ways = [ProcessTransfer(*ends, ()) for n in range(16 - apart) for ends in ((n, n + apart), (n + apart, n))]
         waves = 0
-        left = sorted(ways, key=exchange._turn)
-        while left:
+        queue = sorted(ways, key=exchange._turn)
+        while queue:
             busy, later = set(), []
-            for transfer in left:  # a process makes its transfers in this order, one at a time
+            for transfer in queue:  # a process makes its transfers in this order, one at a time
                 ready = busy.isdisjoint((transfer.source, transfer.target))
                 busy |= {transfer.source, transfer.target}
                 later += [] if ready else [transfer]
-            left, waves = later, waves + 1
+            queue, waves = later, waves + 1
         assert waves == 4

@@ -17,8 +17,8 @@ class Steps(step_counts.StepsOfAll):
     def __init__(self, *at, stall=0.0, now=1000.0):
         super().__init__(len(at), stall, 990)
         self.progress = {}
-        for rank, each in enumerate(at):
-            self.note(rank, each)
+        for rank, calls in enumerate(at):
+            self.note(rank, calls)
         self.stall_at(now)
 
     def note(self, rank, at, partners=(), done=False):

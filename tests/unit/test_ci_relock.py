@@ -15,7 +15,7 @@ from tooling.ci import steps
 from tooling.core.files import ROOT
 from tooling.environment import check_python
 
-ASKED = "environment/check_python"
+CHECK = "environment/check_python"
 EARLIER, NEWEST = 'python_version < "3.12"', 'python_version >= "3.12"'
 
 
@@ -49,7 +49,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def here(tmp_path: Path) -> Path:
     """A repository with one group, and few packages in it."""
     root = tmp_path / "root"
-    for name in (".ci/lock", *(f"tooling/{name}.py" for name in ("__init__", "environment/__init__", ASKED))):
+    for name in (".ci/lock", *(f"tooling/{name}.py" for name in ("__init__", "environment/__init__", CHECK))):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, root / name)
     (root / "requirements").mkdir()
@@ -110,4 +110,4 @@ def test_three_files_say_which_python_is_the_oldest() -> None:
     command = ["git", "grep", "-lIP", bound, "--", *steps.PROJECTS, ".", *(f":!{path}" for path in excluded)]
     named = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     by_hand = set(named) - set(steps.PROJECTS)
-    assert by_hand == {"README.md", "docs/getting-started.md", f"tooling/{ASKED}.py"}
+    assert by_hand == {"README.md", "docs/getting-started.md", f"tooling/{CHECK}.py"}

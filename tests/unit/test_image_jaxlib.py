@@ -85,13 +85,13 @@ def test_the_locked_jax_takes_these_arguments(root: Path, tmp_path: Path, accele
 
 
 @pytest.mark.parametrize(
-    ("wanted", "sha256", "reason"),
+    ("version", "sha256", "reason"),
     [("7.7.0", "", "is not pinned"), ("8.0.0", "ab", "third_party/jax wants Bazel 8.0.0")],
 )
 def test_a_bazel_without_a_pin_or_of_another_version_is_not_fetched(
-    tmp_path: Path, wanted: str, sha256: str, reason: str
+    tmp_path: Path, version: str, sha256: str, reason: str
 ) -> None:
     place = (tmp_path / "bazel", tmp_path / "ca.pem")
     with pytest.raises(jaxlib.Refused, match=reason):
-        jaxlib.fetch_bazel("https://example.invalid/7.7.0/bazel", sha256, wanted, *place)
+        jaxlib.fetch_bazel("https://example.invalid/7.7.0/bazel", sha256, version, *place)
     assert not (tmp_path / "bazel").exists()

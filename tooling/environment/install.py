@@ -75,9 +75,9 @@ def register(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> None:
     """Install, then sync the sources, of which one that fails does not keep the packages from coming."""
     groups = sync.choose_groups(args)
-    asked = {"cuda12" if group == "compile-gpu" else group for group in groups} & {*sync.CUDA}
+    cuda = {"cuda12" if group == "compile-gpu" else group for group in groups} & {*sync.CUDA}
     there = {name for name in sync.CUDA if any(metadata.distributions(name=f"jax-{name}-plugin"))}
-    if asked and len(there | asked) > 1:
+    if cuda and len(there | cuda) > 1:
         raise errors.OptionError(
             "--group: JAX uses either cuda12, of which compile-gpu is a part, or cuda13; choose one, and remove .venv "
             "to change it"

@@ -66,8 +66,8 @@ def _copy(place: Path, target: Path, paths: Sequence[str]) -> tuple[str, list[st
     A file that git was told not to look at has the content that was committed.
     """
     target.mkdir(parents=True, exist_ok=True)
-    asked = ["rev-parse", "--path-format=absolute", "--show-toplevel", "HEAD", "--git-path", "index"]
-    head = proc.run(["git", "-C", place, *asked, "--git-path", "objects"], check=False)
+    options = ["rev-parse", "--path-format=absolute", "--show-toplevel", "HEAD", "--git-path", "index"]
+    head = proc.run(["git", "-C", place, *options, "--git-path", "objects"], check=False)
     top, commit, index, objects = head.text.splitlines() if not head.returncode else ("", "", "", "")
     if Path(top).resolve() != place.resolve():
         raise errors.SourceError(f"{place} has no history of git, so nobody knows its commit; clone it")

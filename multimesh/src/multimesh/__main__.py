@@ -317,8 +317,8 @@ def main(argv: Sequence[str]) -> int:
             return spawn.spawn([options.program, *options.arguments], options.processes, label=options.label)
         if options.command == "check":
             return _check(options, argv)
-        own = {"demo": _demo, "forecast": _forecast}
-        results = (own.get(options.command) or importlib.import_module(_SUGGEST).run)(options)
+        handlers = {"demo": _demo, "forecast": _forecast}
+        results = (handlers.get(options.command) or importlib.import_module(_SUGGEST).run)(options)
         if options.json:
             print(json.dumps({**results, "exit_code": 0}))
     except MultiMeshError as error:

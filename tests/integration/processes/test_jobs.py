@@ -119,8 +119,8 @@ def rehearse(submit: Submit, folder: str, place: Path, scaled: str, *, tasks: in
     assert re.fullmatch(r"ok: [23] steps, loss .*; the same without the pipeline, in float32", last), job.said
     assert job.said.count("MaxText, backend multimesh") == 1  # of the processes one speaks
     text = (ROOT / "maxtext" / folder / "job.sbatch").read_text() + scaled
-    asked = dict(re.findall(r"--(dp|pp|tp|interleave) (\d+)", text))
-    grid = " ".join(f"{axis} {asked[axis]}" for axis in ("dp", "tp", "pp", "interleave") if asked.get(axis, "1") != "1")
+    axes = dict(re.findall(r"--(dp|pp|tp|interleave) (\d+)", text))
+    grid = " ".join(f"{axis} {axes[axis]}" for axis in ("dp", "tp", "pp", "interleave") if axes.get(axis, "1") != "1")
     assert f"{grid};" in job.said
     assert len([*(place / "out").glob("process-*")]) == tasks - 1
 

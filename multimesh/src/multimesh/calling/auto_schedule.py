@@ -55,11 +55,11 @@ def fit_memory(traced: PassInputs, passes: Mapping[str, Pass]) -> tuple[PassInpu
         except UsageError:  # no table is left
             break
     need, retraced, done = tries[-1] if tries[-1][0] <= limit else min(tries, key=lambda tried: tried[0])
-    taken = done[LAST].result.choices[0].taken.name
+    table = done[LAST].result.choices[0].taken.name
     if need > limit:
         _compat.warn_at(
             loops[number].mark.where,
-            f"schedule auto: by the forecast no table fits into {amount(limit, 'bytes')} on each device; took {taken}, "
+            f"schedule auto: by the forecast no table fits into {amount(limit, 'bytes')} on each device; took {table}, "
             f"which needs {amount(need, 'bytes')}; use smaller microbatches, jax.checkpoint or more devices",
         )
     return retraced, done

@@ -83,7 +83,7 @@ class Computations:
     entry: str
     operations: Mapping[str, Sequence[Operation]]
 
-    def runs(self, apart: Collection[str] = (), name: str | None = None, times: int = 1) -> Iterator[tuple[str, int]]:
+    def runs(self, skip: Collection[str] = (), name: str | None = None, times: int = 1) -> Iterator[tuple[str, int]]:
         """Yield each computation but some, once for each place that calls it, and how often it runs there.
 
         The body of a loop counts as often as XLA knows that it runs, or else once.
@@ -92,8 +92,8 @@ class Computations:
         yield name, times
         for op in self.operations.get(name, ()):
             trips = int(match[1]) if op.calls and (match := _TRIPS.search(op.text)) else 1
-            for called in (called for called in op.calls if called not in apart):
-                yield from self.runs(apart, called, times * trips)
+            for called in (called for called in op.calls if called not in skip):
+                yield from self.runs(skip, called, times * trips)
 
 
 def read_computations(hlo: str) -> Computations:

@@ -52,11 +52,11 @@ class _RunObserver:
     """The observer of one process's run, one kernel at a time.
 
     While a kernel runs, the transfers after it are under way, as in an ordinary call; threads wait for their arrays.
-    If the process is ``alone``, it waits for each kernel and transfer before the next.
+    With ``is_single``, for a process without others, it waits for each kernel and transfer before the next.
     """
 
-    def __init__(self, plan: Plan, pool: ThreadPoolExecutor, ahead: float, alone: bool) -> None:
-        self._alone, self.record, self._now = alone, Observations(), lambda: clocks.now() + ahead
+    def __init__(self, plan: Plan, pool: ThreadPoolExecutor, ahead: float, is_single: bool) -> None:
+        self._is_single, self.record, self._now = is_single, Observations(), lambda: clocks.now() + ahead
         self._here, self._pool = [jax.process_index() in owners for owners in processes(plan)], pool
         self._arriving: dict[int, Future[None]] = {}  # slot to the thread that waits for its array
         self._running: tuple[Action, float, Sequence[Any]] | None = None
@@ -73,7 +73,7 @@ class _RunObserver:
         start = self._now()
         results = call(*arrays)
         self._running = action, start, results
-        if self._alone:
+        if self._is_single:
             self.finish()
         return results
 
@@ -85,7 +85,7 @@ class _RunObserver:
             self._unsent.append(action.number)
         elif sends:
             self.record.sent[action.number] = start
-        if self._alone:
+        if self._is_single:
             self._arrived(action.number, start, results)
         elif receives:
             arrival = self._pool.submit(self._arrived, action.number, start, results)
@@ -111,8 +111,8 @@ class Measurement:
     """The measurement of a plan, for which all processes make the same calls."""
 
     def __init__(self, runner: Runner) -> None:
-        self._runner, self._plan, self._alone = runner, runner.compiled.plan, not agree.several()
-        if self._alone:  # each transfer by itself
+        self._runner, self._plan, self._is_single = runner, runner.compiled.plan, not agree.several()
+        if self._is_single:  # each transfer by itself
             self._actions = actions(self._plan, lambda transfer: transfer.id)
             self._calls = runner.bound(self._actions)
             self.note = "one kernel at a time, each waited for: nothing overlaps here"
@@ -125,9 +125,9 @@ class Measurement:
         """Measure all processes' kernels and transfers on one clock."""
         name = f"{self._name}/{next(self._rounds)}"
         env = _ready(self._runner.staged(self._runner.in_blocks(_copies(args))))
-        ahead, error = (0.0, 0.0) if self._alone else clocks.offset(name)
+        ahead, error = (0.0, 0.0) if self._is_single else clocks.offset(name)
         with ThreadPoolExecutor(_WAITERS) as pool:
-            observer = _RunObserver(self._plan, pool, ahead, self._alone)
+            observer = _RunObserver(self._plan, pool, ahead, self._is_single)
             self._runner.run(env, watch_calls(self._calls, observer))
             observer.finish()
         times = [error, *([*times.items()] for times in vars(observer.record).values())]
@@ -145,7 +145,7 @@ class Measurement:
         """Return the seconds from the first process's start of an ordinary call to the last one's end."""
         copies = _copies(args)
         name = f"{self._name}/{next(self._rounds)}"
-        ahead = 0.0 if self._alone else clocks.offset(name)[0]
+        ahead = 0.0 if self._is_single else clocks.offset(name)[0]
         start = clocks.now()
         jax.block_until_ready(self._runner(copies))
         span = [start + ahead, clocks.now() + ahead]

@@ -185,13 +185,13 @@ def _peak(
             size = _size(v, axes, mesh)
             alive += size
             ending[last[v]] += size
-        own_peak = 0  # of one iteration of a scan, or of a branch
+        nested_peak = 0  # of one iteration of a scan, or of a branch
         if (nested := bodies.get(op)) is not None:
-            own_peak = _peak(nested.ops, axes, bodies, {*nested.inputs}, nested.outputs, mesh, beside=beside)
+            nested_peak = _peak(nested.ops, axes, bodies, {*nested.inputs}, nested.outputs, mesh, beside=beside)
         part = exchanges[n].part  # summed in place, unless it is larger than the result or added to a sum
         if part and op.outs[0] not in sums and part <= _size(op.outs[0], axes, mesh):
             part = 0
-        peak = max(peak, alive + own_peak + part)
+        peak = max(peak, alive + nested_peak + part)
         alive -= ending[n]
     return peak
 

@@ -99,15 +99,15 @@ def stage_costs_of(plan: PlanData, costs: Costs, estimated: StageCosts) -> Stage
     """
     times = [[0.0] * len(PHASES) for _ in estimated.times]
     hops = [0.0] * (len(times) - 1)
-    made_by: dict[int, int] = {}  # slot to the stage that fills it
+    stage_of: dict[int, int] = {}  # slot to the stage that fills it
     sent: dict[int, tuple[int, float]] = {}  # slot to the stage that its array comes from, and the time of the transfer
     for _, item in items_in_time(plan):
         if isinstance(item, Transfer):
-            origin = next((made_by[slot] for slot in item.ins if slot in made_by), None)
+            origin = next((stage_of[slot] for slot in item.ins if slot in stage_of), None)
             sent.update(dict.fromkeys(item.outs, (origin, costs.of(plan, item))) if origin is not None else {})
         elif item.cell is not None:
             stage = item.cell.stage
-            made_by.update(dict.fromkeys(item.outs, stage))
+            stage_of.update(dict.fromkeys(item.outs, stage))
             for origin, lasts in (sent[slot] for slot in item.ins if slot in sent):
                 if abs(origin - stage) == 1:
                     boundary = min(origin, stage)

@@ -170,9 +170,9 @@ def first_invalid(kernel: Kernel, plan: Plan, args: Sequence[Any], invalid: Call
         return None
     env = _values(kernel, args)
     for op in kernel.ops:
-        alone = replace(kernel, ops=(op,), sums=(), rows=(), ins=tuple(op.reads), outs=tuple(op.outs))
-        inputs = (jax.device_put(env[v], _auto(env[v].sharding)) for v in alone.ins)
-        results = jax.jit(kernel_function(alone, plan))(*inputs)
+        single = replace(kernel, ops=(op,), sums=(), rows=(), ins=tuple(op.reads), outs=tuple(op.outs))
+        inputs = (jax.device_put(env[v], _auto(env[v].sharding)) for v in single.ins)
+        results = jax.jit(kernel_function(single, plan))(*inputs)
         env.update(zip(op.outs, results, strict=True))
         if any(jnp.issubdtype(x.dtype, jnp.inexact) and bool(invalid(x).any()) for x in results):
             return op

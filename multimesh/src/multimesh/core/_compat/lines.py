@@ -140,9 +140,9 @@ def explain(meaning: Callable[[Exception, str, str], UsageError | None]) -> Iter
         if isinstance(error, errors.MultiMeshError):
             raise
         says = f"JAX says: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
-        if (meant := meaning(error, error_line(error), says)) is None:
+        if (usage_error := meaning(error, error_line(error), says)) is None:
             raise
-        raise meant from error
+        raise usage_error from error
 
 
 def explain_trace(name: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
