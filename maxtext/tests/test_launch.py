@@ -18,7 +18,7 @@ from multimesh_maxtext.command.environment import memory_limit
 from multimesh_maxtext.command.job import Job, Paths
 from multimesh_maxtext.command.member import Member, find_repeats, member
 from multimesh_maxtext.command.steps import Run, Step
-from multimesh_maxtext.command.training import StopRequest, follow
+from multimesh_maxtext.command.training import StopRequest, follow, receiving
 from multimesh_maxtext.command.translate import Launch, forecasting, launch
 from multimesh_maxtext.errors import FlagError
 from multimesh_maxtext.handoff import PIPELINE, TrainerConfig, receive
@@ -168,7 +168,8 @@ def followed(paths: Paths, program: str, *, steps: int = 0) -> tuple[int, StopRe
     paths.output.mkdir(parents=True, exist_ok=True)
     stop, run, start = StopRequest(), Run(paths), Launch(("sh", "-c", program), {}, {})
     run.steps = [Step(n, 1.0, 1.0, 1.0, 1.0) for n in range(steps)]
-    return follow(run, print, start, paths, stop, paths.checkpoints if steps else None), stop
+    with receiving(stop):
+        return follow(run, print, start, paths, stop, paths.checkpoints if steps else None), stop
 
 
 ME = os.getpid()

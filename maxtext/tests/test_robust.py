@@ -16,7 +16,7 @@ import pytest
 from killing import children, command_lines
 from test_checkpoint import write
 
-from multimesh_maxtext.command import cli
+from multimesh_maxtext.command import cli, train_job
 from multimesh_maxtext.command.cli import main
 from multimesh_maxtext.command.environment import stale_parts
 
@@ -233,6 +233,22 @@ def test_what_is_wrong_for_all_processes_is_told_by_the_first(
     code, out, errors = command(*job, "--text", tmp_path / "none")
     assert (code, bool(out)) == (2, not launcher)
     assert errors.startswith("error: process 1 of 2 on " if launcher else "error: --text")
+
+
+@pytest.mark.parametrize(("kind", "code"), [("", 0), ("fails", 10)])
+def test_a_signal_after_the_trainer_has_ended_does_not_change_the_verdict(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, code: int
+):
+    """Slurm tells all processes of a step to end as soon as the first one has ended with an error."""
+    table = train_job.step_table
+
+    def signalled(run: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return table(run)
+
+    monkeypatch.setenv("STAND_IN", kind)
+    monkeypatch.setattr(train_job, "step_table", signalled)
+    assert command("--output", tmp_path)[0] == code
 
 
 def test_two_runs_in_one_folder_are_refused(start: Start, tmp_path: Path):

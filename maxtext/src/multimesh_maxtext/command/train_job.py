@@ -20,7 +20,15 @@ from multimesh_maxtext.command.member import SINGLE, Member
 from multimesh_maxtext.command.report import Output, schedule_choice, step_table, summary
 from multimesh_maxtext.command.spawning import check_processes
 from multimesh_maxtext.command.steps import TOLERANCE, Run, compare, find_disagreement, reference_job
-from multimesh_maxtext.command.training import SPAWNED, log_tail, state_line, train, write_outcome
+from multimesh_maxtext.command.training import (
+    SPAWNED,
+    StopRequest,
+    log_tail,
+    receiving,
+    state_line,
+    train,
+    write_outcome,
+)
 from multimesh_maxtext.command.translate import Launch, launch
 from multimesh_maxtext.errors import (
     DamagedCheckpointError,
@@ -55,34 +63,36 @@ def train_job(
             console.print(python())
         prepare_folders(job, paths, texts)
         check_memory(job, paths, console, gpu_memory)
-        while True:
-            with beginning(job, paths.checkpoints, first=this.rank == 0) as step:
-                if step >= o.num_steps:
-                    return 0 if this.rank else _say_all_steps_ran(o.num_steps, step, as_json=o.json)
-                run = train(job, start, paths, console, step, this, listeners)
-            if run.error and not (SPAWNED in os.environ and isinstance(run.error, InterruptedRunError)):
-                run.error = outcome.find_cause(first.output, this.count, run.error)
-                if this.rank == 0 and SPAWNED not in os.environ:  # others read this one for their own
-                    write_outcome(run, paths, this, o.checkpoint)
-            if not isinstance(run.error, DamagedCheckpointError):
-                break
-            line = going_back(run.error, o.checkpoint or Path())
-            if this.rank == 0:
-                print(line, file=sys.stderr)
-        if isinstance(run.error, UnreadError):
-            raise run.error
-        if o.verify and this.rank == 0 and not run.error:
-            other, beside = reference_job(job), paths.below("spmd")
-            prepare_folders(other, beside, texts)
-            start = launch(other, beside, inherited=os.environ, gpu_memory=gpu_memory)
-            reference = train(other, start, beside, console, 0, SINGLE)
-            if reference.error:
-                run.error, run.log = reference.error, reference.log
-            else:
-                run.reference, run.differences = reference.steps, compare(run.steps, reference.steps)
-                run.error = find_disagreement(run, dtype=str(job.model.resolved.get("dtype")))
-            write_outcome(run, paths, this, o.checkpoint)
-        return _report(job, console, paths, run, step)
+        stop = StopRequest()
+        with receiving(stop):
+            while True:
+                with beginning(job, paths.checkpoints, first=this.rank == 0) as step:
+                    if step >= o.num_steps:
+                        return 0 if this.rank else _say_all_steps_ran(o.num_steps, step, as_json=o.json)
+                    run = train(job, start, paths, console, step, this, stop, listeners)
+                if run.error and not (SPAWNED in os.environ and isinstance(run.error, InterruptedRunError)):
+                    run.error = outcome.find_cause(first.output, this.count, run.error)
+                    if this.rank == 0 and SPAWNED not in os.environ:  # others read this one for their own
+                        write_outcome(run, paths, this, o.checkpoint)
+                if not isinstance(run.error, DamagedCheckpointError):
+                    break
+                line = going_back(run.error, o.checkpoint or Path())
+                if this.rank == 0:
+                    print(line, file=sys.stderr)
+            if isinstance(run.error, UnreadError):
+                raise run.error
+            if o.verify and this.rank == 0 and not run.error:
+                other, beside = reference_job(job), paths.below("spmd")
+                prepare_folders(other, beside, texts)
+                start = launch(other, beside, inherited=os.environ, gpu_memory=gpu_memory)
+                reference = train(other, start, beside, console, 0, SINGLE, stop)
+                if reference.error:
+                    run.error, run.log = reference.error, reference.log
+                else:
+                    run.reference, run.differences = reference.steps, compare(run.steps, reference.steps)
+                    run.error = find_disagreement(run, dtype=str(job.model.resolved.get("dtype")))
+                write_outcome(run, paths, this, o.checkpoint)
+            return _report(job, console, paths, run, step)
 
 
 def _say_all_steps_ran(steps: int, step: int, *, as_json: bool) -> int:

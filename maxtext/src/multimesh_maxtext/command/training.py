@@ -87,9 +87,19 @@ def receiving(handler: Callable[[int, FrameType | None], object]) -> Iterator[No
 
 
 def train(
-    job: Job, start: Launch, paths: Paths, console: Console, first: int, this: Member, tell: Sequence[Tell] = ()
+    job: Job,
+    start: Launch,
+    paths: Paths,
+    console: Console,
+    first: int,
+    this: Member,
+    stop: StopRequest,
+    tell: Sequence[Tell] = (),
 ) -> Run:
-    """Start the trainer, show its progress, tell it to others, judge the run, and write why it ended."""
+    """Start the trainer, show its progress, tell it to others, judge the run, and write why it ended.
+
+    ``stop`` receives the signals. One that comes when the trainer has ended does not change the verdict.
+    """
     o = job.flags
     if not o.json:
         console.print(f"{headline(job)}\noutput {paths.output}\nlog    {paths.log}")
@@ -98,7 +108,7 @@ def train(
             console.print(f"the newest {number} checkpoints stay ({KEEP}=)")
         if o.nodes > 1 and not o.output:
             console.print("other processes log to temporary folders of their own; --output DIR keeps all in one")
-    run, stop, steps = Run(paths, first, tell), StopRequest(), range(first, o.num_steps)
+    run, steps = Run(paths, first, tell), range(first, o.num_steps)
     try:
         with progress(console, "starting MaxText; it compiles before the first step", quiet=o.json) as show:
             code = follow(run, lambda step: show(step_line(step, o.num_steps)), start, paths, stop, o.checkpoint)
@@ -154,7 +164,7 @@ def follow(
         for step in steps:
             show(step)
 
-    with receiving(stop), trainer(start, paths) as process:
+    with trainer(start, paths) as process:
         while process.poll() is None and not (stop.count > 1 or (stop.count and not (checkpoints and run.steps))):
             if stop.count and not has_asked:
                 has_asked = True
