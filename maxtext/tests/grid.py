@@ -51,7 +51,7 @@ def _schedules(model: str) -> list[str]:
 
 
 def _remat() -> list[str]:
-    from multimesh_maxtext.command.values import REMAT
+    from multimesh_maxtext.command.flags import REMAT
 
     return [
         f"{_FOUR} --remat {policy} {shape}"

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 from test_checkpoint import KERNEL, UNROLLED, write
 
 from multimesh_maxtext.errors import CheckpointError, FileError
-from multimesh_maxtext.trainer.relayout import export
+from multimesh_maxtext.trainer.checkpointer import export
 
 
 def stored(names: list[str], axis: int = 1) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import pytest
 
 from multimesh import schedules
 from multimesh_maxtext.command import check_flags, environment
-from multimesh_maxtext.command import settings as key_values
 from multimesh_maxtext.command.command_line import read
 from multimesh_maxtext.command.environment import find_gpus
 from multimesh_maxtext.command.job import Job, find_maxtext
@@ -89,7 +88,7 @@ learning_rate | 'learning_rate' is neither a flag nor a KEY=VALUE
 --tp 3 | --tp 3 does not divide the attention heads (4); change --tp or --num-heads
 --fsdp 3 | --fsdp 3 does not divide the model dims (256); change --fsdp or --model-dims
 --fsdp 2 --cp 3 --sequence-length 96 | --fsdp x --cp 6 does not divide the model dims (256)
---cp 2 --sequence-length 30 | --cp 2 cuts a sequence into 4 parts
+--cp 2 --sequence-length 30 | 2 x --cp 4 does not divide the sequence (30); change 2 x --cp or --sequence-length
 --ep 2 | --ep 2 does not divide the experts (1); change --ep or num_experts=
 --tp 4 --model-name gemma4-26b | global layers (2); change --tp or global_num_kv_heads=
 --tp 4 vocab_size=254 | --tp 4 does not divide the vocabulary (254); change --tp or vocab_size=
@@ -97,7 +96,7 @@ learning_rate | 'learning_rate' is neither a flag nor a KEY=VALUE
 base_num_kv_heads=3 | base_num_kv_heads 3 does not divide the attention heads (4)
 --dp 2 --tp 2 --pp 2 quantization=int8 | 2, by 4 devices; use --microbatch-size 2 or use_qwix_quantization=true
 --num-heads 3 | 3 heads do not divide 256 model dims; change --num-heads or --model-dims
---model-name olmo3-7b --num-layers 6 --scan-layers | use --num-layers 8 or --no-scan-layers
+--model-name olmo3-7b --num-layers 6 --scan-layers | or --num-layers or --no-scan-layers
 vocab_size=0 | vocab_size=0: it is a size, a whole number of at least 1
 --pp 2 base_num_kv_heads=-4 | base_num_kv_heads=-4: it is a size
 head_dim=x | head_dim=x: it is a size
@@ -115,7 +114,6 @@ dataset_type=hf --text README.md | (dataset_type=olmo_grain); use --text, or lea
 --backend cpu --gpus 2 | --backend cpu trains on CPU devices; remove --gpus 2
 --pp 2 --device-memory much | --device-memory: 'much' is no size; write e.g. 80GiB or 24GB
 --pp 2 --device-memory 1e9 | --device-memory: '1e9' is no size; write e.g. 80GiB or 24GB
---text nowhere.txt | --text nowhere.txt: no such file
 --model-name lama3-8b | MaxText has no such model; near it are llama3-8b
 --maxtext-config nowhere.yml | --maxtext-config nowhere.yml: cannot be read
 """
@@ -209,10 +207,10 @@ def test_what_comes_later_is_refused(job: Callable[[Sequence[str]], Job], argv: 
 def test_a_path_in_a_bucket_is_refused_before_a_run(
     job: Callable[[Sequence[str]], Job], monkeypatch: pytest.MonkeyPatch, argv: str, kind: type, message: str
 ):
-    monkeypatch.setattr(key_values, "has_package", lambda name: False)
+    monkeypatch.setattr(check_flags, "has_package", lambda name: False)
     with pytest.raises(kind, match=message):
         job(argv.split())
-    monkeypatch.setattr(key_values, "has_package", lambda name: True)
+    monkeypatch.setattr(check_flags, "has_package", lambda name: True)
     if kind is MissingPartError:
         assert job(argv.split())
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from multimesh_maxtext.command.job import END_OF_DOCUMENT, Job
-from multimesh_maxtext.command.settings import has_package
+from multimesh_maxtext.command.job import END_OF_DOCUMENT, Job, has_package
 from multimesh_maxtext.errors import FileError, FlagError, LauncherError, MissingPartError, UnsupportedError
 
 UNTOKENIZED = ("synthetic", "olmo_grain")
@@ -37,15 +36,6 @@ _OURS = {
 """Settings that change which processes read, and how they end, with the value that leaves that to us."""
 
 _DTYPE = np.dtype("<u2")
-
-
-def find_data_notes(job: Job) -> Iterator[str]:
-    """Yield a line on data of which MaxText keeps no position in a checkpoint."""
-    if job.flags.checkpoint and (kind := job.flags.dataset) in ("hf", "tfds", "c4_mlperf"):
-        yield (
-            f"dataset_type={kind} has no position in checkpoints: a run that resumes reads from the beginning; "
-            "dataset_type=grain and --text go on where they stopped"
-        )
 
 
 def find_missing_settings(job: Job) -> Iterator[LauncherError]:
