@@ -21,14 +21,10 @@ from multimesh_maxtext.command.dataset import read_texts, write_corpus
 from multimesh_maxtext.command.environment import find_flag_notes
 from multimesh_maxtext.command.flags import FLAGS
 from multimesh_maxtext.command.job import END_OF_DOCUMENT, Job, Paths
-from multimesh_maxtext.command.translate import configuration, launch, per_device
+from multimesh_maxtext.command.translate import launch, per_device
 from multimesh_maxtext.errors import FileError, FlagError
 
 Check = Callable[[Sequence[str]], Job]
-
-
-def settings(job: Check, paths: Paths, argv: str) -> dict[str, Any]:
-    return configuration(job(argv.split()), paths)
 
 
 def variables(

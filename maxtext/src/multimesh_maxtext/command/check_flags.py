@@ -72,22 +72,21 @@ _REASONS = {
 }
 """Why stages cannot run with other values, or with a block; else no pipeline was compared with one program there."""
 
-
 QWIX = ("int8", "int4", "fp4", "fp8_e4m3", "fp8_e5m2", "fp8_nanoo", "fp8_full")
 """Kinds of quantization by Qwix, ``use_qwix_quantization=true``, that pipelines were compared with."""
 
 AQT = ("int8",)
 """Kinds of quantization by AQT that pipelines were compared with, without experts."""
 
-_CLOUD = "it is for Google Cloud, which a run does without; see --metrics-file and --metrics-hook"
-_PATHWAYS = "it is for Pathways; a run with --resume goes on on another grid"
+_OF_CLOUD = (
+    *("enable_goodput_recording", "monitor_goodput", "enable_pathways_goodput", "goodput_job_name"),
+    *("report_heartbeat_metric_for_gcp_monitoring", "report_performance_metric_for_gcp_monitoring"),
+    *("use_vertex_tensorboard", "enable_checkpoint_cloud_logger", "managed_mldiagnostics"),
+)
+_OF_PATHWAYS = ("elastic_enabled", "enable_single_controller", "subslice_shape")
 _IDLE = {
-    **dict.fromkeys(
-        ("enable_goodput_recording", "monitor_goodput", "enable_pathways_goodput", "goodput_job_name"), _CLOUD
-    ),
-    **dict.fromkeys((f"report_{kind}_metric_for_gcp_monitoring" for kind in ("heartbeat", "performance")), _CLOUD),
-    **dict.fromkeys(("use_vertex_tensorboard", "enable_checkpoint_cloud_logger", "managed_mldiagnostics"), _CLOUD),
-    **dict.fromkeys(("elastic_enabled", "enable_single_controller", "subslice_shape"), _PATHWAYS),
+    **dict.fromkeys(_OF_CLOUD, "it is for Google Cloud; see --metrics-file and --metrics-hook"),
+    **dict.fromkeys(_OF_PATHWAYS, "it is for Pathways; a run with --resume goes on on another grid"),
     "jax_distributed_initialization_timeout": "run.py starts the processes; use MULTIMESH_START_TIMEOUT",
 }
 """Settings of MaxText that would be accepted and do nothing in a run, and why. Switched off they are no error."""

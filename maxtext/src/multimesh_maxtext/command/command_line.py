@@ -64,7 +64,7 @@ class _Setting(argparse.Action):
 
     def __call__(self, _parser: Any, namespace: Any, value: Any, name: str | None = None) -> None:
         key = SETTINGS[name or ""]
-        namespace.settings.append(key if "=" in key else f"{key}={value if is_plain(value) else json.dumps(value)}")
+        namespace.settings.append(key if "=" in key else argument(key, value))
         namespace.replaced.append(name)
 
 
@@ -196,11 +196,8 @@ def argument(key: str, value: Any) -> str:
     """Return ``key=value`` such that MaxText's YAML reader gives back the value, of the same type."""
     if isinstance(value, bool) or value is None:
         return f"{key}={json.dumps(value)}"
-    if isinstance(value, str) and value and (yaml.safe_load(value) if is_plain(value) else None) != value:
-        return f"{key}={json.dumps(value, ensure_ascii=False)}"
+    if isinstance(value, str) and value:
+        plain = value != "=" and frozenset("#:{}[],&*!|>'\"%@`\n").isdisjoint(value)
+        if not plain or yaml.safe_load(value) != value:
+            return f"{key}={json.dumps(value, ensure_ascii=False)}"
     return f"{key}={value}"
-
-
-def is_plain(value: str) -> bool:
-    """Return whether YAML reads a word without quotes as it is written."""
-    return value != "=" and frozenset("#:{}[],&*!|>'\"%@`\n").isdisjoint(value)

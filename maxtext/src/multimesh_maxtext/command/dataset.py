@@ -35,7 +35,7 @@ _OURS = {
 }
 """Settings that change which processes read, and how they end, with the value that leaves that to us."""
 
-_DTYPE = np.dtype("<u2")
+_DTYPE, INDEX = np.dtype("<u2"), "index.json"
 
 
 def find_missing_settings(job: Job) -> Iterator[LauncherError]:
@@ -106,11 +106,5 @@ def write_corpus(texts: Sequence[str], folder: Path, *, sequence_length: int) ->
         "fingerprint": f"sha256:{hashlib.sha256(tokens.tobytes()).hexdigest()}",
         "files": [file],
     }
-    path = index_path(folder)
-    path.write_text(json.dumps(index, indent=1), encoding="utf-8")
-    return path
-
-
-def index_path(folder: Path) -> Path:
-    """Return where the index of a corpus in this folder lies."""
-    return folder.resolve() / "index.json"
+    data.with_name(INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+    return data.with_name(INDEX)

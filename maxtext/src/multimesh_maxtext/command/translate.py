@@ -10,7 +10,7 @@ from typing import Any
 
 from multimesh import planner
 from multimesh_maxtext.command.command_line import argument
-from multimesh_maxtext.command.dataset import UNTOKENIZED, index_path
+from multimesh_maxtext.command.dataset import INDEX, UNTOKENIZED
 from multimesh_maxtext.command.environment import CACHE_SWITCH, environment, memory_limit, xla_flags
 from multimesh_maxtext.command.flags import FLAGS, Flags
 from multimesh_maxtext.command.job import RUN_NAME, Job, Paths
@@ -62,7 +62,7 @@ def configuration(job: Job, paths: Paths) -> dict[str, Any]:
         settings["num_pipeline_repeats"] = flags.interleave
         settings["num_layers_per_pipeline_stage"] = model.layers // (flags.pp * flags.interleave)
     if flags.text:
-        settings |= {"dataset_type": "olmo_grain", "olmo_index_path": str(index_path(paths.text))}
+        settings |= {"dataset_type": "olmo_grain", "olmo_index_path": str(paths.text.resolve() / INDEX)}
         settings |= {"olmo_apply_ngram_filter": False, "grain_worker_count": 0}
     if flags.staged and model.resolved.get("quantization"):
         # MaxText takes all devices of the process, among them those of other stages, and cuts a microbatch by them.

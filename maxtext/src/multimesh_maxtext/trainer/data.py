@@ -108,6 +108,9 @@ _ROWS = (
 """Settings with the rows of a batch. All rows that are loaded are used."""
 
 
+_MODULES = {"tfds": "tfds_data_processing", "c4_mlperf": "tfds_data_processing_c4_mlperf"}
+
+
 class _Changed:
     """MaxText's settings with other values of some."""
 
@@ -140,7 +143,9 @@ class Together(Iterator[dict[str, jax.Array]]):
             # batches to evaluate on that are as large as those to train on.
             rows = config.global_batch_size_to_load_eval if evaluates else config.global_batch_size_to_load
             share = dict.fromkeys(_ROWS, rows * jax.process_count() // len(self._readers))
-            make = _make(config.dataset_type.value, evaluates=evaluates)
+            kind = config.dataset_type.value
+            module = importlib.import_module(f"maxtext.input_pipeline.{_MODULES.get(kind, f'{kind}_data_processing')}")
+            make = getattr(module, f"make_{kind}_{'eval' if evaluates else 'train'}_iterator")
             # MaxText wants a row for each device of the mesh that it gets.
             self._loader = make(_Changed(config, **share), Mesh(devices[:, 0], ("reader",)), self._readers)
         self._start()
@@ -218,10 +223,3 @@ def _check_tokens(rows: dict[str, np.ndarray] | None, vocabulary: int) -> None:
             f"the data has token {largest}, and the model has {vocabulary} tokens; use vocab_size= with the number of "
             "tokens of your tokenizer, rounded up to a multiple of 128"
         )
-
-
-def _make(kind: str, *, evaluates: bool) -> Callable[..., Any]:
-    """Return MaxText's function that makes the reader of a kind of dataset."""
-    modules = {"tfds": "tfds_data_processing", "c4_mlperf": "tfds_data_processing_c4_mlperf"}
-    module = importlib.import_module(f"maxtext.input_pipeline.{modules.get(kind, f'{kind}_data_processing')}")
-    return getattr(module, f"make_{kind}_{'eval' if evaluates else 'train'}_iterator")

@@ -86,7 +86,9 @@ def first_device(_mesh: AbstractMesh) -> Any:
 def place_state(abstract_state: Any, shardings: Any, checkpoints: Any) -> tuple[Any, Any, Any]:
     """Place the types and shardings of the train state by stage. A checkpoint may hold it in another layout."""
     stages, below = _current(), _config().replicate_below
-    _specs.update(placement.parameter_specs(shardings))
+    for path, sharding in jax.tree_util.tree_leaves_with_path(shardings):
+        of, *names = placement.name_path(path)
+        _specs.update({tuple(names): sharding.spec} if of == "model" else {})
     if _config().zero:  # each device keeps and updates its part of the moments, and XLA gathers parameters after that
 
         def spread(path: Any, x: Any, sharding: NamedSharding) -> NamedSharding:

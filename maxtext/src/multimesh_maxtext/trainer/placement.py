@@ -126,12 +126,6 @@ def lay_out(types: Any, shardings: Any) -> Any:
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), types, shardings)
 
 
-def parameter_specs(shardings: Any) -> dict[tuple[str, ...], P]:
-    """Return the layout of each parameter of a train state, by its path in the model."""
-    named = ((name_path(path), leaf.spec) for path, leaf in jax.tree_util.tree_leaves_with_path(shardings))
-    return {name[1:]: spec for name, spec in named if name[0] == "model"}
-
-
 def spread_over_data(x: Any, sharding: NamedSharding) -> NamedSharding:
     """Return the layout of an array over the axis ``data`` too, or as it is if that divides no dimension of it."""
     sizes = sharding.mesh.shape
