@@ -32,11 +32,7 @@ def suggested(maxtext: Path, capsys: pytest.CaptureFixture[str], *argv: str) -> 
     return json.loads(capsys.readouterr().out)
 
 
-def test_sizes_are_those_of_the_models(maxtext: Path):
-    known = {"llama3-8b": 8.03e9, "llama3-70b": 70.6e9, "gpt3-175b": 175e9, "mixtral-8x7b": 46.7e9}
-    for name, parameters in known.items():
-        model = transformer(describe_model(read(["--model-name", name]).flags, maxtext / "maxtext"))
-        assert model.parameters == pytest.approx(parameters, rel=0.01)
+def test_experts_are_as_wide_as_the_model_where_nobody_says(maxtext: Path):
     words = ["--model-dims", "64", "--mlp-dims", "256", "num_experts=8"]  # MaxText's base_moe_mlp_dim is -1
     assert transformer(describe_model(read(words).flags, maxtext / "maxtext")).expert == 256
 

@@ -85,8 +85,11 @@ def configuration(job: Job, paths: Paths) -> dict[str, Any]:
 
 def _values_of(attribute: str, flags: Flags) -> dict[str, Any]:
     """Return the values of flags by what an attribute of their records names; but for those that are not given."""
-    named = ((getattr(flag, attribute), getattr(flags, name)) for name, flag in FLAGS.items())
-    return {key: value for key, value in named if key and value is not None}
+    return {
+        key: value
+        for name, flag in FLAGS.items()
+        if (key := getattr(flag, attribute)) and (value := getattr(flags, name)) is not None
+    }
 
 
 def find_fixed_settings(job: Job) -> dict[str, Any]:
