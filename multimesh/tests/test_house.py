@@ -61,7 +61,7 @@ BUDGETS = {
     "(beside the rooms)": 908,
     "multimesh/benchmarks": 1_442,
     "multimesh/src": 25_178,
-    "planner/src": 3_213,
+    "planner/src": 2_979,
     "numerics/src": 3_290,
     "maxtext/src": 6_446,
     "tooling/ci": 98,
