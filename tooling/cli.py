@@ -18,7 +18,7 @@ from typing import NoReturn
 from tooling.core import errors, proc
 
 MODULES = (
-    *("environment.install", "sources.sync", "sources.pins", "image.bazel_cache", "image.pipeline", "image.release"),
+    *("environment.install", "sources.sync", "image.bazel_cache", "image.pipeline", "image.release"),
     "ci.steps",
 )
 INTERRUPTED = 130
