@@ -17,10 +17,7 @@ from typing import NoReturn
 
 from tooling.core import errors, proc
 
-MODULES = (
-    *("environment.install", "sources.sync", "image.bazel_cache", "image.pipeline", "image.release"),
-    "ci.steps",
-)
+MODULES = ("environment.install", "sources.sync", "image.bazel_cache", "image.pipeline", "ci.steps")
 INTERRUPTED = 130
 
 
@@ -40,12 +37,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read a command with its options; leaves by ``SystemExit`` after help, or where they are wrong."""
-    parser = build_parser()
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        # The command's own parser: its name is the door that was called, as docker/build.py.
-        inner = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-        inner.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    args, unknown = build_parser().parse_known_args(argv)
+    if unknown:  # said by the command's own parser: its name is the door that was called, as docker/build.py
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     return args
 
 

@@ -24,11 +24,9 @@ def command(
 ) -> argparse.ArgumentParser:
     """Add a command with its purpose ``text``; it calls ``run``, which may return an exit code. Return its parser."""
     shown = "\n".join([*(f"  {example}" for example in examples), "", f"{text[0].upper()}{text[1:]}."])
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        name, help=text, description=shown, formatter_class=formatter, **options
-    )
-    parser.set_defaults(func=run)
+    options |= {"description": shown, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser: argparse.ArgumentParser = subparsers.add_parser(name, help=text, **options)
+    parser.set_defaults(func=run, parser=parser)
     return parser
 
 

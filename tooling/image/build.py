@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tooling.core import console, errors, files, proc
-from tooling.image import bazel_cache, digests, engine, release, snapshot
-from tooling.image.digests import ImageLock, ImagePin
-from tooling.image.reference import LABEL, OCI
+from tooling.image import bazel_cache, engine, reference, release, snapshot
+from tooling.image.reference import LABEL, OCI, ImageLock, ImagePin
 from tooling.image.snapshot import Snapshot
 from tooling.sources import manifest
 
@@ -52,7 +51,7 @@ def prepare(root: Path, request: argparse.Namespace) -> Iterator[list[str]]:
             view = snapshot.take_snapshot(root, folder, ("maxtext", "jax", "xla") if from_source else ("maxtext",))
             if request.python_archive:
                 shutil.copyfile(request.python_archive, folder / "context" / ARCHIVE)
-            lock, context = digests.load(root), str(root / FOLDER / "context")
+            lock, context = reference.load_lock(root), str(root / FOLDER / "context")
             bases = choose_bases(request, lock)
             arguments = make_arguments(request, lock, bases)
             labels = make_labels(root, request, bases, view, arguments["PYTHON_SHA256"])

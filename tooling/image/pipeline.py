@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tooling.core import errors
 from tooling.core.console import Subparsers, command
 from tooling.core.files import ROOT
-from tooling.image import build, engine, reference, release, smoke
+from tooling.image import build, engine, reference, release
 
 if TYPE_CHECKING:
     from docker import DockerClient
@@ -143,7 +143,7 @@ def read_options(args: argparse.Namespace) -> argparse.Namespace:
 def run(args: argparse.Namespace) -> None:
     """Run a command line."""
     request = read_options(args)
-    smoke.check_means(request.validate)
+    engine.check_means(request.validate)
     tags = ["sha-COMMIT-ID"] if request.upload else []
     if request.upload and request.promote:  # impossible tags are refused without an engine
         tags += reference.list_tags(request.reference, latest=request.latest, version=request.release)
@@ -168,7 +168,7 @@ def make_image(client: DockerClient, request: argparse.Namespace) -> None:
         if request.upload:
             release.check_push(ROOT, request, image.labels)
     seconds = time.monotonic() - started
-    check = smoke.check(ROOT, image, request.target, request.validate)
+    check = engine.check(ROOT, image, request.target, request.validate)
     names = [request.reference, *([request.reference.tagged("latest")] if request.latest else [])]
     for name in names:
         image.tag(*name)
