@@ -6,10 +6,8 @@ import argparse
 import os
 import re
 import tomllib
-from pathlib import Path
 
 from tooling.core import errors, files
-from tooling.core.console import Subparsers, command
 from tooling.core.files import ROOT
 from tooling.image import build, pipeline, reference, release
 from tooling.image.reference import LABEL, OCI
@@ -19,37 +17,6 @@ from tooling.sources import manifest
 
 PACKAGE = "multimesh/src/multimesh/__init__.py"
 PROJECTS = tuple(f"{folder}pyproject.toml" for folder in ("", "multimesh/", "planner/", "numerics/", "maxtext/"))
-
-
-def register(subparsers: Subparsers) -> None:
-    """Add the commands."""
-    text = "give public tags to an image that was pushed with --no-promote"
-    examples = [".venv/bin/python -m tooling promote ghcr.io/OWNER/multimesh-jax@sha256:... --tag main"]
-    part = command(subparsers, "promote", run_promote, text, examples)
-    add_tags(part, "REPO@DIGEST", "as `docker/build.py --no-promote` printed it")
-
-    text = "the steps of the GitHub workflows"
-    parser = command(subparsers, "ci", run_preflight, text, [".venv/bin/python -m tooling ci versions v0.1.0"])
-    parts = parser.add_subparsers(dest="part", metavar="STEP", required=True)
-    text = "fail where a push or a promotion would, before anything is built: tag, rights, a version that is taken"
-    add_tags(command(parts, "preflight", run_preflight, text), "REPO", "e.g. ghcr.io/OWNER/multimesh-jax")
-    text = "fail unless every file names the version of a tag, and its image is pinned"
-    part = command(parts, "versions", run_versions, text)
-    part.add_argument("tag")
-    part.add_argument("options", nargs="*", help="after --: those of docker/build.py that the image gets")
-    text = "print how to pull, run and install a release; GitHub adds what changed"
-    part = command(parts, "notes", run_notes, text)
-    part.add_argument("tag")
-    part.add_argument("file", type=Path, help="the release.json of its image")
-    part.add_argument("--gpu", action="store_true", help="its image was checked on a GPU")
-
-
-def add_tags(parser: argparse.ArgumentParser, metavar: str, text: str) -> None:
-    """Add an image and the options that give it tags."""
-    parser.add_argument("image", metavar=metavar, help=text)
-    parser.add_argument("--tag", required=True, help="the tag that it gets")
-    parser.add_argument("--latest", action="store_true", help="also latest; with --release")
-    parser.add_argument("--release", metavar="VERSION", help="also vX.Y.Z and vX.Y, under the conditions of a release")
 
 
 def run_promote(args: argparse.Namespace) -> None:

@@ -10,22 +10,19 @@ import base64
 import contextlib
 import hashlib
 import os
-import re
 import secrets
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import requests
+from docker.errors import APIError, ImageNotFound
+from docker.models.containers import Container
+
+from docker import DockerClient
 from tooling.core import errors, files
-from tooling.core.console import Subparsers, command
 from tooling.core.files import ROOT
 from tooling.image import engine, reference
 from tooling.image.reference import ImagePin
-
-if TYPE_CHECKING:
-    from docker.models.containers import Container
-
-    from docker import DockerClient
 
 USER, STARTS_WITHIN_S = "multimesh", 30.0
 _LABEL = "io.github.multimesh-jax.cache"  # its value: the address for clients, and the bound in GiB
@@ -45,8 +42,6 @@ def look(folder: Path) -> str:
         containers = client.containers.list(filters={"name": f"^{name_container(folder)}$"})
     settings = containers[0].labels.get(_LABEL, "") if containers else ""
     if settings:  # else one that was not started, has ended, or is of somebody else
-        import requests
-
         with contextlib.suppress(requests.RequestException):
             requests.get(f"http://{settings.split()[0]}/status", timeout=2, proxies={"http": ""})
             return settings
@@ -67,8 +62,6 @@ def write_rc(path: Path, address: str, *, write: bool) -> None:
 
 def start(folder: Path, port: int, max_gib: int, pin: ImagePin) -> bool:
     """Start bazel-remote, in place of one with other settings; return False if it runs already with these."""
-    from docker.errors import APIError, ImageNotFound
-
     if pin.digest is None:
         raise errors.SourceError(f"bazel-remote: no digest of its image is locked; {pin.remedy}")
     address = f"127.0.0.1:{port}"  # HTTP without TLS: other machines would send the password in clear
@@ -122,32 +115,6 @@ def _remove(client: DockerClient, folder: Path) -> bool:
     for name in _RC:
         (folder / name).unlink(missing_ok=True)
     return bool(containers)
-
-
-def register(subparsers: Subparsers) -> None:
-    """Add the command."""
-    doors = [f"docker/start-cache.sh{options}" for options in ("", " status", " --max-size 100G")]
-    text = "a Bazel cache that containers and checkouts of this machine share"
-    add = command(subparsers, "cache", run, text, doors, prog="docker/start-cache.sh").add_argument
-    text = "start: does nothing if it runs so (default); stop: entries stay"
-    add("action", nargs="?", default="start", choices=("start", "stop", "status"), help=text)
-    add("--port", type=parse_port, default=9090, help="of 127.0.0.1, where it listens (default: %(default)s)")
-    add("--max-size", type=parse_gib, default="50G", metavar="SIZE", help="e.g. 50G or 1T (default: %(default)s)")
-    add("--folder", type=Path, help="where entries lie (default: ~/.cache/multimesh-jax/bazel)")
-
-
-def parse_port(text: str) -> int:
-    """Read the number of a port."""
-    if not text.isdecimal() or not 0 < int(text) < 2**16:
-        raise argparse.ArgumentTypeError(f"'{text}' is no port; give a number from 1 to 65535")
-    return int(text)
-
-
-def parse_gib(text: str) -> int:
-    """Read ``50G`` or ``1T`` as GiB: bazel-remote counts in whole ones."""
-    if (match := re.fullmatch(r"([1-9]\d{0,6})([GT])", text)) is None:
-        raise argparse.ArgumentTypeError(f"'{text}': write a whole number and G or T, e.g. 50G")
-    return int(match[1]) * {"G": 1, "T": 1024}[match[2]]
 
 
 def run(args: argparse.Namespace) -> int:

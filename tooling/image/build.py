@@ -12,18 +12,15 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from docker.models.images import Image
+
+from docker import DockerClient
 from tooling.core import console, errors, files, proc
 from tooling.image import bazel_cache, engine, reference, release, snapshot
 from tooling.image.reference import LABEL, OCI, ImageLock, ImagePin
 from tooling.image.snapshot import Snapshot
 from tooling.sources import manifest
-
-if TYPE_CHECKING:
-    from docker.models.images import Image
-
-    from docker import DockerClient
 
 FOLDER, ARCHIVE = Path("build/image"), Path("docker/context/python.tar.gz")
 LOCKS = ("sources.lock", "docker/images.lock", "requirements/run.txt", "requirements/cuda12.txt")

@@ -9,15 +9,16 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from docker.errors import DockerException, ImageNotFound
+from docker.models.images import Image
+from requests import RequestException
+
+import docker
+from docker import DockerClient
 from tooling.core import console, errors, files, proc
 from tooling.image.reference import LABEL, Reference, split
-
-if TYPE_CHECKING:
-    from docker.models.images import Image
-
-    from docker import DockerClient
 
 _PATIENCE_S = 5
 _WAITS_S = (1, 4, 16)
@@ -28,17 +29,11 @@ _JOBS = {"small": "validate-cpu.sh", "medium": "validate-gpu.sh"}
 @contextmanager
 def connect() -> Iterator[DockerClient]:
     """Have a client of the engine. ``EngineError``: none answers within seconds, or what the SDK raises meanwhile."""
-    try:
-        import docker.errors
-        import requests.exceptions
-    except ImportError:  # the folder docker/ of a clone is a package of this name too, and an empty one
-        raise errors.ToolingError("there is no .venv with docker's library; run ./bootstrap.sh --group image") from None
     place = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
-    faults = (docker.errors.DockerException, requests.exceptions.RequestException)
     try:
         client = docker.from_env(timeout=_PATIENCE_S)
         client.ping()
-    except (*faults, ValueError) as error:
+    except (DockerException, RequestException, ValueError) as error:
         said = f"within {_PATIENCE_S} s" if "timed out" in str(error) else f"({error})"
         raise errors.EngineError(
             f"no engine answers at {place} {said}; start one, or install docker.io and docker-buildx, and be in its "
@@ -47,14 +42,12 @@ def connect() -> Iterator[DockerClient]:
     client.api.timeout = None  # type: ignore[assignment]  # a push or a job is silent for minutes
     try:
         yield client
-    except faults as error:
+    except (DockerException, RequestException) as error:
         raise errors.EngineError(f"the engine: {getattr(error, 'explanation', None) or error}") from error
 
 
 def find_image(client: DockerClient, *names: str) -> Image:
     """Return the image that the engine has under one of these names."""
-    from docker.errors import ImageNotFound
-
     for name in names:
         with suppress(ImageNotFound):
             return client.images.get(name)

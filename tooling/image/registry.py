@@ -12,15 +12,18 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urljoin, urlsplit
+
+import docker.auth
+import requests
+from docker.errors import DockerException
+from requests.adapters import HTTPAdapter
+from urllib3 import Retry
 
 from tooling.core import console, errors
 from tooling.image import reference
 from tooling.image.reference import OCI
-
-if TYPE_CHECKING:
-    import requests
 
 _ATTEMPTS, _TIMEOUT_S = 6, 60
 _LOOPBACK = re.compile(r"(localhost|127\.\d+\.\d+\.\d+|\[::1\])(:\d+)?")
@@ -41,10 +44,6 @@ class Registry:
     """One repository of a registry, with the login that Docker's configuration has for it."""
 
     def __init__(self, repository: str) -> None:
-        import requests
-        from requests.adapters import HTTPAdapter
-        from urllib3 import Retry
-
         host, path = reference.split(repository)
         self.repository, self.host = repository, host or "docker.io"
         self._path = path if host or "/" in path else f"library/{path}"
@@ -146,8 +145,8 @@ class Registry:
             self.check_free([tag], digest)  # again: somebody may have given it since
             if before != manifest:
                 kind = str(manifest.document.get("mediaType", "application/vnd.oci.image.manifest.v1+json"))
-                put = {"data": manifest.content, "headers": {"Content-Type": kind}}
-                self._ask("PUT", f"{self._address}/manifests/{tag}", **put)
+                url, headers = f"{self._address}/manifests/{tag}", {"Content-Type": kind}
+                self._ask("PUT", url, data=manifest.content, headers=headers)
             if (now := self.digest(tag)) != digest:
                 raise errors.EngineError(f"{self.repository}:{tag}: has {now}, not {digest}: somebody else moves it")
             moved.append({"tag": tag, "before": before and before.digest, "digest": digest})
@@ -156,8 +155,6 @@ class Registry:
 
     def _ask(self, method: str, url: str, absent: int = 0, **options: Any) -> requests.Response:
         """Return an answer that is good, or says ``absent``."""
-        import requests
-
         try:
             answer = self._session.request(method, url, timeout=_TIMEOUT_S, **options)
         except requests.RequestException as error:
@@ -205,9 +202,6 @@ class Registry:
 
 def _read_login(host: str) -> dict[str, str]:
     """Return the login that Docker's configuration, or its credential helper, has for a registry."""
-    import docker.auth
-    from docker.errors import DockerException
-
     try:
         login = docker.auth.load_config().resolve_authconfig(host) or {}
     except (DockerException, ValueError) as error:

@@ -8,19 +8,17 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from docker.models.images import Image
+
+from docker import DockerClient
 from tooling.core import errors, files, proc
 from tooling.image import engine, reference
 from tooling.image.reference import LABEL, OCI, ImageLock, ImagePin
 from tooling.image.registry import Registry
 from tooling.sources import manifest
 from tooling.sources.manifest import Pins
-
-if TYPE_CHECKING:
-    from docker.models.images import Image
-
-    from docker import DockerClient
 
 RECORD = Path("build/image/release.json")
 SCHEMA = Path(__file__).with_name("release.schema.json")

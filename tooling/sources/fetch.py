@@ -5,14 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from git import GitCommandError, Repo
 
 from tooling.core import console, errors, files, proc
 from tooling.sources import git
 from tooling.sources.manifest import Component, Pin, Recipe
-
-if TYPE_CHECKING:
-    from git import Repo
 
 
 def build(root: Path, recipe: Recipe, stage: Path, *, verify: bool = True) -> tuple[str, str]:
@@ -24,8 +22,6 @@ def build(root: Path, recipe: Recipe, stage: Path, *, verify: bool = True) -> tu
     component, pin, series, _ = recipe
     name = component.name
     with git.open_repo(stage / name, new=True) as repo:
-        from git import GitCommandError
-
         source = _obtain(repo, recipe, root / "third_party" / name, stage)
         base = _make_base(repo, component, pin)
         repo.git.update_ref(git.BASE, base)
@@ -80,8 +76,6 @@ def _obtain(repo: Repo, recipe: Recipe, present: Path, stage: Path) -> str:
 
 def _copy(repo: Repo, component: Component, pin: Pin, present: Path) -> bool:
     """Fetch the base of the component's present tree, if it is the wanted one; return whether it is."""
-    from git import GitCommandError
-
     if present.is_symlink() or not (present / ".git").is_dir():
         return False
     try:

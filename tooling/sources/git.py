@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from git import GitCommandError, Remote, RemoteProgress, Repo
+from git.exc import GitError, ODBError
+from git.util import CallableRemoteProgress
 
 from tooling.core import console, errors, proc
-
-if TYPE_CHECKING:
-    from git import GitCommandError, Repo
 
 SCHEMES = ("https", "http", "ssh", "git", "file")
 MIRROR = "MULTIMESH_MIRROR"
@@ -44,11 +44,6 @@ def open_repo(root: Path, *, new: bool = False) -> Iterator[Repo]:
 
     ``SourceError``: git complains; ``ToolingError``: it cannot write.
     """
-    if shutil.which("git") is None:
-        raise errors.ToolingError("git: not found; install it and run the same command again")
-    from git import GitCommandError, Repo
-    from git.exc import GitError, ODBError
-
     env = _ENVIRONMENT | {"GIT_CEILING_DIRECTORIES": str(root.parent)}
     try:
         with Repo.init(root, env=env, object_format="sha1") if new else Repo(root) as repo:
@@ -62,8 +57,6 @@ def open_repo(root: Path, *, new: bool = False) -> Iterator[Repo]:
 
 def find_object(repo: Repo, name: str) -> str | None:
     """Return the hash that a revision means, or None where this repository lacks it."""
-    from git import GitCommandError
-
     try:
         return str(repo.git.rev_parse("--verify", "--quiet", "--end-of-options", name))
     except GitCommandError:
@@ -75,9 +68,6 @@ def fetch(repo: Repo, url: str, commit: str, label: str) -> None:
 
     ``NotThereError``: it never is; ``SourceError``: it does not have the commit, or its objects are malformed.
     """
-    from git import GitCommandError, Remote, RemoteProgress
-    from git.util import CallableRemoteProgress
-
     origin = Remote.add(repo, "origin", url := find_address(url))
     for attempt in range(1, _ATTEMPTS + 1):
         text = f"{label}: fetching {commit[:12]}" + (f", attempt {attempt}" if attempt > 1 else "")

@@ -11,6 +11,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from packaging.version import Version
+
 from tooling.core import errors, files
 
 REFS = ("refs/multimesh/locked/", "refs/multimesh/overridden/")
@@ -149,8 +151,6 @@ def read_commit(path: Path, file: CommitFile, label: str) -> str:
 
 def find_newest(root: Path, package: str) -> tuple[str, tuple[str, ...]]:
     """Return the newest locked version of a package, and the sha256 of each of its files."""
-    from packaging.version import Version
-
     text = (root / LOCKED).read_text(encoding="utf-8")
     blocks = re.findall(rf"(?m)^{re.escape(package)}==([^\s;]+)(.*(?:\n    .*)*)", text)
     if not blocks:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tooling.core import console, errors, files
-from tooling.core.console import Subparsers, command
 from tooling.core.files import ROOT
 from tooling.sources import fetch, git, manifest
 from tooling.sources.manifest import LOCKED, Component, Pin, Recipe, make_recipe
@@ -39,34 +38,6 @@ class Tree(NamedTuple):
     state: str
     head: str = "-"
     work: str = ""
-
-
-def register(subparsers: Subparsers) -> None:
-    """Add the commands."""
-    examples = [f"{TOOLING} sync{words}" for words in ("", " jax", " --override maxtext=URL@SHA")]
-    parser = command(subparsers, "sync", run, "bring third_party/ to what sources.lock says", examples)
-    text = "components, without those of groups that are not named"
-    parser.add_argument("names", nargs="*", metavar="NAME", help=text)
-    add_options(parser)
-    command(subparsers, "status", run_status, "show every component and its pin", [f"{TOOLING} status"])
-    text = "record what the patches of a component give, here or at another version"
-    parser = command(subparsers, "lock", run_lock, text, [f"{TOOLING} lock maxtext", f"{TOOLING} lock maxtext 0.2.5"])
-    parser.add_argument("name", metavar="NAME", help="component")
-    parser.add_argument("version", nargs="?", help="its new version; a commit where it has no tags")
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that ``sync`` and ``bootstrap`` share."""
-    parser.set_defaults(names=())
-    add = parser.add_argument
-    add("--group", action="append", choices=(*DEFAULT, "image", *ADDED), dest="groups",
-        help="only this group; may be repeated (default: run, source and dev); run: for MaxText; image: for images; "
-        "cuda12: run, and the packages with which JAX uses NVIDIA GPUs (5 GB); cuda13: the same for drivers of 580 or "
-        "later; compile-gpu: run, and what compiles for GPUs without having one (1.7 GB); data: run, and what reads "
-        "Parquet files and datasets of Hugging Face and TensorFlow (2 GB); source: for jaxlib; dev: here")  # fmt: skip
-    text = "for this run take a component from a commit of another repository, such as file:///path/to/it@SHA"
-    add("--override", action="append", default=[], metavar="NAME=URL@SHA", help=text)
-    add("--force", action="store_true", help="drop changed or unknown trees")
 
 
 def choose_groups(args: argparse.Namespace) -> set[str]:
@@ -251,10 +222,10 @@ def _commit_of_tag(component: Component, version: str) -> str:
         raise errors.OptionError(f"{component.name}: has no 'tag' in sources.yaml, so its version must be a commit")
     url, tag = git.find_address(component.url), component.tag.replace("{version}", version)
     with tempfile.TemporaryDirectory() as folder, git.open_repo(Path(folder), new=True) as repo:
-        text = repo.git.ls_remote("--end-of-options", url, f"refs/tags/{tag}", f"refs/tags/{tag}^{{}}")
+        text = str(repo.git.ls_remote("--end-of-options", url, f"refs/tags/{tag}", f"refs/tags/{tag}^{{}}"))
     if not text:
         raise errors.NotThereError(f"{component.name}: {url} has no tag {tag}; check the version")
-    return str(text.splitlines()[-1].split("\t")[0])  # of an annotated tag its commit comes last
+    return text.splitlines()[-1].split("\t")[0]  # of an annotated tag its commit comes last
 
 
 def _commit_in_wheel(component: Component, version: str) -> str:
