@@ -17,8 +17,8 @@ from tooling.core.files import ROOT
 from tooling.image import build, engine, reference, release
 
 CUDA_VERSION, CACHE_PORT = "12.8.1", 9090
-_IMAGES = {"dev": "dev", "opt": "runtime"}
-_STAGES = {"devcontainer": "devcontainer", "dev": "dev", "runtime": "runtime", "final_image": "runtime"}
+IMAGES = {"dev": "dev", "opt": "runtime"}
+STAGES = {"devcontainer": "devcontainer", "dev": "dev", "runtime": "runtime", "final_image": "runtime"}
 _VERSION = r"\d{1,3}(\.\d{1,3}){1,3}"
 _ADDRESS = r"(?:[A-Za-z0-9][A-Za-z0-9.-]{0,251}|\[[0-9A-Fa-f:]+\])(:\d{1,5})?"
 
@@ -34,9 +34,9 @@ def read_options(args: argparse.Namespace) -> argparse.Namespace:
     ``OptionError``: they do not fit together, or may not reach an engine.
     """
     wheel, upload, cpu = args.jaxlib == "wheel", args.upload, args.accelerator == "cpu"
-    other = args.image and args.stage and _STAGES[args.stage] != _IMAGES[args.image]
+    other = args.image and args.stage and STAGES[args.stage] != IMAGES[args.image]
     contradictions = (
-        (other, f"--image {args.image} is the stage {_IMAGES.get(args.image)}, --stage says {args.stage}; give one"),
+        (other, f"--image {args.image} is the stage {IMAGES.get(args.image)}, --stage says {args.stage}; give one"),
         (wheel and args.cudnn_version, "--cudnn-version: cuDNN comes with the locked wheels; add --jaxlib source"),
         (wheel and args.build_type != "Release", "--build-type: the locked wheels are Release; add --jaxlib source"),
         (args.bazel_cache and not args.use_bazel_cache, "--no-cache and --bazel-cache contradict each other; give one"),
@@ -67,7 +67,7 @@ def read_options(args: argparse.Namespace) -> argparse.Namespace:
         if (path := getattr(args, flag)) and not path.is_file():
             raise errors.OptionError(f"--{flag.replace('_', '-')} {path}: there is no such file")
     args.reference = reference.make(args.repo, args.name, args.tag)
-    args.target = _STAGES[args.stage] if args.stage else _IMAGES[args.image or "opt"]
+    args.target = STAGES[args.stage] if args.stage else IMAGES[args.image or "opt"]
     args.cuda_version = args.cuda_version or CUDA_VERSION
     args.use_bazel_cache = args.use_bazel_cache and not args.release
     if args.bazel_cache and not re.search(r":\d+$", args.bazel_cache):
