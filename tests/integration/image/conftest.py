@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.integration.parts import packages
+from tests.repositories import commit
 from tooling.image import pipeline
 
 NAME = "multimesh-test/image"
+CPU = ("--accelerator", "cpu", "--repo", NAME)
 STANDALONE = "/opt/python"
-COMMIT = ("-c", "user.name=t", "-c", "user.email=t@example.com", "-c", "commit.gpgsign=false", "commit", "-qm", "t")
 
 
 class Repository(NamedTuple):
@@ -26,12 +27,16 @@ class Repository(NamedTuple):
 
     path: Path
 
-    def build(self, *argv: str, check: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
-        """Run build.py to its end."""
+    def build(self, *argv: str, code: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
+        """Run build.py to its end, which is this code."""
         command = [self.path / "docker" / "build.py", *argv]
         done = subprocess.run(command, cwd=self.path / "docker", capture_output=True, text=True, env=os.environ | env)
-        assert not check or done.returncode == 0, done.stderr[-4000:]
+        assert done.returncode == code, done.stderr[-4000:]
         return done
+
+    def answer(self, *argv: str, **env: str) -> dict[str, Any]:
+        """Run build.py, and return what it says in JSON."""
+        return dict(json.loads(self.build(*argv, "--json", **env).stdout))
 
 
 def copy_repository(root: Path, place: Path) -> Repository:
@@ -44,8 +49,7 @@ def copy_repository(root: Path, place: Path) -> Repository:
         shutil.copy2(name, target, follow_symlinks=False)
     shutil.copytree(root / "third_party" / "maxtext", place / "third_party" / "maxtext", symlinks=True)
     (place / ".venv").symlink_to((root / ".venv").resolve())
-    for words in (("init", "-q"), ("add", "-A"), COMMIT):
-        subprocess.run(["git", "-C", place, *words], check=True)
+    commit(place, {})
     return Repository(place)
 
 
@@ -64,8 +68,8 @@ def changed(root: Path, tmp_path: Path) -> Repository:
 @pytest.fixture(scope="session")
 def image(repository: Repository, trixie: str) -> dict[str, Any]:
     """The CPU image that runs: built, checked by MaxText's CPU job, named; the answer of build.py --json."""
-    options = ["--accelerator", "cpu", "--base-image", trixie, "--repo", "multimesh-test", "--name", "image"]
-    return dict(json.loads(repository.build(*options, "--tag", "T", "--json").stdout))
+    place = ("--repo", "multimesh-test", "--name", "image", "--tag", "T")
+    return repository.answer("--accelerator", "cpu", "--base-image", trixie, *place)
 
 
 @pytest.fixture(scope="session")
@@ -73,7 +77,7 @@ def ask(trixie: str) -> Callable[..., Namespace]:
     """Ask for a target on the stand-in base."""
 
     def of(target: str, **changes: Any) -> Namespace:
-        plain = pipeline.parse(["--repo", NAME, "--tag", "T", "--accelerator", "cpu", "--base-image", trixie])
+        plain = pipeline.parse([*CPU, "--tag", "T", "--base-image", trixie])
         return Namespace(**vars(plain) | {"target": target} | changes)
 
     return of
