@@ -5,19 +5,8 @@ import signal
 
 import pytest
 
-from tests.gpu_compiler import pytest_runtest_setup
-from tests.quick_gc import pytest_collection_finish
-from tests.telling import pytest_collection_modifyitems
+from tests.hooks import *  # noqa: F403
 from tests.xla_flags import QUICK, add_flags
-
-__all__ = [
-    "compilations",
-    "double",
-    "pytest_collection_finish",
-    "pytest_collection_modifyitems",
-    "pytest_configure",
-    "pytest_runtest_setup",
-]
 
 os.environ.setdefault("NPROC", "64")  # fewer threads than device programs in flight: collectives wait for ever
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -18,8 +18,9 @@ import pytest
 
 from tests.integration.parts import packages
 from tests.integration.parts import registry as registries
+from tests.integration.parts.processes import write_program
+from tooling.core.files import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 # A program of one file, configured and built twice: the second time its object comes from the cache.
 CMAKE = """
 set -e; cd "$(mktemp -d)"; echo 'int main() { return 0; }' >a.cc
@@ -50,27 +51,22 @@ def test_every_folder_and_command_of_the_workspace_exists() -> None:
     assert all((ROOT / command).is_file() for command in commands if not command.startswith(".venv/"))
 
 
-def executable(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    path.chmod(0o755)
-
-
 @pytest.mark.stand_in("scripts in place of jax, xla and Bazel")
 def test_native(tmp_path: Path) -> None:
     script = tmp_path / ".devcontainer" / "native.sh"
-    executable(script, (ROOT / ".devcontainer" / "native.sh").read_text())
+    write_program(script, (ROOT / ".devcontainer" / "native.sh").read_text())
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([script, *words], cwd="/", capture_output=True, text=True)
 
     assert "./bootstrap.sh --group source brings them" in run().stderr
     jax, xla = tmp_path / "third_party" / "jax", tmp_path / "third_party" / "xla"
-    executable(jax / "build" / "build.py", "import sys\nopen('arguments', 'w').write(' '.join(sys.argv[1:]))\n")
-    executable(jax / "bazel-7.7.0-linux-x86_64", '#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    executable(xla / "configure.py", "import sys\nopen('xla_configure.bazelrc', 'w').write(' '.join(sys.argv[1:]))\n")
+    note = "import sys\nopen('{}', 'w').write(' '.join(sys.argv[1:]))\n"
+    write_program(jax / "build" / "build.py", note.format("arguments"))
+    write_program(jax / "bazel-7.7.0-linux-x86_64", '#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    write_program(xla / "configure.py", note.format("xla_configure.bazelrc"))
     tool = "import sys\nopen('compile_commands.json', 'w').write(sys.stdin.read())\n"
-    executable(xla / "build_tools" / "lint" / "generate_compile_commands.py", tool)
+    write_program(xla / "build_tools" / "lint" / "generate_compile_commands.py", tool)
     assert run().returncode == 0
     assert (jax / "arguments").read_text() == f"build --wheels=jaxlib --local_xla_path={xla} --configure_only"
     words = (xla / "compile_commands.json").read_text().splitlines()
@@ -128,7 +124,7 @@ def somebody(uid: int, cli: Path, config: Mapping[str, Any]) -> Iterator[Person]
         if plugins.exists():
             shutil.copytree(plugins, docker / "cli-plugins")
         shutil.copytree(cli.parents[1], place / "cli", symlinks=True)  # root's folders are not for everybody
-        executable(clone / ".venv" / "bin" / "pytest", "#!/of/this/machine\n")
+        write_program(clone / ".venv" / "bin" / "pytest", "#!/of/this/machine\n")
         subprocess.run(packages.as_root("chown", "-R", f"{uid}:{uid}", place), check=True)
         env = {key: value for key, value in os.environ.items() if key.startswith(("PIP_", "SSL_", "DOCKER_HOST"))}
         try:

