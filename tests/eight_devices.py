@@ -1,7 +1,6 @@
 """Eight virtual CPU devices, and what all tests with JAX share; import it before jax, from a ``conftest.py``."""
 
 import os
-import signal
 
 import pytest
 
@@ -13,12 +12,6 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("MULTIMESH_VERIFY", "1")  # every pass is checked in every test
 add_flags("--xla_force_host_platform_device_count=8", *QUICK)
-
-
-def pytest_configure(config):
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell started pytest in the background; tests send it
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    config.addinivalue_line("markers", "flax: needs flax; left out where a jax without a matching flax is tested")
 
 
 @pytest.fixture

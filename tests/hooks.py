@@ -5,10 +5,17 @@ from __future__ import annotations
 import collections
 import gc
 import importlib.util
+import signal
 
 import pytest
 
 YOUNG = 50_000  # objects made between collections; Python's own number is 2000
+
+
+def pytest_configure() -> None:
+    """Let the programs that tests start be interrupted also where a shell started pytest in the background."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker

@@ -138,7 +138,6 @@ def somebody(uid: int, cli: Path, config: Mapping[str, Any]) -> Iterator[Person]
                 subprocess.run(packages.as_root("userdel", name), check=True)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.stand_in("a registry on this machine, a bare Debian 13 in place of the image")
 def test_the_published_one_is_pulled(cli: Path, docker_engine: None, trixie: str, registry: str) -> None:
     """As docs/releasing.md says it: the image in place of the build."""
