@@ -1,8 +1,9 @@
-"""README and docs say what is there: links, commands and examples."""
+"""README and docs say what is there: links, commands, examples, and figures of runs on the JAX of the locks."""
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import importlib
 import itertools
 import json
@@ -21,7 +22,7 @@ from multimesh_maxtext.command import command_line
 
 from multimesh import errors as library
 from multimesh import schedules
-from tests import pages
+from tests import figures, locks, pages
 from tests.integration.parts import processes
 from tests.pages import ROOT
 from tooling import cli
@@ -210,3 +211,19 @@ def test_no_exit_code_of_a_run_has_two_meanings() -> None:
     own = [(kind.exit_code, kind.__name__) for kind in kinds if vars(kind).get("exit_code", 1) > 1]
     words = {(code, *sorted(re.findall("[A-Z][a-z]+", name.replace("FlagError", "UsageError")))) for code, name in own}
     assert len(words) == len({code for code, *_ in words}), words
+
+
+def test_the_runs_are_of_the_jax_that_the_locks_bring() -> None:
+    run, locked = figures.step_run(), locks.locked_versions(ROOT / "requirements" / "run.txt", "3.14.0")["jax"]
+    assert run["jax"] == locked, (
+        "run multimesh/benchmarks/step.py --json into runs/step.json, and tests.figures --write"
+    )
+    assert datetime.date.fromisoformat(run["date"]) >= datetime.date(2026, 11, 26)
+    assert locked in figures.peer_ratios()
+
+
+@pytest.mark.parametrize("name", figures.PAGES)
+def test_a_page_has_the_figures_of_the_runs(name: str) -> None:
+    page = (ROOT / name).read_text(encoding="utf-8")
+    assert figures.BLOCK.search(page)
+    assert figures.renewed(page) == page, "python -m tests.figures --write"
