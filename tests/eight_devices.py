@@ -28,13 +28,13 @@ def compilations():
     """A list that gets an entry for every program that XLA compiles during the test."""
     import jax.monitoring
 
-    seen: list[float] = []
+    durations: list[float] = []
     active = True
 
     def listen(event: str, seconds: float, **_: object) -> None:
         if active and event == "/jax/core/compile/backend_compile_duration":
-            seen.append(seconds)
+            durations.append(seconds)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seen
+    yield durations
     active = False  # the public interface has no way to remove one listener

@@ -66,8 +66,8 @@ def test_a_page_from_top_to_bottom(name: str, folder: Path, tmp_path: Path) -> N
     (clone / "page.py").write_text("\n".join(pages.blocks(name, "python")))
     (clone / "train.py").write_text("".join(pages.blocks(name, "py")[:1]))  # docs/ten-minutes.md starts it
     # What the machine's administrator sets stays: the package index may be a mirror with a certificate of its own.
-    kept = {key: value for key, value in os.environ.items() if key.startswith(("PIP_", "SSL_"))}
-    env = kept | {"HOME": str(tmp_path), "PATH": f"{venv / 'bin'}:{os.environ['PATH']}"}
+    settings = {key: value for key, value in os.environ.items() if key.startswith(("PIP_", "SSL_"))}
+    env = settings | {"HOME": str(tmp_path), "PATH": f"{venv / 'bin'}:{os.environ['PATH']}"}
     shell = ["bash", "-ec", f"python page.py\n{script(name)}\nwait"]
     done = subprocess.run(shell, cwd=clone, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

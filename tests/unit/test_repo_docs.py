@@ -173,8 +173,9 @@ def test_the_page_of_errors_has_each_message_with_its_remedy(monkeypatch: pytest
     """Messages that the code really raises are found among those that the site reads from its source."""
     monkeypatch.syspath_prepend(str(ROOT / "docs" / "site"))
     messages = importlib.import_module("messages")
-    known = [message for package in messages.PACKAGES for _, _, found in messages.collect(package) for message in found]
-    assert len(known) > 400
+    groups = itertools.chain.from_iterable(map(messages.collect, messages.PACKAGES))
+    collected = [message for _, _, group in groups for message in group]
+    assert len(collected) > 400
     for call, has_remedy in (
         (lambda: schedules.get("lifo"), True),
         (lambda: commands_of_library.parser().parse_args(["demo", "--nosuch"]), True),
@@ -184,7 +185,7 @@ def test_the_page_of_errors_has_each_message_with_its_remedy(monkeypatch: pytest
     ):
         with pytest.raises((MultiMeshError, errors.ToolingError)) as raised:
             call()
-        fits = [message for message in known if message.pattern.fullmatch(str(raised.value))]
+        fits = [message for message in collected if message.pattern.fullmatch(str(raised.value))]
         assert fits, raised.value
         assert not has_remedy or any(message.remedy for message in fits), raised.value
 
@@ -207,9 +208,10 @@ def test_the_exit_codes_are_listed() -> None:
 
 def test_no_exit_code_of_a_run_has_two_meanings() -> None:
     """Library and launcher: errors of one code have names of the same words; the launcher's usage is of flags."""
-    kinds = [kind for each in (library, launcher) for kind in vars(each).values() if isinstance(kind, type)]
-    own = [(kind.exit_code, kind.__name__) for kind in kinds if vars(kind).get("exit_code", 1) > 1]
-    words = {(code, *sorted(re.findall("[A-Z][a-z]+", name.replace("FlagError", "UsageError")))) for code, name in own}
+    kinds = [kind for module in (library, launcher) for kind in vars(module).values() if isinstance(kind, type)]
+    codes = [(kind.exit_code, kind.__name__) for kind in kinds if vars(kind).get("exit_code", 1) > 1]
+    names = ((code, name.replace("FlagError", "UsageError")) for code, name in codes)
+    words = {(code, *sorted(re.findall("[A-Z][a-z]+", name))) for code, name in names}
     assert len(words) == len({code for code, *_ in words}), words
 
 

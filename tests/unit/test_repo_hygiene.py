@@ -124,32 +124,32 @@ def test_the_names_of_folders_import_from_where_they_should(root: Path) -> None:
 
 def test_one_distribution_never_imports_the_other(root: Path) -> None:
     imports = re.compile(r"^\s*(?:from|import)\s+(\w+)", re.MULTILINE)
-    for own, others in (
+    for package, others in (
         ("multimesh/src", {"tooling", "multimesh_maxtext", "maxtext"}),  # it loads others on first use alone
         ("planner/src", {"tooling", "multimesh_maxtext", "maxtext", "multimesh_numerics"}),
         ("numerics/src", {"tooling", "multimesh_maxtext", "maxtext", "multimesh_planner"}),
         ("maxtext/src", {"tooling", "multimesh_numerics"}),
         ("tooling", {"multimesh", "multimesh_planner", "multimesh_numerics", "multimesh_maxtext", "maxtext"}),
     ):
-        files = tracked(root, f"{own}/*.py")
+        files = tracked(root, f"{package}/*.py")
         assert files
         wrong = [path for path in files if not others.isdisjoint(imports.findall(text_of(path)))]
-        assert (own, relative(root, wrong)) == (own, [])
+        assert (package, relative(root, wrong)) == (package, [])
 
 
 @pytest.mark.longer
 def test_wheels_hold_what_git_tracks_and_are_built_alike_twice(root: Path, tmp_path: Path) -> None:
     for project in ("multimesh", "planner", "numerics", "maxtext"):
         name = f"multimesh_{project.replace('multimesh', 'jax')}"
-        for each in ("one", "two"):
-            build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path / each]
+        for folder in ("one", "two"):
+            build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path / folder]
             subprocess.run(build, cwd=root / project, check=True, capture_output=True)
-        [first], [second] = (list((tmp_path / each).glob(f"{name}-*.whl")) for each in ("one", "two"))
+        [first], [second] = (list((tmp_path / folder).glob(f"{name}-*.whl")) for folder in ("one", "two"))
         assert first.read_bytes() == second.read_bytes()
         with zipfile.ZipFile(first) as archive:
-            held = {each for each in archive.namelist() if ".dist-info/" not in each}
+            packed = {file for file in archive.namelist() if ".dist-info/" not in file}
         source = root / project / "src"
-        assert held == {str(path.relative_to(source)) for path in tracked(root, f"{project}/src")}
+        assert packed == {str(path.relative_to(source)) for path in tracked(root, f"{project}/src")}
 
 
 def test_neither_a_module_nor_a_folder_of_the_tooling_imports_in_a_circle(root: Path) -> None:

@@ -22,7 +22,6 @@ def server(
     *,
     healthy: Callable[[], bool],
     env: Mapping[str, str] | None = None,
-    patience_s: float = 120.0,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a server for the length of a block; fail with the end of its log if it dies or never answers."""
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -31,7 +30,7 @@ def server(
             argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env, start_new_session=True
         )
     try:
-        wait_for(healthy, f"{argv[0]} is healthy", process=process, log=log, patience_s=patience_s)
+        wait_for(healthy, f"{argv[0]} is healthy", process=process, log=log)
         yield process
     finally:
         stop(process)
@@ -54,7 +53,7 @@ def wait_for(
     log: Path | None = None,
     patience_s: float = 120.0,
 ) -> None:
-    """Return when a condition holds; raise when its process ended or patience did: all of it, for a busy machine."""
+    """Return when a condition holds; raise when its process ended, or after a time that is long for a busy machine."""
     until = time.monotonic() + patience_s
     while not true():
         late = time.monotonic() > until or (process is not None and process.poll() is not None)

@@ -25,16 +25,16 @@ TIMEOUT_S = 300
 def report(folder: Path, page: str, profile: Path, *flags: str, **documents: str) -> Any:
     """Serve a folder, open a page there, and return the JSON that it posts; ``documents`` are beside it, as JSON."""
     reports: queue.Queue[Any] = queue.Queue()
-    own = {"/look.html": ("text/html", page)}
-    own |= {f"/{name}.json": ("application/json", text) for name, text in documents.items()}
+    answers = {"/look.html": ("text/html", page)}
+    answers |= {f"/{name}.json": ("application/json", text) for name, text in documents.items()}
 
     class Handler(http.server.SimpleHTTPRequestHandler):
         def __init__(self, *args: Any):
             super().__init__(*args, directory=str(folder))
 
         def do_GET(self) -> None:
-            if self.path in own:
-                self._answer(*own[self.path])
+            if self.path in answers:
+                self._answer(*answers[self.path])
             else:
                 super().do_GET()
 
@@ -62,15 +62,15 @@ def report(folder: Path, page: str, profile: Path, *flags: str, **documents: str
         argv = [browser, *FLAGS, *flags, f"--user-data-dir={profile}", address]
         with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
             try:
-                found = reports.get(timeout=TIMEOUT_S)
+                answer = reports.get(timeout=TIMEOUT_S)
             finally:
                 process.terminate()
     finally:
         server.shutdown()
         thread.join()
         server.server_close()
-    assert not (isinstance(found, dict) and "error" in found), found["error"]
-    return found
+    assert not (isinstance(answer, dict) and "error" in answer), answer["error"]
+    return answer
 
 
 def luminance(colour: str) -> float:

@@ -73,29 +73,29 @@ def look(site: Path, profile: Path, *flags: str, **wanted: object) -> dict[str, 
 def test_no_table_and_no_code_of_any_page_scrolls_sideways_and_numbers_stay_whole(site: Path, tmp_path: Path) -> None:
     pages = [path for folder in ("docs", "maxtext", "planner", "numerics") for path in (site / folder).rglob("*.html")]
     names = [f"/{path.relative_to(site)}" for path in (site / "CONTRIBUTING.html", *pages)]
-    found = look(site, tmp_path / "profile", pages=names, widths=[900, 1300], searches=[])
-    assert {(seen["page"], seen["width"]): seen["scrolling"] for seen in found["seen"] if seen["scrolling"]} == {}
-    assert {(seen["page"], seen["width"]): seen["broken"] for seen in found["seen"] if seen["broken"]} == {}
-    assert len(found["seen"]) >= 40
+    report = look(site, tmp_path / "profile", pages=names, widths=[900, 1300], searches=[])
+    assert {(view["page"], view["width"]): view["scrolling"] for view in report["seen"] if view["scrolling"]} == {}
+    assert {(view["page"], view["width"]): view["broken"] for view in report["seen"] if view["broken"]} == {}
+    assert len(report["seen"]) >= 40
 
 
 @pytest.mark.telling("light")
 @COLOURS
 def test_a_browser_shows_every_page_and_finds_words(site: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
     pages = [f"/{page}.html" for page in PAGES]
-    found = look(site, tmp_path / "profile", *flags, pages=pages, widths=WIDTHS, searches=list(SEARCHES))
-    assert len(found["seen"]) == len(PAGES) * len(WIDTHS)
-    for seen in found["seen"]:
-        where = f"{seen['page']} at {seen['width']} pixels"
-        assert seen["title"].endswith("MultiMesh for JAX"), where
-        assert seen["sideways"] <= 0, f"{where} must be scrolled sideways by {seen['sideways']}"
-        assert seen["missing"] == [], where
-        assert seen["broken"] == [], where
-        assert seen["menu"] >= 20, where
-        assert seen["text"] > 500, where
-        assert (browser.luminance(seen["background"]) < browser.luminance(seen["ink"])) == bool(flags), where
+    report = look(site, tmp_path / "profile", *flags, pages=pages, widths=WIDTHS, searches=list(SEARCHES))
+    assert len(report["seen"]) == len(PAGES) * len(WIDTHS)
+    for view in report["seen"]:
+        where = f"{view['page']} at {view['width']} pixels"
+        assert view["title"].endswith("MultiMesh for JAX"), where
+        assert view["sideways"] <= 0, f"{where} must be scrolled sideways by {view['sideways']}"
+        assert view["missing"] == [], where
+        assert view["broken"] == [], where
+        assert view["menu"] >= 20, where
+        assert view["text"] > 500, where
+        assert (browser.luminance(view["background"]) < browser.luminance(view["ink"])) == bool(flags), where
     for words, page in SEARCHES.items():
-        assert f"/{page}" in found["found"][words][:5], found["found"]
+        assert f"/{page}" in report["found"][words][:5], report["found"]
 
 
 @COLOURS
@@ -104,16 +104,16 @@ def test_the_front_page_draws_the_timeline_that_a_reader_chooses(
 ) -> None:
     from multimesh.commands import forecast
 
-    found = browser.report(site, EXPLORER, tmp_path / "profile", *flags)
+    report = browser.report(site, EXPLORER, tmp_path / "profile", *flags)
     chosen = [("1f1b", 4, 8), ("zb-v", 4, 8), ("zb-v", 8, 8), ("zb-v", 8, 16)]
-    assert [seen["width"] for seen in found] == [400] * len(chosen) + [1280] * len(chosen)
-    for (name, submeshes, microbatches), seen in zip(chosen * 2, found, strict=True):
+    assert [view["width"] for view in report] == [400] * len(chosen) + [1280] * len(chosen)
+    for (name, submeshes, microbatches), view in zip(chosen * 2, report, strict=True):
         ((_, shape),) = forecast.choose_schedules(name, submeshes, None, microbatches)
         result = forecast.simulate_schedule(name, shape)
-        assert (seen["spans"], seen["rows"]) == (len(result.timeline.spans), submeshes)
-        assert seen["said"].startswith(f"{name}: submeshes are idle for {round(100 * result.timeline.bubble, 1):g} %")
-        assert f"at most {max(result.peaks):g} microbatches" in seen["said"]
-        assert seen["reached"], "a choice can't be reached by the keyboard, or has no label"
-        assert (seen["outside"], seen["elsewhere"]) == (0, 0)
-        assert seen["sideways"] <= 0
-        assert (browser.luminance(seen["ground"]) < browser.luminance(seen["ink"])) == bool(flags)
+        assert (view["spans"], view["rows"]) == (len(result.timeline.spans), submeshes)
+        assert view["said"].startswith(f"{name}: submeshes are idle for {round(100 * result.timeline.bubble, 1):g} %")
+        assert f"at most {max(result.peaks):g} microbatches" in view["said"]
+        assert view["reached"], "a choice can't be reached by the keyboard, or has no label"
+        assert (view["outside"], view["elsewhere"]) == (0, 0)
+        assert view["sideways"] <= 0
+        assert (browser.luminance(view["ground"]) < browser.luminance(view["ink"])) == bool(flags)

@@ -63,10 +63,10 @@ def test_patched_commit_is_the_same_everywhere_and_needs_no_server(
     other.ok("sync", GIT_AUTHOR_NAME="Somebody Else", GIT_COMMITTER_DATE="@1 +0000", TZ="Asia/Tokyo")
 
     assert clone.head("alpha") == other.head("alpha") != clone.pins["alpha"]["commit"]
-    for each in (clone, other):
-        assert git(each.place("alpha"), "log", "--format=%s", "-2") == "b\na"
-        assert (each.place("alpha") / "README").read_text() == "patched\n"
-        assert (each.place("alpha") / "src" / "b.txt").read_text() == "two\n"
+    for copy in (clone, other):
+        assert git(copy.place("alpha"), "log", "--format=%s", "-2") == "b\na"
+        assert (copy.place("alpha") / "README").read_text() == "patched\n"
+        assert (copy.place("alpha") / "src" / "b.txt").read_text() == "two\n"
 
 
 def test_wheel_and_git_give_the_same_commit(
