@@ -63,7 +63,7 @@ def srun(*argv: str, kill: bool) -> list[str]:
 
 @pytest.mark.parametrize("kill", [False, True], ids=["processes end them", "Slurm ends them"])
 @pytest.mark.parametrize(
-    ("last", "flag", "code", "told"),
+    ("last", "flag", "code", "says"),
     [
         ("pass", "", 0, "done"),
         ("raise ValueError('a fault')", "", 1, f"0 of 2 {WHO} ends because process 1 of 2 {WHO} failed "),
