@@ -19,7 +19,7 @@ from multimesh_maxtext.command.checkpoint import beginning, writing
 from multimesh_maxtext.command.job import Job, Paths
 from multimesh_maxtext.command.steps import Run
 from multimesh_maxtext.errors import CheckpointError, DamagedCheckpointError, FlagError
-from multimesh_maxtext.trainer.relayout import check_same, find_sources, is_stack, layers_in
+from multimesh_maxtext.trainer.checkpointer import check_same, find_sources, is_stack, layers_in
 
 Check = Callable[[Sequence[str]], Job]
 Begin = Callable[[str], int]

@@ -55,10 +55,10 @@ def _join_others(config: TrainerConfig) -> None:
 
 def export(folder: str, step: str, target: str, *unrolled: str) -> None:
     """Write the parameters of a checkpoint for MaxText's tools; print their size and layout as JSON."""
-    from multimesh_maxtext.trainer import relayout
+    from multimesh_maxtext.trainer.checkpointer import export as write_parameters
 
     try:
-        print(json.dumps(relayout.export(Path(folder), int(step), Path(target), unrolled=bool(unrolled))))
+        print(json.dumps(write_parameters(Path(folder), int(step), Path(target), unrolled=bool(unrolled))))
     except CheckpointError as error:
         sys.exit(f"error: {error}")
 

@@ -15,10 +15,8 @@ from pathlib import Path
 import yaml
 
 from multimesh_maxtext.command.command_line import purpose
-from multimesh_maxtext.command.flags import FLAGS, Flags
-from multimesh_maxtext.command.job import Job, Paths
-from multimesh_maxtext.command.settings import find_buckets, has_package
-from multimesh_maxtext.command.values import DEVICES
+from multimesh_maxtext.command.flags import DEVICES, FLAGS, Flags
+from multimesh_maxtext.command.job import Job, Paths, has_package
 from multimesh_maxtext.errors import FlagError, MissingPartError
 
 JAX_FRACTION = 0.75
@@ -74,7 +72,7 @@ def environment(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_mem
     search = [str(paths.maxtext), *packages, *(installed if users else ()), *users]
     variables = {
         # Without Google Cloud MaxText also leaves out TensorBoard; else it takes what is installed.
-        "DECOUPLE_GCLOUD": str(not (values.get("enable_tensorboard") is True or find_buckets(values))).upper(),
+        "DECOUPLE_GCLOUD": str(not (values.get("enable_tensorboard") is True or flags.buckets)).upper(),
         "JAX_PLATFORMS": "cuda" if flags.gpus else "cpu",
         "PYTHONPATH": ":".join(search),
         "PYTHONUNBUFFERED": "1",
