@@ -88,10 +88,10 @@ _LOCK = ".writing"
 
 
 @contextmanager
-def beginning(job: Job, checkpoints: Path, *, first: bool = True) -> Iterator[int]:
+def beginning(job: Job, *, first: bool = True) -> Iterator[int]:
     """Reserve ``--checkpoint`` for this run, and yield the step that it begins with, which stderr tells.
 
-    ``checkpoints``: where MaxText keeps its checkpoints. Only the ``first`` of several processes reserves and prints.
+    Only the ``first`` of several processes reserves and prints.
     """
     o = job.flags
     _check_parameters(job)
@@ -110,13 +110,6 @@ def beginning(job: Job, checkpoints: Path, *, first: bool = True) -> Iterator[in
         if o.resume and first:
             where = f"from checkpoint {saved.steps[-1]}" if saved.steps else "from step 0: there is no checkpoint yet"
             print(f"resuming {where}", file=sys.stderr)
-        checkpoints.parent.mkdir(parents=True, exist_ok=True)
-        if not checkpoints.is_symlink() or checkpoints.readlink() != o.checkpoint.resolve():  # others may look at it
-            if checkpoints.is_symlink():
-                checkpoints.unlink()
-            if checkpoints.exists():
-                raise FileError(f"{checkpoints} is in the way of the link to --checkpoint; choose another --output")
-            checkpoints.symlink_to(o.checkpoint.resolve())
         yield saved.next_step
 
 

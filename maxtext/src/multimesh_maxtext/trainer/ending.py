@@ -59,7 +59,7 @@ def end_process(error: LauncherError, config: TrainerConfig) -> None:
 
 def _write(error: LauncherError, config: TrainerConfig) -> None:
     with suppress(OSError):  # then the exit code has to do
-        outcome.write(error, Path(config.outcome), config.rank, config.count)
+        outcome.write(error, Path(config.outcome), outcome.name_process(config.rank, config.count))
 
 
 def _note_stops(stops: list[BaseException]) -> None:
