@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multimesh_maxtext.checkpoint_folder import aside, going_back, look
+from multimesh_maxtext.checkpoint_folder import aside, going_back, layers_of, leaf_paths, look
 from multimesh_maxtext.command.checkpoint import beginning, writing
 from multimesh_maxtext.command.job import Job, Paths
 from multimesh_maxtext.command.steps import Run
@@ -53,12 +53,12 @@ def begin(job: Check, tmp_path: Path) -> Begin:
 
 
 def test_only_complete_checkpoints_count(tmp_path: Path):
-    assert look(tmp_path / "nowhere").steps == ()
+    assert look(tmp_path / "nowhere") == []
     for step in (9, 0, 10):
         write(tmp_path, step)
     (tmp_path / "11.orbax-checkpoint-tmp").mkdir()
-    assert (look(tmp_path).steps, look(tmp_path).next_step) == ((0, 9, 10), 11)
-    assert look(tmp_path).layers() == frozenset(UNROLLED)
+    assert look(tmp_path) == [0, 9, 10]
+    assert layers_of(leaf_paths(tmp_path / "10/items")) == {*UNROLLED}
 
 
 def test_a_checkpoint_that_was_copied_in_part_is_refused(tmp_path: Path):
@@ -68,7 +68,7 @@ def test_a_checkpoint_that_was_copied_in_part_is_refused(tmp_path: Path):
     shutil.rmtree(tmp_path / "3")
     write(tmp_path, 4).joinpath("items/_METADATA").write_text("{")
     with pytest.raises(CheckpointError, match=r"_METADATA: cannot be read as a checkpoint of MaxText .*; remove .*4$"):
-        look(tmp_path).layers()
+        leaf_paths(tmp_path / "4/items")
 
 
 def test_a_run_goes_on_after_the_newest_checkpoint(begin: Begin, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -187,7 +187,7 @@ def test_a_run_goes_back_from_a_damaged_checkpoint(tmp_path: Path):
         write(tmp_path, step)
         if step == 9:
             aside(tmp_path / "9")
-    assert look(tmp_path).steps == (6,)
+    assert look(tmp_path) == [6]
     assert {path.name for path in tmp_path.iterdir()} == {"6", "9.damaged", "9.damaged2"}
     assert "_METADATA: gone; it is set aside as *.damaged, going on from checkpoint 6" in going_back(wrong, tmp_path)
     aside(tmp_path / "6")

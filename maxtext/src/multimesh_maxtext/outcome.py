@@ -20,7 +20,6 @@ from multimesh_maxtext.errors import LauncherError, NoSpaceError, PreemptedError
 NAME = "outcome.json"
 _ROOM = 4096  # bytes that the file has from the start: a full disk then still takes the reason why it is full
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_LONGEST = 300
 _FILE_OF_TENSORSTORE = re.compile(r'local file "([^"]+)"')
 _PATIENCE = 3.0  # seconds that a process which doubts its own outcome waits for that of another one
 
@@ -83,6 +82,11 @@ def find_cause(folder: Path, count: int, error: LauncherError) -> LauncherError:
     return error
 
 
+def first_line(error: BaseException) -> str:
+    """Return the beginning of an error's text."""
+    return str(error).strip().partition("\n")[0][:300]
+
+
 def full_file(error: BaseException) -> NoSpaceError | None:
     """Return the error of a file that could not be written for want of room; none for any other exception."""
     number = error.errno if isinstance(error, OSError) else None
@@ -90,7 +94,7 @@ def full_file(error: BaseException) -> NoSpaceError | None:
         number = next((candidate for candidate in _FULL if os.strerror(candidate) in str(error)), None)
     if number is None or isinstance(error, LauncherError):
         return None
-    text = str(error).strip().partition("\n")[0][:_LONGEST]
+    text = first_line(error)
     of_tensorstore = _FILE_OF_TENSORSTORE.search(str(error))
     name = of_tensorstore[1] if of_tensorstore else getattr(error, "filename", None)
     name = name or (text if "/" in text else "a file of --output, --checkpoint or --metrics-file")

@@ -109,20 +109,16 @@ def run_job(job: Job, notes: Iterable[str], maxtext: Path, root: Path | None, st
     """Do what the flags of a job ask for; return the exit code. ``notes``: lines about the job, to be shown."""
     flags, texts = job.flags, read_texts(job.flags.text)
     this, *others = find_members(flags, os.environ)
-    gpus = find_gpus(flags)
-    gpu_memory = min(gpus) if gpus else None
+    gpu_memory = min(find_gpus(flags) or (), default=None)
     if not flags.forecast and this.rank < job.readers:
         check_dataset(job)
-    stale = stale_parts(root) if root else ()
-    idle = find_flag_notes(flags, gpu_memory=gpu_memory)
+    stale, idle = stale_parts(root) if root else (), find_flag_notes(flags, gpu_memory=gpu_memory)
     for note in (*stale, *notes, *find_repeats(flags, os.environ), *idle) if this.rank == 0 else ():
         print(f"warning: {note}", file=sys.stderr)
     first, starts = _paths(flags, maxtext), list[Start]()
     shared = job_variables() if others else {}
     for member in (this, *others):
         paths = first.of_process(member.rank)
-        if flags.forecast or flags.dump_only:  # beside a run that the output folder may hold
-            paths = paths.below("forecast" if flags.forecast else "dump-only")
         start = launch(job, paths, inherited=os.environ, gpu_memory=gpu_memory, this=member)
         own = process_variables(member.rank, member.count) if others else {}
         starts.append((replace(start, environment={**start.environment, **shared, **own}), paths))
@@ -136,11 +132,11 @@ def run_job(job: Job, notes: Iterable[str], maxtext: Path, root: Path | None, st
     if flags.export:
         return 0 if this.rank else _export(start, flags, flags.export)
     # Of several processes the first speaks for all, unless another fails.
-    console = Output(soft_wrap=True, highlight=False, markup=False, quiet=this.rank > 0)
-    if flags.forecast and this.rank:
-        return 0
+    console = Output(soft_wrap=True, highlight=False, markup=False, quiet=flags.json or this.rank > 0)
     if not (flags.forecast or flags.dump_only):
         return train_job(job, first, starts, texts, console, gpu_memory, this, stop)
+    if flags.forecast and this.rank:
+        return 0
     with writing(paths.output / RUNNING, "--output"):
         for _, place in starts:
             prepare_folders(job, place, texts)
@@ -160,13 +156,15 @@ def _paths(flags: Flags, maxtext: Path) -> Paths:
     else:
         output = Path(tempfile.mkdtemp(prefix="multimesh-maxtext-"))
     metrics = flags.metrics_file.resolve() if flags.metrics_file else output / "metrics.jsonl"
-    return Paths(python=sys.executable, maxtext=maxtext.resolve(), output=output, metrics=metrics)
+    paths = Paths(python=sys.executable, maxtext=maxtext.resolve(), output=output, metrics=metrics)
+    beside = "forecast" if flags.forecast else "dump-only" if flags.dump_only else ""  # a run that the folder may hold
+    return paths.below(beside) if beside else paths
 
 
 def _export(start: Launch, flags: Flags, target: Path) -> int:
     """Write the parameters of the newest checkpoint for MaxText's tools, and say where they are."""
     folder = flags.checkpoint or Path()
-    steps = look(folder).steps
+    steps = look(folder)
     if not steps:
         raise CheckpointError(f"--checkpoint {folder}: there is no checkpoint to export; train first")
     if target.exists():

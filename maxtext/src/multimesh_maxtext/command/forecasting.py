@@ -174,7 +174,7 @@ def sum_costs(devices: Sequence[Costs]) -> dict[str, float]:
 def run_forecast(job: Job, paths: Paths, gpu_memory: int | None, console: Console, text: str) -> dict[str, Any]:
     """Run the process that forecasts a job, and show how far it is, first a text; return what it writes."""
     paths.forecast.unlink(missing_ok=True)
-    with progress(console, text, quiet=job.flags.json) as tell:
+    with progress(console, text) as tell:
         inspect([(forecasting(job, paths, inherited=os.environ, gpu_memory=gpu_memory), paths)], tell)
     return json.loads(paths.forecast.read_bytes())
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from multimesh_maxtext import outcome
 from multimesh_maxtext.command.job import Job, Paths, make_job
@@ -57,35 +58,20 @@ class Step:
 
 
 class Run:
-    """A training, whose records are read from its metrics file as the trainer writes them.
+    """A training, whose records are read from its metrics file as the trainer writes them."""
 
-    Attributes
-    ----------
-    planned
-        Numbers of the steps that it is to do.
-    before
-        Steps of the run that this one resumes, as far as they are known.
-    steps
-        Steps of this run.
-    evaluations
-        Of each evaluation of this run the optimizer ``step`` that it came after, and its mean ``loss`` in nats.
-    error
-        Why it ended; None for a success.
-    log
-        Log of the trainer that failed.
-    reference, differences
-        With ``--verify``, the steps of one program, and for each step the larger of the relative differences of loss
-        and gradient norm.
-    """
-
-    error: LauncherError | None = None
+    error: LauncherError | None = None  # why it ended; None for a success
+    # reference, differences: with --verify the steps of one program, and for each step the larger of the relative
+    # differences of loss and gradient norm
     reference: Sequence[Step] = ()
     differences: Sequence[float] = ()
 
     def __init__(self, paths: Paths, planned: range = range(0), tell: Sequence[Tell] = ()) -> None:
         """Cut the first planned step and all after it off the file; ``tell`` gets the records from then on."""
-        metrics, self.log, self.planned = paths.metrics, paths.log, planned
+        metrics, self.planned = paths.metrics, planned
+        self.log = paths.log  # of the trainer that failed
         self._lines, self._tell = tail(metrics), tuple[Tell, ...]()
+        # evaluations: for each the optimizer ``step`` that it came after, and its mean ``loss`` in nats
         self.steps, self.evaluations = list[Step](), list[dict[str, float]]()
         end = position = 0
         for line in metrics.read_bytes().splitlines(keepends=True) if metrics.exists() else ():
@@ -95,7 +81,7 @@ class Run:
                 end = position
         if position > end:
             os.truncate(metrics, end)
-        self.before = self.read()
+        self.before = self.read()  # steps of the run that this one resumes, as far as they are known
         self.steps, self.evaluations, self._tell = [], [], tuple(tell)
 
     def read(self) -> list[Step]:
@@ -202,20 +188,17 @@ def _explain_end(code: int | None, paths: Paths, after: str, stopped_by: str, *,
 def reference_job(job: Job) -> Job:
     """Return the job that a pipeline is compared with: one program in one process, on the devices of one stage."""
     o = job.flags
+    usual: dict[str, Any] = dict.fromkeys(("pp", "interleave", "nodes"), 1)
+    usual |= dict.fromkeys(("schedule", "custom_schedule_path", "partition"))
     single = replace(
         o,
+        **usual,
         backend="spmd",
-        pp=1,
         batch_size=job.batch,
         num_layers=job.model.layers,
-        schedule=None,
-        custom_schedule_path=None,
-        interleave=1,
-        partition=None,
         scan_layers=bool(o.scan_layers),
         cpus=None if o.gpus else job.mesh_devices,
         gpus=job.mesh_devices if o.gpus else 0,
-        nodes=1,
         zero=0,  # MaxText's own form of it rounds parameters and gradients to bfloat16
     )
     return make_job(single, job.model)

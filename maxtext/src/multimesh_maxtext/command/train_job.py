@@ -67,16 +67,15 @@ def train_job(
     ``starts``: the trainer of this process; with ``--spawn`` those of all.
     """
     o, paths, leads = job.flags, starts[0][1], this.rank == 0
-    if o.check:
-        check_processes(starts, o, first.output)
     with writing(paths.output / RUNNING, "--output"):
         for _, place in starts:
             make_way(o, first, place)
         listeners = make_listeners(o) if leads else []
-        if not o.json:
-            console.print(python())
+        console.print(python())
         for _, place in starts:
             prepare_folders(job, place, texts)
+        if o.check:
+            check_processes(starts, o, first.output / UNFIT)
         check_memory(job, paths, console, gpu_memory)
         stop.trains = True
         while True:
@@ -104,17 +103,11 @@ def train_job(
         return _report(job, console, paths, run)
 
 
-def check_processes(starts: Sequence[Start], o: Flags, output: Path) -> None:
+def check_processes(starts: Sequence[Start], o: Flags, unfit: Path) -> None:
     """Let processes check their devices and the way between them; the table goes to stderr."""
-    shared, unfit = (o.checkpoint or o.output or Path()).absolute(), output / UNFIT
-    try:
-        for folder in (shared, output):
-            folder.mkdir(parents=True, exist_ok=True)
-        if not starts[0][1].process:
-            unfit.unlink(missing_ok=True)
-    except OSError as error:
-        raise FileError(f"{error.filename}: {error.strerror}; choose another --output or --checkpoint") from error
-    stages = o.pp if o.staged else 1
+    if not starts[0][1].process:
+        unfit.unlink(missing_ok=True)
+    shared, stages = (o.checkpoint or o.output or Path()).absolute(), o.pp if o.staged else 1
     words = ("check", "--quick", f"--stages={stages}", f"--folder={shared}", f"--unfit={unfit}")
     command = ("sh", "-c", 'exec "$@" >&2', "check", *starts[0][0].command[:3], "multimesh", *words)
     code = run_together([command] * len(starts), [start.environment for start, _ in starts])
@@ -162,18 +155,16 @@ def train(
     """Start trainers, show their progress, tell the records to others, and judge the run from its ``first`` step on."""
     o, places = job.flags, [paths for _, paths in starts]
     paths = places[0]
-    if not o.json:
-        console.print(f"{headline(job)}\noutput {paths.output}\nlog    {paths.log}")
-        if o.checkpoint:
-            number = o.values.get(KEEP, CHECKPOINTS[KEEP])
-            console.print(f"the newest {number} checkpoints stay ({KEEP}=)")
-        if len(starts) < o.nodes and not o.output:
-            console.print("other processes log to temporary folders of their own; --output DIR keeps all in one")
+    console.print(f"{headline(job)}\noutput {paths.output}\nlog    {paths.log}")
+    if o.checkpoint:
+        console.print(f"the newest {o.values.get(KEEP, CHECKPOINTS[KEEP])} checkpoints stay ({KEEP}=)")
+    if len(starts) < o.nodes and not o.output:
+        console.print("other processes log to temporary folders of their own; --output DIR keeps all in one")
     run, news = Run(paths, range(first, o.num_steps), tell), tail(paths.log)
 
     def look_on() -> bool:
         for line in next(news):
-            if line.startswith(_NEWS) and not console.quiet:
+            if line.startswith(_NEWS) and not paths.process:
                 print(line, file=sys.stderr)
         steps = run.read()
         if steps and steps == run.steps:
@@ -183,7 +174,7 @@ def train(
         return bool(o.checkpoint and run.steps)  # before its first step there is nothing to save
 
     try:
-        with progress(console, "starting MaxText; it compiles before the first step", quiet=o.json) as show:
+        with progress(console, "starting MaxText; it compiles before the first step") as show:
             codes, stopped_by = run_trainers(starts, look_on, stop)
         run.error = judge(run, codes, places, stopped_by, several=o.nodes > 1)
     except BrokenPipeError:
@@ -197,7 +188,7 @@ def train(
 
 def write_outcome(run: Run, paths: Paths, this: Member, checkpoints: Path | None) -> None:
     """Write why this process ended, and how far it came, for whoever started it and for the others."""
-    newest = look(checkpoints).steps[-1:] if checkpoints else ()
+    newest = look(checkpoints)[-1:] if checkpoints else ()
     step, checkpoint = run.steps[-1].number if run.steps else None, newest[0] if newest else None
     who = outcome.name_process(this.rank, this.count)
     outcome.write(run.error, paths.outcome, who, step=step, checkpoint=checkpoint)
@@ -207,23 +198,21 @@ def _report(job: Job, console: Output, paths: Paths, run: Run) -> int:
     o, steps, error = job.flags, run.steps, run.error
     if isinstance(error, UnreadError):
         raise error
-    if o.json and not console.quiet:
+    if o.json and not paths.process:
         print(json.dumps(summary(run, paths)))
-    if not o.json:
-        if schedule := schedule_choice(paths.schedule):
-            console.print(f"{schedule['schedule']['text']}\nschedule {paths.schedule}\n")
-        console.print(step_table(run))
-        for evaluation in run.evaluations:
-            console.print(f"evaluated after step {evaluation['step']}: loss {evaluation['loss']:.4f}")
-        if run.reference:
-            console.print(f"largest difference {max(run.differences):.1e}, at most {TOLERANCE:.0e} allowed")
-        console.print(f"metrics {paths.metrics}")
+    if schedule := schedule_choice(paths.schedule):
+        console.print(f"{schedule['schedule']['text']}\nschedule {paths.schedule}\n")
+    console.print(step_table(run))
+    for evaluation in run.evaluations:
+        console.print(f"evaluated after step {evaluation['step']}: loss {evaluation['loss']:.4f}")
+    if run.reference:
+        console.print(f"largest difference {max(run.differences):.1e}, at most {TOLERANCE:.0e} allowed")
+    console.print(f"metrics {paths.metrics}")
     if not error:
         agree = f"; the same without the pipeline, in {job.model.resolved.get('dtype')}" if run.reference else ""
-        if not o.json:
-            console.print(f"ok: {len(steps)} steps, loss {steps[0].loss:.4f} -> {steps[-1].loss:.4f}{agree}")
+        console.print(f"ok: {len(steps)} steps, loss {steps[0].loss:.4f} -> {steps[-1].loss:.4f}{agree}")
         return 0
-    if not (error.shared and console.quiet):  # else another process tells
+    if not (error.shared and paths.process):  # else another process tells
         if isinstance(error, TrainerFailedError):
             print(log_tail(run.log), file=sys.stderr)
         ran = isinstance(error, FlagError | LossNotFallingError | DisagreementError)

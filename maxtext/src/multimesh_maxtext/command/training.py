@@ -127,7 +127,7 @@ def state_line(checkpoints: Path | None) -> str:
     if checkpoints is None:
         return "no checkpoint was written: --checkpoint DIR keeps the state"
     try:
-        steps = look(checkpoints).steps
+        steps = look(checkpoints)
     except CheckpointError:
         return f"--checkpoint {checkpoints} cannot be read"
     if steps:

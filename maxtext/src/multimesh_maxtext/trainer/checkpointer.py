@@ -130,13 +130,13 @@ def _explain_errors(method: Callable[..., Any], explain: Callable[..., str], fol
 
 
 def _unread(folder: Path, why: str, step: int, *_: Any) -> str:
-    others = [other for other in look(folder).steps if other != step]
+    others = [other for other in look(folder) if other != step]
     on = f"to go on from checkpoint {others[-1]}" if others else "to begin anew"
     return f"checkpoint {step} cannot be read ({why}); copy it again, or remove {folder / str(step)} {on}"
 
 
 def _unwritten(folder: Path, why: str, *_: Any) -> str:
-    steps = look(folder).steps
+    steps = look(folder)
     usable = f"checkpoint {steps[-1]} there is complete" if steps else "no checkpoint is complete"
     return f"a checkpoint cannot be written ({why}); {usable}; put it right and add --resume"
 
