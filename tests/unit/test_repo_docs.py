@@ -170,7 +170,13 @@ def helps() -> dict[str, str]:
 
 def test_every_help_begins_with_an_example() -> None:
     found = helps()
-    doors = {"./bootstrap.sh", "docker/build.py", "docker/start-cache.sh", "maxtext/run.py", "python -m multimesh demo"}
+    doors = {
+        "./bootstrap.sh",
+        "docker/build.py",
+        "docker/start-cache.sh",
+        "maxtext/run.py",
+        "python -m multimesh check",
+    }
     assert doors <= set(found)
     for program, text in found.items():
         usage, first, *_ = text.split("\n\n")
@@ -205,7 +211,7 @@ def test_the_page_of_errors_has_each_message_with_its_remedy(monkeypatch: pytest
     assert len(known) > 400
     for call, has_remedy in (
         (lambda: schedules.get("lifo"), True),
-        (lambda: commands_of_library.parser().parse_args(["demo", "--nosuch"]), True),
+        (lambda: commands_of_library.parser().parse_args(["check", "--nosuch"]), True),
         (lambda: schedules.load(tmp_path / "no.json"), False),
         (lambda: cli.main_inner(["lock", "nosuch", "1"]), False),
         (lambda: reference.make(None, None, "a b"), True),
