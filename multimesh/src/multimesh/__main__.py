@@ -14,10 +14,11 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
-from multimesh import __version__, schedules
-from multimesh.commands import forecast, spawn, values
+from multimesh import __version__, launch, schedules
+from multimesh.commands import forecast, values
 from multimesh.core import names
 from multimesh.errors import DisagreementError, MultiMeshError, UsageError
 from multimesh.schedules.costs import parse_costs
@@ -173,12 +174,30 @@ def _add_forecast(command: _Parser) -> None:
 
 
 def _spawn(options: argparse.Namespace) -> int:
-    return spawn.spawn([options.program, *options.arguments], options.processes, label=options.label)
+    if not Path(options.program).is_file():
+        raise UsageError(f"spawn: there is no file {options.program!r}; give the Python program after the flags")
+    return _run_processes([options.program, *options.arguments], options.processes, label=options.label)
+
+
+def _run_processes(program: Sequence[str], processes: int, *, label: bool = False) -> int:
+    """Return 0, or the exit code of the first of the processes that failed, 128 more than a signal that ended it."""
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, stop)
+    # A program that writes to a pipe would keep its lines for a while; a killed one would take them along.
+    job = {"PYTHONUNBUFFERED": os.environ.get("PYTHONUNBUFFERED", "1"), **launch.job_variables()}
+    environments = [job | launch.process_variables(rank, processes) for rank in range(processes)]
+    labels = [f"{rank:{len(str(processes - 1))}}: " if label else "" for rank in range(processes)]
+    commands = [[sys.executable, *program]] * processes
+    code = launch.run_together(commands, environments, labels=labels if label or processes > 1 else None)
+    return code if code >= 0 else 128 - code
 
 
 def _check(options: argparse.Namespace) -> int:
     if options.processes and "MULTIMESH_PROCESS" not in os.environ:  # its processes have the flag too
-        return spawn.spawn(["-m", "multimesh", *options.argv], options.processes)
+        return _run_processes(["-m", "multimesh", *options.argv], options.processes)
     from multimesh.commands.check import run  # imports JAX
 
     return run.run(options)
