@@ -61,14 +61,14 @@ BUDGETS = {
     "(beside the rooms)": 852,
     "multimesh/benchmarks": 1_442,
     "multimesh/src": 24_809,
-    "planner/src": 3_213,
+    "planner/src": 2_979,
     "numerics/src": 3_290,
     "maxtext/src": 6_446,
-    "tooling/ci": 98,
-    "tooling/core": 310,
-    "tooling/environment": 184,
-    "tooling/image": 1_394,
-    "tooling/sources": 770,
+    "tooling/ci": 82,
+    "tooling/core": 291,
+    "tooling/environment": 171,
+    "tooling/image": 1_193,
+    "tooling/sources": 640,
 }
 """Lines of Python of each room and package. Who needs more raises a number here, and says why in the commit."""
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tooling.ci import steps
+from tooling.image import pipeline
 from tooling.image.reference import LABEL, OCI
+from tooling.sources import sync
 
 
 def test_notes_say_how_to_begin_and_which_commits_nobody_told(
@@ -31,6 +35,16 @@ def test_notes_say_how_to_begin_and_which_commits_nobody_told(
     text = capsys.readouterr().out
     assert f"maxtext 0.2.5 is pinned by its bytes (tree {'f' * 40}); the commit of its tag was read nowhere." in text
     assert text.startswith("```console\ndocker pull it\ndocker run --rm ghcr.io/some-lab/multimesh-jax:v0.1.0 /opt/")
+
+
+def test_every_command_names_a_function_and_its_groups_are_those_that_are_installed(root: Path) -> None:
+    document = tomllib.loads((root / "tooling/commands.toml").read_text(encoding="utf-8"))
+    commands = [*document["commands"].values(), *document["commands"]["ci"]["commands"].values()]
+    names = [command["run"].rpartition(".") for command in commands if "commands" not in command]
+    assert all(callable(getattr(importlib.import_module(f"tooling.{module}"), name)) for module, _, name in names)
+    assert {*document["options"]["sources"]["--group"]["choices"]} == {*sync.DEFAULT, *sync.ADDED, "image"}
+    stages = document["options"]["image-content"]
+    assert (stages["--image"]["choices"], stages["--stage"]["choices"]) == ([*pipeline.IMAGES], [*pipeline.STAGES])
 
 
 def test_every_message_names_a_command_that_runs_outside_of_the_environment(root: Path) -> None:

@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from tooling.image import digests
+from tooling.image import reference
 
 DEVCONTAINER = ".devcontainer/devcontainer.json"
 
 
 def test_it_has_the_pins_of_the_lock_and_renovate_reads_both(root: Path) -> None:
-    lock, text = digests.load(root), (root / DEVCONTAINER).read_text(encoding="utf-8")
+    lock, text = reference.load_lock(root), (root / DEVCONTAINER).read_text(encoding="utf-8")
     base, python = lock.images["cuda-devel"], lock.files["python linux/amd64"]
     for name, value in (("BASE_IMAGE", base.exact), ("PYTHON_URL", python["url"]), ("PYTHON_SHA256", python["sha256"])):
         assert f'"{name}": "{value}"' in text
     [manager] = json.loads((root / "renovate.json").read_text(encoding="utf-8"))["customManagers"]
     matches = []
-    for file in (digests.FILE, DEVCONTAINER):
+    for file in (reference.LOCK, DEVCONTAINER):
         assert [pattern for pattern in manager["managerFilePatterns"] if re.search(pattern.strip("/"), file)]
         for pattern in manager["matchStrings"]:
             in_python = pattern.replace("(?<", "(?P<")

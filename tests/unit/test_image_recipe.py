@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import locks
-from tooling.image import build, digests, pipeline
+from tooling.image import build, pipeline, reference
 from tooling.image.reference import LABEL, OCI
 from tooling.image.snapshot import Snapshot
 
@@ -25,10 +25,10 @@ def ask(*words: str, **changes: object) -> Namespace:
 
 
 @pytest.fixture
-def pinned(root: Path) -> digests.ImageLock:
+def pinned(root: Path) -> reference.ImageLock:
     """The repository's lock, with a digest for every image."""
-    lock = digests.load(root)
-    images = {name: digests.ImagePin(pin.reference, DIGEST) for name, pin in lock.images.items()}
+    lock = reference.load_lock(root)
+    images = {name: reference.ImagePin(pin.reference, DIGEST) for name, pin in lock.images.items()}
     return lock._replace(images=images)
 
 
@@ -43,7 +43,7 @@ def pinned(root: Path) -> digests.ImageLock:
     ],
 )
 def test_the_base_is_cuda_on_ubuntu_by_digest(
-    root: Path, pinned: digests.ImageLock, words: str, tools: str, result: str
+    root: Path, pinned: reference.ImageLock, words: str, tools: str, result: str
 ) -> None:
     """Of another version than the locked one nobody pinned it."""
     request = ask(*words.split())
@@ -54,7 +54,7 @@ def test_the_base_is_cuda_on_ubuntu_by_digest(
 
 
 def test_each_platform_has_its_python_and_a_file_is_held_against_its_own_checksum(
-    pinned: digests.ImageLock, tmp_path: Path
+    pinned: reference.ImageLock, tmp_path: Path
 ) -> None:
     def arguments(*words: str) -> dict[str, str]:
         return build.make_arguments(ask(*words), pinned, build.choose_bases(ask(), pinned))
@@ -68,7 +68,7 @@ def test_each_platform_has_its_python_and_a_file_is_held_against_its_own_checksu
 
 
 def test_labels_name_revision_lock_and_versions(
-    root: Path, pinned: digests.ImageLock, monkeypatch: pytest.MonkeyPatch
+    root: Path, pinned: reference.ImageLock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("GITHUB_SERVER_URL", "GITHUB_REPOSITORY"):
         monkeypatch.delenv(name, raising=False)

@@ -9,7 +9,7 @@ import pytest
 
 from tooling.core import errors, files
 from tooling.image import release
-from tooling.image.digests import ImageLock
+from tooling.image.reference import ImageLock
 from tooling.sources.manifest import Pin
 
 OCI = "org.opencontainers.image"

@@ -14,7 +14,7 @@ import requests
 
 from tests.integration.parts import processes
 from tests.integration.parts import registry as registries
-from tooling.image import bazel_cache, digests
+from tooling.image import bazel_cache, reference
 
 from .conftest import ACTIONS, Bazel
 
@@ -51,9 +51,9 @@ def clone(trixie: str, registry: str, docker: Callable[..., str], tmp_path: Path
     for name in ("docker", "tooling"):
         shutil.copytree(ROOT / name, copied / name, symlinks=True)
     (copied / ".venv").symlink_to(ROOT / ".venv")
-    lock, name = json.loads((copied / digests.FILE).read_text()), f"{registry}/nginx:1"
+    lock, name = json.loads((copied / reference.LOCK).read_text()), f"{registry}/nginx:1"
     lock["images"]["bazel-remote"] = {"reference": name, "digest": registries.push(name, name)}
-    (copied / digests.FILE).write_text(json.dumps(lock))
+    (copied / reference.LOCK).write_text(json.dumps(lock))
     yield copied
     docker("image", "rm", "--force", name)
 

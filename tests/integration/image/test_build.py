@@ -14,7 +14,8 @@ import pytest
 from docker import DockerClient
 from tests.integration.image.conftest import NAME, Repository
 from tooling.core import errors
-from tooling.image import build, smoke
+from tooling.image import build
+from tooling.image import engine as engines
 
 Docker = Callable[..., str]
 Asks = Callable[..., Namespace]
@@ -144,11 +145,11 @@ def test_an_image_of_root_or_with_a_label_that_is_not_true_is_refused(
 ) -> None:
     root_image = docker("build", "-q", "-", stdin=f"FROM {image['image']}\nUSER 0\n")
     with pytest.raises(errors.SmokeError, match="runs as root"):
-        smoke.check(repository.path, engine.images.get(root_image), "runtime", "small")
+        engines.check(repository.path, engine.images.get(root_image), "runtime", "small")
     label = 'LABEL io.github.multimesh-jax.python="standalone sha256:12"'
     other = docker("build", "-q", "-", stdin=f"FROM {image['image']}\n{label}\n")
     with pytest.raises(errors.SmokeError, match="the Python of its base, and the label names the standalone one"):
-        smoke.check(repository.path, engine.images.get(other), "runtime", "none")
+        engines.check(repository.path, engine.images.get(other), "runtime", "none")
 
 
 def test_without_a_build_the_image_of_this_name_is_checked(image: dict[str, Any], repository: Repository) -> None:

@@ -9,7 +9,7 @@ import pytest
 from tooling import cli
 from tooling.core import errors
 from tooling.image import bazel_cache, build, pipeline
-from tooling.image.digests import ImagePin
+from tooling.image.reference import ImagePin
 
 
 @pytest.mark.parametrize(
@@ -28,17 +28,6 @@ def test_settings(options: list[str], line: str, capsys: pytest.CaptureFixture[s
         cli.parse(["cache", *options])
     assert refused.value.code == errors.OptionError.exit_code
     assert capsys.readouterr().err.splitlines()[-1] == f"docker/start-cache.sh: error: {line}"
-
-
-def test_a_password_is_made_once_and_for_its_owner(tmp_path: Path) -> None:
-    first = bazel_cache._read_password(tmp_path)
-    assert first == bazel_cache._read_password(tmp_path)
-    assert len(first) >= 24
-    file = tmp_path / "password"
-    assert file.stat().st_mode & 0o077 == 0
-    file.chmod(0o644)
-    with pytest.raises(errors.OptionError, match="chmod 600"):
-        bazel_cache._read_password(tmp_path)
 
 
 def test_rc_says_where_the_cache_is_and_whether_it_is_written(tmp_path: Path) -> None:

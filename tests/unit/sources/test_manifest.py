@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from tooling.core import errors
-from tooling.sources import manifest, pins
+from tooling.sources import manifest
 
 BAD = sorted((Path(__file__).parent / "bad_manifests").glob("*.yaml"))
 
@@ -32,10 +33,11 @@ def test_manifest_and_lock_of_this_repository(root: Path, tmp_path: Path) -> Non
     assert {name: component.groups for name, component in sources.items()} == {
         "maxtext": ("run", "image"), "jax": ("source",), "xla": ("source",),
     }  # fmt: skip
-    assert sources["xla"].follows == "jax"
+    assert sources["xla"].commit.component == "jax"
     assert locked.keys() == {"maxtext", "jax"}, "the tree of jax names xla's commit"
     for name, pin in locked.items():
         assert manifest.make_recipe(root, sources[name], locked).pin == pin
+    shutil.copyfile(root / "sources.lock", tmp_path / "lock")
     manifest.save_lock(tmp_path / "lock", sources, locked)
     assert (tmp_path / "lock").read_text() == (root / "sources.lock").read_text()
 
@@ -43,7 +45,7 @@ def test_manifest_and_lock_of_this_repository(root: Path, tmp_path: Path) -> Non
 def test_the_locked_source_of_jax_is_that_of_the_locked_wheel(root: Path) -> None:
     """JAX's wheel says the commit that it was built from; so does the installed one, where it is the locked one."""
     pin = manifest.load_lock(root / "sources.lock")["jax"]
-    version, hashes = pins.find_newest(root, "jax")
+    version, hashes = manifest.find_newest(root, "jax")
     assert pin.version == version
     assert hashes
     installed = metadata.distribution("jax")
