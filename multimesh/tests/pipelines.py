@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import Model, Stage, mlp_block, plain
+from multimesh.marking.result_reductions import is_float0
 
 import multimesh as mm
 
@@ -73,20 +74,48 @@ def register_scopes(split: Split, stages: int) -> list[Any]:
     return [mm.register_task(rf"testscope_{s}(?!\d)", mesh=split.mesh(s)) for s in range(stages)]
 
 
-def microbatched(fn: Callable[..., Any], *, size: int, argnum: int) -> Callable[..., Any]:
-    """The meaning of mm.microbatch in plain JAX: microbatch i has rows i, i+m, ...; the results are summed."""
+def microbatched(
+    fn: Callable[..., Any],
+    *,
+    size: int,
+    argnum: int = 0,
+    schedule: Any = None,
+    reduce: Any = "sum",
+    carry: int | None = None,
+    index: str | None = None,
+) -> Callable[..., Any]:
+    """The meaning of mm.microbatch in plain JAX, as a loop in Python: microbatch i has rows i, i+m, ..."""
 
-    def call(*args: Any) -> Any:
-        def one(x: Any) -> Any:
-            return fn(*args[:argnum], x, *args[argnum + 1 :])
-
-        rows = jax.tree.leaves(args[argnum])[0].shape[0]
-        count = rows // size
-        parts = [jax.tree.map(lambda x: x[i::count], args[argnum]) for i in range(count)]
-        stacked = jax.tree.map(lambda *x: jnp.stack(x), *parts)
-        return jax.tree.map(lambda r: r.sum(0, dtype=r.dtype), jax.lax.map(one, stacked))
+    def call(*args: Any, **named: Any) -> Any:
+        full, results, one = [*args], [], jax.jit(fn)  # is traced once
+        count = jax.tree.leaves(args[argnum])[0].shape[0] // size
+        for k in range(count):
+            full[argnum] = jax.tree.map(lambda x: _strided(x, k, count), args[argnum])
+            result = one(*full, **named, **({index: jnp.int32(k)} if index else {}))
+            if carry is not None:
+                full[carry], result = result
+            results.append(result)
+        joined = jax.tree.map(lambda how, *parts: jax.tree.map(functools.partial(_join, how), *parts), reduce, *results)
+        return joined if carry is None else (full[carry], joined)
 
     return call
+
+
+def _strided(x: Any, k: int, count: int) -> Any:
+    """Every ``count``-th row; where Explicit axes divide the rows, JAX has to be told their layout."""
+    spec = jax.typeof(x).sharding.spec
+    if not any(spec):
+        return x[k::count]
+    return x.reshape(x.shape[0] // count, count, *x.shape[1:], out_sharding=P(*spec[:1]))[:, k]
+
+
+def _join(how: str, *parts: Any) -> Any:
+    if is_float0(parts[0]):
+        return parts[0]
+    if how == "stack":
+        return jnp.stack(parts)
+    total = functools.reduce(jnp.add, parts)
+    return total / len(parts) if how == "mean" else total
 
 
 def gradient(
@@ -187,8 +216,8 @@ def split_two():
     return Split(submeshes(2, (2,)))
 
 
-def both(make, *args, split=None):
-    """``make(stage, loop)`` on submeshes and plain, for the same arguments."""
-    split = split or split_two()
-    got = mm.jit(make(split, functools.partial(mm.microbatch, schedule="1f1b")))(*args)
+def both(make, *args, split=None, schedule="1f1b"):
+    """Compare ``make(stage, loop)`` on submeshes with the same in plain JAX; return what it gave on submeshes."""
+    got = mm.jit(make(split or split_two(), functools.partial(mm.microbatch, schedule=schedule)))(*args)
     assert_same(got, jax.jit(make(plain, microbatched))(*args))
+    return got

@@ -152,8 +152,9 @@ def stacked(split: str) -> None:
 
 def typed(form: str) -> None:
     """Layouts in types: a decoder whose stages lie on both processes, or one on each; saved, and restored."""
+    from models import plain
     from multimesh.processes import agree
-    from typed_models import LAYER, SIZE, batch, decoder, init, on_tasks, owners, plain
+    from typed_models import LAYER, SIZE, batch, decoder, init, on_tasks, owners
 
     kinds = (jax.sharding.AxisType.Explicit,) * 2
     devices = np.array(jax.devices()).reshape(2, -1, 1)

@@ -18,22 +18,9 @@ from generated import assert_near, double
 from jax import lax
 from jax.sharding import NamedSharding, auto_axes, reshard
 from jax.sharding import PartitionSpec as P
+from models import plain
 from multimesh.marking.result_reductions import is_float0
-from typed_models import (
-    ROWS,
-    SIZE,
-    WIDTH,
-    batch,
-    block,
-    decoder,
-    init,
-    looped,
-    on_tasks,
-    owners,
-    place,
-    plain,
-    typed_meshes,
-)
+from typed_models import ROWS, SIZE, WIDTH, batch, block, decoder, init, looped, on_tasks, owners, place, typed_meshes
 
 import multimesh as mm
 
