@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -69,9 +70,13 @@ class Split:
         return jax.device_put(batch, NamedSharding(self.mesh(0), P("data")))
 
 
-def register_scopes(split: Split, stages: int) -> list[Any]:
-    """Place the scopes that ``form="scope"`` opens; remove them with ``.remove()``."""
-    return [mm.register_task(rf"testscope_{s}(?!\d)", mesh=split.mesh(s)) for s in range(stages)]
+@contextlib.contextmanager
+def scopes(split: Split, stages: int) -> Iterator[None]:
+    """Place the scopes that ``form="scope"`` opens, for as long as the context is open."""
+    with contextlib.ExitStack() as stack:
+        for s in range(stages) if split.form == "scope" else ():
+            stack.enter_context(mm.register_task(rf"testscope_{s}(?!\d)", mesh=split.mesh(s)))
+        yield
 
 
 def microbatched(
@@ -192,6 +197,29 @@ def assert_at_home(split: Split, tree: Any, owners: Any) -> None:
     ):
         allowed = [split.devices(s) for s in owner]
         assert set(x.devices()) in allowed, f"{jax.tree_util.keystr(path)} lies on {sorted(d.id for d in x.devices())}"
+
+
+def check_gradient(
+    model: Model,
+    split: Split,
+    stages: int,
+    *,
+    where: str = "inside",
+    schedule: Any = "1f1b",
+    rows: int = 16,
+    size: int = 4,
+    laid_out: bool = True,
+) -> tuple[mm.Jitted, Any]:
+    """Loss and gradients are those of plain jit, and lie where parameters do; return the step and its arguments."""
+    params, batch = model.init(stages), model.batch(rows, 0)
+    owners = model.owners(params)
+    step = mm.jit(gradient(model, split, size=size, rows=rows, where=where, schedule=schedule))
+    args = split.place(params, owners), split.lay_out(batch) if laid_out else batch
+    with scopes(split, stages):
+        loss, grads = step(*args)
+    assert_same((loss, grads), reference_gradient(model, stages, rows, size))
+    assert_at_home(split, grads, owners)
+    return step, args
 
 
 def foreign_inputs(plan: mm.Plan, leaves: Sequence[int]) -> dict[int, list[int]]:

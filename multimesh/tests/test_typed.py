@@ -11,9 +11,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, auto_axes, explicit_axes, reshard
 from jax.sharding import PartitionSpec as P
 from models import plain
-from pipelines import assert_same
+from pipelines import FORMS, Split, assert_same, scopes
 from test_transforms import halved_slope
-from typed_models import LAYER, SIZE, arguments, block, check, decoder, looped, loss_of, on_tasks, typed_meshes
+from typed_models import LAYER, SIZE, arguments, block, check, decoder, looped, loss_of, typed_meshes
 
 import multimesh as mm
 
@@ -177,7 +177,7 @@ def losses(stage, loop):
 def test_around(case):
     args, alone = arguments(MESHES)
     loop = functools.partial(mm.microbatch, size=SIZE, argnum=1, reduce="mean")
-    got, want = losses(on_tasks(MESHES), loop)[case], losses(plain, looped)[case]
+    got, want = losses(Split(MESHES), loop)[case], losses(plain, looped)[case]
     check(got, want, args, alone, MESHES[0])
 
 
@@ -206,7 +206,7 @@ def test_outside(transform, body):
     run = BODIES.get(body, block)
     with jax.set_mesh(MESHES[0]):
         want = OUTSIDE[transform](jax.jit(decoder(plain, run)), *alone)
-    got = OUTSIDE[transform](mm.jit(decoder(on_tasks(MESHES), run)), *args)
+    got = OUTSIDE[transform](mm.jit(decoder(Split(MESHES), run)), *args)
     assert_same(got, jax.device_get(want))
 
 
@@ -214,7 +214,7 @@ def test_outside(transform, body):
 def test_one_program_around(around):
     """JAX makes one program, which needs one mesh: the error says so, and then it runs."""
     args, alone = arguments(MESHES)
-    fn = around(mm.jit(decoder(on_tasks(MESHES))))
+    fn = around(mm.jit(decoder(Split(MESHES))))
     with pytest.raises(mm.UsageError, match=r"runs without a submesh here; .* outside of jax.jit"):
         fn(*args)
     with jax.set_mesh(MESHES[0]), mm.context(ignore_transforms=True):
@@ -226,27 +226,12 @@ AMBIENT = {"none": Mesh(np.empty((), object), ()), "first": MESHES[0], "last": M
 
 @pytest.mark.telling("scope-first", "context-none")
 @pytest.mark.parametrize("ambient", AMBIENT)
-@pytest.mark.parametrize("form", ["wrapper", "context", "scope"])
+@pytest.mark.parametrize("form", FORMS)
 def test_forms_and_ambient_meshes(form, ambient):
     args, alone = arguments(MESHES)
-
-    def stage(s, fn):
-        def inside(*args):
-            if form == "context":
-                with mm.task(mesh=MESHES[s], name=f"stage{s}"):
-                    return fn(*args)
-            with jax.named_scope(f"typedscope_{s}"):
-                return fn(*args)
-
-        return mm.task(fn, f"stage{s}", mesh=MESHES[s]) if form == "wrapper" else inside
-
-    registered = [mm.register_task(rf"typedscope_{s}", mesh=m) for s, m in enumerate(MESHES)] if form == "scope" else []
-    try:
-        with jax.set_mesh(AMBIENT[ambient]):
-            check(train(decoder(stage)), looped(jax.value_and_grad(decoder(plain))), args, alone, MESHES[0])
-    finally:
-        for r in registered:
-            r.remove()
+    split = Split(MESHES, form)
+    with scopes(split, 2), jax.set_mesh(AMBIENT[ambient]):
+        check(train(decoder(split)), looped(jax.value_and_grad(decoder(plain))), args, alone, MESHES[0])
 
 
 def step_of(loss, loop):

@@ -8,8 +8,8 @@ import pytest
 from jax.sharding import NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 from models import plain
-from pipelines import assert_same
-from typed_models import SIZE, WIDTH, arguments, batch, block, check, init, looped, loss_of, on_tasks, typed_meshes
+from pipelines import Split, assert_same
+from typed_models import SIZE, WIDTH, arguments, batch, block, check, init, looped, loss_of, typed_meshes
 
 import multimesh as mm
 
@@ -104,7 +104,7 @@ def test_a_state_is_handed_on_from_microbatch_to_microbatch(form):
         return loop(one, size=SIZE, argnum=1, carry=2, reduce="mean")
 
     (params, tokens), (alone, _) = arguments(MESHES)
-    split = mm.pipeline(loss, MESHES) if form == "pipeline" else lambda *a: loss(*a, on_tasks(MESHES))
+    split = mm.pipeline(loss, MESHES) if form == "pipeline" else lambda *a: loss(*a, Split(MESHES))
     mean = jax.device_put(np.zeros(WIDTH, "float32"), NamedSharding(MESHES[0], P("model")))
     check(step(split, mm.microbatch), step(loss, looped), (params, tokens, mean), (alone, tokens, mean), MESHES[0])
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 from models import plain
-from pipelines import assert_same, microbatched
+from pipelines import Split, assert_same, microbatched
 
 import multimesh as mm
 
@@ -93,16 +93,12 @@ def place(tree: Any, specs: Any, where: Any, meshes: Sequence[Mesh]) -> Any:
     return jax.device_put(tree, layouts)
 
 
-def on_tasks(meshes: Sequence[Mesh]) -> Callable[..., Any]:
-    return lambda stage, fn: mm.task(fn, f"stage{stage}", mesh=meshes[stage])
-
-
 looped = functools.partial(microbatched, size=SIZE, argnum=1, reduce="mean")
 
 
 def loss_of(form: str, meshes: Sequence[Mesh], body: Block = block) -> Callable[..., Any]:
     """The loss of a decoder whose stages are tasks, or that `mm.pipeline` cuts."""
-    return decoder(on_tasks(meshes), body) if form == "task" else mm.pipeline(decoder(plain, body), meshes)
+    return decoder(Split(tuple(meshes)), body) if form == "task" else mm.pipeline(decoder(plain, body), meshes)
 
 
 def arguments(meshes: Sequence[Mesh], specs: Any = None, layers: int = 4) -> tuple[Any, Any]:
