@@ -18,8 +18,8 @@ from multimesh_maxtext.command.job import Job, describe_model, transformer
 from multimesh_maxtext.command.suggesting import Request
 from multimesh_maxtext.errors import DoesNotFitError, FlagError, UnsupportedError
 from multimesh_planner import Configuration, models
-from multimesh_planner.pasting import find_obstacle, write_command
 from multimesh_planner.space import Training
+from multimesh_planner.suggestions import find_obstacle, write_command
 
 CLUSTER = ("--suggest", "--device", "h100", "--gpus", "8", "--nodes", "2")
 FP8 = "quantization=fp8_full use_qwix_quantization=true"
