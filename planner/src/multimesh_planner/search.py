@@ -24,7 +24,7 @@ from multimesh.errors import DoesNotFitError, UsageError
 from multimesh import schedules
 from multimesh_planner import bands, footprint, layer_seconds, step
 from multimesh_planner.configuration import Configuration
-from multimesh_planner.hardware import devices as tables
+from multimesh_planner.hardware.devices import device, device_names
 from multimesh_planner.layer_seconds import LayerParts
 from multimesh_planner.space import Space, Training, spread
 from multimesh_planner.suggestions import Option, Suggestions, describe_how
@@ -116,7 +116,7 @@ def _remedies(job: Training, devices: int, needed: float) -> Iterator[str]:
     if offload and not job.offloads and fits(dataclasses.replace(job, offloads=True), devices):
         yield f"the host's memory ({offload})"
     share = job.bytes / job.device.memory
-    if larger := [name for name in tables.device_names() if share * tables.device(name).memory >= needed]:
+    if larger := [name for name in device_names() if share * device(name).memory >= needed]:
         yield f"devices with more memory ({', '.join(larger)})"
     if (share := (needed + job.workspace) / job.device.memory) <= 0.95:
         yield f"more of the memory ({memory}; {math.ceil(100 * share)} % of it would do)"
