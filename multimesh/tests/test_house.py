@@ -61,7 +61,7 @@ BUDGETS = {
     "(beside the rooms)": 908,
     "multimesh/benchmarks": 1_442,
     "multimesh/src": 25_178,
-    "planner/src": 2_971,
+    "planner/src": 2_969,
     "numerics/src": 3_290,
     "maxtext/src": 6_446,
     "tooling/ci": 98,

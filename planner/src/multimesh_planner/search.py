@@ -249,13 +249,10 @@ class Search:
 
     def _bound_seconds(self, how: Configuration) -> float:
         """Return a lower bound of a step."""
-        model, parts, count = self.space.model, self._find_parts(how), how.microbatches
-        stages = layer_seconds.times(model, how, parts)
-        if how.pp == 1:
-            loop = count * sum(stage.total for stage in stages)
-        else:
-            loop = step.least_seconds(how.schedule, how.pp, count, stages, parts.hop, parts.blocked)
-        return self._finish(how, loop)
+        parts = self._find_parts(how)
+        stages = layer_seconds.times(self.space.model, how, parts)
+        shape = how.schedule, how.pp, how.microbatches
+        return self._finish(how, step.least_seconds(*shape, stages, parts.hop, parts.blocked))
 
     def _once(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
         """Return the result of the first call with such a key: a name, and the fields that the result depends on."""
