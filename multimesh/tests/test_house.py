@@ -68,7 +68,7 @@ BUDGETS = {
     "tooling/core": 291,
     "tooling/environment": 171,
     "tooling/image": 1_193,
-    "tooling/sources": 640,
+    "tooling/sources": 635,
 }
 """Lines of Python of each room and package. Who needs more raises a number here, and says why in the commit."""
 
