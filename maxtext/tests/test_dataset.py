@@ -103,12 +103,12 @@ def test_a_position_of_other_processes_is_refused(job: MakeJob, tmp_path: Path):
         (step / f"iter/process_{rank}-of-2.json").write_text(json.dumps({"readers": 1, "position": {}}))
     flags = [*GRAIN, "--cpus", "1", "--checkpoint", str(tmp_path / "ck"), "--resume"]
     spawned = ["--spawn", "--nodes", "2"]
-    with beginning(job([*flags, *spawned, "--pp", "2"]), tmp_path / "a/checkpoints") as begin:
+    with beginning(job([*flags, *spawned, "--pp", "2"])) as begin:
         assert begin == 6
     refused = "positions in the data of 2 processes, 1 of which read; this run has"
     for words in ([*spawned, "--dp", "2"], ["--num-layers", "1"]):
         other = job([*flags, *words])
-        with pytest.raises(CheckpointError, match=refused), beginning(other, tmp_path / "a/checkpoints"):
+        with pytest.raises(CheckpointError, match=refused), beginning(other):
             pass
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from multimesh_maxtext.command.cli import main
 from multimesh_maxtext.command.dataset import write_corpus
-from multimesh_maxtext.command.spawning import UNFIT
+from multimesh_maxtext.command.train_job import UNFIT
 from multimesh_maxtext.errors import UnfitError
 
 ROOT = Path(__file__).resolve().parents[2]

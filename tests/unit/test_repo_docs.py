@@ -145,7 +145,13 @@ def test_every_help_begins_with_an_example() -> None:
     for parser in (command_line.parser(), commands_of_library.parser(), cli.build_parser()):
         inner = [action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
         helps |= {p.prog: p.format_help() for p in (parser, *(inner[0].values() if inner else ())) if p.add_help}
-    doors = {"./bootstrap.sh", "docker/build.py", "docker/start-cache.sh", "maxtext/run.py", "python -m multimesh demo"}
+    doors = {
+        "./bootstrap.sh",
+        "docker/build.py",
+        "docker/start-cache.sh",
+        "maxtext/run.py",
+        "python -m multimesh check",
+    }
     assert doors <= helps.keys()
     for program, text in helps.items():
         usage, first, *_ = text.split("\n\n")
@@ -178,7 +184,7 @@ def test_the_page_of_errors_has_each_message_with_its_remedy(monkeypatch: pytest
     assert len(collected) > 400
     for call, has_remedy in (
         (lambda: schedules.get("lifo"), True),
-        (lambda: commands_of_library.parser().parse_args(["demo", "--nosuch"]), True),
+        (lambda: commands_of_library.parser().parse_args(["check", "--nosuch"]), True),
         (lambda: schedules.load(tmp_path / "no.json"), False),
         (lambda: cli.main_inner(["lock", "nosuch", "1"]), False),
         (lambda: reference.make(None, None, "a b"), True),

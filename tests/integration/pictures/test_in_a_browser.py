@@ -22,25 +22,24 @@ SHAPES = [("gpipe", 4, 8, 16), ("1f1b", 4, 8, 16), ("interleaved", 4, 8, 32), ("
 
 @pytest.fixture(scope="module")
 def pictures(root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Forecasts of SHAPES, then a measured step of the demo."""
+    """Forecasts of SHAPES, then a measured step of the first example."""
     env = os.environ | {"PYTHONPATH": str(root / "multimesh" / "src")}
     folder = tmp_path_factory.mktemp("pictures")
 
     def drawn(name: str, *argv: str) -> str:
         path = folder / name
-        command = [sys.executable, "-m", "multimesh", *argv, str(path)]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        done = subprocess.run([sys.executable, *argv], env=env, cwd=folder, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         picture = re.search(r"<svg.*</svg>", path.read_text(encoding="utf-8"), re.DOTALL)
         assert picture is not None, name
         return picture[0]
 
+    forecast = "-m", "multimesh", "forecast"
     forecasts = [
-        drawn(f"{name}-{p}", "forecast", "--schedule", name, "--stages", str(p), "--microbatches", str(m), "--svg")
+        drawn("a.svg", *forecast, "--schedule", name, "--stages", str(p), "--microbatches", str(m), "--svg", "a.svg")
         for name, p, m, _ in SHAPES
     ]
-    step = ("demo", "--steps", "1", "--microbatches", "8", "--schedule", "1f1b")
-    return [*forecasts, drawn("measured", *step, "--html")]
+    return [*forecasts, drawn("timeline.html", str(root / "examples" / "pipeline.py"))]
 
 
 def laid_out(pictures: list[str], folder: Path, *flags: str) -> list[dict[str, Any]]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -21,8 +19,8 @@ from multimesh_maxtext.command.flags import DEVICES, GRID_AXES, Flags
 from multimesh_maxtext.command.job import Job, Model, Paths, make_job, transformer
 from multimesh_maxtext.command.report import make_table, progress, schedule_choice
 from multimesh_maxtext.command.steps import reference_job, tail
-from multimesh_maxtext.command.training import StopRequest, log_tail, receiving, trainer
-from multimesh_maxtext.command.translate import Launch, forecasting
+from multimesh_maxtext.command.training import Start, StopRequest, log_tail, run_trainers
+from multimesh_maxtext.command.translate import forecasting
 from multimesh_maxtext.errors import DoesNotFitError, TrainerFailedError
 from multimesh_maxtext.outcome import read as read_outcome
 from multimesh_planner import Configuration, band, step_time
@@ -176,31 +174,31 @@ def run_forecast(job: Job, paths: Paths, gpu_memory: int | None, console: Consol
     """Run the process that forecasts a job, and show how far it is, first a text; return what it writes."""
     paths.output.mkdir(parents=True, exist_ok=True)
     paths.forecast.unlink(missing_ok=True)
-    with progress(console, text, quiet=job.flags.json) as tell:
-        inspect(forecasting(job, paths, inherited=os.environ, gpu_memory=gpu_memory), paths, tell)
+    with progress(console, text) as tell:
+        inspect([(forecasting(job, paths, inherited=os.environ, gpu_memory=gpu_memory), paths)], tell)
     return json.loads(paths.forecast.read_bytes())
 
 
-def inspect(start: Launch, paths: Paths, tell: Callable[[str], object] = lambda _: None) -> None:
-    """Run a process that ends before it trains. ``tell`` gets the newest line on compilation, about once a second.
+def inspect(starts: Sequence[Start], tell: Callable[[str], object] = lambda _: None) -> None:
+    """Run processes that end before they train. ``tell`` gets the newest line on compilation.
 
     Raises ``FlagError`` where MaxText refuses its settings, and ``TrainerFailedError`` where it fails otherwise.
     """
-    log, stop = tail(paths.log), StopRequest()
-    with receiving(stop), trainer(start, paths) as process:
-        while process.poll() is None and not stop.count:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(1)
-            if lines := [line for line in next(log) if line.startswith("compiling kernels: ")]:
-                tell(lines[-1])
-    if stop.count:
-        raise KeyboardInterrupt
-    if process.returncode:
+    log = tail(starts[0][1].log)
+
+    def look_on() -> bool:
+        if lines := [line for line in next(log) if line.startswith("compiling kernels: ")]:
+            tell(lines[-1])
+        return False
+
+    codes, _ = run_trainers(starts, look_on, StopRequest())
+    for code, (_, paths) in zip(codes, starts, strict=True):
         error = read_outcome(paths.outcome)
-        if error and not isinstance(error, TrainerFailedError):
+        if code and error and not isinstance(error, TrainerFailedError):
             raise error
-        print(log_tail(paths.log), file=sys.stderr)
-        raise TrainerFailedError(f"the trainer failed with exit code {process.returncode}; see {paths.log}")
+        if code:
+            print(log_tail(paths.log), file=sys.stderr)
+            raise TrainerFailedError(f"the trainer failed with exit code {code}; see {paths.log}")
 
 
 def _describe_forecast(job: Job, paths: Paths, values: Mapping[str, Any]) -> Iterator[str | Table]:

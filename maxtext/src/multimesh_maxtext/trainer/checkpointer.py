@@ -23,7 +23,7 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from multimesh import MultiMeshError, UsageError, distributed
-from multimesh_maxtext.checkpoint_folder import COMPLETE, Checkpoints, aside, layout, look, split_layer_name
+from multimesh_maxtext.checkpoint_folder import COMPLETE, aside, layers_of, layout, leaf_paths, look, split_layer_name
 from multimesh_maxtext.errors import CheckpointError, DamagedCheckpointError, LauncherError
 from multimesh_maxtext.trainer.ending import list_causes
 from multimesh_maxtext.trainer.placement import name_path
@@ -81,7 +81,7 @@ def telling(checkpoints: Any, layers: int | None = None) -> Any:
 
 def _load(checkpoints: Any, load: Callable[..., Any], step: int, abstract: dict[str, Any], layers: int | None) -> Any:
     target = flat(abstract["items"])
-    stored = Checkpoints(Path(checkpoints.directory), (step,)).paths() if layers else ()
+    stored = leaf_paths(Path(checkpoints.directory) / str(step) / "items") if layers else ()
     sources = find_sources(target, stored, layers or 0)
     described = checkpoints.checkpointables_metadata(step).metadata.get("items")
     if described is not None:  # else it cannot be read, and to load it tells why
@@ -208,9 +208,9 @@ def export(folder: Path, step: int, target: Path, *, unrolled: bool = False) -> 
 
     Raises ``CheckpointError`` where layers that are not alike are scanned, and are to be unrolled.
     """
-    source = Checkpoints(folder, (step,))
-    stored = [path for path in source.paths() if path[0] == "params"]
-    grouped = any(not layers_in(name, 1) for name in source.layers()) or any(len(_of(path)) > 1 for path in stored)
+    paths = leaf_paths(folder / str(step) / "items")
+    stored, names = [path for path in paths if path[0] == "params"], layers_of(paths)
+    grouped = any(not layers_in(name, 1) for name in names) or any(len(_of(path)) > 1 for path in stored)
     if unrolled and grouped:
         raise CheckpointError(
             f"checkpoint {step} has its layers scanned in groups, which stay together; leave out --no-scan-layers"
@@ -222,11 +222,11 @@ def export(folder: Path, step: int, target: Path, *, unrolled: bool = False) -> 
         arrays = flat(ocp.load(folder / str(step), like, checkpointable_name="items"))
     stacks = {part: path for path in stored for part in _of(path) if is_stack(part)}
     layers = max((layers_in(name, arrays[path].shape[1]).stop for name, path in stacks.items()), default=0)
-    names = [f"layers_{layer}" for layer in range(layers)] if unrolled and stacks else ["layers"]
-    targets = {tuple(name if part in stacks else part for part in path) for path in stored for name in names}
+    new = [f"layers_{layer}" for layer in range(layers)] if unrolled and stacks else ["layers"]
+    targets = {tuple(name if part in stacks else part for part in path) for path in stored for name in new}
     sources = find_sources(targets, stored, layers)
     leaves = {path: join_layers(path, sources[path], arrays) if path in sources else arrays[path] for path in targets}
-    scanned = not unrolled and layout(source.layers()) != "unrolled"
+    scanned = not unrolled and layout(names) != "unrolled"
     ocp.save(target, nest(leaves), checkpointable_name="items", custom_metadata={"scan_layers": scanned})
     return {"scan_layers": scanned, "bytes": sum(array.nbytes for array in leaves.values())}
 
@@ -299,13 +299,13 @@ def _explain_errors(method: Callable[..., Any], explain: Callable[..., str], fol
 
 
 def _unread(folder: Path, why: str, step: int, *_: Any) -> str:
-    others = [other for other in look(folder).steps if other != step]
+    others = [other for other in look(folder) if other != step]
     on = f"to go on from checkpoint {others[-1]}" if others else "to begin anew"
     return f"checkpoint {step} cannot be read ({why}); copy it again, or remove {folder / str(step)} {on}"
 
 
 def _unwritten(folder: Path, why: str, *_: Any) -> str:
-    steps = look(folder).steps
+    steps = look(folder)
     usable = f"checkpoint {steps[-1]} there is complete" if steps else "no checkpoint is complete"
     return f"a checkpoint cannot be written ({why}); {usable}; put it right and add --resume"
 

@@ -40,7 +40,7 @@ def batches(config: Any, mesh: Mesh) -> tuple[Any, Any] | None:
     layout = get_input_data_sharding(config, mesh)
     evaluates = config.eval_interval > 0
     if config.dataset_type == "olmo_grain":
-        first = look(Path(config.checkpoint_dir)).next_step if config.enable_checkpointing else 0
+        first = max(look(Path(config.checkpoint_dir)), default=-1) + 1 if config.enable_checkpointing else 0
         training = read_text(config, layout, config.data_shuffle_seed, config.global_batch_size_to_load, first=first)
         seed, rows = config.data_shuffle_seed ^ _EVALUATION, config.global_batch_size_to_load_eval
         return training, read_text(config, layout, seed, rows) if evaluates else None
