@@ -147,11 +147,7 @@ NUMERICS = {
 }
 """Settings that change numbers, with what the original gives MaxText where nobody says."""
 
-FORMS = {
-    "a pipeline": ("--pp", "2"),
-    "no pipeline": (),
-    "MaxText's own pipeline": ("--backend", "spmd", "--pp", "2"),
-}
+FORMS = {"a pipeline": ("--pp", "2"), "no pipeline": (), "MaxText's own pipeline": ("--backend", "spmd", "--pp", "2")}
 """Command lines of each way to train."""
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,12 +15,7 @@ from multimesh_maxtext.command import check_flags, environment
 from multimesh_maxtext.command.command_line import read
 from multimesh_maxtext.command.environment import find_gpus
 from multimesh_maxtext.command.job import Job, find_maxtext
-from multimesh_maxtext.errors import (
-    FlagError,
-    LauncherError,
-    MissingPartError,
-    UnsupportedError,
-)
+from multimesh_maxtext.errors import FlagError, LauncherError, MissingPartError, UnsupportedError
 
 
 def rows(table: str) -> list[tuple[str, str]]:
@@ -100,6 +95,7 @@ dataset_type=hf --text README.md | (dataset_type=olmo_grain); use --text, or lea
 --backend cuda | --backend cuda needs GPUs; add --gpus N
 --backend cpu --gpus 2 | --backend cpu trains on CPU devices; remove --gpus 2
 --pp 2 --device-memory 1e9 | --device-memory: '1e9' is no size; write e.g. 80GiB or 24GB
+--text nowhere.txt | --text nowhere.txt: no such file
 --model-name lama3-8b | MaxText has no such model; near it are llama3-8b
 --maxtext-config nowhere.yml | --maxtext-config nowhere.yml: cannot be read
 """
@@ -120,7 +116,7 @@ def test_everything_wrong_is_said_at_once_but_not_what_may_follow_from_it(job: C
         return [line.split(" ")[0] for line in str(raised.value).splitlines()]
 
     assert lines("--cpus 8 --dp two --microbatchsize 4 -tp 2 lr learning_rat=3 steps=3 --interleave 2") == [
-        *("--dp:", "--microbatchsize:", "-tp:", "'lr'", "--interleave", "learning_rat=3:", "steps="),
+        *("--dp:", "--microbatchsize:", "-tp:", "'lr'", "--interleave", "learning_rat=3:", "steps=")
     ]
     # Nothing is known of --pp, so nothing is said of what depends on it.
     assert lines("--ppp 2 --schedule gpipe --verify --interleave 2") == ["--ppp:"]

@@ -225,11 +225,7 @@ def test_masked_products_of_experts_name_what_helps(maxtext: Path):
         ("--device h100 --gpus 8 --schedule auto", FlagError, "leave them out"),
         ("--device h100 --gpus 8 --forecast", UnsupportedError, "leave out --forecast"),
         ("--device h100 --gpus 8 --tp 3", FlagError, "tp 3 does not divide attention heads"),
-        (
-            "--device h100 --gpus 8 --model-name llama3-70b",
-            DoesNotFitError,
-            r"too many; use \d+ devices",
-        ),
+        ("--device h100 --gpus 8 --model-name llama3-70b", DoesNotFitError, r"too many; use \d+ devices"),
     ],
 )
 def test_what_is_wrong_is_said(maxtext: Path, argv: str, error: type[Exception], message: str):

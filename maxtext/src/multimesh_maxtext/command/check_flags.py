@@ -198,6 +198,7 @@ def find_wrong_flags(o: Flags) -> Iterator[LauncherError]:
         yield MissingPartError("--compile needs JAX's compiler for GPUs; run ./bootstrap.sh --group compile-gpu")
     if o.prometheus and not o.prometheus.absolute().parent.is_dir():
         yield FileError(f"--prometheus {o.prometheus}: there is no such folder; make it, or choose another")
+    yield from (FileError(f"--text {file}: no such file") for file in o.text if not file.is_file())
 
 
 @functools.cache
@@ -384,27 +385,27 @@ def _wrong_model(job: Job) -> Iterator[LauncherError]:
 
 def _wrong_attention(o: Flags, settings: Mapping[str, Any]) -> Iterator[LauncherError]:
     """Yield what a kernel of attention cannot honour, and MaxText would not say."""
-    whole = "cudnn_flash_te"  # TransformerEngine's
+    engine = "cudnn_flash_te"  # TransformerEngine's
     if o.attention == SUBSTITUTE:
         if (settings.get("sliding_window_size") or 0) > 0 or settings.get("attention_type", "global") != "global":
             yield UnsupportedError(
                 f"--attention {SUBSTITUTE} attends to all earlier tokens, and this model has windows; use --attention "
-                f"dot_product, or install TransformerEngine for {whole}"
+                f"dot_product, or install TransformerEngine for {engine}"
             )
         if o.dataset not in UNTOKENIZED and settings.get("packing", True):
             yield UnsupportedError(
                 f"--attention {SUBSTITUTE} attends across documents that are packed into one sequence; add "
-                f"packing=false, or install TransformerEngine for {whole}"
+                f"packing=false, or install TransformerEngine for {engine}"
             )
     if o.cp == 1 or not o.gpus or o.forecast:
         return
-    if o.attention not in (whole, "dot_product"):
+    if o.attention not in (engine, "dot_product"):
         yield UnsupportedError(
             f"--attention {o.attention} attends within the part of a sequence that a device has; with --cp {o.cp} use "
-            f"--attention {whole} or dot_product"
+            f"--attention {engine} or dot_product"
         )
     elif not has_package("transformer_engine") and (
-        o.attention == whole or settings.get("context_parallel_load_balance", True)
+        o.attention == engine or settings.get("context_parallel_load_balance", True)
     ):
         yield MissingPartError(
             f"--cp {o.cp} on GPUs needs TransformerEngine, which orders the parts of sequences; install it, or use "

@@ -79,7 +79,7 @@ class Model:
 
     @property
     def product(self) -> str:
-        """What multiplies experts: ``tokamax``, ``megablox`` (for TPUs; Pallas interprets it on GPUs), ``ragged_dot``.
+        """The product of experts: ``tokamax``, ``megablox`` (for TPUs; Pallas interprets it on GPUs), ``ragged_dot``.
 
         XLA copies all rows for each expert in `ragged_dot`. Empty: a dense product of a fixed capacity, or no experts.
         """

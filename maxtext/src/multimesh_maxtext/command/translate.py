@@ -167,9 +167,9 @@ def forecasting(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_mem
     without: dict[str, Any] = dict.fromkeys(("checkpoint", "profile", "dump", "dump_only"))
     single = replace(job, flags=replace(flags, settings=settings, nodes=1, gpus=0, cpus=job.devices, **without))
     target = _target(job) if flags.compile else None
-    asked: dict[str, Any] = {"forecast": str(paths.forecast), "limit": _common_memory(flags, gpu_memory)}
-    asked |= {"platform": flags.platform, "processes": flags.nodes, "target": target}
-    start = launch(single, paths, inherited=inherited, gpu_memory=gpu_memory, **asked)
+    request: dict[str, Any] = {"forecast": str(paths.forecast), "limit": _common_memory(flags, gpu_memory)}
+    request |= {"platform": flags.platform, "processes": flags.nodes, "target": target}
+    start = launch(single, paths, inherited=inherited, gpu_memory=gpu_memory, **request)
     if not target:
         return start
     # with the flags of the run; the cache takes nothing that no device can load
