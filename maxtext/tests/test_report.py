@@ -134,7 +134,7 @@ def test_an_outcome_that_follows_from_another_gives_way(tmp_path: Path, monkeypa
     for other, own, expected in cases:
         outcome.write(other, tmp_path / "process-1/outcome.json")
         outcome.write(own, tmp_path / "outcome.json")
-        found = outcome.find_cause(tmp_path, 2, own)
+        found = outcome.find_cause(own, [tmp_path / "outcome.json", tmp_path / "process-1/outcome.json"])
         assert (type(found), str(found)) == (type(expected), str(expected))
         assert found.shared == (found is not own or own.shared)
 

@@ -43,11 +43,6 @@ def writing(file: Path, flag: str, kind: type[LauncherError] = FileError) -> Ite
         yield
 
 
-def mark_run(folder: Path, checkpoints: Path | None) -> None:
-    """Note that an output folder holds a run from now on; one that failed before its first step leaves nothing."""
-    (folder / RUNNING).write_text(str(checkpoints.resolve()) if checkpoints else os.devnull)
-
-
 def make_way(o: Flags, first: Paths, paths: Paths) -> None:
     """Keep the files of another run, or remove them where a flag asks for that. Call it while `writing`."""
     folder, output, mark = o.checkpoint or Path(), first.output, first.output / RUNNING
