@@ -22,7 +22,8 @@ class Placement:
     """A named submesh, and the axes of that submesh that logical axes stand for.
 
     ``cuts`` has the stages of the function that `multimesh.pipeline` made this one of. ``types`` is the mesh in the
-    types of values inside, if that is not the submesh: of a function that is cut for submeshes of several shapes.
+    types of values inside, if that is not the submesh: of a function that is cut for submeshes of several shapes. In a
+    microbatch loop each ``part`` of such a stage has its own kernels, which equal parts of other stages share.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Placement:
     logical_axes: tuple[tuple[str, tuple[str, ...]], ...] = ()
     cuts: Hashable = field(default=None, metadata=LOCAL)
     types: AbstractMesh | None = field(default=None, metadata=LOCAL)
+    part: int = 0
 
     def __repr__(self) -> str:
         return f"Placement({self.name!r}, {describe(self.mesh)})"

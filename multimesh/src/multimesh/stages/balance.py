@@ -239,6 +239,20 @@ def _counts(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
         yield from ((first, *(inner for _ in range(stages - 2)), outer - first) for first in range(outer + 1))
 
 
+def split_stages(ends: Sequence[int], layers: Sequence[Layers], kinds: Sequence[Hashable]) -> list[list[int]]:
+    """Return the ends of the parts of each stage: layers that another stage has as well are a part by themselves."""
+    bounds = sorted({i for run in layers for i in (run[0], run[-1])})
+    stages = [[a, *(i for i in bounds if a < i < b), b] for a, b in itertools.pairwise(ends)]
+    count = collections.Counter(tuple(kinds[a:b]) for stage in stages for a, b in itertools.pairwise(stage))
+
+    def parts(stage: list[int]) -> list[int]:
+        shared = [count[tuple(kinds[a:b])] > 1 for a, b in itertools.pairwise(stage)]
+        inner = (i for i, sides in zip(stage[1:], itertools.pairwise(shared), strict=False) if any(sides))
+        return [stage[0], *inner, stage[-1]]
+
+    return [*map(parts, stages)]
+
+
 def equal_stages(stages: Sequence[tuple[Hashable, ...]]) -> tuple[tuple[int, ...], ...]:
     """Return groups of at least two stages with the same kinds of operations, by their numbers."""
     groups: dict[tuple[Hashable, ...], list[int]] = collections.defaultdict(list)
