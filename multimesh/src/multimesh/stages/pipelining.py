@@ -22,17 +22,8 @@ from multimesh.marking import contexts
 from multimesh.marking.flax_modules import refuse_changes
 from multimesh.marking.tracing import Change, in_a_mesh, in_loops, inside, is_partitioning, is_recording, note_mesh
 from multimesh.schedules.costs import cost
-from multimesh.stages.balance import (
-    SLACK,
-    Chain,
-    ChainCut,
-    Layers,
-    cut_between_layers,
-    cut_chain,
-    equal_stages,
-    find_layers,
-    split_stages,
-)
+from multimesh.stages import balance
+from multimesh.stages.balance import SLACK, Chain, ChainCut, Layers
 from multimesh.stages.chains import add_work, chain_of, count_state, orders, rescale, scan_over_time, work_of
 from multimesh.stages.stage_cuts import Cuts, StageCut, Work
 from multimesh.stages.staged import run
@@ -182,9 +173,10 @@ class PipelinedFunction(Generic[P, R]):
         )
         name = getattr(self.fn, "__name__", "pipeline")
         kinds = [*map(kind_of, order)]
-        equal = equal_stages([tuple(kinds[a:b]) for a, b in pieces])
+        equal = balance.equal_stages([tuple(kinds[a:b]) for a, b in pieces])
         described = Cuts(tuple(cuts), name, equal, finer, scan_over_time(units, stages))
-        parts = [[order[a:b] for a, b in itertools.pairwise(ends)] for ends in split_stages(cut.ends, layers, kinds)]
+        ends = balance.split_stages(cut.ends, layers, kinds)
+        parts = [[order[a:b] for a, b in itertools.pairwise(stage)] for stage in ends]
         meshes = self.meshes * self.interleave
         return units, [[s] for s in stages] if any(map(eq, meshes, meshes[1:])) else parts, described
 
@@ -209,9 +201,9 @@ class PipelinedFunction(Generic[P, R]):
 
     def _cut_chain(self, chain: Chain, order: Sequence[Unit], number: int) -> tuple[ChainCut, float, Sequence[Layers]]:
         """Return the cut of a chain, the time of the slowest stage of cuts inside of layers, and the layers."""
-        anywhere = cut_chain(chain, number)
-        layers = () if self.within_layers else find_layers(chain, [*map(kind_of, order)])
-        between = cut_between_layers(chain, number, layers, anywhere) if layers else None
+        anywhere = balance.cut_chain(chain, number)
+        layers = () if self.within_layers else balance.find_layers(chain, [*map(kind_of, order)])
+        between = balance.cut_between_layers(chain, number, layers, anywhere) if layers else None
         return between or anywhere, anywhere.slowest, layers
 
 
