@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 from multimesh.__main__ import main
 from multimesh.commands import demo
+from spawning import CLEAN
 
 import multimesh as mm
 from tests.xla_flags import QUICK
-
-CLEAN = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS", "NPROC")}
 
 
 def multimesh(*argv, code=None, env=CLEAN):
