@@ -13,7 +13,7 @@ import pytest
 
 from multimesh_maxtext.command.cli import main
 from multimesh_maxtext.command.dataset import write_corpus
-from multimesh_maxtext.command.spawning import UNFIT
+from multimesh_maxtext.command.train_job import UNFIT
 from multimesh_maxtext.errors import UnfitError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,14 +99,14 @@ from types import SimpleNamespace
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from maxtext.input_pipeline import olmo_data, olmo_data_grain
-from multimesh_maxtext.trainer.data import Text
+from multimesh_maxtext.trainer.data import read_text
 file, rows, first = sys.argv[1], 4, 2
 config = SimpleNamespace(
     olmo_index_path=file, olmo_path_remap_from="", olmo_path_remap_to="", olmo_apply_ngram_filter=False,
     max_target_length=8,
 )
 layout = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("data",)), P("data"))
-ours = Text(config, layout, 3, rows, first=first)
+ours = read_text(config, layout, 3, rows, first=first)
 theirs = iter(olmo_data_grain.make_olmo_grain_data_loader(
     olmo_data.load_index(file), seed=3, batch_size=rows, shard_index=0, shard_count=1, apply_ngram_filter=False,
     initial_step=first * rows,

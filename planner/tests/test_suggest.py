@@ -13,14 +13,13 @@ import pytest
 from multimesh.__main__ import main
 from multimesh.errors import DoesNotFitError, UsageError
 from multimesh_planner import footprint, models, space, suggest_command
-from multimesh_planner.best_first import Search
 from multimesh_planner.configuration import USUAL, Configuration
 from multimesh_planner.hardware.devices import device
 from multimesh_planner.hardware.software import software
-from multimesh_planner.pasting import find_obstacle, write_command
+from multimesh_planner.search import Search, suggest
 from multimesh_planner.space import Training, divisors, list_schedules
 from multimesh_planner.step import step_time
-from multimesh_planner.suggesting import suggest
+from multimesh_planner.suggestions import find_obstacle, write_command
 from multimesh_planner.transformer import Transformer
 
 from multimesh import schedules

@@ -1,7 +1,4 @@
-"""Functions that get the record of each step and evaluation: alerts, the file for Prometheus, a function of the user's.
-
-The file for Prometheus has a fixed number of lines, and no names of files, hosts or users.
-"""
+"""Functions that get each record of a run: alerts, the file for Prometheus, a function of the user's."""
 
 from __future__ import annotations
 
@@ -59,17 +56,17 @@ class Monitor:
         """Look at a record, and write it; raises ``OSError`` where that cannot be."""
         if "learning/loss" not in record:
             return
-        loss, alert, text = record["learning/loss"], "", ""
+        loss, alert, more = record["learning/loss"], "", ""
         median = statistics.median(self._losses) if len(self._losses) >= _LEAST else math.inf
         if not math.isfinite(loss):
-            alert, text = "loss-not-finite", str(loss)
-        elif loss > SPIKE * median:
-            alert, text = "loss-spike", f"{loss:.4f} median={median:.4f}"
-        if math.isfinite(loss):
+            alert = "loss-not-finite"
+        else:
             self._losses.append(loss)
+            if loss > SPIKE * median:
+                alert, more = "loss-spike", f" median={median:.4f}"
         if alert and alert != self._alert:
             self._alerts[alert] += 1
-            print(f"alert: {alert} step={int(record['step'])} loss={text}", file=sys.stderr)
+            print(f"alert: {alert} step={int(record['step'])} loss={loss:.4f}{more}", file=sys.stderr)
         self._alert = alert
         if self._file:
             self._write(record, self._file)
@@ -79,7 +76,6 @@ class Monitor:
         self._began = ended - seconds if math.isnan(self._began) else self._began
         self._seconds.append(seconds)
         self._count += 1
-        good = self._count * statistics.median(self._seconds)
         values = (
             record["step"],
             self._steps,
@@ -90,15 +86,14 @@ class Monitor:
             record.get(UTILIZATION, math.nan),
             record.get(MEMORY, math.nan),
             ended,
-            good / (ended - self._began) if ended > self._began else math.nan,
+            self._count * statistics.median(self._seconds) / (ended - self._began) if ended > self._began else math.nan,
             *self._alerts.values(),
         )
         lines = list[str]()
         for (name, text), value in zip(GAUGES.items(), values, strict=True):
             if name == "multimesh_loss" or not math.isnan(value):  # a gauge that is not known is left out
                 kind = "counter" if name.endswith("_total") else "gauge"
-                shown = str(float(value)).replace("inf", "+Inf").replace("-+", "-").replace("nan", "NaN")
-                lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}", f"{name} {shown}"]
+                lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}", f"{name} {value}"]
         half = file.with_suffix(".new")
         half.write_text("\n".join([*lines, ""]))
         half.replace(file)

@@ -25,13 +25,13 @@ SINGLE = Member()
 """The process of a job that has one."""
 
 
-def member(flags: Flags, environment: Mapping[str, str]) -> Member:
-    """Return which of ``--nodes`` processes this is; refuse a job that no launcher started so."""
-    if flags.nodes == 1:
-        return SINGLE
+def find_members(flags: Flags, environment: Mapping[str, str]) -> list[Member]:
+    """Return which of ``--nodes`` processes this is, or all with ``--spawn``; refuse a job that nobody started so."""
+    if flags.spawn or flags.nodes == 1:
+        return [Member(rank, flags.nodes, rank) for rank in range(flags.nodes)]
     (launcher, this), starts = find_launcher(environment), not (flags.dry_run or flags.forecast)
     if launcher is None and not starts:
-        return Member(count=flags.nodes)
+        return [Member(count=flags.nodes)]
     if launcher is None:
         raise FlagError(
             f"--nodes {flags.nodes}: no launcher started this process; use `srun --ntasks={flags.nodes} ...` or "
@@ -43,7 +43,7 @@ def member(flags: Flags, environment: Mapping[str, str]) -> Member:
         raise FlagError(
             f"{launcher.name} does not say where process 0 is; give all processes {ADDRESS}=HOST:PORT there"
         )
-    return this
+    return [this]
 
 
 def find_repeats(flags: Flags, environment: Mapping[str, str]) -> Iterator[str]:

@@ -46,10 +46,10 @@ def headline(job: Job) -> str:
 
 
 @contextmanager
-def progress(console: Console, begin: str, *, quiet: bool) -> Iterator[Callable[[str], object]]:
-    """Show lines as they come: in one line on a terminal, each for itself elsewhere, and not at all if quiet."""
-    with console.status(begin) if console.is_terminal and not quiet else nullcontext() as status:
-        show = (lambda _line: None) if quiet else status.update if status else console.print
+def progress(console: Console, begin: str) -> Iterator[Callable[[str], object]]:
+    """Show lines as they come: in one line on a terminal, each for itself elsewhere."""
+    with console.status(begin) if console.is_terminal and not console.quiet else nullcontext() as status:
+        show = status.update if status else console.print
         show(begin)
         yield show
 
