@@ -146,10 +146,6 @@ def test_contributing_has_a_row_for_each_room():
     )
 
 
-def test_an_import_that_goes_up_is_found():
-    assert upward({"core.text": {"ir.flops"}, "ir.flops": {"core.text"}}, FLOORS) == ["core.text imports ir.flops"]
-
-
 def test_variables_of_launchers_stand_in_one_table():
     own = re.compile(r"OMPI_COMM|\bPMI_|MPI_LOCAL|SLURM_(PROCID|N?TASKS|LOCALID|STEP)")
     sources = [*ROOT.rglob("*.py"), *(ROOT.parents[2] / "maxtext" / "src").rglob("*.py")]

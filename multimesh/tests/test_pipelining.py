@@ -355,15 +355,12 @@ def test_a_plan_tells_where_its_function_is_cut(monkeypatch):
     model, meshes = MODELS["mlp"], submeshes(2, (1,))
 
     def plan(cut, schedule="gpipe"):
-        step = mm.microbatch(
-            jax.checkpoint(jax.value_and_grad(cut)), size=2, argnum=1, schedule=schedule, reduce="mean"
-        )
+        step = mm.microbatch(jax.checkpoint(jax.value_and_grad(cut)), size=2, argnum=1, schedule=schedule)
         return mm.jit(step).plan(model.params(), model.batch())
 
     cut = mm.pipeline(model.loss, meshes)
     lines = str(plan(cut)).splitlines()
     at = lines.index(f"mlp is cut into 2 stages; the slowest has {plan(cut).cuts[0].slowest:.2f} x the mean")
-    assert lines[at + 1].split() == ["stage", "share", "starts", "at"]
     assert re.fullmatch(r" +0  48\.\d %  \S*models.py:\d+: .*p\[.up.\].*", lines[at + 2])
     assert len(str(plan(cut, "1f1b")).splitlines()) == len(lines)  # JAX had kept the trace
     monkeypatch.setenv("COLUMNS", "60")
