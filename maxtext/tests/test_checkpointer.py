@@ -21,7 +21,7 @@ from test_checkpoint import LAYOUTS, state
 from multimesh import distributed
 from multimesh.errors import DamagedError, NoRecordError
 from multimesh_maxtext.errors import CheckpointError, DamagedCheckpointError
-from multimesh_maxtext.trainer.checkpointer import flat, nest, telling
+from multimesh_maxtext.trainer.checkpointer import explain_failures, flat, nest
 
 STATE = {"params": {"w": jnp.arange(4000.0).reshape(40, 100)}, "opt_state": {"count": jnp.ones(7, jnp.int32)}}
 RECORD = "multimesh-sums.0-of-1.json"
@@ -38,7 +38,7 @@ def start() -> Iterator[Open]:
         context.array.saving.use_ocdbt = context.array.saving.use_zarr3 = context.pytree.loading.partial_load = True
         every = ocp.training.save_decision_policies.FixedIntervalPolicy(1)
         opened.append(ocp.training.Checkpointer(folder, context=context, save_decision_policy=every))
-        return telling(opened[-1], layers)
+        return explain_failures(opened[-1], layers)
 
     yield checkpointer
     for each in opened:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -143,25 +144,24 @@ def test_every_process_gets_its_own_devices_and_dumps_its_own_programs(job: Chec
 @pytest.mark.full
 def test_two_processes_train_what_one_does(maxtext: Path, tmp_path: Path):
     """MaxText alone, as srun starts it."""
-    flags = "--backend spmd --dp 2 --pp 2 --num-layers 2 --batch-size 8 --sequence-length 32 --num-steps 3"
+    flags = "--backend spmd --dp 2 --pp 2 --num-layers 2 --batch-size 8 --sequence-length 32 --num-steps 3 --output"
 
-    def start(name: str, *more: str, **env: str) -> subprocess.Popen[bytes]:
-        argv = [sys.executable, str(ROOT / "maxtext/run.py"), "--output", str(tmp_path / name), *more, *flags.split()]
-        with (tmp_path / f"{name}.{env.get('SLURM_PROCID', 'alone')}").open("wb") as said:
-            return subprocess.Popen(argv, stdout=said, stderr=said, env=os.environ | env)
+    def start(*more: object, **variables: str) -> subprocess.Popen[str]:
+        argv = [sys.executable, str(ROOT / "maxtext/run.py"), *flags.split(), *map(str, more)]
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(argv, env=os.environ | variables, **pipes)
 
     def losses(folder: Path) -> list[float]:
         return [json.loads(line)["learning/loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
     step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
-    ids = [{"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
-    ranks = [start("two", "--nodes", "2", "--cpus", "2", **step, **numbers) for numbers in ids]
-    assert [process.wait(600) for process in ranks] == [0, 0], (tmp_path / "two.0").read_text()
-    assert start("one", "--cpus", "4").wait(600) == 0
+    place, alone = (tmp_path / "two", "--nodes", 2, "--cpus", 2), start(tmp_path / "one", "--cpus", 4)
+    ranks = [start(*place, **step, SLURM_PROCID=rank, SLURM_LOCALID=rank) for rank in "01"]
+    said = [process.communicate(timeout=600)[0] for process in (alone, *ranks)]
+    assert [process.returncode for process in (alone, *ranks)] == [0, 0, 0], said
     for folder in (tmp_path / "two", tmp_path / "two/process-1"):
         assert losses(folder) == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
-    assert (tmp_path / "two.0").read_text().count("ok: 3 steps") == 1
-    assert (tmp_path / "two.1").read_text() == ""
+    assert (said[1].count("ok: 3 steps"), said[2]) == (1, "")
 
 
 def followed(paths: Paths, *programs: str, saves: bool = False) -> tuple[list[int | None], str, int]:

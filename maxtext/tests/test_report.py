@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 import re
@@ -27,25 +28,16 @@ from multimesh_maxtext.errors import (
     ProcessLostError,
     StoppedEarlyError,
     TrainerFailedError,
-    error_classes,
 )
 
 NOWHERE = Paths(python="", maxtext=Path(), output=Path("none"), metrics=Path("none/metrics.jsonl"))
 
 
-def run_of(
-    *losses: float, norms: float | tuple[float, ...] = 1.0, planned: range | None = None, paths: Paths = NOWHERE
-) -> Run:
+def run_of(*losses: float, norms: tuple[float, ...] = (), planned: range | None = None, paths: Paths = NOWHERE) -> Run:
     """A run whose steps have these losses."""
-    planned = planned or range(len(losses))
-    run, sizes, first = (
-        Run(paths, planned),
-        norms if isinstance(norms, tuple) else (norms,) * len(losses),
-        planned.start,
-    )
-    run.steps = [
-        Step(first + n, loss, norm, 0.5, 1024.0) for n, (loss, norm) in enumerate(zip(losses, sizes, strict=True))
-    ]
+    run = Run(paths, planned or range(len(losses)))
+    numbers, norms = itertools.count(run.planned.start), norms or (1.0,) * len(losses)
+    run.steps = [Step(next(numbers), loss, norm, 0.5, 1024.0) for loss, norm in zip(losses, norms, strict=True)]
     return run
 
 
@@ -121,22 +113,30 @@ def test_of_several_trainers_the_one_that_others_follow_tells(
     assert re.match(r"process [01] of 2 on ", shown.who)
 
 
-def test_an_outcome_that_follows_from_another_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+LOST, FAILED, FULL, KILLED, INTERRUPTED = (
+    kind("why")
+    for kind in (ProcessLostError, TrainerFailedError, NoSpaceError, ProcessKilledError, InterruptedRunError)
+)
+
+
+@pytest.mark.parametrize(
+    ("other", "own", "expected"),
+    [
+        *((FULL, LOST, FULL), (FULL, FAILED, FULL), (LOST, FAILED, FAILED), (FAILED, LOST, FAILED)),
+        *((KILLED, FAILED, KILLED), (FAILED, KILLED, KILLED), (LOST, KILLED, KILLED)),
+        *((FULL, INTERRUPTED, FULL), (LOST, INTERRUPTED, INTERRUPTED)),  # by a launcher that ends all where one fails
+    ],
+)
+def test_an_outcome_that_follows_from_another_gives_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: LauncherError, own: LauncherError, expected: LauncherError
+):
     monkeypatch.setattr(outcome, "_PATIENCE", 0.1)
-    assert [kind.doubt for kind in error_classes().values()].count(0) == len(error_classes()) - 4
-    lost, failed, full = ProcessLostError("lost"), TrainerFailedError("failed"), NoSpaceError("full; make room")
-    (tmp_path / "process-1").mkdir()
-    killed = ProcessKilledError("killed")
-    cases = (full, lost, full), (full, failed, full), (lost, failed, failed), (failed, lost, failed)
-    cases += (killed, failed, killed), (failed, killed, killed), (lost, killed, killed)
-    interrupted = InterruptedRunError("SIGTERM ended it")  # by a launcher that ends all where one fails
-    cases += (full, interrupted, full), (lost, interrupted, interrupted)
-    for other, own, expected in cases:
-        outcome.write(other, tmp_path / "process-1/outcome.json")
-        outcome.write(own, tmp_path / "outcome.json")
-        found = outcome.find_cause(tmp_path, 2, own)
-        assert (type(found), str(found)) == (type(expected), str(expected))
-        assert found.shared == (found is not own or own.shared)
+    files = [tmp_path / "0", tmp_path / "1"]
+    for error, file in zip((own, other), files, strict=True):
+        outcome.write(error, file)
+    cause = outcome.find_cause(own, files)
+    assert type(cause) is type(expected)
+    assert cause.shared == (cause is not own or own.shared)
 
 
 def test_a_resumed_run_is_judged_by_its_own_steps_and_the_losses_before():

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import os
 import signal
 import subprocess
 import sys
@@ -11,8 +10,7 @@ from pathlib import Path
 import pytest
 from multimesh.__main__ import main
 from multimesh.errors import DisagreementError, DoesNotFitError, UsageError
-
-CLEAN = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS", "NPROC")}
+from spawning import CLEAN
 
 
 def multimesh(*argv, code=None, env=CLEAN):

@@ -7,8 +7,8 @@ import optax
 import pytest
 from jax.flatten_util import ravel_pytree
 from models import MLP, WIDTH, plain
-from optimizing import ROWS, SIZE, moments_of
 from pipelines import Split, assert_at_home, assert_same, foreign_inputs, gradient, microbatched, submeshes
+from test_training import ROWS, SIZE, moments_of
 
 import multimesh as mm
 

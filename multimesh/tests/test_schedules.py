@@ -292,14 +292,10 @@ def fronts_of_transfers(schedule, model=MLP):
 
 
 @pytest.mark.parametrize("model", [MLP, SKIP], ids=lambda m: m.name)
-def test_wavefront_transfers_what_a_front_reads_when_it_starts(model):
+def test_wavefront_transfers_what_a_front_reads_when_it_starts_and_its_other_form_one_front_ahead(model):
     found = fronts_of_transfers("wavefront", model)
     assert found
     assert all(before < reader == following for _, before, following, reader in found)
-
-
-@pytest.mark.parametrize("model", [MLP, SKIP], ids=lambda m: m.name)
-def test_prefetch_wavefront_transfers_one_front_ahead(model):
     found = fronts_of_transfers("prefetch-wavefront", model)
     assert found
     for made, before, following, reader in found:

@@ -129,6 +129,25 @@ def test_physical_axes_inside_a_task_are_the_submeshs_own():
     both(make, MLP.init(2), MLP.batch(ROWS, 0), split=Split(LAYOUTS["shapes (2, 2) + (4, 1)"]))
 
 
+SMALL = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_types_of_a_few_bits_between_submeshes_and_as_arguments(name):
+    on, dtype = Split(submeshes(2)), getattr(jnp, name)
+    x = jnp.linspace(0.25 if "8m0" in name else 0 if name[0] == "u" else -2, 1, 32).reshape(8, 4)
+
+    def f(x, y):
+        small = on(0, lambda x: x.astype(dtype))(x)
+        return on(1, lambda h, y: h.astype(jnp.float32) + y.astype(jnp.float32))(small, y), small
+
+    y = np.asarray(x.astype(dtype))
+    got, want = ([np.asarray(r, np.float32) for r in jit(f)(x, y)] for jit in (mm.jit, jax.jit))
+    assert_same(got, want)
+    loop = mm.microbatch(lambda x: f(x, x)[0], size=2)
+    assert_same(mm.jit(loop)(x), loop(x))
+
+
 def put_targets():
     first, second = submeshes(2, (2,))
     foreign = Mesh(np.array(jax.devices()[4:8]), ("rows",))

@@ -57,10 +57,7 @@ def open_repo(root: Path, *, new: bool = False) -> Iterator[Repo]:
 
 def find_object(repo: Repo, name: str) -> str | None:
     """Return the hash that a revision means, or None where this repository lacks it."""
-    try:
-        return str(repo.git.rev_parse("--verify", "--quiet", "--end-of-options", name))
-    except GitCommandError:
-        return None
+    return repo.git.rev_parse("--verify", "--quiet", "--end-of-options", name, with_exceptions=False) or None
 
 
 def fetch(repo: Repo, url: str, commit: str, label: str) -> None:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,23 +68,17 @@ def read_override(text: str) -> tuple[str, str]:
 def run(args: argparse.Namespace) -> None:
     """Bring components in; print the outcomes. A component that fails does not keep the others from coming."""
     chosen, pins, rows = choose_components(args), manifest.load_lock(LOCK), list[tuple[str, ...]]()
-    failures, folder = list[Exception](), None
+    failures = list[Exception]()
     with contextlib.ExitStack() as undo:
+        enter = functools.cache(lambda: undo.enter_context(stage()))
         if (THIRD_PARTY / ".stage").exists():  # a run that was killed left it
-            folder = undo.enter_context(stage())
+            enter()
         for component, override in chosen.items():
-            name = component.name
             try:
-                recipe = make_recipe(ROOT, component, pins, override)
-                tree = observe(name, recipe.ref)
-                if tree.state == "clean":  # looking needs no writing
-                    rows.append((name, "kept", "in place", tree.head))
-                    continue
-                folder = folder or undo.enter_context(stage())
-                rows.append(_bring(recipe, folder, force=args.force))
+                rows.append(_bring(make_recipe(ROOT, component, pins, override), enter, force=args.force))
             except (errors.ToolingError, OSError) as error:
                 failures.append(error)
-                rows.append((name, "failed", "left as it was", "-"))
+                rows.append((component.name, "failed", "left as it was", "-"))
     print(console.table(("component", "action", "detail", "commit"), rows))
     if failures:
         raise ExceptionGroup("sync", failures)
@@ -117,11 +112,14 @@ def observe(name: str, ref: str) -> Tree:
     return Tree(state, head[:12], f"has branches or a stash of yours ({', '.join(work[:3])})" if work else "")
 
 
-def _bring(recipe: Recipe, folder: Path, *, force: bool) -> tuple[str, ...]:
-    """Build one component in ``folder``, and move it into place, where nobody's work lies; return its row."""
+def _bring(recipe: Recipe, enter: Callable[[], Path], *, force: bool) -> tuple[str, ...]:
+    """Build one component in the stage, and move it into place, where nobody's work lies; return its row."""
     name, place = recipe.component.name, THIRD_PARTY / recipe.component.name
-    tree = observe(name, recipe.ref)
-    if tree.state == "clean":  # another run has been here
+    tree = observe(name, recipe.ref)  # which needs no writing
+    if tree.state != "clean":
+        folder = enter()
+        tree = observe(name, recipe.ref)  # again: another run may have been here
+    if tree.state == "clean":
         return (name, "kept", "in place", tree.head)
     remedy = "make a patch of it (CONTRIBUTING.md, 'Add a patch'), move it away, or drop it with --force"
     if tree.work and not force:

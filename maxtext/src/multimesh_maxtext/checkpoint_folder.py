@@ -13,13 +13,11 @@ from pathlib import Path
 
 from multimesh_maxtext.errors import CheckpointError, DamagedCheckpointError
 
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
-
 COMPLETE = "commit_success.txt"
 """File that Orbax writes last."""
 
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 KINDS = ("layers", "dense_layers", "moe_layers", "scanned_blocks")
-
 _ASIDE = ".damaged"
 
 

@@ -12,12 +12,12 @@ import os
 import re
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from multimesh_maxtext.errors import LauncherError, NoSpaceError, PreemptedError, TrainerFailedError, error_classes
 
-NAME = "outcome.json"
 _ROOM = 4096  # bytes that the file has from the start: a full disk then still takes the reason why it is full
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FILE_OF_TENSORSTORE = re.compile(r'local file "([^"]+)"')
@@ -66,12 +66,11 @@ def read(file: Path) -> LauncherError | None:
     return None
 
 
-def find_cause(folder: Path, count: int, error: LauncherError) -> LauncherError:
-    """Return the error of another process of a job where that of this one only follows from it.
+def find_cause(error: LauncherError, files: Sequence[Path]) -> LauncherError:
+    """Return the error of another process of a job, which has one of the files, where that of this one follows from it.
 
     A process that was ended, or which knows that another one was lost, waits some seconds for the others.
     """
-    files = [folder / (f"process-{rank}" if rank else "") / NAME for rank in range(count)]
     until = time.monotonic() + _PATIENCE
     while error.doubt and not isinstance(error, PreemptedError) and time.monotonic() < until:
         first = min(filter(None, map(read, files)), key=lambda other: other.doubt, default=error)

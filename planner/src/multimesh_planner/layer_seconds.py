@@ -5,10 +5,11 @@ A layer has matrix products, attention, what passes the memory between, and what
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from multimesh_planner import footprint
@@ -27,6 +28,9 @@ _PAD = 64  # elements of a head that a product of unfused attention takes at a t
 _ROUTED = 8.0  # bytes of a token and expert that the router reads and writes
 _BAND = 256  # keys of tiles that local attention masks in part: it takes tiles of 128 keys and 256 queries
 _EMBEDDING_PASSES, _UPDATE_PASSES = 4.0, 8.0
+_ELSEWHERE = {"sharded": "none", "gather_once": False, "offload": False, "offload_optimizer": False}
+"""Fields that do not tell what a layer computes."""
+
 _REPLICATED = 0.22  # of the passes, 12 arrays of two norms and two sums, without sequence parallelism on all devices
 
 
@@ -81,6 +85,24 @@ def parts(model: Transformer, how: Configuration, device: Device, software: Soft
 def _layer(
     model: Transformer, how: Configuration, device: Device, software: Software
 ) -> tuple[Times, tuple[tuple[str, float], ...]]:
+    like = how.with_policy(batch=1, dp=1, fsdp=1, pp=min(2, how.pp), interleave=1, layers=(), **_ELSEWHERE)
+    if not footprint.list_names(how):
+        like = like.with_policy(schedule="1f1b")
+    parts, total = _compute(model, like, device, software)
+    waiting, offload = sharding(model, how, device, software, total), Times()
+    total += waiting
+    if how.offload:  # to the host and back, beside the computation
+        one = footprint.residual_bytes(model, how.with_policy(offload=False), software) / device.host
+        offload = Times(max(0.0, one - total.forward), max(0.0, one - total.backward - total.weights))
+    named = {**parts, "sharded parameters": waiting, "offload": offload}
+    return total + offload, tuple((name, part.total) for name, part in named.items() if part.total)
+
+
+@functools.lru_cache(maxsize=8192)  # a search asks for few layers, on many meshes
+def _compute(
+    model: Transformer, how: Configuration, device: Device, software: Software
+) -> tuple[Mapping[str, Times], Times]:
+    """Return the seconds of a layer whose parameters and activations are on its devices: by part, and of all."""
     of = model, how, device, software
     parts = {
         "matrix products": products(*of),
@@ -105,13 +127,7 @@ def _layer(
     backward, weights = max(1.5 * least, computed.backward), max(0.5 * least, computed.weights)
     total = Times(max(least, computed.forward), backward, weights)
     parts["host"] = total + computed * -1
-    parts["sharded parameters"] = sharding(*of, total)
-    total += parts["sharded parameters"]
-    if how.offload:  # to the host and back, beside the computation
-        one = footprint.residual_bytes(model, how.with_policy(offload=False), software) / device.host
-        parts["offload"] = Times(max(0.0, one - total.forward), max(0.0, one - total.backward - total.weights))
-        total += parts["offload"]
-    return total, tuple((name, part.total) for name, part in parts.items() if part.total)
+    return parts, total
 
 
 def products(model: Transformer, how: Configuration, device: Device, software: Software) -> Times:

@@ -24,7 +24,7 @@ from multimesh.errors import DoesNotFitError, UsageError
 from multimesh import schedules
 from multimesh_planner import bands, footprint, layer_seconds, step
 from multimesh_planner.configuration import Configuration
-from multimesh_planner.hardware import devices as tables
+from multimesh_planner.hardware.devices import device, device_names
 from multimesh_planner.layer_seconds import LayerParts
 from multimesh_planner.space import Space, Training, spread
 from multimesh_planner.suggestions import Option, Suggestions, describe_how
@@ -116,7 +116,7 @@ def _remedies(job: Training, devices: int, needed: float) -> Iterator[str]:
     if offload and not job.offloads and fits(dataclasses.replace(job, offloads=True), devices):
         yield f"the host's memory ({offload})"
     share = job.bytes / job.device.memory
-    if larger := [name for name in tables.device_names() if share * tables.device(name).memory >= needed]:
+    if larger := [name for name in device_names() if share * device(name).memory >= needed]:
         yield f"devices with more memory ({', '.join(larger)})"
     if (share := (needed + job.workspace) / job.device.memory) <= 0.95:
         yield f"more of the memory ({memory}; {math.ceil(100 * share)} % of it would do)"
@@ -249,13 +249,10 @@ class Search:
 
     def _bound_seconds(self, how: Configuration) -> float:
         """Return a lower bound of a step."""
-        model, parts, count = self.space.model, self._find_parts(how), how.microbatches
-        stages = layer_seconds.times(model, how, parts)
-        if how.pp == 1:
-            loop = count * sum(stage.total for stage in stages)
-        else:
-            loop = step.least_seconds(how.schedule, how.pp, count, stages, parts.hop, parts.blocked)
-        return self._finish(how, loop)
+        parts = self._find_parts(how)
+        stages = layer_seconds.times(self.space.model, how, parts)
+        shape = how.schedule, how.pp, how.microbatches
+        return self._finish(how, step.least_seconds(*shape, stages, parts.hop, parts.blocked))
 
     def _once(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
         """Return the result of the first call with such a key: a name, and the fields that the result depends on."""

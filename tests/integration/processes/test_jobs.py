@@ -131,7 +131,8 @@ TRAINING = f"""--no-check --gpus=0 --cpus=1 --pp=2 --num-layers=2 --batch-size=8
 
 
 def losses(folder: Path) -> dict[int, float]:
-    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    records = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be half written
     return {record["step"]: record["learning/loss"] for record in records}
 
 

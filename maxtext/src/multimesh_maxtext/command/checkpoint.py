@@ -43,11 +43,6 @@ def writing(file: Path, flag: str, kind: type[LauncherError] = FileError) -> Ite
         yield
 
 
-def mark_run(folder: Path, checkpoints: Path | None) -> None:
-    """Note that an output folder holds a run from now on; one that failed before its first step leaves nothing."""
-    (folder / RUNNING).write_text(str(checkpoints.resolve()) if checkpoints else os.devnull)
-
-
 def make_way(o: Flags, first: Paths, paths: Paths) -> None:
     """Keep the files of another run, or remove them where a flag asks for that. Call it while `writing`."""
     folder, output, mark = o.checkpoint or Path(), first.output, first.output / RUNNING
@@ -55,15 +50,12 @@ def make_way(o: Flags, first: Paths, paths: Paths) -> None:
     steps = bool(o.resume and checkpoint_folder.look(folder))
     goes_on = o.resume and (run == str(folder.resolve()) or (steps and not Path(run).exists()))  # it may be moved
     if run and not (goes_on or o.overwrite):
-        if o.resume:
-            raise FileError(
-                f"--output {output} holds a run that wrote no checkpoint to {folder}: --resume would write over it; "
-                "choose another --output"
-            )
         also = f"--checkpoint {run} --resume to go on with it, " if Path(run).is_dir() else ""
-        raise FileError(
-            f"--output {output} holds another run; add --overwrite to replace it, {also}or choose another folder"
-        )
+        remedy = f"another run; add --overwrite to replace it, {also}or choose another folder"
+        if o.resume:
+            over = f"a run that wrote no checkpoint to {folder}: --resume would write over it"
+            remedy = f"{over}; choose another --output"
+        raise FileError(f"--output {output} holds {remedy}")
     metrics = paths.metrics if o.metrics_file and paths == first and not (goes_on or steps or o.overwrite) else None
     if metrics and metrics.is_file() and metrics.stat().st_size:
         raise FileError(f"--metrics-file {metrics} has the steps of another run; remove it, or choose another file")

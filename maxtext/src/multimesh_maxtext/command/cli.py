@@ -26,7 +26,7 @@ from multimesh_maxtext.command.environment import find_flag_notes, find_gpus, st
 from multimesh_maxtext.command.flags import Flags
 from multimesh_maxtext.command.forecasting import check_memory, inspect, show_size
 from multimesh_maxtext.command.job import Job, Paths, find_maxtext
-from multimesh_maxtext.command.member import SINGLE, Member, any_member, find_members, find_repeats
+from multimesh_maxtext.command.member import SINGLE, Member, find_launcher, find_members, find_repeats
 from multimesh_maxtext.command.report import Output, unblock_output
 from multimesh_maxtext.command.train_job import prepare_folders, train_job
 from multimesh_maxtext.command.training import SIGNALS, Start, StopRequest, state_line
@@ -71,7 +71,8 @@ def main(argv: Sequence[str], *, root: Path | None = None, stop: StopRequest | N
     this = SINGLE
     try:
         parsed = read(argv)
-        this = any_member(parsed, os.environ)
+        if (parsed.flags.nodes > 1 or "--nodes" in parsed.doubtful) and not parsed.flags.spawn:
+            this = find_launcher(os.environ)[1]
         maxtext = find_maxtext(root)
         if parsed.flags.suggest:
             return 0 if this.rank else suggesting.run(parsed, argv, maxtext)
@@ -120,8 +121,8 @@ def run_job(job: Job, notes: Iterable[str], maxtext: Path, root: Path | None, st
     for member in (this, *others):
         paths = first.of_process(member.rank)
         start = launch(job, paths, inherited=os.environ, gpu_memory=gpu_memory, this=member)
-        own = process_variables(member.rank, member.count) if others else {}
-        starts.append((replace(start, environment={**start.environment, **shared, **own}), paths))
+        of_member = process_variables(member.rank, member.count) if others else {}
+        starts.append((replace(start, environment={**start.environment, **shared, **of_member}), paths))
     start, paths = starts[0]
     if flags.dry_run:
         if flags.forecast:
@@ -169,11 +170,9 @@ def _export(start: Launch, flags: Flags, target: Path) -> int:
         raise CheckpointError(f"--checkpoint {folder}: there is no checkpoint to export; train first")
     if target.exists():
         raise FileError(f"--export {target}: it is there already; choose another folder")
-    unrolled = ["unrolled"] * (flags.scan_layers is False)
-    command = [*start.command[:3], "multimesh_maxtext", "export", str(folder.resolve()), str(steps[-1])]
-    command += [str(target.resolve()), *unrolled]
-    variables = {**os.environ, **start.environment}
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    words = "export", str(folder.resolve()), str(steps[-1]), str(target.resolve())
+    command = [*start.command[:3], "multimesh_maxtext", *words, *["unrolled"] * (flags.scan_layers is False)]
+    done = subprocess.run(command, env={**os.environ, **start.environment}, capture_output=True, text=True, check=False)
     if done.returncode:
         raise TrainerFailedError(done.stderr.strip().splitlines()[-1].removeprefix("error: "))
     result = json.loads(done.stdout)

@@ -86,13 +86,11 @@ def environment(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_mem
 
 
 def xla_flags(flags: Flags, *, devices: int, users: str = "", process: str = "") -> list[str]:
-    """Return the flags for ``XLA_FLAGS``, for so many devices of this process.
+    """Return the flags for ``XLA_FLAGS``, for so many devices of this process, whose folder for dumps is ``process``.
 
-    Those of ``users`` win over our defaults, and the command line wins over them. ``process``: its folder for dumps.
+    Those of ``users`` win over our defaults, and the command line wins over them.
     """
-    words: list[str] = []
-    if flags.platform == "cpu":
-        words.append(f"--xla_force_host_platform_device_count={devices}")
+    words = [f"--xla_force_host_platform_device_count={devices}"] if flags.platform == "cpu" else []
     for name, flag in FLAGS.items() if flags.platform == "gpu" else ():
         chosen = getattr(flags, name)
         usual = None if flag.xla_staged and not flags.staged else flag.xla_default

@@ -7,9 +7,8 @@ import math
 import statistics
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from multimesh_maxtext.command.flags import Flags
 from multimesh_maxtext.command.steps import Tell
@@ -99,24 +98,7 @@ class Monitor:
         half.replace(file)
 
 
-def tell_once(name: str, tell: Callable[[Any], object]) -> Tell:
-    """Return a function that hands a copy of each record on. What that raises is told once, and ends nothing."""
-    failed = False
-
-    def listener(record: Mapping[str, Any]) -> None:
-        nonlocal failed
-        try:
-            tell(dict(record))
-        except Exception as error:  # noqa: BLE001 - whatever a user's code raises, training goes on
-            if not failed:
-                said = f"{type(error).__name__} at step {record['step']:g}: {error}"
-                print(f"warning: {name}: {said}; training goes on with its next record", file=sys.stderr, flush=True)
-            failed = True
-
-    return listener
-
-
-def load_hook(name: str) -> Callable[[Any], object]:
+def load_hook(name: str) -> Tell:
     """Import ``module:function``. The module may lie in the working folder."""
     module, _, function = name.partition(":")
     if not module or not function.isidentifier():
@@ -135,9 +117,9 @@ def load_hook(name: str) -> Callable[[Any], object]:
     return hook
 
 
-def make_listeners(flags: Flags) -> list[Tell]:
-    """Return the functions that get each record of a run, as flags say."""
-    listeners = [tell_once(f"--prometheus {flags.prometheus}", Monitor(flags.num_steps, flags.prometheus))]
+def make_listeners(flags: Flags) -> dict[str, Tell]:
+    """Return the functions that get each record of a run, by the flags that ask for them."""
+    listeners: dict[str, Tell] = {f"--prometheus {flags.prometheus}": Monitor(flags.num_steps, flags.prometheus)}
     if flags.metrics_hook:
-        listeners.append(tell_once(f"--metrics-hook {flags.metrics_hook}", load_hook(flags.metrics_hook)))
+        listeners[f"--metrics-hook {flags.metrics_hook}"] = load_hook(flags.metrics_hook)
     return listeners

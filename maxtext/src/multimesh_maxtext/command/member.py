@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from multimesh.launch import ADDRESS, LAUNCHERS, Launcher
-from multimesh_maxtext.command.command_line import CommandLine
 from multimesh_maxtext.command.flags import Flags
 from multimesh_maxtext.errors import FlagError
 
@@ -55,12 +54,6 @@ def find_repeats(flags: Flags, environment: Mapping[str, str]) -> Iterator[str]:
                 f"{launcher.name} started {this.count} processes, and each that gets here runs this whole job; with "
                 f"--nodes {this.count} they train together"
             )
-
-
-def any_member(parsed: CommandLine, environment: Mapping[str, str]) -> Member:
-    """Return which process this is as far as that can be known from a command line that may be wrong."""
-    several = parsed.flags.nodes > 1 or "--nodes" in parsed.doubtful
-    return find_launcher(environment)[1] if several and not parsed.flags.spawn else SINGLE
 
 
 def find_launcher(environment: Mapping[str, str]) -> tuple[Launcher | None, Member]:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -34,8 +35,7 @@ from multimesh_maxtext.handoff import SECONDS
 TOLERANCE = 1e-5
 """Largest relative difference of a loss or a gradient norm at which two runs agree; float32 needs less."""
 
-_NO_MEMORY = b"std::bad_alloc"
-"""The C++ library's word for a lack of memory, by which it ends a process."""
+_NO_MEMORY = b"std::bad_alloc"  # the C++ library's word for a lack of memory, by which it ends a process
 
 Tell = Callable[[Mapping[str, float]], object]
 """Called with the record of each step and evaluation."""
@@ -66,11 +66,14 @@ class Run:
     reference: Sequence[Step] = ()
     differences: Sequence[float] = ()
 
-    def __init__(self, paths: Paths, planned: range = range(0), tell: Sequence[Tell] = ()) -> None:
-        """Cut the first planned step and all after it off the file; ``tell`` gets the records from then on."""
+    def __init__(self, paths: Paths, planned: range = range(0), listeners: Mapping[str, Tell] = {}) -> None:
+        """Cut the first planned step and all after it off the file; listeners get copies of the records from then on.
+
+        What one of them raises is told once, with its name, and ends nothing.
+        """
         metrics, self.planned = paths.metrics, planned
         self.log = paths.log  # of the trainer that failed
-        self._lines, self._tell = tail(metrics), tuple[Tell, ...]()
+        self._lines, self._failed, self._listeners = tail(metrics), set[str](), dict[str, Tell]()
         # evaluations: for each the optimizer ``step`` that it came after, and its mean ``loss`` in nats
         self.steps, self.evaluations = list[Step](), list[dict[str, float]]()
         end = position = 0
@@ -82,7 +85,7 @@ class Run:
         if position > end:
             os.truncate(metrics, end)
         self.before = self.read()  # steps of the run that this one resumes, as far as they are known
-        self.steps, self.evaluations, self._tell = [], [], tuple(tell)
+        self.steps, self.evaluations, self._listeners = [], [], dict(listeners)
 
     def read(self) -> list[Step]:
         """Return the steps that were completed since the last call."""
@@ -92,8 +95,14 @@ class Run:
             # MaxText also writes the running means of an evaluation, which have no total.
             if not is_step and "eval/total_loss" not in record:
                 continue
-            for tell in self._tell:
-                tell(record)
+            for name, listener in self._listeners.items():
+                try:
+                    listener(dict(record))
+                except Exception as error:  # noqa: BLE001 - whatever a user's code raises, training goes on
+                    if name not in self._failed:
+                        said = f"{type(error).__name__} at step {record['step']:g}: {error}"
+                        print(f"warning: {name}: {said}; training goes on with its next record", file=sys.stderr)
+                    self._failed.add(name)
             number = int(record["step"])
             if is_step:
                 norm = record.get("learning/raw_grad_norm", record.get("learning/grad_norm", math.nan))

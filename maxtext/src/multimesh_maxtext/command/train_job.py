@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from multimesh.launch import run_together
 from multimesh_maxtext import outcome
 from multimesh_maxtext.checkpoint_folder import going_back, look
-from multimesh_maxtext.command.checkpoint import PARAMETERS, RUNNING, beginning, make_way, mark_run, writing
+from multimesh_maxtext.command.checkpoint import PARAMETERS, RUNNING, beginning, make_way, writing
 from multimesh_maxtext.command.dataset import write_corpus
 from multimesh_maxtext.command.environment import python
 from multimesh_maxtext.command.flags import Flags
@@ -47,8 +47,7 @@ from multimesh_maxtext.errors import (
 UNFIT = "unfit-nodes"
 """File in the output folder: the nodes that the check found at fault, one a line, for ``sbatch --exclude``."""
 
-_NEWS = "multimesh: "
-"""Begins the lines of the trainer's log that an operator should see at once: who is lost, or holds up the others."""
+_NEWS = "multimesh: "  # begins lines of a log that an operator should see at once: who is lost, or holds up the others
 
 
 def train_job(
@@ -68,11 +67,10 @@ def train_job(
     """
     o, paths, leads = job.flags, starts[0][1], this.rank == 0
     with writing(paths.output / RUNNING, "--output"):
-        for _, place in starts:
-            make_way(o, first, place)
-        listeners = make_listeners(o) if leads else []
+        listeners = make_listeners(o) if leads else {}
         console.print(python())
         for _, place in starts:
+            make_way(o, first, place)
             prepare_folders(job, place, texts)
         if o.check:
             check_processes(starts, o, first.output / UNFIT)
@@ -85,12 +83,12 @@ def train_job(
                 run = train(job, starts, console, step, stop, listeners)
             write_outcome(run, paths, this, o.checkpoint)  # others look for it
             if run.error and len(starts) < o.nodes:
-                run.error = outcome.find_cause(first.output, this.count, run.error)
+                run.error = outcome.find_cause(run.error, [first.of_process(rank).outcome for rank in range(o.nodes)])
             if not isinstance(run.error, DamagedCheckpointError):
                 break
-            line = going_back(run.error, o.checkpoint or Path())
+            back = going_back(run.error, o.checkpoint or Path())
             if leads:
-                print(line, file=sys.stderr)
+                print(back, file=sys.stderr)
         if o.verify and leads and not run.error:
             other, beside = reference_job(job), paths.below("spmd")
             prepare_folders(other, beside, texts)
@@ -150,7 +148,7 @@ def prepare_folders(job: Job, paths: Paths, texts: Sequence[str]) -> None:
 
 
 def train(
-    job: Job, starts: Sequence[Start], console: Output, first: int, stop: StopRequest, tell: Sequence[Tell] = ()
+    job: Job, starts: Sequence[Start], console: Output, first: int, stop: StopRequest, tell: Mapping[str, Tell] = {}
 ) -> Run:
     """Start trainers, show their progress, tell the records to others, and judge the run from its ``first`` step on."""
     o, places = job.flags, [paths for _, paths in starts]
@@ -167,8 +165,8 @@ def train(
             if line.startswith(_NEWS) and not paths.process:
                 print(line, file=sys.stderr)
         steps = run.read()
-        if steps and steps == run.steps:
-            mark_run(paths.output, o.checkpoint)
+        if steps and steps == run.steps:  # a run that failed before its first step leaves nothing
+            (paths.output / RUNNING).write_text(str(o.checkpoint.resolve()) if o.checkpoint else os.devnull)
         for step in steps:
             show(step_line(step, o.num_steps))
         return bool(o.checkpoint and run.steps)  # before its first step there is nothing to save
@@ -188,10 +186,9 @@ def train(
 
 def write_outcome(run: Run, paths: Paths, this: Member, checkpoints: Path | None) -> None:
     """Write why this process ended, and how far it came, for whoever started it and for the others."""
-    newest = look(checkpoints)[-1:] if checkpoints else ()
-    step, checkpoint = run.steps[-1].number if run.steps else None, newest[0] if newest else None
-    who = outcome.name_process(this.rank, this.count)
-    outcome.write(run.error, paths.outcome, who, step=step, checkpoint=checkpoint)
+    step = max((step.number for step in run.steps), default=None)
+    newest = max(look(checkpoints) if checkpoints else (), default=None)
+    outcome.write(run.error, paths.outcome, outcome.name_process(this.rank, this.count), step=step, checkpoint=newest)
 
 
 def _report(job: Job, console: Output, paths: Paths, run: Run) -> int:

@@ -45,7 +45,7 @@ _OF_TENSORSTORE = re.compile(r"[A-Z_]+: (?:.*: )?(.*?)(?: \[\w+='.*)?")
 """An error of TensorStore: the operations that it was about to do, what happened, details for its authors."""
 
 
-def telling(checkpoints: Any, layers: int | None = None) -> Any:
+def explain_failures(checkpoints: Any, layers: int | None = None) -> Any:
     """Let a checkpointer raise a `CheckpointError` where a checkpoint cannot be read or written, or was damaged.
 
     Returns the checkpointer. It refuses a checkpoint of another model. With the number of ``layers`` it loads one of

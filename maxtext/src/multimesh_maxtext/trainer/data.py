@@ -55,7 +55,7 @@ def batches(config: Any, mesh: Mesh) -> tuple[Any, Any] | None:
 def place_state(abstract_state: Any, shardings: Any, checkpoints: Any) -> tuple[Any, Any, Any]:
     """Leave the train state as it is; check the checkpoints that it is read from."""
     if hasattr(checkpoints, "load_checkpointables"):  # Orbax's emergency checkpointers have an older API
-        checkpoints = checkpointer.telling(checkpoints)
+        checkpoints = checkpointer.explain_failures(checkpoints)
     return abstract_state, shardings, checkpoints
 
 

@@ -24,7 +24,7 @@ import multimesh
 from multimesh_maxtext.errors import LauncherError
 from multimesh_maxtext.handoff import TrainerConfig, find_schedule, receive
 from multimesh_maxtext.trainer import placement, processes, step
-from multimesh_maxtext.trainer.checkpointer import telling
+from multimesh_maxtext.trainer.checkpointer import explain_failures
 
 _stages: placement.Stages | None = None
 _specs: dict[tuple[str, ...], P] = {}
@@ -101,7 +101,8 @@ def place_state(abstract_state: Any, shardings: Any, checkpoints: Any) -> tuple[
             lambda x, s: NamedSharding(s.mesh, P()) if x.size < below else s, abstract_state, shardings
         )
     shardings = stages.shardings(shardings)
-    return placement.lay_out(abstract_state, shardings), shardings, checkpoints and telling(checkpoints, stages.layers)
+    checkpoints = checkpoints and explain_failures(checkpoints, stages.layers)
+    return placement.lay_out(abstract_state, shardings), shardings, checkpoints
 
 
 def init_state(fn: Callable[[], Any], *, out_shardings: Any, **_: None) -> Callable[[], Any]:

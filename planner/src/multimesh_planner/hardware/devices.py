@@ -87,8 +87,9 @@ class Device:
         A precision without a share of its own has that of the next wider one.
         """
         rates = self.rates
-        wider = {"bf16": (), "fp8": (rates.matmul_fp8,), "fp4": (rates.matmul_fp4, rates.matmul_fp8)}
-        return self.peak(precision) * self.clock * next(filter(None, wider[precision]), rates.matmul_bf16)
+        fp8 = rates.matmul_fp8 or rates.matmul_bf16
+        share = {"bf16": rates.matmul_bf16, "fp8": fp8, "fp4": rates.matmul_fp4 or fp8}[precision]
+        return self.peak(precision) * self.clock * share
 
 
 def check_positive(label: str, value: object) -> None:
