@@ -96,6 +96,9 @@ def full_file(error: BaseException) -> NoSpaceError | None:
     text = first_line(error)
     of_tensorstore = _FILE_OF_TENSORSTORE.search(str(error))
     name = of_tensorstore[1] if of_tensorstore else getattr(error, "filename", None)
+    log = "/proc/self/fd/1"  # a line that cannot be written there names no file
+    if not name and os.path.isfile(log) and not os.statvfs(log).f_bavail:
+        name = os.readlink(log)
     name = name or (text if "/" in text else "a file of --output, --checkpoint or --metrics-file")
     if Path(name).is_absolute():
         name = str(Path(name).resolve())  # MaxText writes checkpoints through a link

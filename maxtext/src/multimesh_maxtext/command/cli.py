@@ -121,8 +121,8 @@ def run_job(job: Job, notes: Iterable[str], maxtext: Path, root: Path | None, st
     for member in (this, *others):
         paths = first.of_process(member.rank)
         start = launch(job, paths, inherited=os.environ, gpu_memory=gpu_memory, this=member)
-        of_member = process_variables(member.rank, member.count) if others else {}
-        starts.append((replace(start, environment={**start.environment, **shared, **of_member}), paths))
+        numbers = process_variables(member.rank, member.count) if others else {}
+        starts.append((replace(start, environment={**start.environment, **shared, **numbers}), paths))
     start, paths = starts[0]
     if flags.dry_run:
         if flags.forecast:
