@@ -1,11 +1,12 @@
 """Fixes the layout of every slot of a plan before anything is compiled.
 
 Arguments, results and what replaces arguments have the layout that was asked for. Elsewhere a result takes the axes of
-the constraint that it reaches through cheap operations, then those of its operands (`primitives.links`) in the order of
-the plan; what is still open takes those of its readers. Where one axis divides two operands and the result can have it
-once, the operand with more bytes on a device keeps it, so that the compiler gathers the other; a broadcast has the
-bytes of its operand, and what the kernel gathered before, for another operation, has none. Layouts never change a
-result, but the compiler must obey those of a kernel's results: a wrong one costs collectives, time and memory.
+the constraint, or the sum over microbatches, that it reaches through cheap operations, then those of its operands
+(`primitives.links`) in the order of the plan; what is still open takes those of its readers. Where one axis divides two
+operands and the result can have it once, the operand with more bytes on a device keeps it, so that the compiler gathers
+the other; a broadcast has the bytes of its operand, and what the kernel gathered before, for another operation, has
+none. Layouts never change a result, but the compiler must obey those of a kernel's results: a wrong one costs
+collectives, time and memory.
 """
 
 from __future__ import annotations
@@ -151,9 +152,14 @@ class Flow:
         """Propagate axes to open dimensions, from results to operands too."""
         spread([(array, d) for array in self._all for d, axes in enumerate(array.axes) if axes])
 
-    def operations(self, ops: Sequence[ir.Op], env: dict[ir.Value, Array], mesh: Mesh) -> None:
-        """Propagate axes forward through operations. ``env`` has their operands and receives their results."""
-        nearest = _find_constraints(ops)
+    def operations(
+        self, ops: Sequence[ir.Op], env: dict[ir.Value, Array], mesh: Mesh, sums: Mapping[ir.Value, Array] | None = None
+    ) -> None:
+        """Propagate axes forward through operations. ``env`` has their operands and receives their results.
+
+        ``sums`` has the arrays to which results are added.
+        """
+        nearest = _find_constraints(ops, sums or {})
         for op in ops:
             ins = [env[atom] if isinstance(atom, ir.Value) else None for atom in op.ins]
             outs = [self.new(out, mesh) for out in op.outs]
@@ -259,8 +265,8 @@ class Flow:
         return [env[v] if isinstance(v, ir.Value) else None for v in inner.outputs]
 
 
-def _find_constraints(ops: Sequence[ir.Op]) -> dict[ir.Value, list[tuple[int, Axes]]]:
-    """Map values to the dimensions and axes of the nearest constraint that cheap operations lead to."""
+def _find_constraints(ops: Sequence[ir.Op], sums: Mapping[ir.Value, Array]) -> dict[ir.Value, list[tuple[int, Axes]]]:
+    """Map values to the dimensions and axes of the nearest constraint, or sum, that cheap operations lead to."""
     nearest: dict[ir.Value, list[tuple[int, Axes]]] = {}
     distance: dict[ir.Value, int] = {}
 
@@ -268,6 +274,8 @@ def _find_constraints(ops: Sequence[ir.Op]) -> dict[ir.Value, list[tuple[int, Ax
         if isinstance(atom, ir.Value) and dimensions and steps < distance.get(atom, steps + 1):
             nearest[atom], distance[atom] = dimensions, steps
 
+    for value, total in sums.items():
+        note(value, [(d, axes) for d, axes in enumerate(total.divided) if axes], 0)
     for op in reversed(ops):
         fixed = constraint(op)
         if fixed is not None:
@@ -370,7 +378,7 @@ class _Slots(Flow):
                 inputs = inputs[1 + len(kernel.rows) :]
             env.update(zip(kernel.ins, inputs, strict=True))
             self.gathers.clear()
-            self.operations(kernel.ops, env, mesh)
+            self.operations(kernel.ops, env, mesh, dict(zip(kernel.sums, operands, strict=False)))
         else:
             env.update((value, self.new(value, mesh)) for value in kernel.outs)
             for row in operands:
