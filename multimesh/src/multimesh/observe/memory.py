@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import math
+import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 
@@ -19,6 +21,9 @@ from multimesh.passes.planning.fix_layouts import Inner, ValueAxes, kernel_axes,
 from multimesh.passes.planning.share_gathers import find_exchanges
 from multimesh.plan.instructions import Run
 from multimesh.plan.plan import Plan
+
+_THRESHOLD = "xla_gpu_all_reduce_combine_threshold_bytes", 32 << 20
+"""XLA's flag for the bytes up to which it joins sums over devices, and its default."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -67,8 +72,8 @@ def estimate_memory(plan: Plan, platform: str | None = None) -> tuple[MemoryEsti
     """Return the bytes on each device of each submesh, as the compiler of a platform would need them."""
     platform = platform or plan.submeshes[0].devices.flat[0].platform
     kernels, bodies = kernel_axes(plan)
-    beside = platform == "cpu"
-    work = {n: _workspace(plan, plan.first_runs[n], axes, bodies, beside) for n, axes in kernels.items()}
+    beside, args = platform == "cpu", {slot: arg for arg, slot in plan.inputs}
+    work = {n: _workspace(plan, plan.first_runs[n], axes, bodies, args, beside) for n, axes in kernels.items()}
     return _forecasts(plan, _sizes(plan), work)
 
 
@@ -137,7 +142,9 @@ def _find_takeovers(plan: Plan, run: Run, args: Mapping[int, int]) -> set[int]:
     return {slot for slot in run.outs if plan.like.get(slot) in donated}
 
 
-def _workspace(plan: Plan, run: Run, axes: ValueAxes, bodies: Mapping[ir.Op, Inner], beside: bool) -> int:
+def _workspace(
+    plan: Plan, run: Run, axes: ValueAxes, bodies: Mapping[ir.Op, Inner], args: Mapping[int, int], beside: bool
+) -> int:
     """Return the most bytes of arrays within a kernel that are alive at once.
 
     GPUs compute a product into the sum that it is added to, unless devices sum it first. CPUs have it beside the sum.
@@ -145,8 +152,10 @@ def _workspace(plan: Plan, run: Run, axes: ValueAxes, bodies: Mapping[ir.Op, Inn
     kernel = plan.kernels[run.kernel]
     mesh = plan.submeshes[kernel.submesh]
     outside = {*kernel.ins, *kernel.rows, *kernel.outs}
-    sums = frozenset(ir.values(kernel.sums))
-    return _peak(kernel.ops, axes, bodies, outside, kernel.outs, mesh, sums, beside)
+    sums, takeovers = frozenset(ir.values(kernel.sums)), _find_takeovers(plan, run, args)
+    outs = zip(kernel.outs, run.outs[len(kernel.sums) :], strict=True)
+    taken = frozenset(out for out, slot in outs if slot in takeovers)
+    return _peak(kernel.ops, axes, bodies, outside, kernel.outs, mesh, sums, taken, beside)
 
 
 def _peak(
@@ -157,9 +166,10 @@ def _peak(
     results: Iterable[ir.Atom],
     mesh: Mesh,
     sums: frozenset[ir.Value] = frozenset(),
+    taken: frozenset[ir.Value] = frozenset(),
     beside: bool = False,
 ) -> int:
-    """Return the most bytes of results alive at once."""
+    """Return the most bytes of results alive at once. ``taken``: results in the buffers of donated arguments."""
     ops = list(_inline(ops, bodies))
     exchanges = [find_exchanges(op, axes, mesh) for op in ops]
     origins = _find_origins(ops, axes)
@@ -167,7 +177,8 @@ def _peak(
     copied = {copy.array: copy.first for copy in copies}
     starts, last, makers = _live_ranges(ops, axes, bodies, mesh, outside, results, sums, beside, origins, copied)
     ranges = {v: (n, last[v]) for n, values in enumerate(starts) for v in values if last.get(v, -1) > n}
-    lent = set[ir.Value]() if beside else _lend(ranges, makers, lambda v: _size(v, axes, mesh))
+    lenders = {v: n for v, n in makers.items() if v not in taken}
+    lent = set[ir.Value]() if beside else _lend(ranges, lenders, lambda v: _size(v, axes, mesh))
     ending: dict[int, int] = collections.defaultdict(int)  # bytes that the operation of this number reads last
     beginning: dict[int, int] = collections.defaultdict(int)  # bytes of operands that it gathers first
     uses = group((copy, n) for n, exchange in enumerate(exchanges) for copy in exchange.gathered)
@@ -178,6 +189,7 @@ def _peak(
     for copy in copies:
         beginning[copy.first] += copy.nbytes
         ending[copy.last] += copy.nbytes
+    joined = {} if beside else _find_joined_sums(ops, axes, mesh)
     alive = peak = 0
     for n, op in enumerate(ops):
         alive += beginning[n]
@@ -191,9 +203,23 @@ def _peak(
         part = exchanges[n].part  # summed in place, unless it is larger than the result or added to a sum
         if part and op.outs[0] not in sums and part <= _size(op.outs[0], axes, mesh):
             part = 0
+        part += max(0, joined.get(n, 0) - ending[n])  # what is read at once is read from the buffer
         peak = max(peak, alive + nested_peak + part)
         alive -= ending[n]
     return peak
+
+
+def _find_joined_sums(ops: Sequence[ir.Op], axes: ValueAxes, mesh: Mesh) -> dict[int, int]:
+    """Return the bytes of the buffer in which XLA joins sums over devices, by the number of the last of them."""
+    flag = re.search(rf"--{_THRESHOLD[0]}=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    most, total, last = int(flag[1]) if flag else _THRESHOLD[1], 0, {}
+    for n, op in enumerate(ops):
+        summed = op.params["axes"] if op.prim.name == "reduce_sum" and op.ins[0] in axes else ()
+        size = sum(_size(o, axes, mesh) for o in op.outs)
+        if any(axes[op.ins[0]][d] for d in summed) and total + size <= most:
+            total += size
+            last = {n: total}
+    return last
 
 
 def _lend(
@@ -290,7 +316,7 @@ def _live_ranges(
                 at = first_readers[v]
                 starts[at].append(v)
                 last |= {operand: max(at, last.get(operand, at)) for operand in through}
-            elif beside and buffer == "fused" and users[v] > 1:
+            elif users[v] > 1 and buffer == "fused" and (beside or _joins(v, through, axes, mesh)):
                 starts[n].append(v)
             else:
                 made_of[v] = through
@@ -300,6 +326,12 @@ def _live_ranges(
                 last[v] = at + 1
     last |= dict.fromkeys(arrays(results), len(ops))
     return starts, last, makers
+
+
+def _joins(value: ir.Value, arrays: Iterable[ir.Value], axes: ValueAxes, mesh: Mesh) -> bool:
+    """Return whether a result is made of several arrays of its size: computed once more, it reads them all again."""
+    size = _size(value, axes, mesh)
+    return sum(_size(array, axes, mesh) >= size for array in arrays) > 1
 
 
 def _find_origins(ops: Iterable[ir.Op], axes: ValueAxes) -> Mapping[ir.Value, ir.Value]:
