@@ -17,5 +17,5 @@ else
   printf 'jax and xla are not here: ./bootstrap.sh --group source, then .devcontainer/native.sh, to work on them\n'
 fi
 .venv/bin/python -m tooling status
-.venv/bin/python -m multimesh demo --steps 2
+.venv/bin/python examples/pipeline.py
 printf 'ready: .venv/bin/pytest, maxtext/validate-cpu.sh\n'

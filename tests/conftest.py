@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.hooks import pytest_configure  # noqa: F401
+from tooling.core.files import ROOT
+
 STAND_IN = "stand_in"
 UNIT = Path(__file__).resolve().parent / "unit"
-
-
-def pytest_configure() -> None:
-    """Let the programs that tests start be interrupted also where a shell started pytest in the background."""
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

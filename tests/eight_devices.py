@@ -1,35 +1,17 @@
 """Eight virtual CPU devices, and what all tests with JAX share; import it before jax, from a ``conftest.py``."""
 
 import os
-import signal
 
 import pytest
 
-from tests.gpu_compiler import pytest_runtest_setup
-from tests.quick_gc import pytest_collection_finish
-from tests.telling import pytest_collection_modifyitems
+from tests.hooks import *  # noqa: F403
 from tests.xla_flags import QUICK, add_flags
-
-__all__ = [
-    "compilations",
-    "double",
-    "pytest_collection_finish",
-    "pytest_collection_modifyitems",
-    "pytest_configure",
-    "pytest_runtest_setup",
-]
 
 os.environ.setdefault("NPROC", "64")  # fewer threads than device programs in flight: collectives wait for ever
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("MULTIMESH_VERIFY", "1")  # every pass is checked in every test
 add_flags("--xla_force_host_platform_device_count=8", *QUICK)
-
-
-def pytest_configure(config):
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell started pytest in the background; tests send it
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    config.addinivalue_line("markers", "flax: needs flax; left out where a jax without a matching flax is tested")
 
 
 @pytest.fixture
@@ -46,13 +28,13 @@ def compilations():
     """A list that gets an entry for every program that XLA compiles during the test."""
     import jax.monitoring
 
-    seen: list[float] = []
+    durations: list[float] = []
     active = True
 
     def listen(event: str, seconds: float, **_: object) -> None:
         if active and event == "/jax/core/compile/backend_compile_duration":
-            seen.append(seconds)
+            durations.append(seconds)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seen
+    yield durations
     active = False  # the public interface has no way to remove one listener

@@ -16,6 +16,6 @@ def locked_versions(path: Path, python: str | None = None) -> dict[str, str]:
     environment = {name: str(value) for name, value in default_environment().items()}
     if python is not None:
         environment |= {"python_full_version": python, "python_version": ".".join(python.split(".")[:2])}
-    asked = [Requirement(match[0]) for match in _REQUIREMENT.finditer(path.read_text(encoding="utf-8"))]
-    wanted = [each for each in asked if each.marker is None or each.marker.evaluate(environment)]
-    return {each.name: next(iter(each.specifier)).version for each in wanted}
+    lines = (Requirement(match[0]) for match in _REQUIREMENT.finditer(path.read_text(encoding="utf-8")))
+    applicable = [line for line in lines if line.marker is None or line.marker.evaluate(environment)]
+    return {line.name: next(iter(line.specifier)).version for line in applicable}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -13,8 +15,8 @@ FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 def names() -> list[str]:
     """Return the Markdown files that git tracks."""
     argv = ["git", "-C", str(ROOT), "ls-files", "-z", "--", "*.md"]
-    told = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
-    return [name for name in told.split("\0") if name]
+    listed = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+    return [name for name in listed.split("\0") if name]
 
 
 def blocks(name: str, language: str) -> list[str]:
@@ -27,3 +29,8 @@ def typed(name: str) -> list[str]:
     return [
         line for body in blocks(name, "console") for line in re.findall(r"^\$ (.*)", body.replace("\\\n", ""), re.M)
     ]
+
+
+def read_commented(path: Path) -> dict[str, Any]:
+    """Read JSON with comments of their own lines."""
+    return dict(json.loads(re.sub(r"^\s*//.*$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)))

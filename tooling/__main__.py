@@ -1,8 +1,5 @@
 """``python -m tooling``."""
 
-import sys
-
 from tooling.cli import main
 
-if __name__ == "__main__":
-    sys.exit(main())
+raise SystemExit(main())

@@ -1,7 +1,6 @@
 """The command line: parses the options of a command, and turns errors into exit codes.
 
-Each of ``MODULES`` has ``register(subparsers)``, which adds its commands. It imports libraries where it uses them:
-a command starts fast, and ``bootstrap`` before anything is installed.
+``commands.toml`` has all commands and options. Of the modules only the one that a command names is imported.
 """
 
 from __future__ import annotations
@@ -10,49 +9,79 @@ import argparse
 import contextlib
 import importlib
 import os
+import re
 import signal
 import sys
+import tomllib
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 from tooling.core import errors, proc
 
-MODULES = (
-    *("environment.install", "sources.sync", "sources.pins", "image.bazel_cache", "image.pipeline", "image.release"),
-    "ci.steps",
-)
 INTERRUPTED = 130
+
+
+def parse_port(text: str) -> int:
+    """Read the number of a port."""
+    if not text.isdecimal() or not 0 < int(text) < 2**16:
+        raise argparse.ArgumentTypeError(f"'{text}' is no port; give a number from 1 to 65535")
+    return int(text)
+
+
+def parse_gib(text: str) -> int:
+    """Read ``50G`` or ``1T`` as GiB: bazel-remote counts in whole ones."""
+    if (match := re.fullmatch(r"([1-9]\d{0,6})([GT])", text)) is None:
+        raise argparse.ArgumentTypeError(f"'{text}': write a whole number and G or T, e.g. 50G")
+    return int(match[1]) * {"G": 1, "T": 1024}[match[2]]
+
+
+_KINDS = {"path": Path, "port": parse_port, "gib": parse_gib, "yes-or-no": argparse.BooleanOptionalAction}
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    parser = argparse.ArgumentParser(
-        prog=".venv/bin/python -m tooling",
-        description="  .venv/bin/python -m tooling status\n  .venv/bin/python -m tooling lock maxtext 0.2.5\n\n"
-        "Sources, images and releases of MultiMesh for JAX.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in MODULES:
-        importlib.import_module(f"tooling.{module}").register(subparsers)
+    document = tomllib.loads(Path(__file__).with_name("commands.toml").read_text(encoding="utf-8"))
+    parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, **document["parser"])
+    _add_commands(parser, "command", document["commands"], document["options"])
     return parser
+
+
+def _add_commands(parser: argparse.ArgumentParser, level: str, commands: dict[str, Any], options: Any) -> None:
+    subparsers = parser.add_subparsers(dest=level, metavar=level.upper(), required=True)
+    for name, entry in commands.items():
+        text, form = entry["help"], argparse.RawDescriptionHelpFormatter
+        shown = "\n".join([*(f"  {line}" for line in entry.get("examples", ())), "", f"{text[0].upper()}{text[1:]}."])
+        own = subparsers.add_parser(name, help=text, description=shown, formatter_class=form, **entry.get("parser", {}))
+        own.set_defaults(run=entry.get("run"), parser=own, **entry.get("defaults", {}))
+        for group in (options[group] for group in entry.get("options", ())):
+            titles = {key: value for key, value in group.items() if isinstance(value, str)}
+            place = own.add_argument_group(**titles) if titles else own
+            for flags, settings in group.items():
+                if flags not in titles:
+                    kinds = {key: _KINDS[settings[key]] for key in ("type", "action") if settings.get(key) in _KINDS}
+                    place.add_argument(*flags.split(), **settings | kinds)
+        if "commands" in entry:
+            _add_commands(own, "step", entry["commands"], options)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read a command with its options; leaves by ``SystemExit`` after help, or where they are wrong."""
-    parser = build_parser()
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        # The command's own parser: its name is the door that was called, as docker/build.py.
-        inner = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-        inner.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    args, unknown = build_parser().parse_known_args(argv)
+    if unknown:  # said by the command's own parser: its name is the door that was called, as docker/build.py
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     return args
 
 
 def main_inner(argv: Sequence[str]) -> int:
     """Run one command and return its exit code; errors pass through."""
     args = parse(argv)
-    return args.func(args) or 0
+    module, _, function = args.run.rpartition(".")
+    try:
+        return getattr(importlib.import_module(f"tooling.{module}"), function)(args) or 0
+    except ImportError as error:
+        name = error.name or "git"  # which GitPython looks for
+        raise errors.ToolingError(f"{name}: not found; install it, or run ./bootstrap.sh --group image") from error
 
 
 def main(argv: Sequence[str] | None = None, inner: Callable[[Sequence[str]], int] = main_inner) -> int:

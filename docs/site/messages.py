@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,11 @@ def collect(package: str) -> Iterator[tuple[str, str, list[Message]]]:
             name = ".".join(path.relative_to(folder.parent).with_suffix("").parts).removesuffix(".__init__")
             about = (ast.get_docstring(tree) or "").partition("\n\n")[0]
             yield name, plain(about), list(dict.fromkeys(found))
+    for path in folder.rglob("complaints.toml"):  # what it says of a program that failed
+        rows = tomllib.loads(path.read_text(encoding="utf-8"))["complaint"]
+        texts = [(row["error"], re.sub(r"\{(\w+)\}", rf"{GAP}\1{GAP}", row["message"])) for row in rows]
+        found = [Message(kind, text) for kind, text in texts if _has_words(text)]
+        yield f"{folder.name}.core.complaints", "What git, pip or a build complains of.", list(dict.fromkeys(found))
 
 
 def _messages(call: ast.Call) -> Iterator[Message]:
@@ -81,8 +87,12 @@ def _messages(call: ast.Call) -> Iterator[Message]:
         for arg in call.args[:1]:
             for choice in (arg.body, arg.orelse) if isinstance(arg, ast.IfExp) else (arg,):
                 text = _template(choice)
-                if len(re.sub(rf"{GAP}[^{GAP}]*{GAP}|\W", "", text)) >= LETTERS:
+                if _has_words(text):
                     yield Message(kind, text)
+
+
+def _has_words(text: str) -> bool:
+    return len(re.sub(rf"{GAP}[^{GAP}]*{GAP}|\W", "", text)) >= LETTERS
 
 
 def _template(node: ast.expr) -> str:

@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.gpu_compiler import pytest_runtest_setup  # noqa: F401
-from tests.quick_gc import pytest_collection_finish  # noqa: F401
-from tests.telling import pytest_collection_modifyitems  # noqa: F401
+from tests.hooks import *  # noqa: F403
 from tests.xla_flags import QUICK, add_flags
 
 from multimesh_maxtext.command.check_flags import check_job

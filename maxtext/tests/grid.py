@@ -50,8 +50,12 @@ def _schedules(model: str) -> list[str]:
     return cases
 
 
+def _each(grid: str, *cases: str) -> list[str]:
+    return [f"{grid} {case}" for case in cases]
+
+
 def _remat() -> list[str]:
-    from multimesh_maxtext.command.values import REMAT
+    from multimesh_maxtext.command.flags import REMAT
 
     return [
         f"{_FOUR} --remat {policy} {shape}"
@@ -141,28 +145,26 @@ SECTIONS = {
         for model in models
     ],
     "remat": _remat(),
-    "training": [
-        f"{_FOUR} {case}"
-        for case in (
-            "--num-layers 2 opt_type=adam_pax",
-            "--num-layers 2 opt_type=sgd logits_via_embedding=true",
-            "--num-layers 2 opt_type=muon",
-            "--num-layers 4 --scan-layers opt_type=muon logits_via_embedding=true",
-            "--num-layers 2 skip_step_on_spikes=true",
-            "--num-layers 2 gradient_clipping_threshold=0",
-            f"--num-layers 2 logits_via_embedding=true {_GPT3}",
-            "--model-name gpt3-52k --num-layers 2",
-            "--num-layers 2 dropout_rate=0.1",
-            f"--num-layers 4 --interleave 2 dropout_rate=0.1 {_GPT3}",
-            "--num-layers 4 --scan-layers dropout_rate=0.1 logits_via_embedding=true",
-            f"--num-layers 2 load_balance_loss_weight=0.01 {_DENSE}",
-            f"--num-layers 4 --scan-layers dropout_rate=0.1 {_SPARSE}",
-            "--num-layers 2 --microbatch-size 4",
-            "--num-layers 2 dtype=bfloat16",
-            f"--num-layers 4 --scan-layers --remat full dtype=bfloat16 {_GPT3}",
-            f"--num-layers 2 dtype=bfloat16 {_DENSE}",
-        )
-    ],
+    "training": _each(
+        _FOUR,
+        "--num-layers 2 opt_type=adam_pax",
+        "--num-layers 2 opt_type=sgd logits_via_embedding=true",
+        "--num-layers 2 opt_type=muon",
+        "--num-layers 4 --scan-layers opt_type=muon logits_via_embedding=true",
+        "--num-layers 2 skip_step_on_spikes=true",
+        "--num-layers 2 gradient_clipping_threshold=0",
+        f"--num-layers 2 logits_via_embedding=true {_GPT3}",
+        "--model-name gpt3-52k --num-layers 2",
+        "--num-layers 2 dropout_rate=0.1",
+        f"--num-layers 4 --interleave 2 dropout_rate=0.1 {_GPT3}",
+        "--num-layers 4 --scan-layers dropout_rate=0.1 logits_via_embedding=true",
+        f"--num-layers 2 load_balance_loss_weight=0.01 {_DENSE}",
+        f"--num-layers 4 --scan-layers dropout_rate=0.1 {_SPARSE}",
+        "--num-layers 2 --microbatch-size 4",
+        "--num-layers 2 dtype=bfloat16",
+        f"--num-layers 4 --scan-layers --remat full dtype=bfloat16 {_GPT3}",
+        f"--num-layers 2 dtype=bfloat16 {_DENSE}",
+    ),
     "blocks": [
         f"{_FOUR} {layers} decoder_block={block}"
         for block in ("default", "mistral", "gemma", "gemma2", "qwen2", "qwen3")
@@ -171,54 +173,44 @@ SECTIONS = {
     + [f"{_FOUR} --num-layers 2 num_experts_per_tok=2 {_SPARSE.replace('mixtral', 'qwen3_moe')}"],
     "unlike": [*UNLIKE.values()],
     "newest": list(NEWEST),
-    "inside": [
-        f"--cpus 4 {case}"
-        for case in (
-            "--cp 2 --pp 2 --num-layers 2",
-            f"--cp 2 --pp 2 --num-layers 4 --scan-layers context_parallel_load_balance=false {_GPT3}",
-            f"--cp 2 --pp 2 --num-layers 2 {_DENSE}",
-            "--fsdp 2 --pp 2 --interleave 2 --schedule looped-bfs --gather-once --num-layers 4",
-            "--fsdp 2 --pp 2 --gather-once --num-layers 4 --scan-layers",
-        )
-    ],
-    "zero": [
-        f"{_FOUR} {case}"
-        for case in (
-            "--num-layers 2 --zero 1",
-            "--num-layers 2 --zero 2",
-            "--num-layers 4 --scan-layers --zero 2 logits_via_embedding=true",
-            f"--num-layers 4 --interleave 2 --zero 2 {_GPT3}",
-            "--num-layers 2 --schedule zb-h1 --zero 2 gradient_clipping_threshold=0",
-            "--num-layers 2 --zero 2 opt_type=adam_pax",
-            "--num-layers 2 --zero 2 opt_type=muon",
-            "--num-layers 2 --zero 2 --remat full dtype=bfloat16",
-            f"--num-layers 2 --zero 2 {_DENSE}",
-        )
-    ],
-    "contexts": [
-        f"--cpus 8 {case}"
-        for case in (
-            "--cp 2 --tp 2 --pp 2 --num-layers 2",
-            "--cp 2 --tp 2 --sequence-parallel --pp 2 --schedule zb-h1 --num-layers 4 --scan-layers",
-            "--cp 2 --fsdp 2 --pp 2 --interleave 2 --num-layers 4 decoder_block=qwen3",
-            "--cp 4 --pp 2 --num-layers 2 decoder_block=gemma2",
-            UNLIKE["deepseek"].replace("--cpus 4 --pp 4", "--cp 2 --ep 2 --pp 2"),
-        )
-    ],
-    "experts": [
-        f"--cpus 4 --ep 2 --pp 2 {case}"
-        for case in (
-            f"--num-layers 2 {_RING}",
-            f"--num-layers 4 --scan-layers num_experts_per_tok=2 {_RING.replace('mixtral', 'qwen3_moe')}",
-        )
-    ],
-    "experts-devices": [
-        f"--cpus 8 {case}"
-        for case in (
-            f"--ep 2 --tp 2 --pp 2 --schedule zb-h1 --num-layers 2 --microbatch-size 2 {_RING}",
-            UNLIKE["deepseek"].replace("--cpus 4 --pp 4", "--ep 2 --fsdp 2 --pp 2").replace(_DROPPING, _DROPLESS),
-        )
-    ],
+    "inside": _each(
+        "--cpus 4",
+        "--cp 2 --pp 2 --num-layers 2",
+        f"--cp 2 --pp 2 --num-layers 4 --scan-layers context_parallel_load_balance=false {_GPT3}",
+        f"--cp 2 --pp 2 --num-layers 2 {_DENSE}",
+        "--fsdp 2 --pp 2 --interleave 2 --schedule looped-bfs --gather-once --num-layers 4",
+        "--fsdp 2 --pp 2 --gather-once --num-layers 4 --scan-layers",
+    ),
+    "zero": _each(
+        _FOUR,
+        "--num-layers 2 --zero 1",
+        "--num-layers 2 --zero 2",
+        "--num-layers 4 --scan-layers --zero 2 logits_via_embedding=true",
+        f"--num-layers 4 --interleave 2 --zero 2 {_GPT3}",
+        "--num-layers 2 --schedule zb-h1 --zero 2 gradient_clipping_threshold=0",
+        "--num-layers 2 --zero 2 opt_type=adam_pax",
+        "--num-layers 2 --zero 2 opt_type=muon",
+        "--num-layers 2 --zero 2 --remat full dtype=bfloat16",
+        f"--num-layers 2 --zero 2 {_DENSE}",
+    ),
+    "contexts": _each(
+        "--cpus 8",
+        "--cp 2 --tp 2 --pp 2 --num-layers 2",
+        "--cp 2 --tp 2 --sequence-parallel --pp 2 --schedule zb-h1 --num-layers 4 --scan-layers",
+        "--cp 2 --fsdp 2 --pp 2 --interleave 2 --num-layers 4 decoder_block=qwen3",
+        "--cp 4 --pp 2 --num-layers 2 decoder_block=gemma2",
+        UNLIKE["deepseek"].replace("--cpus 4 --pp 4", "--cp 2 --ep 2 --pp 2"),
+    ),
+    "experts": _each(
+        "--cpus 4 --ep 2 --pp 2",
+        f"--num-layers 2 {_RING}",
+        f"--num-layers 4 --scan-layers num_experts_per_tok=2 {_RING.replace('mixtral', 'qwen3_moe')}",
+    ),
+    "experts-devices": _each(
+        "--cpus 8",
+        f"--ep 2 --tp 2 --pp 2 --schedule zb-h1 --num-layers 2 --microbatch-size 2 {_RING}",
+        UNLIKE["deepseek"].replace("--cpus 4 --pp 4", "--ep 2 --fsdp 2 --pp 2").replace(_DROPPING, _DROPLESS),
+    ),
     "typed": [
         f"--cpus 8 {case} shard_mode=explicit"
         for case in (
@@ -231,15 +223,13 @@ SECTIONS = {
         f"--cpus 2 --pp 2 --num-layers 2 quantization={kind}"
         for kind in ("int8", *(f"{kind} use_qwix_quantization=true" for kind in check_flags.QWIX))
     ],
-    "quantization-devices": [
-        f"--cpus 4 {case}"
-        for case in (
-            "--dp 2 --pp 2 --num-layers 4 --scan-layers quantization=int8",
-            "--dp 2 --pp 2 --num-layers 2 quantization=int8 use_qwix_quantization=true opt_type=sgd",
-            "--fsdp 2 --pp 2 --num-layers 4 --scan-layers quantization=int8 use_qwix_quantization=true opt_type=sgd",
-            f"--fsdp 2 --pp 2 --num-layers 4 --interleave 2 {_GPT3} quantization=fp8_full use_qwix_quantization=true",
-        )
-    ],
+    "quantization-devices": _each(
+        "--cpus 4",
+        "--dp 2 --pp 2 --num-layers 4 --scan-layers quantization=int8",
+        "--dp 2 --pp 2 --num-layers 2 quantization=int8 use_qwix_quantization=true opt_type=sgd",
+        "--fsdp 2 --pp 2 --num-layers 4 --scan-layers quantization=int8 use_qwix_quantization=true opt_type=sgd",
+        f"--fsdp 2 --pp 2 --num-layers 4 --interleave 2 {_GPT3} quantization=fp8_full use_qwix_quantization=true",
+    ),
 }
 """What is compared: flags beside `parity.SMALL`, by section of the file."""
 

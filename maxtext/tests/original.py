@@ -78,6 +78,9 @@ FLAGS = [
 ]
 """Every flag that one of its releases had."""
 
+GONE = ["--dump-all-passes", "--hlo"]
+"""Those that are not here; docs/migrating.md says what to use."""
+
 DEFAULTS = {
     "--gpus": "8",
     "--cpus": "4",
@@ -144,11 +147,7 @@ NUMERICS = {
 }
 """Settings that change numbers, with what the original gives MaxText where nobody says."""
 
-FORMS = {
-    "a pipeline": ("--pp", "2"),
-    "no pipeline": (),
-    "MaxText's own pipeline": ("--backend", "spmd", "--pp", "2"),
-}
+FORMS = {"a pipeline": ("--pp", "2"), "no pipeline": (), "MaxText's own pipeline": ("--backend", "spmd", "--pp", "2")}
 """Command lines of each way to train."""
 
 ROOT = Path(__file__).resolve().parents[2]

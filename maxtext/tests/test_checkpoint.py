@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multimesh_maxtext.checkpoint_folder import aside, going_back, look
+from multimesh_maxtext.checkpoint_folder import aside, going_back, layers_of, leaf_paths, look
 from multimesh_maxtext.command.checkpoint import beginning, writing
 from multimesh_maxtext.command.job import Job, Paths
 from multimesh_maxtext.command.steps import Run
+from multimesh_maxtext.command.train_job import prepare_folders
 from multimesh_maxtext.errors import CheckpointError, DamagedCheckpointError, FlagError
-from multimesh_maxtext.trainer.relayout import check_same, find_sources, is_stack, layers_in
+from multimesh_maxtext.trainer.checkpointer import check_same, find_sources, is_stack, layers_in
 
 Check = Callable[[Sequence[str]], Job]
 Begin = Callable[[str], int]
@@ -45,19 +46,19 @@ def begin(job: Check, tmp_path: Path) -> Begin:
 
     def started(argv: str) -> int:
         given = job(["--checkpoint", str(tmp_path / "ck"), "--num-steps", "12", *argv.split()])
-        with beginning(given, tmp_path / "out" / "train" / "checkpoints") as found:
+        with beginning(given) as found:
             return found
 
     return started
 
 
 def test_only_complete_checkpoints_count(tmp_path: Path):
-    assert look(tmp_path / "nowhere").steps == ()
+    assert look(tmp_path / "nowhere") == []
     for step in (9, 0, 10):
         write(tmp_path, step)
     (tmp_path / "11.orbax-checkpoint-tmp").mkdir()
-    assert (look(tmp_path).steps, look(tmp_path).next_step) == ((0, 9, 10), 11)
-    assert look(tmp_path).layers() == frozenset(UNROLLED)
+    assert look(tmp_path) == [0, 9, 10]
+    assert layers_of(leaf_paths(tmp_path / "10/items")) == {*UNROLLED}
 
 
 def test_a_checkpoint_that_was_copied_in_part_is_refused(tmp_path: Path):
@@ -67,7 +68,7 @@ def test_a_checkpoint_that_was_copied_in_part_is_refused(tmp_path: Path):
     shutil.rmtree(tmp_path / "3")
     write(tmp_path, 4).joinpath("items/_METADATA").write_text("{")
     with pytest.raises(CheckpointError, match=r"_METADATA: cannot be read as a checkpoint of MaxText .*; remove .*4$"):
-        look(tmp_path).layers()
+        leaf_paths(tmp_path / "4/items")
 
 
 def test_a_run_goes_on_after_the_newest_checkpoint(begin: Begin, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -76,7 +77,6 @@ def test_a_run_goes_on_after_the_newest_checkpoint(begin: Begin, tmp_path: Path,
     write(tmp_path / "ck", 6)
     assert begin("--pp 2 --resume") == 7
     assert capsys.readouterr().err == "resuming from checkpoint 6\n"
-    assert (tmp_path / "out/train/checkpoints").resolve() == tmp_path / "ck"
 
 
 @pytest.mark.parametrize(
@@ -151,18 +151,21 @@ def test_what_not_every_layer_has_in_the_checkpoint_stays_as_the_run_made_it():
     assert ("nnx_aux", "decoder", "layers_0_1", "count") not in find_sources(ours, theirs, 4)
 
 
-def test_a_folder_that_cannot_be_used_is_named(job: Check, tmp_path: Path):
+def test_a_folder_that_cannot_be_used_is_named(job: Check, paths: Paths, tmp_path: Path):
     (tmp_path / "file").write_text("")
     lock = tmp_path / "file/lock"
     with pytest.raises(CheckpointError, match=r"file: .*; choose another"), writing(lock, "", CheckpointError):
         pass
     with pytest.raises(CheckpointError, match=r"--checkpoint .*file: Not a directory"):
         look(tmp_path / "file")
-    blocked = tmp_path / "out/train/checkpoints"
-    blocked.mkdir(parents=True)
+    paths.checkpoints.mkdir(parents=True)
     checked = job(["--checkpoint", str(tmp_path / "ck")])
-    with pytest.raises(FlagError, match="choose another --output"), beginning(checked, blocked):
-        pass
+    with pytest.raises(FlagError, match=f"{paths.checkpoints}: File exists; choose another --output"):
+        prepare_folders(checked, paths, ())
+    paths.checkpoints.rmdir()
+    for _ in range(2):
+        prepare_folders(checked, paths, ())
+        assert paths.checkpoints.readlink() == tmp_path / "ck"
 
 
 def test_a_folder_belongs_to_one_run_until_its_trainer_has_ended(tmp_path: Path):
@@ -184,7 +187,7 @@ def test_a_run_goes_back_from_a_damaged_checkpoint(tmp_path: Path):
         write(tmp_path, step)
         if step == 9:
             aside(tmp_path / "9")
-    assert look(tmp_path).steps == (6,)
+    assert look(tmp_path) == [6]
     assert {path.name for path in tmp_path.iterdir()} == {"6", "9.damaged", "9.damaged2"}
     assert "_METADATA: gone; it is set aside as *.damaged, going on from checkpoint 6" in going_back(wrong, tmp_path)
     aside(tmp_path / "6")
@@ -219,11 +222,11 @@ def test_metrics_of_steps_that_will_be_repeated_are_cut_off(paths: Paths):
     MaxText writes the running means of its batches, numbered from 0, and then the whole, with the step.
     """
     metrics, lines = paths.metrics, []
-    assert Run(paths, 3).before == []
+    assert Run(paths, range(3, 4)).before == []
     for step in range(4):
         lines.append(json.dumps({"learning/loss": 1.0, "learning/total_weights": 1.0, "step": float(step)}))
         lines += [json.dumps({"eval/avg_loss": 1.0, "step": float(batch)}) for batch in range(2)]
         lines.append(json.dumps({"eval/avg_loss": 1.0, "eval/total_loss": 2.0, "step": float(step)}))
     metrics.write_text("\n".join([*lines, '{"learning/loss": 1.']))
-    assert [step.number for step in Run(paths, 2).before] == [0, 1]
+    assert [step.number for step in Run(paths, range(2, 4)).before] == [0, 1]
     assert metrics.read_text() == "\n".join(lines[:8]) + "\n"

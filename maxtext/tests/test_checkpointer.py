@@ -21,8 +21,7 @@ from test_checkpoint import LAYOUTS, state
 from multimesh import distributed
 from multimesh.errors import DamagedError, NoRecordError
 from multimesh_maxtext.errors import CheckpointError, DamagedCheckpointError
-from multimesh_maxtext.trainer.checkpointer import telling
-from multimesh_maxtext.trainer.relayout import flat, nest
+from multimesh_maxtext.trainer.checkpointer import flat, nest, telling
 
 STATE = {"params": {"w": jnp.arange(4000.0).reshape(40, 100)}, "opt_state": {"count": jnp.ones(7, jnp.int32)}}
 RECORD = "multimesh-sums.0-of-1.json"

@@ -11,10 +11,10 @@ from pathlib import Path
 import original
 import pytest
 
-from multimesh_maxtext.command.command_line import GONE, SETTINGS, parser, purpose, read, write_words
+from multimesh_maxtext.command.check_flags import setting_names
+from multimesh_maxtext.command.command_line import SETTINGS, parser, purpose, read, write_words
 from multimesh_maxtext.command.environment import find_flag_notes
 from multimesh_maxtext.command.flags import COMMON, DEFAULTS, FLAGS, GROUPS, Flags
-from multimesh_maxtext.command.settings import setting_names
 from multimesh_maxtext.errors import error_classes
 from multimesh_maxtext.handoff import TrainerConfig
 
@@ -42,10 +42,11 @@ def test_settings_that_flags_decide_are_those_of_maxtext(maxtext: Path):
 
 def test_every_flag_of_the_original_is_read_replaced_or_ignored():
     options = {flag.option for flag in FLAGS.values()}
-    assert [flag for flag in original.FLAGS if flag not in {*options, *SETTINGS, *GONE} and not purpose(flag)] == []
-    assert not options & {*SETTINGS, *GONE}
-    assert not any(map(purpose, (*options, *SETTINGS, *GONE)))
-    assert not {name for script in original.SCRIPTS.values() for name in script.split()} & GONE.keys()
+    gone = [flag for flag in original.FLAGS if flag not in {*options, *SETTINGS} and not purpose(flag)]
+    assert gone == original.GONE
+    assert not options & SETTINGS.keys()
+    assert not any(map(purpose, (*options, *SETTINGS)))
+    assert not {name for script in original.SCRIPTS.values() for name in script.split()} & {*gone}
 
 
 def test_flags_that_are_settings_of_maxtext_become_these():
@@ -53,12 +54,6 @@ def test_flags_that_are_settings_of_maxtext_become_these():
     assert flags.settings == ("attention_type=chunk", "use_iota_embed=false", 'tokenizer_path="a,b"', "dtype=float32")
     (line,) = find_flag_notes(flags, gpu_memory=None)
     assert line.startswith("--attention-type --no-use-iota-embed --tokenizer-path: settings of MaxText, attention_type")
-
-
-@pytest.mark.parametrize("name", GONE)
-def test_flags_of_the_original_that_are_gone_say_what_to_use(name: str):
-    (error,) = read([name]).wrong
-    assert str(error) == f"{name}: there is no such flag; {GONE[name]}"
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,13 @@ from typing import Any
 import corpora
 import pytest
 from killing import records
+from test_checkpoint import write
 
 from multimesh_maxtext.command import dataset
 from multimesh_maxtext.command.check_flags import check_job, find_job_notes
 from multimesh_maxtext.command.checkpoint import beginning
 from multimesh_maxtext.command.cli import main
+from multimesh_maxtext.command.command_line import read
 from multimesh_maxtext.command.job import Job, Paths
 from multimesh_maxtext.command.translate import forecasting, launch
 from multimesh_maxtext.errors import CheckpointError, MissingPartError
@@ -84,8 +86,6 @@ def test_what_only_maxtext_can_read_is_named_once_it_has_tried(
 
 
 def test_data_that_cannot_resume_says_so_before_it_starts(maxtext: Path):
-    from multimesh_maxtext.command.command_line import read
-
     def notes(kind: str, *words: str) -> list[str]:
         argv = [f"dataset_type={kind}", "grain_train_files=x", "hf_path=json", "dataset_name=c4", *GRAIN[2:], *words]
         parsed = read(argv)
@@ -97,26 +97,18 @@ def test_data_that_cannot_resume_says_so_before_it_starts(maxtext: Path):
 
 def test_a_position_of_other_processes_is_refused(job: MakeJob, tmp_path: Path):
     """One process with two stages reads for two; another number of readers has other parts of the data."""
-    step = tmp_path / "ck/5"
-    (step / "iter").mkdir(parents=True)
-    (step / "commit_success.txt").touch()
-    (step / "items").mkdir()
-    key = [{"key": name} for name in ("params", "params", "decoder", "layers_0")]
-    tree = {"tree_metadata": {"x": {"key_metadata": key}}}
-    (step / "items/_METADATA").write_text(json.dumps(tree))
+    step = write(tmp_path / "ck", 5, ["layers_0"])
+    (step / "iter").mkdir()
     for rank in range(2):
         (step / f"iter/process_{rank}-of-2.json").write_text(json.dumps({"readers": 1, "position": {}}))
     flags = [*GRAIN, "--cpus", "1", "--checkpoint", str(tmp_path / "ck"), "--resume"]
     spawned = ["--spawn", "--nodes", "2"]
-    with beginning(job([*flags, *spawned, "--pp", "2"]), tmp_path / "a/checkpoints") as begin:
+    with beginning(job([*flags, *spawned, "--pp", "2"])) as begin:
         assert begin == 6
+    refused = "positions in the data of 2 processes, 1 of which read; this run has"
     for words in ([*spawned, "--dp", "2"], ["--num-layers", "1"]):
-        with (
-            pytest.raises(
-                CheckpointError, match=r"positions in the data of 2 processes, 1 of which read; this run has"
-            ),
-            beginning(job([*flags, *words]), tmp_path / "a/checkpoints"),
-        ):
+        other = job([*flags, *words])
+        with pytest.raises(CheckpointError, match=refused), beginning(other):
             pass
 
 

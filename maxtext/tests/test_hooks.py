@@ -222,7 +222,7 @@ def test_layers_of_a_forecast_are_copies_of_the_first(configure: Callable[..., T
 
 def test_layouts_that_a_model_leaves_open_are_derived(configure: Callable[..., TrainerConfig]):
     seen = []
-    step = StepFunction(lambda state, batch: (seen.append(contexts.current()), state), (), configure(), print)
+    step = StepFunction(lambda state, batch: (seen.append(contexts.current()), state), (), configure())
     step(jnp.zeros(2), jnp.zeros(2))
     assert seen[0].autoshard
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from killing import Job, children, records, trainers
+from killing import Job, records, trainers
 
 from multimesh_maxtext.command.environment import CACHE_SWITCH
 
@@ -25,7 +25,7 @@ SEED = int(os.environ.get("KILL_LOOP_SEED", "20261128"))
 RUNS = int(os.environ.get("KILL_LOOP_RUNS", "60"))
 STEPS, EVERY = 100, 10
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGKILL, signal.SIGSTOP)
-PLACES = ("launcher", "command 0", "command 1", "trainer 0", "trainer 1")
+PLACES = ("launcher", "trainer 0", "trainer 1")
 START = 20.0
 """Seconds that a run starts and compiles; half of the signals come within them, the others after a random step."""
 
@@ -66,14 +66,8 @@ def shoot(shot: Shot, job: Job, launcher: subprocess.Popen[bytes]) -> list[int]:
         while launcher.poll() is None and f"\nstep {shot.step} of " not in job.said.replace("\r", "\n"):
             time.sleep(0.002)
     time.sleep(shot.seconds)
-    kind, _, rank = shot.place.partition(" ")
-    targets = [launcher.pid]
-    if kind == "command":
-        targets = []
-        with contextlib.suppress(FileNotFoundError):  # it has ended
-            targets = children(launcher.pid)[int(rank) : int(rank) + 1]
-    elif kind == "trainer":
-        targets = trainers(job.folder / "out", int(rank))
+    _, trainer, rank = shot.place.partition("trainer ")
+    targets = trainers(job.folder / "out", int(rank)) if trainer else [launcher.pid]
     for pid in targets:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, shot.signal)
@@ -81,8 +75,8 @@ def shoot(shot: Shot, job: Job, launcher: subprocess.Popen[bytes]) -> list[int]:
 
 
 def wait_for_end(shot: Shot, targets: list[int], launcher: subprocess.Popen[bytes]) -> int:
-    """Wait for the launcher. One that was stopped goes on after a while, and so does a command: nobody ends these."""
-    if shot.signal == signal.SIGSTOP and not shot.place.startswith("trainer"):
+    """Wait for the launcher. One that was stopped goes on after a while: nobody ends it."""
+    if shot.signal == signal.SIGSTOP and shot.place == "launcher":
         time.sleep(3)
         for pid in targets:
             os.kill(pid, signal.SIGCONT)

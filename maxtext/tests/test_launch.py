@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -13,12 +14,12 @@ from typing import Any
 
 import pytest
 
+from multimesh_maxtext.command import training
 from multimesh_maxtext.command.command_line import read
 from multimesh_maxtext.command.environment import memory_limit
 from multimesh_maxtext.command.job import Job, Paths
-from multimesh_maxtext.command.member import Member, find_repeats, member
-from multimesh_maxtext.command.steps import Run, Step
-from multimesh_maxtext.command.training import StopRequest, follow, receiving
+from multimesh_maxtext.command.member import Member, find_members, find_repeats
+from multimesh_maxtext.command.training import SIGNALS, StopRequest, run_trainers
 from multimesh_maxtext.command.translate import Launch, forecasting, launch
 from multimesh_maxtext.errors import FlagError
 from multimesh_maxtext.handoff import PIPELINE, TrainerConfig, receive
@@ -50,9 +51,10 @@ def test_a_forecast_needs_neither_dataset_nor_checkpoint(job: Check, paths: Path
 @pytest.mark.parametrize("launcher", [SLURM, MPI, MPICH, SHELL | MPI], ids=["srun", "mpirun", "mpich", "in a shell"])
 def test_a_launcher_says_which_process_this_is(launcher: dict[str, str]):
     """The innermost does: ``--spawn`` and mpirun also start processes in a step of Slurm."""
-    assert member(read(["--nodes", "16"]).flags, launcher) == Member(9, 16, 1)
-    assert member(read(["--nodes", "16"]).flags, launcher | SPAWNED) == Member(1, 16, 1)
-    assert member(read([]).flags, launcher) == Member()  # a job of one process may run anywhere
+    assert find_members(read(["--nodes", "16"]).flags, launcher) == [Member(9, 16, 1)]
+    assert find_members(read(["--nodes", "16"]).flags, launcher | SPAWNED) == [Member(1, 16, 1)]
+    assert find_members(read([]).flags, launcher) == [Member()]  # a job of one process may run anywhere
+    assert find_members(read(["--nodes", "2", "--spawn"]).flags, launcher) == [Member(0, 2, 0), Member(1, 2, 1)]
     assert list(find_repeats(read(["--nodes", "16"]).flags, launcher)) == []
     (line,) = find_repeats(read([]).flags, {**launcher, **SPAWNED, "MULTIMESH_PROCESS": "0"})
     assert line.endswith("with --nodes 16 they train together")
@@ -78,7 +80,7 @@ def test_a_launcher_says_which_process_this_is(launcher: dict[str, str]):
 )
 def test_processes_that_cannot_meet_are_refused(argv: str, launcher: dict[str, str], message: str):
     with pytest.raises(FlagError) as raised:
-        member(read(argv.split()).flags, launcher)
+        find_members(read(argv.split()).flags, launcher)
     assert message in str(raised.value)
 
 
@@ -142,34 +144,40 @@ def test_every_process_gets_its_own_devices_and_dumps_its_own_programs(job: Chec
 @pytest.mark.full
 def test_two_processes_train_what_one_does(maxtext: Path, tmp_path: Path):
     """MaxText alone, as srun starts it."""
-    flags = "--backend spmd --dp 2 --pp 2 --num-layers 2 --batch-size 8 --sequence-length 32 --num-steps 3"
+    flags = "--backend spmd --dp 2 --pp 2 --num-layers 2 --batch-size 8 --sequence-length 32 --num-steps 3 --output"
 
-    def start(name: str, *more: str, **env: str) -> subprocess.Popen[bytes]:
-        argv = [sys.executable, str(ROOT / "maxtext/run.py"), "--output", str(tmp_path / name), *more, *flags.split()]
-        with (tmp_path / f"{name}.{env.get('SLURM_PROCID', 'alone')}").open("wb") as said:
-            return subprocess.Popen(argv, stdout=said, stderr=said, env=os.environ | env)
+    def start(*more: object, **variables: str) -> subprocess.Popen[str]:
+        argv = [sys.executable, str(ROOT / "maxtext/run.py"), *flags.split(), *map(str, more)]
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(argv, env=os.environ | variables, **pipes)
 
     def losses(folder: Path) -> list[float]:
         return [json.loads(line)["learning/loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
     step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
-    ids = [{"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
-    ranks = [start("two", "--nodes", "2", "--cpus", "2", **step, **numbers) for numbers in ids]
-    assert [process.wait(600) for process in ranks] == [0, 0], (tmp_path / "two.0").read_text()
-    assert start("one", "--cpus", "4").wait(600) == 0
+    place, alone = (tmp_path / "two", "--nodes", 2, "--cpus", 2), start(tmp_path / "one", "--cpus", 4)
+    ranks = [start(*place, **step, SLURM_PROCID=rank, SLURM_LOCALID=rank) for rank in "01"]
+    said = [process.communicate(timeout=600)[0] for process in (alone, *ranks)]
+    assert [process.returncode for process in (alone, *ranks)] == [0, 0, 0], said
     for folder in (tmp_path / "two", tmp_path / "two/process-1"):
         assert losses(folder) == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
-    assert (tmp_path / "two.0").read_text().count("ok: 3 steps") == 1
-    assert (tmp_path / "two.1").read_text() == ""
+    assert (said[1].count("ok: 3 steps"), said[2]) == (1, "")
 
 
-def followed(paths: Paths, program: str, *, steps: int = 0) -> tuple[int, StopRequest]:
-    """The exit code of a trainer that is a line of a shell, and the signals that came to us meanwhile."""
-    paths.output.mkdir(parents=True, exist_ok=True)
-    stop, run, start = StopRequest(), Run(paths), Launch(("sh", "-c", program), {}, {})
-    run.steps = [Step(n, 1.0, 1.0, 1.0, 1.0) for n in range(steps)]
-    with receiving(stop):
-        return follow(run, print, start, paths, stop, paths.checkpoints if steps else None), stop
+def followed(paths: Paths, *programs: str, saves: bool = False) -> tuple[list[int | None], str, int]:
+    """Exit codes of trainers that are lines of a shell, the signal that ended them, how many came to us meanwhile."""
+    starts, stop = [], StopRequest()
+    stop.trains = True
+    for rank, program in enumerate(programs):
+        place = paths.of_process(rank)
+        place.output.mkdir(parents=True, exist_ok=True)
+        starts.append((Launch(("sh", "-c", program), {}, {}), place))
+    before = {number: signal.signal(number, stop) for number in SIGNALS}
+    try:
+        return *run_trainers(starts, lambda: saves, stop), stop.count
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 ME = os.getpid()
@@ -177,22 +185,37 @@ ME = os.getpid()
 
 @pytest.mark.stand_in("a shell in the place of the trainer")
 @pytest.mark.parametrize(
-    ("program", "keywords", "code", "count"),
+    ("programs", "saves", "codes", "ended_by", "count"),
     [
-        (f"sleep 0.3; kill -TERM {ME}; sleep 0.5; exit 17", {}, -9, 1),
-        (f"kill -INT {ME}; sleep 600", {}, -9, 1),
-        (f"trap 'exit 0' TERM; kill -USR1 {ME}; sleep 600 & wait", {"steps": 1}, 0, 1),  # it saves, and ends
-        (f"trap 'sleep 2.1; kill -TERM {ME}; sleep 600' TERM; kill -HUP {ME}; sleep 600 & wait", {"steps": 1}, -9, 2),
-        (f"trap 'exit 0' TERM; kill -USR1 {ME}; sleep 600 & wait", {}, -9, 1),  # nothing is done that could be saved
+        ([f"sleep 0.3; kill -TERM {ME}; sleep 0.5; exit 17"], False, [None], "SIGTERM", 1),
+        ([f"kill -INT {ME}; sleep 600"], False, [None], "SIGINT", 1),
+        ([f"trap 'exit 0' TERM; kill -USR1 {ME}; sleep 600 & wait"], True, [0], "SIGUSR1", 1),  # it saves, and ends
+        (
+            [f"trap 'sleep 2.1; kill -HUP {ME}; sleep 9' TERM; kill -HUP {ME}; sleep 9"],
+            True,
+            [None],
+            "SIGHUP",
+            2,
+        ),
+        ([f"trap 'exit 0' TERM; kill -USR1 {ME}; sleep 600 & wait"], False, [None], "SIGUSR1", 1),  # nothing to save
+        ([f"kill -TERM {ME}; kill -TERM $$"], False, [-15], "SIGTERM", 1),  # Slurm ends both
+        ([f"kill -TERM {ME}; exit 17"], False, [17], "", 1),  # it had failed
+        (["exit 3", "sleep 600"], False, [3, None], "", 0),
+        (["sleep 0.3", "exit 0"], False, [0, 0], "", 0),
     ],
-    ids=["alone", "ctrl-c", "saves", "twice", "before its first step"],
 )
-def test_a_trainer_is_ended_as_its_steps_ask_for(
-    paths: Paths, program: str, keywords: dict[str, Any], code: int, count: int
+def test_trainers_are_ended_as_their_steps_ask_for(
+    paths: Paths,
+    monkeypatch: pytest.MonkeyPatch,
+    programs: list[str],
+    saves: bool,
+    codes: list[int | None],
+    ended_by: str,
+    count: int,
 ):
-    """It never trains on."""
-    found, stop = followed(paths, program, **keywords)
-    assert (found, stop.count) == (code, count)
+    """They never train on."""
+    monkeypatch.setattr(training, "_PATIENCE", 0.5)
+    assert followed(paths, *programs, saves=saves) == (codes, ended_by, count)
 
 
 OURS = r"JAX_COORDINATOR_ADDRESS[= ]\S+:6\d{4}"

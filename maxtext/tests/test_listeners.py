@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
-from multimesh_maxtext.command.listeners import GAUGES, Monitor, load_hook, tell_once
+from multimesh_maxtext.command.job import Paths
+from multimesh_maxtext.command.listeners import GAUGES, Monitor, load_hook
+from multimesh_maxtext.command.steps import Run
 from multimesh_maxtext.errors import FileError, FlagError, LauncherError
 from multimesh_maxtext.handoff import MEMORY, SECONDS, TIME, UTILIZATION
 
@@ -106,20 +108,17 @@ def test_a_hook_that_is_not_there_is_named(name: str, kind: type[LauncherError],
         load_hook(name)
 
 
-def test_what_a_listener_raises_is_told_once_and_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_what_a_listener_raises_is_told_once_and_ends_nothing(paths: Paths, capsys: pytest.CaptureFixture[str]):
     def log(record: Any) -> None:
         raise RuntimeError(f"no network for {record.pop('step')}")
 
-    sample, file = record(3), tmp_path / "none/run.prom"
-    write = Monitor(9, file)
-    for name, tell in (("--metrics-hook mine:log", log), (f"--prometheus {file}", write)):
-        listener = tell_once(name, tell)
-        listener(sample)
-        listener(sample)
-    assert sample == record(3)
+    name = f"--prometheus {paths.output / 'none/run.prom'}"
+    run = Run(paths, listeners={"--metrics-hook mine:log": log, name: Monitor(9, paths.output / "none/run.prom")})
+    paths.metrics.write_text("".join(f"{json.dumps(record(step))}\n" for step in (3, 4)))
+    assert [step.number for step in run.read()] == [3, 4]
     hook, missing = capsys.readouterr().err.splitlines()
     assert hook == "warning: --metrics-hook mine:log: RuntimeError at step 3: no network for 3; " + GOES_ON
-    assert missing.startswith(f"warning: --prometheus {file}: FileNotFoundError at step 3: ")
+    assert missing.startswith(f"warning: {name}: FileNotFoundError at step 3: ")
     assert missing.endswith(GOES_ON)
 
 

@@ -16,7 +16,7 @@ from rich.table import Table
 
 import multimesh as mm
 from multimesh import planner
-from multimesh_maxtext.command.flags import Flags
+from multimesh_maxtext.command.flags import Flags, parse_size
 from multimesh_maxtext.command.forecasting import (
     check_fits,
     forecast_step,
@@ -26,7 +26,6 @@ from multimesh_maxtext.command.forecasting import (
     tabulate_programs,
 )
 from multimesh_maxtext.command.job import Model, make_job
-from multimesh_maxtext.command.values import parse_size
 from multimesh_maxtext.errors import DoesNotFitError
 from multimesh_maxtext.trainer.foresight import needs
 

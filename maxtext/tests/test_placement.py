@@ -8,8 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from multimesh_maxtext.trainer.placement import Stages, list_stacks, stage_meshes
 
@@ -79,18 +78,3 @@ def test_the_layers_of_a_piece_get_the_random_numbers_of_one_stack():
     for stream in ("params", "dropout"):
         keys = [jax.random.key_data(rngs[stream].key.get_value()) for rngs in (whole, *shares)]
         np.testing.assert_array_equal(np.concatenate(keys[1:]), keys[0])
-
-
-def test_state_is_created_on_its_stage_and_nowhere_else(stages: Stages):
-    def init() -> dict[str, jax.Array]:
-        keys = jax.random.split(jax.random.key(0), 8)
-        return {f"layers_{n}": jax.random.normal(keys[n], (64, 32)) for n in range(8)}
-
-    specs = dict.fromkeys(init(), NamedSharding(stages.meshes[0], P("data")))
-    shardings = stages.shardings(specs)
-    created = stages.create(init, shardings)
-    expected = jax.jit(init)()
-    for n in range(8):
-        x = created[f"layers_{n}"]
-        assert x.sharding == NamedSharding(stages.of_layer(n), P("data"))
-        np.testing.assert_array_equal(x, expected[f"layers_{n}"])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from rich.console import Console
 from multimesh_maxtext import outcome
 from multimesh_maxtext.command.job import Paths
 from multimesh_maxtext.command.report import step_table, summary
-from multimesh_maxtext.command.steps import Run, Step, compare, find_disagreement, judge
+from multimesh_maxtext.command.steps import Run, Step, compare, judge
 from multimesh_maxtext.errors import (
     FlagError,
     InterruptedRunError,
@@ -26,24 +28,22 @@ from multimesh_maxtext.errors import (
     ProcessLostError,
     StoppedEarlyError,
     TrainerFailedError,
-    error_classes,
 )
 
 NOWHERE = Paths(python="", maxtext=Path(), output=Path("none"), metrics=Path("none/metrics.jsonl"))
 
 
-def run_of(*losses: float, norms: float | tuple[float, ...] = 1.0, first: int = 0, paths: Paths = NOWHERE) -> Run:
+def run_of(*losses: float, norms: tuple[float, ...] = (), planned: range | None = None, paths: Paths = NOWHERE) -> Run:
     """A run whose steps have these losses."""
-    run, sizes = Run(paths), norms if isinstance(norms, tuple) else (norms,) * len(losses)
-    run.steps = [
-        Step(first + n, loss, norm, 0.5, 1024.0) for n, (loss, norm) in enumerate(zip(losses, sizes, strict=True))
-    ]
+    run = Run(paths, planned or range(len(losses)))
+    numbers, norms = itertools.count(run.planned.start), norms or (1.0,) * len(losses)
+    run.steps = [Step(next(numbers), loss, norm, 0.5, 1024.0) for loss, norm in zip(losses, norms, strict=True)]
     return run
 
 
 @pytest.mark.parametrize("losses", [(3.0, 2.0), (3.0, 3.1, 2.9), (5.0, 4.0, 4.5, 4.2, 3.0, 3.9), (7.0,)])
 def test_a_run_whose_loss_falls_is_a_success(losses: tuple[float, ...]):
-    judge(run_of(*losses), 0, None, range(len(losses)))
+    assert judge(run_of(*losses), [0], [NOWHERE]) is None
 
 
 @pytest.mark.parametrize(
@@ -55,17 +55,18 @@ def test_a_run_whose_loss_falls_is_a_success(losses: tuple[float, ...]):
         ((3.0,), -9, TrainerFailedError, r"killed by SIGKILL \(out of memory\?\) after 1 of 3 steps"),
         ((3.0, math.nan), 1, LossNotFiniteError, "the loss of step 1 is nan; lower learning_rate="),
         ((3.0, math.inf, 2.0), 0, LossNotFiniteError, "the loss of step 1 is inf"),
-        ((3.0, 2.0), 0, StoppedEarlyError, "ended after 2 of 3 steps without an error"),
-        ((), 0, StoppedEarlyError, "ended after 0 of 3 steps"),
+        ((3.0, 2.0), 0, StoppedEarlyError, "ended without an error after 2 of 3 steps; see "),
+        ((), 0, StoppedEarlyError, "ended without an error after 0 of 3 steps"),
         ((3.0, 1.0, 3.0), 0, LossNotFallingError, r"from 3.0000 to 3.0000; train longer"),
         ((3.0, 1.0, 3.5), 0, LossNotFallingError, "from 3.0000 to 3.5000"),
     ],
 )
 def test_anything_else_is_not(losses: tuple[float, ...], returncode: int, error: type[Exception], message: str):
     """A process of several that is lost has a code of its own."""
-    with pytest.raises(error, match=message) as raised:
-        judge(run_of(*losses), returncode, None, range(3), several=issubclass(error, ProcessLostError))
-    assert type(raised.value) is error
+    run, several = run_of(*losses, planned=range(3)), issubclass(error, ProcessLostError)
+    shown = judge(run, [returncode], [NOWHERE], several=several)
+    assert type(shown) is error
+    assert re.search(message, str(shown))
 
 
 @pytest.mark.parametrize(
@@ -77,68 +78,80 @@ def test_anything_else_is_not(losses: tuple[float, ...], returncode: int, error:
         (TrainerFailedError("the trainer failed with ValueError: x"), r"ValueError: x after 1 of 3 steps; see "),
     ],
 )
-def test_the_outcome_that_the_trainer_wrote_is_the_error(tmp_path: Path, error: LauncherError, message: str):
+def test_the_outcome_that_the_trainer_wrote_is_the_error(paths: Paths, error: LauncherError, message: str):
     """Its class and exit code, whatever the words are, also through the file."""
-    outcome.reserve(tmp_path / "outcome.json")
-    assert outcome.read(tmp_path / "outcome.json") is None
-    outcome.write(error, tmp_path / "outcome.json")
-    for returncode in (0, 1, -9):
-        with pytest.raises(type(error), match=message) as raised:
-            judge(run_of(3.0), returncode, outcome.read(tmp_path / "outcome.json"), range(3))
-        assert raised.value.exit_code == error.exit_code
-
-
-def test_an_outcome_that_follows_from_another_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(outcome, "_PATIENCE", 0.1)
-    assert [kind.doubt for kind in error_classes().values()].count(0) == len(error_classes()) - 4
-    lost, failed, full = ProcessLostError("lost"), TrainerFailedError("failed"), NoSpaceError("full; make room")
-    (tmp_path / "process-1").mkdir()
-    killed = ProcessKilledError("killed")
-    cases = (full, lost, full), (full, failed, full), (lost, failed, failed), (failed, lost, failed)
-    cases += (killed, failed, killed), (failed, killed, killed), (lost, killed, killed)
-    interrupted = InterruptedRunError("SIGTERM ended it")  # by a launcher that ends all where one fails
-    cases += (full, interrupted, full), (lost, interrupted, interrupted)
-    for other, own, expected in cases:
-        outcome.write(other, tmp_path / "process-1/outcome.json")
-        outcome.write(own, tmp_path / "outcome.json")
-        found = outcome.find_cause(tmp_path, 2, own)
-        assert (type(found), str(found)) == (type(expected), str(expected))
-        assert found.shared == (found is not own or own.shared)
+    outcome.reserve(paths.outcome)
+    assert outcome.read(paths.outcome) is None
+    outcome.write(error, paths.outcome)
+    for returncode in (0, 1, -9, None):
+        shown = judge(run_of(3.0, planned=range(3), paths=paths), [returncode], [paths])
+        assert type(shown) is type(error)
+        assert re.search(message, str(shown))
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "code", "expected"),
+    ("written", "codes", "stopped_by", "expected"),
     [
-        (InterruptedRunError("SIGTERM"), TrainerFailedError("failed"), 10, 10),
-        (InterruptedRunError("SIGTERM"), TrainerFailedError("failed"), 130, 130),
-        (NoSpaceError("full; room"), TrainerFailedError("failed"), 10, 20),
+        ([], [None, None], "SIGTERM", InterruptedRunError),
+        ([PreemptedError("saved")] * 2, [0, 0], "SIGTERM", PreemptedError),
+        ([ProcessLostError("lost"), NoSpaceError("full; room")], [17, 1], "", NoSpaceError),
+        ([ProcessLostError("lost"), TrainerFailedError("failed")], [17, 1], "", TrainerFailedError),
+        ([ProcessLostError("lost")], [17, -9], "", ProcessKilledError),
+        ([], [-9, None], "", ProcessKilledError),
+        ([], [0, 1], "", TrainerFailedError),
     ],
 )
-def test_who_started_all_believes_a_cause_and_else_the_code_that_came_first(
-    tmp_path: Path, first: LauncherError, second: LauncherError, code: int, expected: int
+def test_of_several_trainers_the_one_that_others_follow_tells(
+    paths: Paths, written: list[LauncherError], codes: list[int | None], stopped_by: str, expected: type[LauncherError]
 ):
-    """Where one fails the others may have to be told to end."""
-    (tmp_path / "process-1").mkdir()
-    outcome.write(first, tmp_path / "outcome.json")
-    outcome.write(second, tmp_path / "process-1/outcome.json")
-    shown = outcome.find_first(tmp_path, 2, code=code)
-    assert shown is not None
-    assert shown.exit_code == expected
+    places = [paths.of_process(rank) for rank in range(2)]
+    places[1].output.mkdir()
+    for error, place in zip(written, places, strict=False):
+        outcome.write(error, place.outcome)
+    shown = judge(run_of(3.0, planned=range(3), paths=paths), codes, places, stopped_by, several=True)
+    assert type(shown) is expected
+    assert re.match(r"process [01] of 2 on ", shown.who)
+
+
+LOST, FAILED, FULL, KILLED, INTERRUPTED = (
+    kind("why")
+    for kind in (ProcessLostError, TrainerFailedError, NoSpaceError, ProcessKilledError, InterruptedRunError)
+)
+
+
+@pytest.mark.parametrize(
+    ("other", "own", "expected"),
+    [
+        *((FULL, LOST, FULL), (FULL, FAILED, FULL), (LOST, FAILED, FAILED), (FAILED, LOST, FAILED)),
+        *((KILLED, FAILED, KILLED), (FAILED, KILLED, KILLED), (LOST, KILLED, KILLED)),
+        *((FULL, INTERRUPTED, FULL), (LOST, INTERRUPTED, INTERRUPTED)),  # by a launcher that ends all where one fails
+    ],
+)
+def test_an_outcome_that_follows_from_another_gives_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: LauncherError, own: LauncherError, expected: LauncherError
+):
+    monkeypatch.setattr(outcome, "_PATIENCE", 0.1)
+    files = [tmp_path / "0", tmp_path / "1"]
+    for error, file in zip((own, other), files, strict=True):
+        outcome.write(error, file)
+    cause = outcome.find_cause(own, files)
+    assert type(cause) is type(expected)
+    assert cause.shared == (cause is not own or own.shared)
 
 
 def test_a_resumed_run_is_judged_by_its_own_steps_and_the_losses_before():
-    after = run_of(2.6, 2.7, first=2)
-    judge(after, 0, None, range(2, 4))  # nothing is known of steps 0 and 1
-    after.before = run_of(3.0, 2.5).steps
-    judge(after, 0, None, range(2, 4))
-    with pytest.raises(StoppedEarlyError, match="after 2 of 3 steps"):
-        judge(after, 0, None, range(2, 5))
-    after.before = run_of(2.0, 2.0).steps
-    with pytest.raises(LossNotFallingError, match=r"from 2.0000 to 2.7000"):
-        judge(after, 0, None, range(2, 4))
-    after.steps = [*run_of(3.0, 2.0).steps, *run_of(1.0).steps]
-    with pytest.raises(StoppedEarlyError):  # one step twice
-        judge(after, 0, None, range(3))
+    def judged(before: tuple[float, ...], steps: tuple[float, ...], planned: range) -> LauncherError | None:
+        run = run_of(*steps, planned=planned)
+        run.before = run_of(*before).steps
+        return judge(run, [0], [NOWHERE])
+
+    assert judged((), (2.6, 2.7), range(2, 4)) is None  # nothing is known of steps 0 and 1
+    assert judged((3.0, 2.5), (2.6, 2.7), range(2, 4)) is None
+    assert isinstance(judged((3.0, 2.5), (2.6, 2.7), range(2, 5)), StoppedEarlyError)
+    assert isinstance(judged((2.0, 2.0), (2.6, 2.7), range(2, 4)), LossNotFallingError)
+    twice = run_of(3.0, 2.0, 1.0)
+    twice.steps[2] = twice.steps[0]
+    assert isinstance(judge(twice, [0], [NOWHERE]), StoppedEarlyError)
 
 
 def record(step: int, loss: float, seconds: float) -> str:
@@ -177,22 +190,17 @@ def test_json_has_null_where_a_number_is_not_finite():
     assert json.loads(json.dumps(shown, allow_nan=False))["steps"][0]["loss"] is None
 
 
-def verified(ours: Run, theirs: Run) -> Run:
-    ours.reference, ours.differences = theirs.steps, compare(ours.steps, theirs.steps)
-    return ours
-
-
 def test_runs_that_differ_by_rounding_agree():
-    run = verified(run_of(2.0, 1.0, norms=(1.0, 0.5)), run_of(2.00001, 1.0, norms=(1.0, 0.500002)))
-    assert find_disagreement(run, dtype="float32") is None
+    run = run_of(2.0, 1.0, norms=(1.0, 0.5))
+    assert compare(run, run_of(2.00001, 1.0, norms=(1.0, 0.500002)).steps, "float32") is None
     assert max(run.differences) == pytest.approx(5e-6, rel=0.01)
 
 
 @pytest.mark.parametrize("other", [(1.0001, 0.5), (1.0, 0.50001), (float("nan"), 0.5), (1.0, float("inf"))])
 def test_runs_that_differ_by_more_do_not(other: tuple[float, float]):
-    run = verified(run_of(2.0, other[0], norms=(1.0, other[1])), run_of(2.0, 1.0, norms=(1.0, 0.5)))
+    run, reference = run_of(2.0, other[0], norms=(1.0, other[1])), run_of(2.0, 1.0, norms=(1.0, 0.5))
     for dtype, remedy in (("float32", "report it with both logs"), ("bfloat16", "rounds; compare with dtype=float32")):
-        text = str(find_disagreement(run, dtype=dtype))
+        text = str(compare(run, reference.steps, dtype))
         assert text.startswith("step 1: ")
         assert "more than 1e-05; " in text
         assert text.endswith(remedy)

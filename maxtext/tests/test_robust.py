@@ -19,6 +19,7 @@ from test_checkpoint import write
 from multimesh_maxtext.command import cli, train_job
 from multimesh_maxtext.command.cli import main
 from multimesh_maxtext.command.environment import stale_parts
+from multimesh_maxtext.command.training import StopRequest
 
 TRAINER = """
 import json, os, sys, time, numpy
@@ -112,8 +113,8 @@ Command = Callable[..., tuple[int, str, str]]
 def command(stand_in: Path, capsys: pytest.CaptureFixture) -> Command:
     """The command in this process, run to its end: its exit code, and what it printed."""
 
-    def run(*arguments: object) -> tuple[int, str, str]:
-        code = main(["--num-steps", "2", *map(str, arguments)], root=stand_in)
+    def run(*arguments: object, stop: StopRequest | None = None) -> tuple[int, str, str]:
+        code = main(["--num-steps", "2", *map(str, arguments)], root=stand_in, stop=stop)
         return code, *capsys.readouterr()
 
     return run
@@ -240,15 +241,17 @@ def test_a_signal_after_the_trainer_has_ended_does_not_change_the_verdict(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, code: int
 ):
     """Slurm tells all processes of a step to end as soon as the first one has ended with an error."""
-    table = train_job.step_table
+    run_trainers, stop = train_job.run_trainers, StopRequest()
 
-    def signalled(run: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return table(run)
+    def signalled(*arguments: Any) -> Any:
+        ended = run_trainers(*arguments)
+        stop(signal.SIGTERM, None)
+        return ended
 
     monkeypatch.setenv("STAND_IN", kind)
-    monkeypatch.setattr(train_job, "step_table", signalled)
-    assert command("--output", tmp_path)[0] == code
+    monkeypatch.setattr(train_job, "run_trainers", signalled)
+    assert command("--output", tmp_path, stop=stop)[0] == code
+    assert stop.count == 1
 
 
 def test_two_runs_in_one_folder_are_refused(start: Start, tmp_path: Path):

@@ -18,11 +18,11 @@ from multimesh_maxtext.command.job import Job, describe_model, transformer
 from multimesh_maxtext.command.suggesting import Request
 from multimesh_maxtext.errors import DoesNotFitError, FlagError, UnsupportedError
 from multimesh_planner import Configuration, models
-from multimesh_planner.pasting import find_obstacle, write_command
 from multimesh_planner.space import Training
+from multimesh_planner.suggestions import find_obstacle, write_command
 
 CLUSTER = ("--suggest", "--device", "h100", "--gpus", "8", "--nodes", "2")
-FP8 = ("quantization=fp8_full", "use_qwix_quantization=true")
+FP8 = "quantization=fp8_full use_qwix_quantization=true"
 JOB = (*CLUSTER, "--model-name", "llama3-8b", "--sequence-length", "4096", "--batch-size", "64")
 
 
@@ -32,11 +32,7 @@ def suggested(maxtext: Path, capsys: pytest.CaptureFixture[str], *argv: str) -> 
     return json.loads(capsys.readouterr().out)
 
 
-def test_sizes_are_those_of_the_models(maxtext: Path):
-    known = {"llama3-8b": 8.03e9, "llama3-70b": 70.6e9, "gpt3-175b": 175e9, "mixtral-8x7b": 46.7e9}
-    for name, parameters in known.items():
-        model = transformer(describe_model(read(["--model-name", name]).flags, maxtext / "maxtext"))
-        assert model.parameters == pytest.approx(parameters, rel=0.01)
+def test_experts_are_as_wide_as_the_model_where_nobody_says(maxtext: Path):
     words = ["--model-dims", "64", "--mlp-dims", "256", "num_experts=8"]  # MaxText's base_moe_mlp_dim is -1
     assert transformer(describe_model(read(words).flags, maxtext / "maxtext")).expert == 256
 
@@ -101,33 +97,39 @@ def test_what_is_given_stays(maxtext: Path, capsys: pytest.CaptureFixture[str]):
     assert "--schedule zb-h1" in found["command"]
 
 
-def test_data_parallel_devices_share_the_state_of_the_optimizer_in_a_pipeline(
-    maxtext: Path, capsys: pytest.CaptureFixture[str], job: Callable[[Sequence[str]], Job]
+@pytest.mark.parametrize(
+    ("argv", "on", "off", "written", "field", "value", "less"),
+    [
+        ("--dp 2 --fsdp 1 --tp 4 --pp 2", "", "--zero 0", "--zero 2", "sharded", "optimizer", "bytes"),
+        ("--pp 2 --fsdp 8 --tp 1", "", "--no-gather-once", "--gather-once", "gather_once", True, "seconds"),
+        ("--pp 2 --fsdp 2 --tp 1", FP8, "", FP8, "precision", "fp8", "seconds"),
+    ],
+    ids=["zero", "gathered once", "fp8"],
+)
+def test_what_saves_is_in_the_line_and_in_its_forecast_unless_it_is_given_otherwise(
+    maxtext: Path,
+    capsys: pytest.CaptureFixture[str],
+    job: Callable[[Sequence[str]], Job],
+    argv: str,
+    on: str,
+    off: str,
+    written: str,
+    field: str,
+    value: object,
+    less: str,
 ):
-    """MaxText alone would round to bfloat16 for it. What is given stays, also --zero 0."""
-    argv = (*JOB, "--json", "--dp", "2", "--fsdp", "1", "--tp", "4", "--microbatch-size", "1")
-    pipeline = suggested(maxtext, capsys, *argv, "--pp", "2")
-    assert "--zero 2" in pipeline["command"]
-    assert planner_configuration(job(pipeline["command"].split()[1:])).sharded == "optimizer"
-    whole = suggested(maxtext, capsys, *argv, "--pp", "2", "--zero", "0")
-    assert "--zero" not in whole["command"]
-    bytes_of = [found["suggestions"][0]["bytes"] for found in (pipeline, whole)]
-    assert bytes_of[0] < bytes_of[1]
-    alone = suggested(maxtext, capsys, *argv, "--pp", "1", "--tp", "8", "--remat", "full")
-    assert "--zero" not in alone["command"]
+    fixed = (*JOB, "--json", "--microbatch-size", "1", *argv.split())
+    saving, other = (suggested(maxtext, capsys, *fixed, *more.split()) for more in (on, off))
+    assert [written in found["command"] for found in (saving, other)] == [True, False]
+    how = planner_configuration(job(shlex.split(saving["command"])[1:]))
+    assert getattr(how, field) == value
+    assert saving["suggestions"][0][less] < other["suggestions"][0][less]
 
 
-def test_parameters_may_be_gathered_once(
-    maxtext: Path, capsys: pytest.CaptureFixture[str], job: Callable[[Sequence[str]], Job]
-):
-    argv = (*JOB, "--json", "--pp", "2", "--fsdp", "8", "--tp", "1", "--microbatch-size", "1")
-    found = suggested(maxtext, capsys, *argv)
-    assert found["suggestions"][0]["how"]["gather_once"]
-    assert "--gather-once" in found["command"]
-    assert planner_configuration(job(found["command"].split()[1:])).gather_once
-    fixed = suggested(maxtext, capsys, *argv, "--no-gather-once")
-    assert not any(row["how"]["gather_once"] for row in fixed["suggestions"])
-    assert found["suggestions"][0]["seconds"] < fixed["suggestions"][0]["seconds"]
+def test_one_program_gets_no_zero(maxtext: Path, capsys: pytest.CaptureFixture[str]):
+    """MaxText alone would round to bfloat16 for it."""
+    argv = (*JOB, "--json", "--dp", "2", "--fsdp", "1", "--pp", "1", "--tp", "8", "--microbatch-size", "1")
+    assert "--zero" not in suggested(maxtext, capsys, *argv, "--remat", "full")["command"]
 
 
 def test_long_sequences_are_cut_over_devices(maxtext: Path, capsys: pytest.CaptureFixture[str]):
@@ -137,9 +139,13 @@ def test_long_sequences_are_cut_over_devices(maxtext: Path, capsys: pytest.Captu
     assert "--cp" in found["command"]
 
 
+def make_request(maxtext: Path, *argv: str) -> Request:
+    flags = read(argv).flags
+    return Request(flags, frozenset(), maxtext, describe_model(flags, maxtext / "maxtext"))
+
+
 def test_experts_share_the_axis_of_data(maxtext: Path):
-    argv = (*CLUSTER, "--model-name", "mixtral-8x7b", "--batch-size", "64")
-    request = Request(read(argv).flags, frozenset(), maxtext, describe_model(read(argv).flags, maxtext / "maxtext"))
+    request = make_request(maxtext, *CLUSTER, "--model-name", "mixtral-8x7b", "--batch-size", "64")
     how = Configuration(64, 128, dp=4, ep=2, tp=2, pp=2, microbatch=2, recompute="full")
     words = write_words(request.change(how))
     assert words[words.index("--dp") + 1] == words[words.index("--ep") + 1] == "2"
@@ -147,8 +153,7 @@ def test_experts_share_the_axis_of_data(maxtext: Path):
 
 
 def test_what_would_be_refused_is_left_out(maxtext: Path):
-    argv = (*JOB, "mtp_num_layers=1")
-    request = Request(read(argv).flags, frozenset(), maxtext, describe_model(read(argv).flags, maxtext / "maxtext"))
+    request = make_request(maxtext, *JOB, "mtp_num_layers=1")
     assert request.accepts(Configuration(64, 4096, fsdp=16, recompute="full"))
     assert not request.accepts(Configuration(64, 4096, fsdp=8, pp=2, recompute="full"))
     assert "mtp_num_layers=1" in request.refused[0]
@@ -161,18 +166,6 @@ def test_the_table_names_the_command(maxtext: Path, capsys: pytest.CaptureFixtur
     assert "llama3-8b on 16 h100, batch 64 x 4096 tokens" in text
     assert "\n\nmaxtext/run.py --nodes 2 --gpus 8 " in text
     assert max(map(len, text.split("the best, to be pasted")[0].splitlines())) <= 100
-
-
-def test_the_precision_of_quantization_is_forecast(
-    maxtext: Path, capsys: pytest.CaptureFixture[str], job: Callable[[Sequence[str]], Job]
-):
-    argv = (*JOB, "--json", "--tp", "1", "--pp", "2", "--fsdp", "2")
-    wide = suggested(maxtext, capsys, *argv)
-    found = suggested(maxtext, capsys, *argv, *FP8)
-    assert found["suggestions"][0]["seconds"] < 0.9 * wide["suggestions"][0]["seconds"]
-    words = found["command"].split()[1:]
-    assert set(FP8) <= set(words)
-    assert planner_configuration(job(words)).precision == "fp8"
 
 
 SHORT = (
@@ -232,11 +225,7 @@ def test_masked_products_of_experts_name_what_helps(maxtext: Path):
         ("--device h100 --gpus 8 --schedule auto", FlagError, "leave them out"),
         ("--device h100 --gpus 8 --forecast", UnsupportedError, "leave out --forecast"),
         ("--device h100 --gpus 8 --tp 3", FlagError, "tp 3 does not divide attention heads"),
-        (
-            "--device h100 --gpus 8 --model-name llama3-70b",
-            DoesNotFitError,
-            r"too many; use \d+ devices",
-        ),
+        ("--device h100 --gpus 8 --model-name llama3-70b", DoesNotFitError, r"too many; use \d+ devices"),
     ],
 )
 def test_what_is_wrong_is_said(maxtext: Path, argv: str, error: type[Exception], message: str):

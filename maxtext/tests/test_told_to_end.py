@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from killing import Job, children, command_lines, records, trainers
+from killing import Job, command_lines, records, trainers
 
 from multimesh import launch
 
@@ -70,7 +70,8 @@ def test_a_job_that_is_told_to_end_never_trains_again(root: Path, tmp_path: Path
     before = len(records(tmp_path / "out")) if resumed else 0
     job.start(*SETTINGS, ENDLESS, *["--check"] * (moment == "check"), *["--resume"] * resumed)
     MOMENTS[moment](job)
-    os.kill(children(job.process.pid)[-1] if moment == "step, one process" else job.process.pid, signal.SIGTERM)
+    told = trainers(tmp_path / "out", 1) if moment == "step, one process" else [job.process.pid]
+    os.kill(told[0], signal.SIGTERM)
     code, said = job.process.wait(LIMIT), job.said
     if moment == "1 s" and not said:  # Python was still loading, and nobody could listen
         assert (code, job.processes()) == (-signal.SIGTERM, [])

@@ -16,20 +16,15 @@ from hypothesis import strategies as st
 from test_flags import rows
 
 from multimesh_maxtext.command.check_flags import check_job, find_job_notes
-from multimesh_maxtext.command.command_line import read
+from multimesh_maxtext.command.command_line import argument, read
 from multimesh_maxtext.command.dataset import read_texts, write_corpus
 from multimesh_maxtext.command.environment import find_flag_notes
 from multimesh_maxtext.command.flags import FLAGS
 from multimesh_maxtext.command.job import END_OF_DOCUMENT, Job, Paths
-from multimesh_maxtext.command.translate import configuration, launch, per_device
-from multimesh_maxtext.command.values import argument
+from multimesh_maxtext.command.translate import launch, per_device
 from multimesh_maxtext.errors import FileError, FlagError
 
 Check = Callable[[Sequence[str]], Job]
-
-
-def settings(job: Check, paths: Paths, argv: str) -> dict[str, Any]:
-    return configuration(job(argv.split()), paths)
 
 
 def variables(

@@ -61,13 +61,6 @@ def test_verify_compares_in_float32_with_a_program_whose_moments_are_not_sharded
 
 
 @pytest.mark.longer
-def test_verify_passes_with_gradients_laid_out_over_data(root: Path, tmp_path: Path):
-    """Other kinds are compared by parity.py; this is the flag."""
-    flags = "--cpus 4 --dp 2 --pp 2 --num-steps 5 --verify --batch-size 16 --microbatch-size 2 --zero 2"
-    assert main([*flags.split(), "--output", str(tmp_path)], root=root) == 0
-
-
-@pytest.mark.longer
 def test_a_step_reduces_each_gradient_once_and_gathers_each_parameter_once(tmp_path: Path):
     """After the loop, on each stage. As compiled for CPUs, where a reduce-scatter is an all-reduce and a slice."""
     sizes = "--cpus 4 --dp 2 --pp 2 --num-layers 2 --model-dims 64 --microbatch-size 2 dtype=float32"

@@ -99,10 +99,11 @@ def compile_kernels(case: dict[str, Any]) -> dict[str, Any]:
     from multimesh_maxtext.trainer import step
 
     found: dict[str, Any] = {}
+    leave = step.StepFunction.lower
 
     def lower(self: step.StepFunction, state: Any, batch: Any) -> Any:
         if not self._trains:
-            return step.leave_compilation()
+            return leave(self, state, batch)
         with multimesh.context(autoshard=True):
             compiled = self._jitted.lower(state, batch).compile()
         runs = collections.Counter(run.kernel for run in compiled.plan.runs)

@@ -9,7 +9,11 @@ import pytest
 from tests.eight_devices import *  # noqa: F403
 
 _HERE = Path(__file__).parent
-sys.path[:0] = [str(_HERE), str(_HERE.parent / "benchmarks")]  # pytest's importlib mode adds no folder
+sys.path[:0] = [
+    str(_HERE),
+    str(_HERE / "passes"),
+    str(_HERE.parent / "benchmarks"),
+]  # pytest's importlib mode adds no folder
 
 if sys.modules.get("multimesh") is not None and getattr(sys.modules["multimesh"], "__file__", None) is None:
     # pytest's importlib mode names this file multimesh.tests.conftest and makes a package of the project's folder.

@@ -8,7 +8,6 @@ integers, so that no order of additions changes them.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from multimesh.marking.result_reductions import is_float0
-from pipelines import RTOL, assert_same
+from models import plain
+from pipelines import RTOL, assert_same, microbatched
 
 import multimesh as mm
 
@@ -281,7 +280,7 @@ def ways(given: Program) -> list[str]:
 
 
 def step(given: Program, placed: Placed, loop: Any, jit: Any = lambda fn: fn) -> Callable[..., Any]:
-    """Return the whole function, of weights, rows, constant, state and key; ``loop`` is `mm.microbatch` or `plainly`.
+    """Return the whole function, of weights, rows, constant, state and key; ``loop`` is `mm.microbatch` or plain.
 
     It returns the result of the task apart too. ``jit`` is of what a gradient outside of the loop is taken of.
     """
@@ -350,35 +349,6 @@ def _pipeline(given: Program, placed: Placed, loop: Any, jit: Any) -> Callable[.
         return grads, results
 
     return outside
-
-
-def plainly(fn: Any, *, size: int, argnum: int, schedule: Any, index: str, carry: int | None, reduce: Any) -> Any:
-    """What `mm.microbatch` means, as a loop in Python."""
-
-    def call(*args: Any) -> Any:
-        count = args[argnum].shape[0] // size
-        full = list(args)
-        found = []
-        for k in range(count):
-            full[argnum] = args[argnum][k::count]
-            result = fn(*full, number=jnp.int32(k))
-            if carry is not None:
-                full[carry], result = result
-            found.append(jax.tree.map(lambda x: x if is_float0(x) else jnp.asarray(x), result))
-        prefix = functools.partial(jax.tree.map, lambda mark, part: jax.tree.map(lambda _: mark, part))
-
-        def joined(way: str, *rows: Any) -> Any:
-            if is_float0(rows[0]):
-                return rows[0]
-            if way == "stack":
-                return jnp.stack(rows)
-            total = functools.reduce(jnp.add, rows)
-            return total / count if way == "mean" else total
-
-        results = jax.tree.map(joined, prefix(reduce, found[0]), *found)
-        return results if carry is None else (full[carry], results)
-
-    return call
 
 
 def places(given: Program, got: Any) -> None:
@@ -463,14 +433,11 @@ def check(given: Program) -> None:
     def placed(stage: int, fn: Callable[..., Any], name: str) -> Callable[..., Any]:
         return mm.task(fn, name=name, mesh=meshes[-1 if name == "apart" else given.submesh(stage)])
 
-    def alone(stage: int, fn: Callable[..., Any], name: str) -> Callable[..., Any]:
-        return fn
-
     jitted = mm.jit(step(given, placed, mm.microbatch))
     got = jitted(*args)
     assert all(need.total for need in jitted.compiled[0].lowered.memory_estimate())
-    want = jax.jit(step(given, alone, plainly))(*args)
-    assert_as_plain(given, got, want, lambda: jax.jit(step(given, alone, plainly))(*double(args)))
-    types = jax.eval_shape(step(given, alone, mm.microbatch), *args)
+    want = jax.jit(step(given, plain, microbatched))(*args)
+    assert_as_plain(given, got, want, lambda: jax.jit(step(given, plain, microbatched))(*double(args)))
+    types = jax.eval_shape(step(given, plain, mm.microbatch), *args)
     assert jax.tree.map(lambda x: x.weak_type, got) == jax.tree.map(lambda x: x.weak_type, types)
     places(given, got)

@@ -19,7 +19,7 @@ Stage = Callable[[int, Callable[..., Any]], Callable[..., Any]]
 WIDTH, HIDDEN, HEADS, VOCAB, SEQUENCE, EXPERTS = 16, 32, 2, 24, 8, 4
 
 
-def plain(stage: int, fn: Callable[..., Any]) -> Callable[..., Any]:
+def plain(stage: int, fn: Callable[..., Any], name: str = "") -> Callable[..., Any]:
     """Run a stage where it stands: the reference."""
     return fn
 

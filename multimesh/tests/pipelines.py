@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import Model, Stage, mlp_block, plain
+from multimesh.marking.result_reductions import is_float0
 
 import multimesh as mm
 
@@ -68,25 +70,57 @@ class Split:
         return jax.device_put(batch, NamedSharding(self.mesh(0), P("data")))
 
 
-def register_scopes(split: Split, stages: int) -> list[Any]:
-    """Place the scopes that ``form="scope"`` opens; remove them with ``.remove()``."""
-    return [mm.register_task(rf"testscope_{s}(?!\d)", mesh=split.mesh(s)) for s in range(stages)]
+@contextlib.contextmanager
+def scopes(split: Split, stages: int) -> Iterator[None]:
+    """Place the scopes that ``form="scope"`` opens, for as long as the context is open."""
+    with contextlib.ExitStack() as stack:
+        for s in range(stages) if split.form == "scope" else ():
+            stack.enter_context(mm.register_task(rf"testscope_{s}(?!\d)", mesh=split.mesh(s)))
+        yield
 
 
-def microbatched(fn: Callable[..., Any], *, size: int, argnum: int) -> Callable[..., Any]:
-    """The meaning of mm.microbatch in plain JAX: microbatch i has rows i, i+m, ...; the results are summed."""
+def microbatched(
+    fn: Callable[..., Any],
+    *,
+    size: int,
+    argnum: int = 0,
+    schedule: Any = None,
+    reduce: Any = "sum",
+    carry: int | None = None,
+    index: str | None = None,
+) -> Callable[..., Any]:
+    """The meaning of mm.microbatch in plain JAX, as a loop in Python: microbatch i has rows i, i+m, ..."""
 
-    def call(*args: Any) -> Any:
-        def one(x: Any) -> Any:
-            return fn(*args[:argnum], x, *args[argnum + 1 :])
-
-        rows = jax.tree.leaves(args[argnum])[0].shape[0]
-        count = rows // size
-        parts = [jax.tree.map(lambda x: x[i::count], args[argnum]) for i in range(count)]
-        stacked = jax.tree.map(lambda *x: jnp.stack(x), *parts)
-        return jax.tree.map(lambda r: r.sum(0, dtype=r.dtype), jax.lax.map(one, stacked))
+    def call(*args: Any, **named: Any) -> Any:
+        full, results, one = [*args], [], jax.jit(fn)  # is traced once
+        count = jax.tree.leaves(args[argnum])[0].shape[0] // size
+        for k in range(count):
+            full[argnum] = jax.tree.map(lambda x: _strided(x, k, count), args[argnum])
+            result = one(*full, **named, **({index: jnp.int32(k)} if index else {}))
+            if carry is not None:
+                full[carry], result = result
+            results.append(result)
+        joined = jax.tree.map(lambda how, *parts: jax.tree.map(functools.partial(_join, how), *parts), reduce, *results)
+        return joined if carry is None else (full[carry], joined)
 
     return call
+
+
+def _strided(x: Any, k: int, count: int) -> Any:
+    """Every ``count``-th row; where Explicit axes divide the rows, JAX has to be told their layout."""
+    spec = jax.typeof(x).sharding.spec
+    if not any(spec):
+        return x[k::count]
+    return x.reshape(x.shape[0] // count, count, *x.shape[1:], out_sharding=P(*spec[:1]))[:, k]
+
+
+def _join(how: str, *parts: Any) -> Any:
+    if is_float0(parts[0]):
+        return parts[0]
+    if how == "stack":
+        return jnp.stack(parts)
+    total = functools.reduce(jnp.add, parts)
+    return total / len(parts) if how == "mean" else total
 
 
 def gradient(
@@ -165,6 +199,29 @@ def assert_at_home(split: Split, tree: Any, owners: Any) -> None:
         assert set(x.devices()) in allowed, f"{jax.tree_util.keystr(path)} lies on {sorted(d.id for d in x.devices())}"
 
 
+def check_gradient(
+    model: Model,
+    split: Split,
+    stages: int,
+    *,
+    where: str = "inside",
+    schedule: Any = "1f1b",
+    rows: int = 16,
+    size: int = 4,
+    laid_out: bool = True,
+) -> tuple[mm.Jitted, Any]:
+    """Loss and gradients are those of plain jit, and lie where parameters do; return the step and its arguments."""
+    params, batch = model.init(stages), model.batch(rows, 0)
+    owners = model.owners(params)
+    step = mm.jit(gradient(model, split, size=size, rows=rows, where=where, schedule=schedule))
+    args = split.place(params, owners), split.lay_out(batch) if laid_out else batch
+    with scopes(split, stages):
+        loss, grads = step(*args)
+    assert_same((loss, grads), reference_gradient(model, stages, rows, size))
+    assert_at_home(split, grads, owners)
+    return step, args
+
+
 def foreign_inputs(plan: mm.Plan, leaves: Sequence[int]) -> dict[int, list[int]]:
     """Those of some argument leaves that lie whole on several submeshes, each with these."""
     held: dict[int, list[int]] = {leaf: [] for leaf in leaves}
@@ -187,8 +244,8 @@ def split_two():
     return Split(submeshes(2, (2,)))
 
 
-def both(make, *args, split=None):
-    """``make(stage, loop)`` on submeshes and plain, for the same arguments."""
-    split = split or split_two()
-    got = mm.jit(make(split, functools.partial(mm.microbatch, schedule="1f1b")))(*args)
+def both(make, *args, split=None, schedule="1f1b"):
+    """Compare ``make(stage, loop)`` on submeshes with the same in plain JAX; return what it gave on submeshes."""
+    got = mm.jit(make(split or split_two(), functools.partial(mm.microbatch, schedule=schedule)))(*args)
     assert_same(got, jax.jit(make(plain, microbatched))(*args))
+    return got

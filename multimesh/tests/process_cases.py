@@ -152,8 +152,10 @@ def stacked(split: str) -> None:
 
 def typed(form: str) -> None:
     """Layouts in types: a decoder whose stages lie on both processes, or one on each; saved, and restored."""
+    from models import plain
     from multimesh.processes import agree
-    from typed_models import LAYER, SIZE, batch, decoder, init, on_tasks, owners, plain
+    from pipelines import Split
+    from typed_models import LAYER, SIZE, batch, decoder, init, owners
 
     kinds = (jax.sharding.AxisType.Explicit,) * 2
     devices = np.array(jax.devices()).reshape(2, -1, 1)
@@ -164,7 +166,7 @@ def typed(form: str) -> None:
     where = owners(params)
     placed = jax.tree.map(lambda x, n, s: on(parts[n], x, s), params, where, specs)
     tokens = on(parts[0], batch(), P("data"))
-    cut = mm.pipeline(decoder(plain), parts) if form == "pipeline" else decoder(on_tasks(parts))
+    cut = mm.pipeline(decoder(plain), parts) if form == "pipeline" else decoder(Split(tuple(parts)))
 
     def step(loss: Any, loop: Any) -> Any:
         def train(params: Any, tokens: Any) -> Any:

@@ -15,6 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
+CLEAN = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS", "NPROC", "JAX_NUM_CPU_DEVICES")}
+"""The environment without what makes virtual devices; `ON_CPU` keeps to CPUs."""
+
+ON_CPU = CLEAN | {"JAX_PLATFORMS": "cpu"}
 
 
 def free_port() -> int:

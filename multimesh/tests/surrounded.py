@@ -15,6 +15,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from models import plain
+from pipelines import microbatched
 
 import multimesh as mm
 
@@ -76,9 +78,6 @@ def check(drawn: Surrounded) -> None:
 
         return block
 
-    def alone(stage: int, fn: Callable[..., Any], name: str) -> Callable[..., Any]:
-        return fn
-
     def over_members(fn: Any) -> Any:
         return jax.vmap(fn, in_axes=(None, 0, None, None, None)) if members else fn
 
@@ -93,8 +92,8 @@ def check(drawn: Surrounded) -> None:
     mesh = drawn.mesh()
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
         got = run(weights, rows, *others)
-    plain = jax.jit(over_members(generated.step(given, alone, generated.plainly)))
+    wanted = jax.jit(over_members(generated.step(given, plain, microbatched)))
     args = (weights, x, *others)
-    generated.assert_as_plain(given, got, plain(*args), lambda: plain(*generated.double(args)))
+    generated.assert_as_plain(given, got, wanted(*args), lambda: wanted(*generated.double(args)))
     if drawn.form == "wrapper":
         generated.places(given, got)

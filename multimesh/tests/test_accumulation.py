@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pipelines import submeshes
+from models import plain
+from pipelines import Split, submeshes
 
 import multimesh as mm
 
 WIDTH, COUNT = 8, 320  # microbatches: more than bfloat16 can count
-MESHES = submeshes(2, (1,))
-place = lambda n, fn: mm.task(fn, f"stage{n}", mesh=MESHES[n])  # noqa: E731
+SPLIT = Split(submeshes(2, (1,)))
 
 
 def loss(on, params, x):
@@ -23,11 +23,11 @@ def loss(on, params, x):
 
 def arguments(width, dtype):
     draw = np.random.default_rng(0)
-    params = [(draw.normal(size=(width, width)) / np.sqrt(width), 0 * draw.normal(size=width)) for _ in MESHES]
+    params = [(draw.normal(size=(width, width)) / np.sqrt(width), 0 * draw.normal(size=width)) for _ in range(2)]
     return jax.tree.map(lambda x: jnp.asarray(x, dtype), params), jnp.asarray(draw.normal(size=(COUNT, width)), dtype)
 
 
-def gradients(width, dtype, where, jit=mm.jit, on=place, **given):
+def gradients(width, dtype, where, jit=mm.jit, on=SPLIT, **given):
     params, x = arguments(width, dtype)
     body = functools.partial(loss, on)
     if where == "inside":
@@ -40,7 +40,7 @@ def gradients(width, dtype, where, jit=mm.jit, on=place, **given):
 def wrong(got, width, dtype):
     """How far gradients are from those of float32, from the same rounded parameters."""
     params, x = jax.tree.map(lambda x: x.astype(jnp.float32), arguments(width, dtype))
-    want = jax.jit(jax.grad(functools.partial(loss, lambda n, fn: fn)))(params, x)
+    want = jax.jit(jax.grad(functools.partial(loss, plain)))(params, x)
     pairs = [
         (np.asarray(a, np.float64), np.asarray(b)) for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True)
     ]
@@ -55,7 +55,7 @@ def test_small_results_are_summed_in_float32(where, schedule):
     assert {g.dtype for g in jax.tree.leaves(got)} == {jnp.dtype(jnp.bfloat16)}
     assert wrong(got, WIDTH, jnp.bfloat16) < 0.006
     for n, stage in enumerate(got):
-        assert all(g.devices() == set(MESHES[n].devices.flat) for g in stage)
+        assert all(g.devices() == SPLIT.devices(n) for g in stage)
 
 
 @pytest.mark.longer
@@ -74,7 +74,7 @@ def test_accumulators_of_all_stages_have_that_dtype(where):
     params, x = arguments(WIDTH, jnp.float16)
     plan = {}
     for dtype in (None, "float32", "float64", jnp.bfloat16):
-        body = functools.partial(loss, place)
+        body = functools.partial(loss, SPLIT)
         loop = functools.partial(mm.microbatch, size=1, argnum=1, accumulate=dtype)
         with jax.enable_x64(dtype == "float64"):
             step = mm.jit(loop(jax.grad(body)) if where == "inside" else jax.grad(loop(body)))

@@ -1,7 +1,9 @@
-"""The public names, under both import paths, and which module imports which."""
+"""The public names: under both import paths, in the reference, with examples that run."""
 
 import ast
 import collections
+import doctest
+import functools
 import importlib
 import re
 import subprocess
@@ -9,7 +11,11 @@ import sys
 import types
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 import multimesh as mm
 
@@ -84,3 +90,13 @@ def test_one_name_has_one_meaning():
     ]
     for names in ([path.stem for path in paths], classes):
         assert [name for name, count in collections.Counter(names).items() if count > 1] == []
+
+
+@pytest.mark.parametrize("name", ["task", "jit", "pipeline"])
+def test_the_example_of_a_docstring_runs(name):
+    names = {"Mesh": Mesh, "functools": functools, "jax": jax, "jnp": jnp, "mm": mm, "np": np}
+    assert "+SKIP" not in getattr(mm, name).__doc__
+    examples = doctest.DocTestFinder(recurse=False).find(getattr(mm, name), name, globs=names)
+    results = [doctest.DocTestRunner().run(example) for example in examples]
+    assert sum(result.attempted for result in results) >= 3
+    assert sum(result.failed for result in results) == 0

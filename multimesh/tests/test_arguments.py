@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from models import plain
 from multimesh.runtime.compile import cores
 from pipelines import Split, assert_same, submeshes
 
@@ -40,10 +41,6 @@ def aligned(count):
 def both(stage, w, v):
     """Something on each of two submeshes."""
     return stage(0, lambda w: w + 1)(w), stage(1, lambda v: v * 2)(v)
-
-
-def plain(_, fn):
-    return fn
 
 
 @sizes

@@ -1,8 +1,7 @@
-"""``schedule="auto"`` and ``partition``: the shortest table and the best cut for given costs, against brute force."""
+"""``schedule="auto"`` and ``partition``: the shortest table and the best cut, for given costs and memory."""
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import json
 import random
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 from multimesh.schedules import Auto, StageCosts
 from multimesh.schedules.simulate import simulate
-from pipelines import submeshes
+from pipelines import assert_same, submeshes
 
 import multimesh as mm
 from multimesh import schedules
@@ -196,40 +195,36 @@ def test_a_partition_keeps_to_memory_and_several_stages_share_a_submesh():
         schedules.partition([1, 1, 1], 2, chunks=2, microbatches=4)
 
 
-WIDTHS = (16, 64)
-PARAMS = [
-    tuple(np.linspace(-1, 1, 8 * k, dtype=np.float32).reshape(shape) for shape in ((8, k), (k, 8))) for k in WIDTHS
-]
-X = np.linspace(-1, 1, 8 * 6, dtype=np.float32).reshape(6, 8)
+ROWS, COUNT, WIDTHS = 4, 8, (16, 64)
 
 
-def loss(params, x, meshes=None):
-    """Two stages, of which the last does more."""
+def pipeline(schedule, widths, placement=None):
+    """A step over stages of some hidden widths, its arguments, and the same without tasks."""
+    placement = placement or range(len(widths))
+    meshes = submeshes(max(placement) + 1, (1,))
 
     def layer(w, x):
-        return jnp.tanh(jnp.tanh(x @ w[0]) @ w[1] / 8)
+        return jnp.tanh(jnp.tanh(x @ w[0]) @ w[1])
 
-    for s, w in enumerate(params):
-        x = layer(w, x) if meshes is None else mm.task(layer, f"stage{s}", mesh=meshes[s])(w, x)
-    return jnp.sum(x**2)
+    def loss(weights, x, homes=None):
+        for n, w in enumerate(weights):
+            x = layer(w, x) if homes is None else mm.task(layer, f"stage{n}", mesh=homes[n])(w, x)
+        return jnp.sum(x**2)
 
-
-def step(schedule, **options):
-    fn = functools.partial(loss, meshes=submeshes(2, (1,)))
-    return mm.jit(mm.microbatch(jax.value_and_grad(fn), size=1, argnum=1, schedule=schedule, **options))
+    draw = np.random.default_rng(0)
+    weights = [[draw.normal(size=s).astype(np.float32) / 8 for s in ((32, k), (k, 32))] for k in widths]
+    batch = draw.normal(size=(ROWS * COUNT, 32)).astype(np.float32)
+    homes = [meshes[n] for n in placement]
+    body = jax.value_and_grad(lambda weights, x: loss(weights, x, homes))
+    step = mm.jit(mm.microbatch(body, size=ROWS, argnum=1, schedule=schedule))
+    return step, (weights, batch), jax.jit(jax.value_and_grad(loss))
 
 
 def test_a_step_is_measured_and_made_again(tmp_path):
     """By estimates first, then by its own profile; the table is kept in a file. All give what plain JAX gives."""
-    value, grads = jax.jit(jax.value_and_grad(loss))(PARAMS, X)
-
-    def check(result):
-        for a, b in zip(jax.tree.leaves(result), jax.tree.leaves((value, grads)), strict=True):
-            assert np.max(np.abs(np.asarray(a) - np.asarray(b))) <= 1e-5 * np.max(np.abs(np.asarray(b)))
-
-    first = step("auto")
-    check(first(PARAMS, X))
-    plan = first.plan(PARAMS, X)
+    first, args, plain = pipeline("auto", WIDTHS)
+    assert_same(first(*args), plain(*args))
+    plan = first.plan(*args)
     (choice,) = plan.choices
     f, b, _ = zip(*choice.costs.times, strict=True)
     assert f[1] > 3 * f[0]  # four times as wide
@@ -237,16 +232,16 @@ def test_a_step_is_measured_and_made_again(tmp_path):
     assert choice.costs.activations[1] > choice.costs.activations[0]
     assert choice.costs.sizes == "bytes"
     assert str(choice).splitlines()[0] in str(plan)
-    profile = first.profile(PARAMS, X)
-    again = step(profile.schedule)
-    measured = again.plan(PARAMS, X).choices[0].costs
+    profile = first.profile(*args)
+    again, *_ = pipeline(profile.schedule, WIDTHS)
+    measured = again.plan(*args).choices[0].costs
     assert measured.unit == "s"
     assert all(t > 0 for times in measured.times for t in times[::2])
     assert all(t > 0 for t in measured.transfers)
-    check(again(PARAMS, X))
-    kept = again.plan(PARAMS, X)
+    assert_same(again(*args), plain(*args))
+    kept = again.plan(*args)
     kept.choices[0].save(tmp_path / "table.json")
-    custom = step(mm.schedules.load(tmp_path / "table.json")).plan(PARAMS, X)
+    custom = pipeline(mm.schedules.load(tmp_path / "table.json"), WIDTHS)[0].plan(*args)
     assert [*map(str, custom.instructions)] == [*map(str, kept.instructions)]
     with pytest.raises(mm.UsageError, match="has 0 loops with schedule='auto'; profile a step with one"):
         _ = dataclasses.replace(profile, plan=custom).schedule
@@ -255,7 +250,8 @@ def test_a_step_is_measured_and_made_again(tmp_path):
 def test_a_plan_runs_the_table_that_it_names():
     """The simulation of its instructions ends when the table's does."""
     costs = StageCosts(((1, 1, 0.5), (2, 2, 1)))
-    made = step(Auto(costs, memory=3.0)).plan(PARAMS, X)
+    step, args, _ = pipeline(Auto(costs, memory=3.0), WIDTHS)
+    made = step.plan(*args)
     (choice,) = made.choices
     given = {(s, phase): t for s, times in enumerate(costs.times) for phase, t in zip("FBW", times, strict=True)}
     assert made.simulate(given).makespan == pytest.approx(choice.taken.makespan)
@@ -263,5 +259,97 @@ def test_a_plan_runs_the_table_that_it_names():
 
 
 def test_too_little_memory_is_refused_with_the_line_of_the_loop():
+    step, args, _ = pipeline(Auto(memory=1.0), WIDTHS)
     with pytest.raises(mm.UsageError, match=r"test_auto.py:\d+: schedule auto: no table keeps activations within 1 b"):
-        step(Auto(memory=1.0)).plan(PARAMS, X)
+        step.plan(*args)
+
+
+def needs(schedule, *shape):
+    """Bytes on the device that needs most, and what was chosen."""
+    step, args, _ = pipeline(schedule, *shape)
+    lowered = step.lower(*args)
+    return max(need.total for need in lowered.memory_estimate()), next(iter(lowered.plan.choices), None)
+
+
+SHAPES = {
+    "equal": ((64, 64, 64, 64),),
+    "wide head": ((32, 32, 512),),
+    "wide start": ((512, 32, 32),),
+    "interleaved": ((64,) * 4, (0, 1, 0, 1)),
+    "V": ((64,) * 6, (0, 1, 2, 2, 1, 0)),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_without_a_known_device_a_plan_needs_no_more_than_that_of_1f1b(name):
+    shape = SHAPES[name]
+    usual = needs("dualpipe-v", *shape)[0] if name == "V" else needs("1f1b", *shape)[0]
+    need, choice = needs(Auto(), *shape)
+    assert need <= max(usual, needs("zb-v", *shape)[0] if name == "V" else 0)
+    assert choice.taken.fits
+    published = [c for c in choice.candidates if c.fits]
+    assert choice.taken.makespan == min(c.makespan for c in published)
+
+
+@pytest.mark.longer
+@pytest.mark.telling("V", "wide head")
+@pytest.mark.parametrize("name", SHAPES)
+def test_no_plan_needs_more_than_the_device_has(name):
+    """With less memory it takes a longer table; where none fits, the one that needs least."""
+    shape = SHAPES[name]
+    plans = [schedule for schedule in ("zb-v", "dualpipe-v") if name == "V"] or ["1f1b", "gpipe"]
+    least, most = (f(needs(schedule, *shape)[0] for schedule in plans) for f in (min, max))
+    spans = []
+    for device in (2 * most, most, (least + most) // 2, least):
+        need, choice = needs(Auto(device=device), *shape)
+        assert need <= device
+        spans.append(choice.taken.makespan)
+    assert spans == sorted(spans)
+    with pytest.warns(UserWarning, match=r"^schedule auto: by .* no table fits into 1 byte") as told:
+        assert needs(Auto(device=1.0), *shape)[0] <= most
+    assert told[0].filename == __file__
+
+
+def test_the_bound_holds_for_measured_costs_too():
+    step, args, _ = pipeline(Auto(), *SHAPES["wide head"])
+    schedule = step.profile(*args).schedule
+    usual = needs("1f1b", *SHAPES["wide head"])[0]
+    assert schedule.device == usual
+    need, choice = needs(schedule, *SHAPES["wide head"])
+    assert choice.costs.unit == "s"
+    assert need <= usual
+
+
+def test_a_loop_that_comes_back_up_gets_a_v():
+    """Its route is found; V shapes are among the tables; results are those of plain JAX."""
+    step, args, plain = pipeline("auto", *SHAPES["V"])
+    (choice,) = step.plan(*args).choices
+    assert choice.schedule.route == (0, 1, 2, 2, 1, 0)
+    assert {"zb-v", "dualpipe-v"} <= {c.name for c in choice.candidates}
+    assert_same(step(*args), plain(*args))
+    (other,) = pipeline("auto", *SHAPES["interleaved"])[0].plan(*pipeline("auto", *SHAPES["interleaved"])[1]).choices
+    assert other.schedule.route == ()
+
+
+def test_memory_for_activations_is_taken_at_its_word():
+    """What the user says bounds the table; a device that is given besides bounds the plan."""
+    shape = SHAPES["equal"]
+    _, free = needs(Auto(memory=1e9), *shape)
+    need, bounded = needs(Auto(memory=1e9, device=needs("1f1b", *shape)[0]), *shape)
+    assert free.limit == 1e9
+    assert need <= needs("1f1b", *shape)[0]
+    assert free.taken.makespan <= bounded.taken.makespan
+    with pytest.raises(mm.UsageError, match="bytes of a device must be a finite number of at least 0, got -1"):
+        Auto(device=-1)
+
+
+DOUBLE_V = (0, 1, 1, 0, 0, 1, 1, 0)
+
+
+def test_a_loop_that_goes_down_and_up_twice():
+    """No published table goes that way: stages are numbered round and round."""
+    step, args, plain = pipeline("auto", (32,) * 8, DOUBLE_V)
+    assert_same(step(*args), plain(*args))
+    (choice,) = step.plan(*args).choices
+    assert choice.schedule.route == ()
+    assert "taken" in str(choice)

@@ -1,43 +1,19 @@
 """States that microbatches hand on (``carry=``), in containers that can't be compared or built from anything."""
 
-import functools
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pipelines import assert_same, submeshes
+from pipelines import Split, both, submeshes
 
 import multimesh as mm
 
 SIZE, COUNT, WIDTH = 4, 4, 8
-MESHES = submeshes(2, (1,))
+SPLIT = Split(submeshes(2, (1,)))
 ROWS = np.random.default_rng(0).normal(size=(SIZE * COUNT, WIDTH)).astype(np.float32)
 
 pytestmark = pytest.mark.flax
-
-
-def plainly(fn, *, size, argnum, carry):
-    """What `mm.microbatch` with a state means, as a loop in Python."""
-
-    def call(*args):
-        full, results = [*args], []
-        for k in range(COUNT):
-            full[argnum] = args[argnum][k::COUNT]
-            full[carry], result = fn(*full)
-            results.append(result)
-        return full[carry], jax.tree.map(lambda *each: sum(each), *results)
-
-    return call
-
-
-def both(make, *args, schedule="1f1b"):
-    """Compare ``make(on, loop)`` on submeshes with the same in plain JAX."""
-    loop = functools.partial(mm.microbatch, schedule=schedule)
-    got = mm.jit(make(lambda n, fn: mm.task(fn, f"stage{n}", mesh=MESHES[n]), loop))(*args)
-    assert_same(got, jax.jit(make(lambda n, fn: fn, plainly))(*args))
-    return got
 
 
 class Net(eqx.Module):
@@ -79,8 +55,8 @@ def test_a_state_of_equinox_is_handed_on(schedule):
 
         return loop(body, size=SIZE, argnum=1, carry=2)
 
-    new, _ = both(make, params, ROWS, state, schedule=schedule)
-    assert {frozenset(x.devices()) for x in jax.tree.leaves(new)} == {frozenset(MESHES[0].devices.flat)}
+    new, _ = both(make, params, ROWS, state, split=SPLIT, schedule=schedule)
+    assert {frozenset(x.devices()) for x in jax.tree.leaves(new)} == {frozenset(SPLIT.devices(0))}
 
 
 @jax.tree_util.register_pytree_node_class
@@ -119,10 +95,10 @@ W = np.eye(WIDTH, dtype=np.float32)
 
 
 def test_containers_are_neither_compared_nor_built_by_the_way():
-    got = both(moving, W, ROWS, Sealed(jnp.zeros(WIDTH)))
+    got = both(moving, W, ROWS, Sealed(jnp.zeros(WIDTH)), split=SPLIT)
     assert isinstance(got[0], Sealed)
     stack = lambda fn, **options: mm.microbatch(fn, reduce=("mean", "stack"), **options)  # noqa: E731
-    _, (_, rows) = mm.jit(moving(lambda n, fn: mm.task(fn, mesh=MESHES[n]), stack))(W, ROWS, Sealed(jnp.zeros(WIDTH)))
+    _, (_, rows) = mm.jit(moving(SPLIT, stack))(W, ROWS, Sealed(jnp.zeros(WIDTH)))
     assert rows.mean.shape == (COUNT, WIDTH)
 
 
@@ -138,6 +114,6 @@ def test_containers_are_neither_compared_nor_built_by_the_way():
     ],
 )
 def test_the_first_leaf_that_differs_is_named(returned, message, disable):
-    step = mm.jit(moving(lambda n, fn: mm.task(fn, mesh=MESHES[n]), mm.microbatch, returned))
+    step = mm.jit(moving(SPLIT, mm.microbatch, returned))
     with jax.disable_jit(disable), pytest.raises(mm.UsageError, match=message):
         step(W, ROWS, Sealed(jnp.zeros(WIDTH)))

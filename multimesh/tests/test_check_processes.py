@@ -1,7 +1,6 @@
 """`python -m multimesh check` of real processes: all is well, or one of them has a fault."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -9,12 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
+from spawning import ON_CPU
 
 pytestmark = pytest.mark.multiprocess
 
 CASES = Path(__file__).with_name("check_cases.py")
-CLEAN = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
-ENV = CLEAN | {"JAX_PLATFORMS": "cpu", "MULTIMESH_SILENCE_TIMEOUT": "4", "MULTIMESH_START_TIMEOUT": "200"}
+ENV = ON_CPU | {"NPROC": "64", "MULTIMESH_SILENCE_TIMEOUT": "4", "MULTIMESH_START_TIMEOUT": "200"}
 MULTIMESH = (sys.executable, "-m", "multimesh")
 WHO = r"process 1 of 2 \(\S+?(, pid \d+)?\)"
 FAULTS = {  # the steps that are tried, further flags, the exit code, the row that fails and its words

@@ -151,7 +151,6 @@ def test_what_cannot_be_saved_is_named(tmp_path):
         ({"a": np.ones((3, 0))}, "a has no elements"),
         ({"a": 2**70}, "a is a int, which can't be saved"),
         ({"a": {"b": 1}, "a.b": 2}, "leaves that are called 'a.b' and 'a/b'"),
-        ({"a": {"b": 1}, "a.b": 2}, "leaves that are called 'a.b' and 'a/b'"),
         ({"a/b/c": 1, "a": 2}, "leaves that are called 'a/b/c' and 'a'"),
     ):
         with pytest.raises(mm.UsageError, match=re.escape(told)):

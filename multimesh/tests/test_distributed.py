@@ -15,8 +15,9 @@ from pathlib import Path
 import jax
 import pytest
 from agreeing import AGREE
-from spawning import certificates
+from spawning import ON_CPU, certificates
 
+ONE_DEVICE = ON_CPU | {"JAX_NUM_CPU_DEVICES": "1"}
 START = """
 import os, sys, time
 rank, count, address = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -77,13 +78,11 @@ def job(tmp_path, address):
     ):
         script = tmp_path / "job.py"
         script.write_text(body)
-        base = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
-        base |= {"JAX_NUM_CPU_DEVICES": "1"}
         started = {}
         for place, rank in enumerate(ranks or range(count)):
             with (tmp_path / f"{place}.log").open("w") as log:
                 argv = [sys.executable, script, str(rank), str(count), address, *words(place)]
-                started[place] = subprocess.Popen(argv, env=base | environ(place), stdout=log, stderr=log)
+                started[place] = subprocess.Popen(argv, env=ONE_DEVICE | environ(place), stdout=log, stderr=log)
         logs = [tmp_path / f"{place}.log" for place in started]
         since = time.monotonic()
         if fault:
@@ -386,9 +385,8 @@ def test_under_mpirun(tmp_path, last, code):
     join = "import os, jax, numpy as np, multimesh as mm\njob = mm.distributed.initialize()\nprint(job)\n"
     script = tmp_path / "job.py"
     script.write_text(f"{join}rank, count = job.rank, len(job.hosts)\n{steps}")
-    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")} | {"JAX_NUM_CPU_DEVICES": "1"}
     argv = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, script]
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(argv, env=ONE_DEVICE, capture_output=True, text=True, timeout=100)
     assert done.returncode == code, done
     assert len(re.findall(r"process \d of 2 on \S+, found by Open MPI: one process per device", done.stdout)) == 2, done
     assert not code or re.search(f"multimesh: .*{_named(1)} failed after 6 steps: ValueError: a fault\n", done.stderr)

@@ -1,4 +1,4 @@
-"""Values at the edges of loops: what an iteration passes through, takes of a constant, replaces or makes of nothing."""
+"""Edges of loops, and corners where a value, a buffer or a rule could be lost: each once went wrong."""
 
 import functools
 
@@ -6,12 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from jax.experimental import io_callback
 from jax.sharding import Mesh
-from pipelines import assert_same
+from jax.sharding import PartitionSpec as P
+from pipelines import assert_same, submeshes
 
 import multimesh as mm
 
-MESHES = [Mesh(np.array([d]), ("data",)) for d in jax.devices()[:3]]
+MESHES = submeshes(3, (1,))
 ROWS, COUNT = 8, 2
 X = np.arange(16, dtype=np.float32).reshape(ROWS, 2)
 C = np.array([3.0, 4.0, 5.0, 6.0], np.float32)
@@ -165,3 +168,105 @@ def test_what_the_last_stage_returns_beside_the_microbatch_does_not_make_it_an_e
     body = jax.grad(loss, has_aux=True) if gradient else loss
     loop = mm.microbatch(body, size=2, argnum=1, schedule="zb-h1")
     assert_same(mm.jit(loop)(weights, X), jax.jit(loop)(weights, X))
+
+
+A, B, _ = MESHES
+W = (0.3 * np.eye(4, dtype=np.float32), np.full((4, 4), 0.1, np.float32))
+Y = np.arange(32, dtype=np.float32).reshape(8, 4) / 40
+
+
+def layer(w, x):
+    return jnp.tanh(x @ w)
+
+
+front, back = mm.task(layer, "front", mesh=A), mm.task(layer, "back", mesh=B)
+
+
+def test_a_donated_argument_on_overlapping_submeshes_is_read_by_both():
+    wide, flat = (Mesh(np.array(jax.devices()[:4]).reshape(shape), (*"ab",)[: len(shape)]) for shape in ((2, 2), (4,)))
+
+    def f(w, x):
+        new = mm.task(lambda w, x: w + x.sum(), mesh=wide)(w, x)
+        return new, mm.task(jnp.sum, mesh=flat)(w)
+
+    assert_same(mm.jit(f, donate_argnums=0)(jnp.array(W[0]), Y), f(W[0], Y))
+
+
+def test_a_new_registration_places_anew():
+    def f(x):
+        with jax.named_scope("block"):
+            return jnp.sin(x)
+
+    step = mm.jit(f)
+    for mesh in (A, B):
+        with mm.register_task("block", mesh=mesh):
+            assert step(Y).devices() == set(mesh.devices.flat)
+
+
+def test_equal_static_values_of_different_types_are_different():
+    f = mm.jit(lambda x, n: jnp.asarray(n) + 0 * front(W[0], x).sum().astype(int), static_argnums=1)
+    assert (f(Y, 2).dtype, f(Y, 2.0).dtype) == (jnp.int32, jnp.float32)
+
+
+def test_rows_that_depend_on_the_batch_only_reach_a_later_loop():
+    def f(w, batch):
+        def loss(w):
+            def one(b):
+                return jnp.sum(back(w[1], front(w[0], b[0])) * jnp.sin(b[1])[:, None])
+
+            return jnp.log(mm.microbatch(one, size=2)(batch) + 5)
+
+        return jax.value_and_grad(loss)(w)
+
+    batch = (Y, np.linspace(0.1, 1, 8, dtype=np.float32))
+    assert_same(mm.jit(f)(W, batch), jax.jit(f)(W, batch))
+
+
+def test_one_result_of_an_unmarked_operation_read_elsewhere():
+    def f(w, x):
+        values, indices = lax.top_k(x, 4)
+        return front(w[0], x), back(w[1], values), indices
+
+    assert_same(mm.jit(f)(W, Y), jax.jit(f)(W, Y))
+
+
+def test_an_unmarked_effect_happens_once():
+    calls = []
+
+    def f(w, x):
+        seen = io_callback(lambda v: calls.append(1) or v, jax.ShapeDtypeStruct((), jnp.float32), x[0, 0])
+        return front(w[0], x) + seen, back(w[1], x) + seen
+
+    jax.block_until_ready(mm.jit(f)(W, Y))
+    assert calls == [1]
+
+
+def test_a_scan_of_the_user_that_grad_hoists_is_no_microbatch_loop():
+    def f(w, x):
+        def one(w, x):
+            total = lax.scan(lambda c, row: (c + jnp.sin(row), None), jnp.zeros(4), w[0])[0]
+            return jnp.sum(back(w[1], front(w[0], x)) * total)
+
+        return jax.value_and_grad(lambda w: mm.microbatch(lambda x: one(w, x), size=2)(x))(w)
+
+    assert_same(mm.jit(f)(W, Y), jax.jit(f)(W, Y))
+
+
+def test_a_constraint_inside_a_scan_of_a_task_holds():
+    (pair,) = submeshes(1)
+
+    def body(x, _):
+        return mm.with_sharding_constraint(jnp.sin(x), P("batch")), None
+
+    scanned = mm.task(lambda x: lax.scan(body, x, None, length=2)[0], mesh=pair, logical_axes={"batch": "data"})
+    assert mm.jit(scanned)(Y).sharding.spec == P("data")
+
+
+def test_flags_of_a_microbatched_function_stay_python_values():
+    f = mm.microbatch(lambda x, flip: jnp.sum(-front(W[0], x) if flip else front(W[0], x)), size=2)
+    assert_same(mm.jit(f, static_argnums=1)(Y, True), -mm.jit(f, static_argnums=1)(Y, False))
+
+
+def test_a_layout_that_names_no_axis_of_any_submesh_is_refused():
+    with pytest.raises(mm.UsageError, match=r"axis 'typo'.*axes are \['data'\]"):
+        mm.jit(lambda x: front(W[0], x), out_shardings=P("typo"))(Y)

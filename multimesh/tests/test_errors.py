@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from models import MLP, mlp_block
 from pipelines import Split, assert_same, submeshes
@@ -283,14 +284,18 @@ def test_the_result_of_a_task_that_nobody_uses(wrap):
 
 
 @pytest.mark.parametrize(("flag", "value", "kind"), [(jax.debug_nans, -X, "nan"), (jax.debug_infs, 0 * X, "inf")])
-@pytest.mark.parametrize("form", ["straight", "microbatch", "donated", "outside tasks", "finite"])
+@pytest.mark.parametrize("form", ["straight", "microbatch", "donated", "outside tasks", "finite", "explicit"])
 def test_debug_nans(flag, value, kind, form):
     """FloatingPointError, as JAX's own, with the task and the user's line."""
+    split = Split(submeshes(2, (2,)))
+    if form == "explicit":
+        split = Split(tuple(Mesh(m.devices, m.axis_names, axis_types=(AxisType.Explicit,)) for m in split.meshes))
+        value = split.lay_out(value)
     line = here() + 3
 
     def f(x):
-        h = on(0, lambda x: jnp.log(x) if form != "outside tasks" else x)(x)
-        return on(1, jnp.cos)(jnp.log(h) if form == "outside tasks" else h)
+        h = split(0, lambda x: jnp.log(x) if form != "outside tasks" else x)(x)
+        return split(1, jnp.cos)(jnp.log(h) if form == "outside tasks" else h)
 
     wrapped = mm.microbatch(f, size=2) if form == "microbatch" else f
     jitted = mm.jit(wrapped, donate_argnums=0 if form == "donated" else ())
@@ -303,22 +308,8 @@ def test_debug_nans(flag, value, kind, form):
         if form == "donated":
             said += "|run without donate_argnums"
         with pytest.raises(FloatingPointError, match=said) as error:
-            jitted(jnp.array(value))
+            jitted(value + 0)
     assert form == "donated" or names_line(error, line, line + 1)
-
-
-def test_debug_nans_with_explicit_axes():
-    front, back = (
-        jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=(jax.sharding.AxisType.Explicit,))
-        for mesh in submeshes(2, (2,))
-    )
-    x = jax.device_put(-X, jax.sharding.NamedSharding(front, jax.sharding.PartitionSpec(front.axis_names)))
-
-    def f(x):
-        return mm.task(jnp.cos, "back", mesh=back)(mm.task(jnp.log, "front", mesh=front)(x))
-
-    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"'front': invalid value \(nan\) .* in log"):
-        mm.jit(f)(x)
 
 
 @pytest.mark.parametrize("wrap", [jax.value_and_grad, jax.jit])
@@ -344,22 +335,17 @@ def test_disable_jit_runs_operation_by_operation(wrap, loop):
 
 
 @pytest.mark.parametrize(
-    ("fn", "who"),
+    ("fn", "told"),
     [
-        (mm.task(lambda x: "text", "bad", mesh=MESH), "task 'bad'"),
-        (mm.microbatch(lambda x: object(), size=2), "microbatch"),
-        (lambda x: (PLACED(x), MESH), "<lambda>"),
+        (mm.task(lambda x: "text", "bad", mesh=MESH), r"test_errors.py:\d+: task 'bad' must return a pytree of arrays"),
+        (mm.microbatch(lambda x: object(), size=2), r"test_errors.py:\d+: microbatch must return a pytree of arrays"),
+        (lambda x: (PLACED(x), MESH), r"test_errors.py:\d+: <lambda> must .*; it returned a value of type"),
+        (mm.task(lambda x: mm.with_sharding_constraint(x, P(3)), "a", mesh=MESH), "task 'a': .*must be a str, got 3"),
     ],
 )
-def test_a_result_that_is_no_array_is_told_of_the_users_function(fn, who):
-    who = rf"test_errors.py:\d+: {who} must return a pytree of arrays; it returned a value of type"
-    with pytest.raises(mm.UsageError, match=who):
+def test_results_and_specs_that_are_none_are_told_of_the_users_function(fn, told):
+    with pytest.raises(mm.UsageError, match=told):
         mm.jit(fn)(X)
-
-
-def test_axes_of_a_spec_that_are_no_names():
-    with pytest.raises(mm.UsageError, match=r"task 'a': .*an axis must be a str, got 3"):
-        mm.jit(mm.task(lambda x: mm.with_sharding_constraint(x, jax.sharding.PartitionSpec(3)), "a", mesh=MESH))(X)
 
 
 def test_a_released_package_links_its_errors_to_their_page(monkeypatch):
@@ -372,3 +358,57 @@ def test_a_released_package_links_its_errors_to_their_page(monkeypatch):
         with pytest.raises(mm.MultiMeshError) as raised:
             call()
         assert raised.value.__notes__ == [f"https://site.example/docs/troubleshooting.html#{anchor}"]
+
+
+OF_WRONG_TYPE = (2.5, "nonsense", None, [1.5], {"a": 1}, (None,), object(), MESH, np.ones(3), True)
+TASK, CALLBACK, LOOP = {"fn": jnp.sin, "name": "a"}, {"regex": "(a)", "callback": max}, {"fn": jnp.sin, "size": 2}
+JIT, LAYOUT = {"fn": jnp.sin}, {"x": X}
+TRAIN = {"fn": jnp.dot, "init_params": lambda: X.T, "initial_batch": X}
+
+PARAMETERS = {  # function, its other arguments, parameter: which of the wrong values are right
+    (mm.task, "fn"): (TASK | {"mesh": MESH}, {2}),
+    (mm.task, "name"): (TASK | {"mesh": MESH}, {1, 2}),
+    (mm.task, "mesh"): (TASK, {7}),
+    (mm.task, "devices"): (TASK, ()),
+    (mm.task, "device_axes"): (TASK | {"devices": devices(2, 2)}, {2}),
+    (mm.task, "logical_axes"): (TASK | {"mesh": MESH}, {2}),
+    (mm.register_task, "regex"): ({"mesh": MESH}, {1}),
+    (mm.register_task, "mesh"): ({"regex": "a"}, {7}),
+    (mm.register_task, "devices"): ({"regex": "a"}, ()),
+    (mm.register_task, "callback"): ({"regex": "(a)"}, {7}),  # a mesh can be called
+    (mm.register_task, "dims"): (CALLBACK, {2}),
+    (mm.register_task, "device_axes"): (CALLBACK, {2, 4}),
+    (mm.register_task, "logical_axes"): (CALLBACK | {"device_axes": ("x",)}, {2, 4}),
+    (mm.microbatch, "fn"): (LOOP, {7}),
+    (mm.microbatch, "size"): (LOOP, {2}),  # None: rows that are cut already
+    (mm.microbatch, "dim"): (LOOP, ()),
+    (mm.microbatch, "argnum"): (LOOP, ()),
+    (mm.microbatch, "schedule"): (LOOP, ()),
+    (mm.jit, "fn"): (JIT, {2, 7}),
+    (mm.jit, "donate_argnums"): (JIT, {2}),
+    (mm.jit, "static_argnums"): (JIT, {2}),
+    (mm.jit, "devices"): (JIT, {2}),
+    (mm.with_sharding_constraint, "spec"): (LAYOUT, ()),
+    (mm.parallelize, "fn"): (TRAIN, {7}),
+    (mm.parallelize, "init_params"): (TRAIN, ()),
+    (mm.parallelize, "devices"): (TRAIN, {2}),
+    (mm.schedules.get, "schedule"): ({}, ()),
+    (mm.schedules.custom, "rows"): ({}, ()),
+    (mm.schedules.load, "path"): ({}, ()),
+    (mm.schedules.validate, "table"): ({"submeshes": 2, "chunks": 1, "microbatches": 2}, ()),
+}
+
+
+@pytest.mark.parametrize(("call", "parameter"), PARAMETERS, ids=lambda x: getattr(x, "__name__", x))
+def test_every_parameter_of_a_wrong_type(call, parameter):
+    """At once, in one line that names the parameter or what it is."""
+    others, right = PARAMETERS[call, parameter]
+    for i, value in enumerate(OF_WRONG_TYPE):
+        if i in right:
+            continue
+        with pytest.raises(mm.UsageError) as error:
+            call(**(others | {parameter: value}))
+        message = str(error.value)
+        words = (parameter, "callable", "first argument", "expression", "schedule", "device", "PartitionSpec")
+        assert any(word in message for word in words), (value, message)
+        assert "\n" not in message, (value, message)

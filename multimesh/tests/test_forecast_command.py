@@ -68,20 +68,10 @@ def test_json(capsys):
     assert (only["stages_per_submesh"], only["formula"]) == (4, "(p-1)(tF+tB+tW)/v")
 
 
-@pytest.mark.parametrize(
-    ("argv", "reason"),
-    [
-        (["--schedule", "interleaved", "--microbatches", 9], "interleaved: the formula need not hold, as p does not"),
-        (["--schedule", "zb-h1", "--microbatches", 3], "zb-h1: the formula need not hold, as m < p"),
-        (["--schedule", "zb-v", "--costs", "F=1,B=2,W=1"], "zb-v: the formula need not hold, as tF, tB and tW differ"),
-        (["--schedule", "zb-h1", "--costs", "F=1,B=1,W=2"], "zb-h1: the formula need not hold, as tW > tF"),
-        (["--schedule", "1f1b", "--transfer", 0.5], "1f1b: the formula need not hold, as transfers take time"),
-    ],
-)
-def test_where_a_formula_need_not_hold(argv, reason, capsys):
-    code, out, _ = run(capsys, *argv)
+def test_where_a_formula_need_not_hold(capsys):
+    code, out, _ = run(capsys, "--schedule", "zb-v", "--costs", "F=1,B=2,W=1")
     assert code == 0
-    assert out.splitlines()[-1].startswith(reason)
+    assert out.splitlines()[-1].startswith("zb-v: the formula need not hold, as tF, tB and tW differ")
 
 
 def test_pictures(tmp_path, capsys):

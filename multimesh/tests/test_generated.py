@@ -1,4 +1,4 @@
-"""Programs from seeds against plain jit: pipelines over microbatches (`generated`), and straight graphs (`graphs`)."""
+"""Programs from seeds against plain jit: pipelines over microbatches, also with typed layouts, and straight graphs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import surrounded
+import typed_programs
 from pipelines import assert_same, microbatched
 
 import multimesh as mm
@@ -31,30 +32,26 @@ def each(first: int, count: int, draw: Callable[[int], Any], check: Callable[[An
     jax.clear_caches()
 
 
-@pytest.mark.longer
-@pytest.mark.telling("0")
-@pytest.mark.parametrize("first", range(0, SEEDS, TOGETHER))
-def test_pipelines(first):
-    each(first, TOGETHER, generated.program, generated.check)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("first", range(SEEDS, ALL, TOGETHER))
-def test_many_pipelines(first):
-    each(first, TOGETHER, generated.program, generated.check)
+KINDS = {
+    "pipelines": (generated.program, generated.check),
+    "surrounded": (surrounded.surrounded, surrounded.check),
+    "typed": (typed_programs.typed_program, typed_programs.check_typed),
+}
 
 
 @pytest.mark.longer
-@pytest.mark.telling("0")
+@pytest.mark.telling("0-pipelines", "0-surrounded", "0-typed")
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("first", range(0, SEEDS, TOGETHER))
-def test_what_is_around_pipelines(first):
-    each(first, TOGETHER, surrounded.surrounded, surrounded.check)
+def test_programs(first, kind):
+    each(first, TOGETHER, *KINDS[kind])
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("first", range(SEEDS, ALL, TOGETHER))
-def test_what_is_around_many_pipelines(first):
-    each(first, TOGETHER, surrounded.surrounded, surrounded.check)
+def test_many_programs(first, kind):
+    each(first, TOGETHER, *KINDS[kind])
 
 
 def test_the_seeds_draw_every_surrounding():
@@ -80,6 +77,16 @@ def test_the_seeds_draw_everything():
     assert any(p.key is not None for p in drawn)
     assert any(p.clip for p in drawn)
     assert {p.gradient for p in drawn if p.order is not None} == set(generated.GRADIENTS)
+
+
+def test_the_seeds_draw_every_typed_program():
+    drawn = [typed_programs.typed_program(seed) for seed in range(SEEDS)]
+    assert {p.schedule for p in drawn} == set(typed_programs.SCHEDULES)
+    assert {p.gradient for p in drawn} == set(typed_programs.GRADIENTS)
+    assert {name for p in drawn for name in p.bodies} == set(typed_programs.BODIES)
+    assert {(p.form, p.reduced) for p in drawn} == {(f, r) for f in ("task", "pipeline") for r in (False, True)}
+    assert {p.shapes[0] == p.shapes[1] for p in drawn} == {False, True}
+    assert {p.ambient for p in drawn} == {None, 0, 1}
 
 
 def check_forward(graph: graphs.Graph) -> None:
@@ -135,14 +142,12 @@ def test_what_only_inputs_make_is_made_forward_where_both_directions_read_it():
     """Found at random: the backward reads it at an earlier level than the forward, which then waited for a backward."""
     graph = graphs.Graph(
         starts=((0, 1), (0, 2)),
-        nodes=(
-            *(
-                graphs.Node("add", 0, 0, None),
-                graphs.Node("add", 0, 0, 1),
-                graphs.Node("add", 2, 2, None),
-                graphs.Node("add", 2, 2, None),
-            ),
-            *(graphs.Node("matmul", 2, 4, None), graphs.Node("add", 4, 1, None), graphs.Node("add", 2, 0, 0)),
+        nodes=tuple(
+            graphs.Node("matmul" if (a, b) == (2, 4) else "add", a, b, submesh)
+            for a, b, submesh in (
+                *((0, 0, None), (0, 0, 1), (2, 2, None), (2, 2, None)),
+                *((2, 4, None), (4, 1, None), (2, 0, 0)),
+            )
         ),
         outputs=(7, 9),
     )

@@ -50,6 +50,18 @@ def test_a_function_without_tasks(what, kind):
     assert len(step.compiled) == compiled
 
 
+def test_what_no_task_reads_is_made_on_the_first_submesh_that_has_a_task():
+    """Submeshes stand in the order in which the function, or the forward pass of its gradient, comes to them."""
+    second, first = submeshes(2, (1,))
+
+    def f(x, y):
+        return jnp.sum(mm.task(jnp.cos, mesh=second)(mm.task(jnp.sin, mesh=first)(x))), jnp.cos(y)
+
+    assert mm.jit(f)(*VALUES[:2])[1].devices() == set(first.devices.flat)
+    for fn in (f, jax.grad(f, has_aux=True)):
+        assert mm.jit(fn).plan(*VALUES[:2]).submeshes == (first, second)
+
+
 def test_a_scalar_of_all_and_its_gradient():
     norm = mm.jit(optax.global_norm)
     leaves = on(submeshes(4))

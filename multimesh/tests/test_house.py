@@ -43,32 +43,32 @@ A module that stands here apart from its room is data, or a part, that rooms bel
 """
 
 BUDGETS = {
-    "calling": 1_858,
-    "commands": 1_275,
-    "core": 2_695,
+    "calling": 1_852,
+    "commands": 1_010,
+    "core": 2_661,
     "ir": 1_015,
-    "jax": 400,
-    "marking": 1_471,
-    "observe": 1_980,
-    "passes": 5_026,
-    "plan": 910,
+    "jax": 399,
+    "marking": 1_463,
+    "observe": 2_012,
+    "passes": 5_059,
+    "plan": 917,
     "processes": 1_265,
-    "runtime": 1_463,
+    "runtime": 1_462,
     "schedules": 1_421,
-    "stacked": 1_128,
-    "stages": 1_728,
+    "stacked": 1_126,
+    "stages": 1_720,
     "state": 635,
-    "(beside the rooms)": 908,
+    "(beside the rooms)": 852,
     "multimesh/benchmarks": 1_442,
-    "multimesh/src": 25_178,
-    "planner/src": 3_213,
+    "multimesh/src": 24_869,
+    "planner/src": 2_969,
     "numerics/src": 3_290,
-    "maxtext/src": 6_446,
-    "tooling/ci": 98,
-    "tooling/core": 310,
-    "tooling/environment": 184,
-    "tooling/image": 1_394,
-    "tooling/sources": 770,
+    "maxtext/src": 5_938,
+    "tooling/ci": 82,
+    "tooling/core": 291,
+    "tooling/environment": 171,
+    "tooling/image": 1_193,
+    "tooling/sources": 635,
 }
 """Lines of Python of each room and package. Who needs more raises a number here, and says why in the commit."""
 
@@ -144,10 +144,6 @@ def test_contributing_has_a_row_for_each_room():
     assert {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()} <= set(
         ".".join(rows).replace("`", "").replace("/", ".").replace(",", ".").replace(" ", "").split(".")
     )
-
-
-def test_an_import_that_goes_up_is_found():
-    assert upward({"core.text": {"ir.flops"}, "ir.flops": {"core.text"}}, FLOORS) == ["core.text imports ir.flops"]
 
 
 def test_variables_of_launchers_stand_in_one_table():

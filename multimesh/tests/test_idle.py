@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from pipelines import submeshes
-from test_demo import CLEAN
+from spawning import CLEAN
 
 import multimesh as mm
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pipelines import Split, assert_same, register_scopes, submeshes
+from pipelines import FORMS, Split, assert_same, scopes, submeshes
 
 import multimesh as mm
 
@@ -47,7 +47,7 @@ def cells(plan):
 
 @pytest.mark.telling("inside-context-1f1b", "outside-scope-gpipe", "inside-context-zb-h1")
 @pytest.mark.parametrize("schedule", ORDERS)
-@pytest.mark.parametrize("form", ["wrapper", "context", "scope"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_every_form_of_a_task(where, form, schedule):
     split = Split(submeshes(2), form)
@@ -56,14 +56,10 @@ def test_every_form_of_a_task(where, form, schedule):
         x = split(0, block)(weights[0], x)
         return split(1, lambda w, x: jnp.square(block(w, x)).sum())(weights[1], x)
 
-    registered = register_scopes(split, 2) if form == "scope" else []
-    try:
-        step = mm.jit(looped(loss, schedule, where))
+    step = mm.jit(looped(loss, schedule, where))
+    with scopes(split, 2):
         assert cells(step.plan(WEIGHTS[:2], X)) == ORDERS[schedule]
         loss_and_grads = step(WEIGHTS[:2], X)
-    finally:
-        for r in registered:
-            r.remove()
     assert_same(loss_and_grads, jax.jit(jax.value_and_grad(of_blocks))(WEIGHTS[:2], X))
     for stage, g in enumerate(loss_and_grads[1]):
         assert g.devices() == split.devices(stage)

@@ -1,6 +1,5 @@
 """Pods of a JobSet find each other by the variables of the manifest in docs/clusters.md, and by that of Kubernetes."""
 
-import os
 import re
 import socket
 import subprocess
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from spawning import ON_CPU
 
 CLUSTERS = Path(__file__).parents[2] / "docs" / "clusters.md"
 PROGRAM = """
@@ -36,12 +36,11 @@ def test_pods_of_the_manifest_are_one_job(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         given["JAX_COORDINATOR_ADDRESS"] = f"localhost:{server.getsockname()[1]}"
     (tmp_path / "train.py").write_text(PROGRAM)
-    clean = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
-    clean |= given | {"JAX_NUM_CPU_DEVICES": "2", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+    env = ON_CPU | given | {"JAX_NUM_CPU_DEVICES": "2", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
     pods = [
         subprocess.Popen(
             [sys.executable, "train.py"],
-            env=clean | {"JOB_COMPLETION_INDEX": str(rank)},
+            env=env | {"JOB_COMPLETION_INDEX": str(rank)},
             cwd=tmp_path,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

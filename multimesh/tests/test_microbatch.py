@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import MLP, WIDTH, mlp_block, plain, squared_error
-from pipelines import SCHEDULES, Split, assert_same, microbatched, submeshes
+from pipelines import SCHEDULES, Split, assert_same, both, microbatched, submeshes
 
 import multimesh as mm
 
@@ -89,7 +89,6 @@ def test_typed_keys_can_be_stacked(split):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_loops(split, schedule):
     """The second loop uses what the first one summed, and another number of microbatches."""
-    params, batch = MLP.init(2), MLP.batch(ROWS, 0)
 
     def make(stage, loop):
         def f(params, batch):
@@ -99,17 +98,13 @@ def test_two_loops(split, schedule):
 
         return f
 
-    def mm_loop(fn, **kw):
-        return mm.microbatch(fn, schedule=schedule, **kw)
-
-    assert_same(mm.jit(make(split, mm_loop))(params, batch), jax.jit(make(plain, microbatched))(params, batch))
+    both(make, MLP.init(2), MLP.batch(ROWS, 0), split=split, schedule=schedule)
 
 
 @pytest.mark.telling("1f1b")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_backward_reads_the_forward_sum(split, schedule):
     """The gradient of a log of a sum needs the whole sum before the first backward."""
-    params, batch = MLP.init(2), MLP.batch(ROWS, 0)
 
     def make(stage, loop):
         def total(p, b):
@@ -117,10 +112,7 @@ def test_backward_reads_the_forward_sum(split, schedule):
 
         return jax.value_and_grad(lambda p, b: jnp.log(total(p, b)))
 
-    def mm_loop(fn, **kw):
-        return mm.microbatch(fn, schedule=schedule, **kw)
-
-    assert_same(mm.jit(make(split, mm_loop))(params, batch), jax.jit(make(plain, microbatched))(params, batch))
+    both(make, MLP.init(2), MLP.batch(ROWS, 0), split=split, schedule=schedule)
 
 
 def test_gradient_of_the_batch(split):
@@ -133,8 +125,7 @@ def test_gradient_of_the_batch(split):
 
         return jax.value_and_grad(loss)
 
-    got = mm.jit(make(split, mm.microbatch))(batch["x"], batch["y"])
-    assert_same(got, jax.jit(make(plain, microbatched))(batch["x"], batch["y"]))
+    both(make, batch["x"], batch["y"], split=split)
 
 
 @pytest.mark.parametrize("where", ["inside", "outside"])
@@ -156,21 +147,6 @@ def test_a_loop_is_traced_once(split, where):
 
 
 ORDERS = ["gpipe", "1f1b", "interleaved", "zb-h1"]
-
-
-def by_hand(fn, cut, state=None):
-    """A loop in Python: ``fn(k, rows, state) -> (state, sums, stack)``."""
-    sums, stacked = None, []
-    for k, rows in enumerate(cut):
-        state, made, kept = fn(k, rows, state)
-        sums = made if sums is None else jax.tree.map(jnp.add, sums, made)
-        stacked.append(kept)
-    return state, sums, jnp.stack(stacked)
-
-
-def strided(batch, size):
-    count = len(jax.tree.leaves(batch)[0]) // size
-    return [jax.tree.map(lambda x: x[k::count], batch) for k in range(count)]
 
 
 def statistics(stage, params, x, state):
@@ -207,16 +183,9 @@ def test_a_state_from_microbatch_to_microbatch(schedule):
     params, batch = MLP.init(stages), MLP.batch(8, 0)
     state = {"mean": [np.full(WIDTH, 0.1 * s, np.float32) for s in range(stages)], "count": np.float32(0)}
 
-    def by_loop(params, batch, state):
-        def one(_, rows, state):
-            new, (value, grads, each) = with_statistics(plain)(params, rows, state)
-            return new, (value, grads), each
-
-        state, (value, grads), each = by_hand(one, strided(batch, 2), state)
-        return state, (value / 4, jax.tree.map(lambda g: g / 4, grads), each)
-
-    want = jax.jit(by_loop)(params, batch, state)
     options = {"size": 2, "argnum": 1, "carry": 2, "reduce": ("mean", "mean", "stack")}
+    by_loop = microbatched(with_statistics(plain), **options)
+    want = jax.jit(by_loop)(params, batch, state)
     got = mm.jit(mm.microbatch(with_statistics(split), schedule=schedule, **options))(params, batch, state)
     assert_same(got, want)
     assert_same(jax.jit(mm.microbatch(with_statistics(plain), **options))(params, batch, state), want)
@@ -247,24 +216,15 @@ def test_mean_index_and_rows_that_are_cut(schedule):
 
         return f
 
-    def by_loop(params, batch, key):
-        def one(k, rows, _):
-            value, grads, number = make(plain)(params, rows, key=key, number=jnp.int32(k))
-            return None, (value, grads), number
-
-        _, (value, grads), each = by_hand(one, list(map(lambda k: jax.tree.map(lambda x: x[k], batch), range(4))))
-        return value, jax.tree.map(lambda g: g / 4, grads), each
-
     cut = jax.tree.map(lambda x: x.reshape(4, 2, *x.shape[1:]), batch)
     key = jax.random.key(3)
-    options = {
-        "size": None,
-        "argnum": 1,
-        "index": "number",
-        "reduce": ("sum", "mean", "stack"),
-    }
-    want = jax.jit(by_loop)(params, cut, key)
-    f = mm.microbatch(make(split), schedule=schedule, **options)
+    options = {"argnum": 1, "index": "number", "reduce": ("sum", "mean", "stack")}
+
+    def first(params, batch, **named):
+        return make(plain)(params, jax.tree.map(lambda x: x[0], batch), **named)
+
+    want = jax.jit(microbatched(first, size=1, **options))(params, cut, key=key)
+    f = mm.microbatch(make(split), size=None, schedule=schedule, **options)
     got = mm.jit(f)(params, cut, key=key)
     assert_same(got, want)
     assert got[2].dtype == jnp.int32

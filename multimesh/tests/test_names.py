@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import collections
 import functools
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,26 +80,28 @@ def every_room() -> dict[Path, dict[str, ast.Module]]:
     return {room: modules(room) for room in ROOMS}
 
 
+def every_function() -> Iterator[tuple[str, ast.FunctionDef, bool]]:
+    """Return file and function for all rooms, and whether it is a member of a class."""
+    for every in every_room().values():
+        for file, tree in every.items():
+            yield from ((file, f, False) for f in functions(tree))
+            classes = (node for node in tree.body if isinstance(node, ast.ClassDef))
+            yield from ((file, f, True) for node in classes for f in functions(node))
+
+
 def is_participle(name: str) -> bool:
     words = name.strip("_").split("_")
     return any(w in PARTICIPLES or (w.endswith("ed") and w not in ENDS_AS_ONE) for w in (words[0], words[-1]))
 
 
-def is_property(node: ast.FunctionDef) -> bool:
-    return any("property" in ast.unparse(each) for each in node.decorator_list)
-
-
 def test_functions_are_verbs():
     rules = "passes/verifying"  # these are named by the sentence that must hold
-    found = [
-        f"{file}: {f.name}"
-        for every in every_room().values()
-        for file, tree in every.items()
-        if rules not in file
-        for f in functions(tree)
-        if is_participle(f.name) and not f.name.startswith(PREDICATES) and f.name not in CALLED_BY_PATCHES
-    ]
-    assert found == []
+    found = [(file, f.name) for file, f, member in every_function() if not member and is_participle(f.name)]
+    assert [
+        (file, name)
+        for file, name in found
+        if rules not in file and not name.startswith(PREDICATES) and name not in CALLED_BY_PATCHES
+    ] == []
 
 
 def test_public_functions_of_a_room_have_names_of_their_own():
@@ -112,29 +113,14 @@ def test_public_functions_of_a_room_have_names_of_their_own():
 
 def test_docstrings_say_what_is_done():
     found = []
-    for every in every_room().values():
-        for file, tree in every.items():
-            members = [f for node in tree.body if isinstance(node, ast.ClassDef) for f in functions(node)]
-            for f in (*functions(tree), *members):
-                text = ast.get_docstring(f)
-                if text and not is_property(f) and f.name[0] != "_" and f.name not in NAMED_BY_FORMULA:
-                    first = text.split(maxsplit=1)[0].rstrip(".,:;").lower()
-                    if first in NO_VERBS or (first.endswith("s") and not first.endswith("ss")) or not first.isalpha():
-                        found.append(f"{file}: {f.name}: {text.splitlines()[0]}")
+    for file, f, _ in every_function():
+        text = ast.get_docstring(f)
+        is_property = any("property" in ast.unparse(each) for each in f.decorator_list)
+        if text and not is_property and f.name[0] != "_" and f.name not in NAMED_BY_FORMULA:
+            first = text.split(maxsplit=1)[0].rstrip(".,:;").lower()
+            if first in NO_VERBS or (first.endswith("s") and not first.endswith("ss")) or not first.isalpha():
+                found.append(f"{file}: {f.name}: {text.splitlines()[0]}")
     assert found == []
-
-
-def test_what_is_no_noun():
-    lines = [
-        f"{file}: {line.strip()}"
-        for every in every_room().values()
-        for file, tree in every.items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module)
-        for line in (ast.get_docstring(node) or "").splitlines()
-        if re.match(r"\s*What ", line)
-    ]
-    assert lines == []
 
 
 def bindings(tree: ast.AST) -> Iterator[str]:

@@ -4,30 +4,11 @@ import jax
 import numpy as np
 import pytest
 from models import DROPOUT, MLP, MODELS, MOE, SKIP, TRANSFORMER
-from pipelines import (
-    FORMS,
-    SCHEDULES,
-    Split,
-    assert_at_home,
-    assert_same,
-    gradient,
-    reference_gradient,
-    register_scopes,
-    submeshes,
-)
+from pipelines import FORMS, SCHEDULES, Split, assert_same, check_gradient, gradient, reference_gradient, submeshes
 
 import multimesh as mm
 
 ROWS, SIZE = 16, 4
-
-
-def check(model, split, stages, *, where, schedule, rows=ROWS, size=SIZE):
-    params, batch = model.init(stages), model.batch(rows, 0)
-    owners = model.owners(params)
-    step = mm.jit(gradient(model, split, size=size, rows=rows, where=where, schedule=schedule))
-    loss, grads = step(split.place(params, owners), split.lay_out(batch))
-    assert_same((loss, grads), reference_gradient(model, stages, rows, size))
-    assert_at_home(split, grads, owners)
 
 
 @pytest.mark.longer
@@ -36,27 +17,21 @@ def check(model, split, stages, *, where, schedule, rows=ROWS, size=SIZE):
 @pytest.mark.parametrize("where", ["inside", "outside"])
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
 def test_two_stages(model, where, schedule):
-    check(model, Split(submeshes(2, (2, 2))), 2, where=where, schedule=schedule)
+    check_gradient(model, Split(submeshes(2, (2, 2))), 2, where=where, schedule=schedule)
 
 
 @pytest.mark.telling("skip-gpipe")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("model", [TRANSFORMER, SKIP], ids=lambda m: m.name)
 def test_four_stages(model, schedule):
-    check(model, Split(submeshes(4, (2,))), 4, where="inside", schedule=schedule)
+    check_gradient(model, Split(submeshes(4, (2,))), 4, schedule=schedule)
 
 
 @pytest.mark.telling("outside-context", "inside-scope")
 @pytest.mark.parametrize("form", FORMS[1:])
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_a_task_can_be_a_context_or_a_registered_scope(form, where):
-    split = Split(submeshes(2, (2, 2)), form)
-    registrations = register_scopes(split, 2) if form == "scope" else []
-    try:
-        check(SKIP, split, 2, where=where, schedule="1f1b")
-    finally:
-        for r in registrations:
-            r.remove()
+    check_gradient(SKIP, Split(submeshes(2, (2, 2)), form), 2, where=where)
 
 
 @pytest.mark.parametrize(
@@ -64,19 +39,23 @@ def test_a_task_can_be_a_context_or_a_registered_scope(form, where):
 )
 def test_more_stages_than_submeshes(model):
     """Stage s and stage s + 2 share a submesh: the activations come back to it."""
-    check(model, Split(submeshes(2, (2,))), 4, where="inside", schedule="gpipe")
+    check_gradient(model, Split(submeshes(2, (2,))), 4, schedule="gpipe")
 
 
 @pytest.mark.telling("m=3-gpipe", "m=8-1f1b", "m=1-gpipe")
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("rows", "size"), [(4, 4), (6, 2), (8, 1)], ids=["m=1", "m=3", "m=8"])
-def test_any_number_of_microbatches(rows, size, schedule):
-    """One, one that the stages do not divide, and one row each."""
-    check(MLP, Split(submeshes(2, (1,))), 2, where="inside", schedule=schedule, rows=rows, size=size)
+@pytest.mark.parametrize(
+    ("rows", "size", "stages"),
+    [(4, 4, 2), (6, 2, 2), (8, 1, 2), (2, 2, 8), (6, 2, 8)],
+    ids=["m=1", "m=3", "m=8", "m=1 on 8", "m=3 on 8"],
+)
+def test_any_number_of_microbatches(rows, size, stages, schedule):
+    """One, one that the stages do not divide, fewer than stages, and one row each."""
+    check_gradient(MLP, Split(submeshes(stages, (1,))), stages, schedule=schedule, rows=rows, size=size)
 
 
 def test_one_stage_on_all_devices():
-    check(MLP, Split(submeshes(1, (4, 2))), 1, where="inside", schedule="1f1b")
+    check_gradient(MLP, Split(submeshes(1, (4, 2))), 1)
 
 
 @pytest.mark.longer

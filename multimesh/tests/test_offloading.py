@@ -10,7 +10,8 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from pipelines import assert_same, submeshes
+from models import plain
+from pipelines import Split, assert_same, submeshes
 
 import multimesh as mm
 
@@ -65,8 +66,7 @@ def arguments(meshes, offloaded, spec=()):
 @pytest.mark.parametrize(("devices", "spec"), [(1, ()), (2, ("data",))])
 def test_moments_on_the_host_stay_there(devices, spec):
     meshes = submeshes(STAGES, (devices,))
-    placed = lambda n, fn: mm.task(fn, f"stage{n}", mesh=meshes[n])  # noqa: E731
-    steps = {kept: mm.jit(make(placed, kept), donate_argnums=(0, 1)) for kept in (False, True)}
+    steps = {kept: mm.jit(make(Split(meshes), kept), donate_argnums=(0, 1)) for kept in (False, True)}
     needs = {}
     for kept, step in steps.items():
         params, state, x = arguments(meshes, kept, spec)
@@ -76,7 +76,7 @@ def test_moments_on_the_host_stay_there(devices, spec):
             for _ in range(3):
                 old = jax.tree.leaves((params, state))
                 params, state = step(params, state, x)
-                want = jax.jit(make(lambda n, fn: fn, False))(*want, x)
+                want = jax.jit(make(plain, False))(*want, x)
                 assert all(leaf.is_deleted() for leaf in old if leaf.ndim)
         # Adam divides by the root of a moment: where a gradient is tiny, its rounding is as large as the update.
         assert_same(jax.device_get((params, state)), jax.device_get(want), rtol=1e-4)
@@ -94,11 +94,10 @@ def test_moments_on_the_host_stay_there(devices, spec):
 
 def test_in_shardings_say_that_an_argument_waits_on_the_host():
     meshes = submeshes(STAGES, (1,))
-    placed = lambda n, fn: mm.task(fn, f"stage{n}", mesh=meshes[n])  # noqa: E731
     host = NamedSharding(meshes[0], P(), memory_kind=HOST)
 
     def scaled(w, x):
-        return placed(0, lambda w, x: jax.device_put(w, Space.Device) @ x)(w, x)
+        return Split(meshes)(0, lambda w, x: jax.device_put(w, Space.Device) @ x)(w, x)
 
     step = mm.jit(scaled, in_shardings=(host, None))
     w, x = np.eye(4, dtype=np.float32), np.ones(4, np.float32)
@@ -130,11 +129,10 @@ def test_under_transformations(change):
 
 def test_a_type_on_the_host_can_be_lowered_for():
     meshes = submeshes(STAGES, (1,))
-    placed = lambda n, fn: mm.task(fn, f"stage{n}", mesh=meshes[n])  # noqa: E731
     types = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arguments(meshes, True)[:2]
     )
-    lowered = mm.jit(make(placed, True)).lower(*types, jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32))
+    lowered = mm.jit(make(Split(meshes), True)).lower(*types, jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32))
     kinds = [layout.memory_kind for layout in lowered.input_shardings]
     assert kinds[: STAGES + 1].count(HOST) == 1
     assert kinds.count(HOST) == 2 * STAGES + 1

@@ -39,6 +39,7 @@ def classes(root, tag):
 
 @pytest.mark.parametrize(("name", "shape"), SHAPES, ids=IDS)
 def test_a_box_for_each_program_and_a_line_for_each_transfer(name, shape):
+    """Boxes of a row do not overlap, and lie in the picture."""
     timeline = line(name, shape)
     root = ET.fromstring(svg.draw(timeline))
     assert classes(root, "rect")["c"] == len(timeline.spans)
@@ -47,11 +48,6 @@ def test_a_box_for_each_program_and_a_line_for_each_transfer(name, shape):
     assert [f"submesh {r}" for r in range(shape.submeshes)] == [text for text in labels if text.startswith("submesh ")]
     assert labels[0] == timeline.title
     assert labels.count(f"{100 * timeline.bubbles[0]:.1f} %") == shape.submeshes
-
-
-@pytest.mark.parametrize(("name", "shape"), SHAPES, ids=IDS)
-def test_boxes_of_a_row_do_not_overlap_and_lie_in_the_picture(name, shape):
-    root = ET.fromstring(svg.draw(line(name, shape)))
     width, height = float(root.get("width")), float(root.get("height"))
     rows = collections.defaultdict(list)
     for e in root.iter(NAME + "rect"):

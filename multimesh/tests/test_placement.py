@@ -7,8 +7,8 @@ import optax
 import pytest
 from jax.flatten_util import ravel_pytree
 from models import MLP, WIDTH, plain
-from optimizing import ROWS, SIZE, moments_of
 from pipelines import Split, assert_at_home, assert_same, foreign_inputs, gradient, microbatched, submeshes
+from test_training import ROWS, SIZE, moments_of
 
 import multimesh as mm
 
@@ -164,6 +164,8 @@ OPTIMIZERS = {
     "lamb": optax.lamb(1e-3, eps=1e-4),
     "lion": optax.lion(1e-3),
     "agc": optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.1, momentum=0.9)),
+    "noise": optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)),
+    "hyperparameters": optax.inject_hyperparams(optax.sgd)(0.1, momentum=0.9),
     "schedule-free": optax.contrib.schedule_free_sgd(1e-3),
     "finite": optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-3, eps=1e-4)), 3),
     "multisteps": optax.MultiSteps(

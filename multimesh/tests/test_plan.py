@@ -72,18 +72,6 @@ def test_no_line_is_wider_than_the_terminal(schedule, stages, count, columns, mo
     assert [line[0] for line in text.splitlines()[-4:]] == list("0123")
 
 
-def test_a_line_for_each_submesh(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    lines = str(plan_of("1f1b", 3, 4)).splitlines()
-    assert lines[0].startswith("submesh 0: [data=1 | devices 0], peak ")
-    assert lines[4] == "Fm forward, Bm backward, FBm both in one kernel, of microbatch m"
-    assert [line.split(" | ")[1].replace("unmarked ", "").replace(" unmarked", "") for line in lines[5:]] == [
-        "zeros F0 F1 F2 B0 F3 B1 B2 B3",
-        "zeros F0 F1 B0 F2 B1 F3 B2 B3",
-        "zeros FB0 FB1 FB2 FB3",
-    ]
-
-
 def test_of_a_long_line_both_ends_are_shown(monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     row = str(plan_of("gpipe", 2, 32)).splitlines()[-1]

@@ -1,14 +1,15 @@
 """Reductions of results of microbatches that a user can choose, one by one: against plain jit, under every schedule."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import MLP, mlp_block
+from models import MLP, mlp_block, plain
 from multimesh.marking import result_reductions
-from pipelines import Split, assert_same, submeshes
+from pipelines import Split, assert_same, submeshes, two_blocks
 
 import multimesh as mm
 
@@ -17,18 +18,19 @@ SPLIT = Split(submeshes(2), "wrapper")
 PARAMS = MLP.init(2)
 
 
-def statistics(params, x):
+def statistics(stage, params, x):
     """Results of both stages: a row, a scalar, whole numbers, a truth."""
-    h = SPLIT(0, mlp_block)(params["stages"][0], x)
-    first = SPLIT(0, lambda h: (jnp.abs(h).max(0), (h > 0).sum(), (h > 2).any()))(h)
-    y = SPLIT(1, mlp_block)(params["stages"][1], h)
-    return first, SPLIT(1, lambda y: (y.mean(), y[0]))(y)
+    h = stage(0, mlp_block)(params["stages"][0], x)
+    first = stage(0, lambda h: (jnp.abs(h).max(0), (h > 0).sum(), (h > 2).any()))(h)
+    y = stage(1, mlp_block)(params["stages"][1], h)
+    return first, stage(1, lambda y: (y.mean(), y[0]))(y)
+
+
+SPLIT_STATISTICS = functools.partial(statistics, SPLIT)
 
 
 def plain_statistics(k):
-    h = mlp_block(PARAMS["stages"][0], X[k::4])
-    y = mlp_block(PARAMS["stages"][1], h)
-    return (jnp.abs(h).max(0), (h > 0).sum(), (h > 2).any()), (y.mean(), y[0])
+    return statistics(plain, PARAMS, X[k::4])
 
 
 BY_NAME = {
@@ -45,7 +47,7 @@ BY_NAME = {
 @pytest.mark.parametrize("name", ["max", "min", "last"])
 def test_one_name_for_all(name, how):
     schedule = how if how in mm.schedules.names() else "1f1b"
-    loop = mm.microbatch(statistics, size=2, argnum=1, reduce=name, schedule=schedule)
+    loop = mm.microbatch(SPLIT_STATISTICS, size=2, argnum=1, reduce=name, schedule=schedule)
     run = {"jit of jax": jax.jit, "eager": lambda f: f, "without jit": lambda f: f}.get(how, mm.jit)(loop)
     with jax.disable_jit(how == "without jit"):
         got = run(PARAMS, X)
@@ -57,7 +59,7 @@ def test_one_name_for_all(name, how):
 
 def test_a_name_for_each():
     reduce = ("max", ("mean", "last"))
-    got = mm.jit(mm.microbatch(statistics, size=2, argnum=1, reduce=reduce))(PARAMS, X)
+    got = mm.jit(mm.microbatch(SPLIT_STATISTICS, size=2, argnum=1, reduce=reduce))(PARAMS, X)
     firsts, seconds = zip(*map(plain_statistics, range(4)), strict=True)
     largest = jax.tree.map(lambda *r: BY_NAME["max"](r), *firsts)
     mean, last = zip(*seconds, strict=True)
@@ -66,12 +68,12 @@ def test_a_name_for_each():
 
 def masked(stage, params, x, mask):
     """The sum of losses of rows that count, and their number."""
-    y = stage(1, mlp_block)(params["stages"][1], stage(0, mlp_block)(params["stages"][0], x))
+    y = two_blocks(stage)(params, x)
     return stage(1, lambda y, mask: ((jnp.square(y).mean(1) * mask).sum(), mask.sum()))(y, mask)
 
 
 def whole(params, mask):
-    total, count = masked(lambda _, fn: fn, params, X, mask)
+    total, count = masked(plain, params, X, mask)
     return total / count
 
 
@@ -117,7 +119,7 @@ class Moments:
 
 def test_a_reduction_of_the_user():
     def rows(params, x):
-        return SPLIT(1, mlp_block)(params["stages"][1], SPLIT(0, mlp_block)(params["stages"][0], x))[0], x.sum()
+        return two_blocks(SPLIT)(params, x)[0], x.sum()
 
     got = mm.jit(mm.microbatch(rows, size=2, argnum=1, reduce=(Moments(), "sum")))(PARAMS, X)
     made = np.stack([rows_of[0] for rows_of in (plain_statistics(k)[1][1:] for k in range(4))])
@@ -128,16 +130,13 @@ def test_a_reduction_of_the_user():
 def test_gradients_of_what_is_no_sum():
     """Of an auxiliary result they are none; through the reduction itself they would go against the loop."""
 
-    def loss(params, x):
-        y = SPLIT(1, mlp_block)(params["stages"][1], SPLIT(0, mlp_block)(params["stages"][0], x))
+    def loss(stage, params, x):
+        y = two_blocks(stage)(params, x)
         return jnp.square(y).sum(), jnp.abs(y).max()
 
-    loop = mm.microbatch(loss, size=2, argnum=1, reduce=("sum", "max"))
+    loop = mm.microbatch(functools.partial(loss, SPLIT), size=2, argnum=1, reduce=("sum", "max"))
     got = mm.jit(jax.value_and_grad(loop, has_aux=True))(PARAMS, X)
-    plain = lambda p: (lambda y: (jnp.square(y).sum(), jnp.abs(y).max()))(  # noqa: E731
-        mlp_block(p["stages"][1], mlp_block(p["stages"][0], X))
-    )
-    assert_same(got, jax.jit(jax.value_and_grad(plain, has_aux=True))(PARAMS))
+    assert_same(got, jax.jit(jax.value_and_grad(functools.partial(loss, plain), has_aux=True))(PARAMS, X))
     with pytest.raises(mm.MultiMeshError, match=r"test_reductions.py:\d+: the gradient goes through .* reduction"):
         mm.jit(jax.grad(lambda p, x: loop(p, x)[1]))(PARAMS, X)
 

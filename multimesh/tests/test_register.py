@@ -1,11 +1,11 @@
 """Named scopes become tasks: by pattern, by callback, for as long as the registration stands."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from models import MLP, mlp_block, squared_error
 from pipelines import Split, assert_at_home, assert_same, reference_gradient, submeshes
+from test_errors import scoped
 
 import multimesh as mm
 
@@ -114,13 +114,6 @@ def test_remat_of_scoped_blocks(case, policy):
         got = mm.jit(mm.microbatch(jax.value_and_grad(loss), size=SIZE, argnum=1))(params, batch)
     got = jax.tree.map(lambda x: x / (ROWS // SIZE), got)
     assert_same(got, reference_gradient(MLP, 4, ROWS, SIZE))
-
-
-def scoped(x):
-    for layer in range(2):
-        with jax.named_scope(f"layers_{layer}"):
-            x = jnp.tanh(x)
-    return x
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 from measure import at_every_call, calls
-from models import MLP, SKIP, mlp_block
-from pipelines import Split, assert_same, gradient, reference_gradient, submeshes
+from models import MLP, SKIP, mlp_block, plain
+from pipelines import Split, assert_same, gradient, reference_gradient, submeshes, two_blocks
 
 import multimesh as mm
 
@@ -71,6 +71,15 @@ def test_interrupted_during_the_first_call():
         assert_same(f(params, batch), want)
 
 
+def two_stages(split, params, x, on_host):
+    """Two blocks, of which the first goes through a function on the host."""
+
+    def first(p, x):
+        return jax.pure_callback(on_host, jax.ShapeDtypeStruct(x.shape, x.dtype), mlp_block(p, x))
+
+    return split(1, mlp_block)(params["stages"][1], split(0, first)(params["stages"][0], x))
+
+
 def test_a_signal_in_the_middle_of_a_step():
     """A real SIGINT, sent by the first stage's own program while later ones are dispatched."""
     split = Split(submeshes(2, (1,)))
@@ -84,13 +93,7 @@ def test_a_signal_in_the_middle_of_a_step():
             signal.raise_signal(signal.SIGINT)
         return np.asarray(v)
 
-    def first(p, x):
-        return jax.pure_callback(interrupt, jax.ShapeDtypeStruct(x.shape, x.dtype), mlp_block(p, x))
-
-    def f(p, x):
-        return split(1, mlp_block)(p["stages"][1], split(0, first)(p["stages"][0], x)).sum()
-
-    step = mm.jit(mm.microbatch(f, size=1, argnum=1))
+    step = mm.jit(mm.microbatch(lambda p, x: two_stages(split, p, x, interrupt).sum(), size=1, argnum=1))
 
     def steps():
         for _ in range(10_000):
@@ -99,7 +102,7 @@ def test_a_signal_in_the_middle_of_a_step():
     # XLA may run the callback on this thread, and then wraps what it raises.
     with pytest.raises((KeyboardInterrupt, jax.errors.JaxRuntimeError), match=r"^$|KeyboardInterrupt"):
         steps()
-    want = jax.jit(lambda p, x: mlp_block(p["stages"][1], mlp_block(p["stages"][0], x)).sum())(params, x)
+    want = jax.jit(two_blocks(plain))(params, x).sum()
     assert_same(step(params, x), want)
 
 
@@ -115,15 +118,11 @@ def test_an_error_inside_a_task():
             raise ValueError("the user's callback")
         return np.asarray(v)
 
-    def first(p, x):
-        return jax.pure_callback(check, jax.ShapeDtypeStruct(x.shape, x.dtype), mlp_block(p, x))
-
-    step = mm.jit(lambda p, x: split(1, mlp_block)(p["stages"][1], split(0, first)(p["stages"][0], x)))
+    step = mm.jit(lambda p, x: two_stages(split, p, x, check))
     with pytest.raises(Exception, match="the user's callback"):
         jax.block_until_ready(step(placed, x))
     fail = False
-    want = jax.jit(lambda p, x: mlp_block(p["stages"][1], mlp_block(p["stages"][0], x)))(params, x)
-    assert_same(step(placed, x), want)
+    assert_same(step(placed, x), jax.jit(two_blocks(plain))(params, x))
 
 
 @pytest.mark.telling("two")

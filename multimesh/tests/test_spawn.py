@@ -7,17 +7,17 @@ import sys
 import time
 
 import pytest
+from spawning import ON_CPU
 
 import multimesh as mm
 from multimesh import launch
 
-CLEAN = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
 SPAWN = (sys.executable, "-m", "multimesh", "spawn", "-n")
 
 
 def spawn(count, program, *words, **options):
     return subprocess.run(
-        [*SPAWN, str(count), str(program), *words], capture_output=True, text=True, env=CLEAN, timeout=120, **options
+        [*SPAWN, str(count), str(program), *words], capture_output=True, text=True, env=ON_CPU, timeout=120, **options
     )
 
 
@@ -61,7 +61,7 @@ def test_lines_of_processes_stay_whole(tmp_path, label):
 def test_lines_come_when_they_are_printed(tmp_path):
     text = "import time\nprint('first')\ntime.sleep(600)"
     argv = [*SPAWN, "2", "-l", written(tmp_path, text)]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, env=CLEAN) as job:
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, env=ON_CPU) as job:
         found = b""
         while not all(part in found for part in (b"0: first\n", b"1: first\n")):
             found += job.stdout.read1()
@@ -89,7 +89,7 @@ def test_the_first_that_fails_ends_the_others_with_its_code(tmp_path, end, code)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_whatever_ends_it_ends_its_processes(tmp_path, number):
     text = "import os, time\nprint(os.getpid())\ntime.sleep(600)"
-    with subprocess.Popen([*SPAWN, "2", written(tmp_path, text)], stdout=subprocess.PIPE, text=True, env=CLEAN) as job:
+    with subprocess.Popen([*SPAWN, "2", written(tmp_path, text)], stdout=subprocess.PIPE, text=True, env=ON_CPU) as job:
         started = [int(job.stdout.readline()) for _ in range(2)]
         job.send_signal(number)
         assert job.wait() == {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGKILL: -9}[number]
@@ -107,7 +107,7 @@ def test_whatever_ends_it_ends_its_processes(tmp_path, number):
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(words, said):
-    done = subprocess.run([*SPAWN, *words], capture_output=True, text=True, env=CLEAN, timeout=60)
+    done = subprocess.run([*SPAWN, *words], capture_output=True, text=True, env=ON_CPU, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(said)
     assert done.stderr.count("\n") == 1
@@ -127,7 +127,7 @@ sys.exit(99 if "jax" in sys.modules else code)
 def test_a_launcher_of_ones_own_needs_no_jax(tmp_path):
     text = "import multimesh\nprint(multimesh.distributed.initialize(), flush=True)\n"
     argv = [sys.executable, "-c", OWN, written(tmp_path, text)]
-    done = subprocess.run(argv, capture_output=True, text=True, env=CLEAN, timeout=120, check=False)
+    done = subprocess.run(argv, capture_output=True, text=True, env=ON_CPU, timeout=120, check=False)
     assert done.returncode == 0, done
     assert done.stdout.count("of 2 on ") == 2
     assert done.stderr == ""

@@ -9,11 +9,11 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import MLP, mlp_block, plain, squared_error
-from pipelines import Split, assert_at_home, assert_same, gradient, microbatched, reference_gradient, submeshes
+from pipelines import Split, assert_same, both, check_gradient, microbatched, submeshes
 
 import multimesh as mm
 
-ROWS, SIZE = 8, 2
+ROWS = 8
 
 
 def mesh(start, shape, axes):
@@ -30,21 +30,16 @@ LAYOUTS = {
     "overlapping": (mesh(0, (4,), ("data",)), mesh(2, (4,), ("data",))),
     "one inside the other": (mesh(0, (8,), ("data",)), mesh(2, (2,), ("data",))),
     "same devices, other shape": (mesh(0, (4, 2), ("data", "model")), mesh(0, (2, 4), ("data", "model"))),
-    "same devices, other order": (
-        mesh(0, (4,), ("data",)),
-        Mesh(np.array(jax.devices()[3::-1]), ("data",)),
-    ),
+    "same devices, other order": (mesh(0, (4,), ("data",)), Mesh(np.array(jax.devices()[3::-1]), ("data",))),
+    "every other": tuple(Mesh(np.array(jax.devices()[n::2]), ("data",)) for n in (0, 1)),
+    "3 to 5, backwards": (mesh(5, (3,), ("data",)), mesh(0, (5,), ("data",))),
 }
 
 
-@pytest.mark.telling("sizes 4 + 2", "overlapping", "same devices, other order")
+@pytest.mark.telling("sizes 4 + 2", "overlapping", "same devices, other order", "every other")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout(layout):
-    split = Split(LAYOUTS[layout])
-    params, batch = MLP.init(2), MLP.batch(ROWS, 0)
-    loss, grads = mm.jit(gradient(MLP, split, size=SIZE, rows=ROWS))(split.place(params, MLP.owners(params)), batch)
-    assert_same((loss, grads), reference_gradient(MLP, 2, ROWS, SIZE))
-    assert_at_home(split, grads, MLP.owners(params))
+    check_gradient(MLP, Split(LAYOUTS[layout]), 2, rows=8, size=2, laid_out=False)
 
 
 def constrained_block(p, x):
@@ -108,10 +103,16 @@ def test_a_constraint_outside_a_task_is_resolved_by_the_task_that_consumes_the_v
     assert_same(y, mlp_block(params["stages"][1], mlp_block(params["stages"][0], x)))
 
 
+def test_a_constraint_outside_of_tasks_that_no_task_could_resolve():
+    def f(x, y):
+        return mm.task(jnp.sin, mesh=submeshes(1)[0])(x), jnp.cos(mm.with_sharding_constraint(2 * y, P("rows")))
+
+    with pytest.raises(mm.MultiMeshError, match=r"test_submeshes.py:.*no task beside it reads or makes the value"):
+        mm.jit(f)(jnp.ones(2), jnp.ones(2))
+
+
 def test_physical_axes_inside_a_task_are_the_submeshs_own():
     """jax.lax.with_sharding_constraint with a bare PartitionSpec names the axes of the task's submesh."""
-    split = Split(LAYOUTS["shapes (2, 2) + (4, 1)"])
-    params, batch = MLP.init(2), MLP.batch(ROWS, 0)
 
     def make(stage, microbatch):
         def block(p, x):
@@ -125,8 +126,26 @@ def test_physical_axes_inside_a_task_are_the_submeshs_own():
 
         return microbatch(jax.value_and_grad(loss), size=4, argnum=1)
 
-    got = mm.jit(make(split, mm.microbatch))(params, batch)
-    assert_same(got, jax.jit(make(plain, microbatched))(params, batch))
+    both(make, MLP.init(2), MLP.batch(ROWS, 0), split=Split(LAYOUTS["shapes (2, 2) + (4, 1)"]))
+
+
+SMALL = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_types_of_a_few_bits_between_submeshes_and_as_arguments(name):
+    on, dtype = Split(submeshes(2)), getattr(jnp, name)
+    x = jnp.linspace(0.25 if "8m0" in name else 0 if name[0] == "u" else -2, 1, 32).reshape(8, 4)
+
+    def f(x, y):
+        small = on(0, lambda x: x.astype(dtype))(x)
+        return on(1, lambda h, y: h.astype(jnp.float32) + y.astype(jnp.float32))(small, y), small
+
+    y = np.asarray(x.astype(dtype))
+    got, want = ([np.asarray(r, np.float32) for r in jit(f)(x, y)] for jit in (mm.jit, jax.jit))
+    assert_same(got, want)
+    loop = mm.microbatch(lambda x: f(x, x)[0], size=2)
+    assert_same(mm.jit(loop)(x), loop(x))
 
 
 def put_targets():

@@ -53,9 +53,10 @@ def test_without_the_plugin_one_line_says_what_to_install(monkeypatch):
 
 
 @compile_gpu
-@pytest.mark.parametrize("per", ["gpu", "node"])
-def test_readmes_pipeline_is_compiled_for_eight_h100_and_refuses_to_run(per):
-    devices = mm.topology("h100", nodes=2, gpus=4, process_per=per)
+@pytest.mark.telling("h100-gpu", "h100-node")
+@pytest.mark.parametrize(("device", "per"), [("h100", "gpu"), ("h100", "node"), ("b200", "gpu")])
+def test_readmes_pipeline_is_compiled_for_eight_gpus_and_refuses_to_run(device, per):
+    devices = mm.topology(device, nodes=2, gpus=4, process_per=per)
     assert len({d.process_index for d in devices}) == (8 if per == "gpu" else 2)
     low, given = lowered(devices)
     compiled = low.compile()

@@ -10,36 +10,14 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, auto_axes, explicit_axes, reshard
 from jax.sharding import PartitionSpec as P
-from pipelines import assert_same
-from typed_models import (
-    LAYER,
-    SIZE,
-    batch,
-    block,
-    check,
-    decoder,
-    init,
-    looped,
-    on_tasks,
-    owners,
-    place,
-    plain,
-    typed_meshes,
-)
+from models import plain
+from pipelines import FORMS, Split, assert_same, scopes
+from test_transforms import halved_slope
+from typed_models import LAYER, SIZE, arguments, block, check, decoder, looped, loss_of, typed_meshes
 
 import multimesh as mm
 
 MESHES = typed_meshes()
-
-
-def given(meshes=MESHES, specs=None, params=None):
-    """Arguments on the submeshes, and the same on the first one."""
-    made, known = init()
-    made, specs = made if params is None else params, known if specs is None else specs
-    where = owners(made)
-    alone = jax.tree.map(lambda _: 0, where)
-    tokens = jax.device_put(batch(), NamedSharding(meshes[0], P("data")))
-    return (place(made, specs, where, meshes), tokens), (place(made, specs, alone, meshes), tokens)
 
 
 def train(loss, schedule="1f1b", has_aux=False):
@@ -51,7 +29,7 @@ def train(loss, schedule="1f1b", has_aux=False):
 @pytest.mark.telling("interleaved")
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
 def test_two_stages_on_a_submesh(schedule):
-    args, alone = given()
+    args, alone = arguments(MESHES)
     route = [MESHES[n] for n in mm.schedules.get(schedule).placement(2)]
     loss = mm.pipeline(decoder(plain), route, interleave=4 // len(route))
     check(train(loss, schedule), looped(jax.value_and_grad(decoder(plain))), args, alone, MESHES[0])
@@ -61,12 +39,10 @@ def test_two_stages_on_a_submesh(schedule):
 def test_cuts_within_a_checkpointed_layer_with_auto_axes():
     """More stages than layers: each layer is opened, and a part of it is computed under Auto axes."""
     meshes = typed_meshes(((2, 1),) * 4)
-    made, specs = init(2)
-    tokens = jax.device_put(batch(), NamedSharding(meshes[0], P("data")))
-    alone = place(made, specs, jax.tree.map(lambda _: 0, owners(made)), meshes)
+    _, alone = arguments(meshes, layers=2)
     loss = decoder(plain, jax.checkpoint(masked))
     piped = mm.pipeline(loss, [*meshes, *reversed(meshes)])
-    check(train(piped, "dualpipe-v"), looped(jax.value_and_grad(loss)), (alone, tokens), (alone, tokens), meshes[0])
+    check(train(piped, "dualpipe-v"), looped(jax.value_and_grad(loss)), alone, alone, meshes[0])
 
 
 @jax.custom_vjp
@@ -78,14 +54,6 @@ clipped.defvjp(
     lambda x: (jnp.tanh(x), x),
     lambda x, g: (reshard(jnp.clip(g, -1e-3, 1e-3) * jnp.cos(x), P("data", None)),),
 )
-
-
-@jax.custom_jvp
-def halved_slope(x):
-    return jnp.square(x)
-
-
-halved_slope.defjvp(lambda x, t: (jnp.square(x[0]), x[0] * t[0]))
 
 
 def named(w, x):
@@ -172,10 +140,8 @@ BODIES = {
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize("form", ["task", "pipeline"])
 def test_inside(form, body):
-    args, alone = given()
-    loss = decoder(on_tasks(MESHES), BODIES[body])
-    if form == "pipeline":
-        loss = mm.pipeline(decoder(plain, BODIES[body]), MESHES)
+    args, alone = arguments(MESHES)
+    loss = loss_of(form, MESHES, BODIES[body])
     check(train(loss), looped(jax.value_and_grad(decoder(plain, BODIES[body]))), args, alone, MESHES[0])
 
 
@@ -209,9 +175,9 @@ def losses(stage, loop):
 @pytest.mark.telling("clipped step", "gradient outside")
 @pytest.mark.parametrize("case", losses(plain, looped))
 def test_around(case):
-    args, alone = given()
+    args, alone = arguments(MESHES)
     loop = functools.partial(mm.microbatch, size=SIZE, argnum=1, reduce="mean")
-    got, want = losses(on_tasks(MESHES), loop)[case], losses(plain, looped)[case]
+    got, want = losses(Split(MESHES), loop)[case], losses(plain, looped)[case]
     check(got, want, args, alone, MESHES[0])
 
 
@@ -236,19 +202,19 @@ REFUSED_BY_JAX = {("jvp", "pallas"), ("hessian product", "pallas"), ("jvp", "cus
 )
 def test_outside(transform, body):
     """Transformations of the jitted function; a rule of custom_vjp is typed code too."""
-    args, alone = given()
+    args, alone = arguments(MESHES)
     run = BODIES.get(body, block)
     with jax.set_mesh(MESHES[0]):
         want = OUTSIDE[transform](jax.jit(decoder(plain, run)), *alone)
-    got = OUTSIDE[transform](mm.jit(decoder(on_tasks(MESHES), run)), *args)
+    got = OUTSIDE[transform](mm.jit(decoder(Split(MESHES), run)), *args)
     assert_same(got, jax.device_get(want))
 
 
 @pytest.mark.parametrize("around", [jax.jit, jax.checkpoint, lambda f: jax.jit(jax.grad(f)), jax.make_jaxpr])
 def test_one_program_around(around):
     """JAX makes one program, which needs one mesh: the error says so, and then it runs."""
-    args, alone = given()
-    fn = around(mm.jit(decoder(on_tasks(MESHES))))
+    args, alone = arguments(MESHES)
+    fn = around(mm.jit(decoder(Split(MESHES))))
     with pytest.raises(mm.UsageError, match=r"runs without a submesh here; .* outside of jax.jit"):
         fn(*args)
     with jax.set_mesh(MESHES[0]), mm.context(ignore_transforms=True):
@@ -260,27 +226,12 @@ AMBIENT = {"none": Mesh(np.empty((), object), ()), "first": MESHES[0], "last": M
 
 @pytest.mark.telling("scope-first", "context-none")
 @pytest.mark.parametrize("ambient", AMBIENT)
-@pytest.mark.parametrize("form", ["wrapper", "context", "scope"])
+@pytest.mark.parametrize("form", FORMS)
 def test_forms_and_ambient_meshes(form, ambient):
-    args, alone = given()
-
-    def stage(s, fn):
-        def inside(*args):
-            if form == "context":
-                with mm.task(mesh=MESHES[s], name=f"stage{s}"):
-                    return fn(*args)
-            with jax.named_scope(f"typedscope_{s}"):
-                return fn(*args)
-
-        return mm.task(fn, f"stage{s}", mesh=MESHES[s]) if form == "wrapper" else inside
-
-    registered = [mm.register_task(rf"typedscope_{s}", mesh=m) for s, m in enumerate(MESHES)] if form == "scope" else []
-    try:
-        with jax.set_mesh(AMBIENT[ambient]):
-            check(train(decoder(stage)), looped(jax.value_and_grad(decoder(plain))), args, alone, MESHES[0])
-    finally:
-        for r in registered:
-            r.remove()
+    args, alone = arguments(MESHES)
+    split = Split(MESHES, form)
+    with scopes(split, 2), jax.set_mesh(AMBIENT[ambient]):
+        check(train(decoder(split)), looped(jax.value_and_grad(decoder(plain))), args, alone, MESHES[0])
 
 
 def step_of(loss, loop):
@@ -313,8 +264,8 @@ def test_gradients_are_reduced_once_a_step(form):
     """Of parameters that are typed reduced: their gradients are unreduced, and stay so in all microbatches."""
     layer = {"up": P(None, "model", reduced={"data"}), "down": P("model", None, reduced={"data"})}
     specs = {"embed": P(reduced={"data"}), "layers": [layer] * 4}
-    args, alone = given(specs=specs)
-    loss = decoder(on_tasks(MESHES)) if form == "task" else mm.pipeline(decoder(plain), MESHES)
+    args, alone = arguments(MESHES, specs)
+    loss = loss_of(form, MESHES)
     loop = functools.partial(mm.microbatch, size=SIZE, argnum=1, reduce="sum")
     jitted = check(step_of(loss, loop), step_of(decoder(plain), summed), args, alone, MESHES[0])
     new = jitted(*args)[1]

@@ -7,32 +7,14 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
-from pipelines import assert_same
-from typed_models import (
-    SIZE,
-    WIDTH,
-    batch,
-    block,
-    check,
-    decoder,
-    init,
-    on_tasks,
-    owners,
-    place,
-    plain,
-    typed_meshes,
-)
+from models import plain
+from pipelines import Split, assert_same
+from typed_models import SIZE, WIDTH, arguments, batch, block, check, init, looped, loss_of, typed_meshes
 
 import multimesh as mm
 
 MESHES = typed_meshes()
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
-
-
-def given(meshes=MESHES):
-    params, specs = init()
-    tokens = jax.device_put(batch(), NamedSharding(meshes[0], P("data")))
-    return place(params, specs, owners(params), meshes), tokens
 
 
 def step_of(loss, loop=mm.microbatch):
@@ -64,16 +46,15 @@ def test_a_checkpoint_is_restored_on_another_grid(form, tmp_path):
     losses = {}
 
     def training(meshes):
-        loss = decoder(on_tasks(meshes)) if form == "task" else mm.pipeline(decoder(plain), meshes)
-        return mm.jit(step_of(loss), donate_argnums=(0, 1))
+        return mm.jit(step_of(loss_of(form, meshes)), donate_argnums=(0, 1))
 
-    params, tokens = given()
+    (params, tokens), _ = arguments(MESHES)
     step = training(MESHES)
     state, losses["first"] = run(step, [params, OPTIMIZER.init(params)], tokens, 2)
     mm.distributed.save(tmp_path / "state", state)
     _, losses["one go"] = run(step, state, tokens, 2)
     other = typed_meshes(((1, 4), (1, 4)))
-    params, tokens = given(other)
+    (params, tokens), _ = arguments(other)
     like = [params, OPTIMIZER.init(params)]
     restored = mm.distributed.restore(tmp_path / "state", like)
     assert specs_of(restored[0]) == specs_of(params)
@@ -86,9 +67,8 @@ def test_a_checkpoint_is_restored_on_another_grid(form, tmp_path):
 @pytest.mark.telling("task")
 @pytest.mark.parametrize("form", ["task", "pipeline"])
 def test_forecasts_and_profiles(form):
-    loss = decoder(on_tasks(MESHES)) if form == "task" else mm.pipeline(decoder(plain), MESHES)
-    params, tokens = given()
-    step = mm.jit(step_of(loss))
+    (params, tokens), _ = arguments(MESHES)
+    step = mm.jit(step_of(loss_of(form, MESHES)))
     args = params, OPTIMIZER.init(params), tokens
     lowered = step.lower(*args)
     for mesh, told in zip(MESHES, lowered.memory_estimate(), strict=True):
@@ -121,30 +101,17 @@ def test_a_state_is_handed_on_from_microbatch_to_microbatch(form):
             (value, mean), grads = jax.value_and_grad(loss, has_aux=True)(params, tokens, mean)
             return mean, (value, grads)
 
-        return lambda params, tokens, mean: loop(one, params, tokens, mean)
+        return loop(one, size=SIZE, argnum=1, carry=2, reduce="mean")
 
-    def by_hand(one, params, tokens, mean):
-        found = []
-        for k in range(len(tokens) // SIZE):
-            rows = tokens.reshape(SIZE, -1, out_sharding=P("data"))[:, k]
-            mean, out = one(params, rows, mean)
-            found.append(out)
-        return mean, jax.tree.map(lambda *x: sum(x) / len(found), *found)
-
-    def by_loop(one, *args):
-        return mm.microbatch(one, size=SIZE, argnum=1, carry=2, reduce="mean")(*args)
-
-    params, tokens = given()
-    split = mm.pipeline(loss, MESHES) if form == "pipeline" else lambda *a: loss(*a, on_tasks(MESHES))
+    (params, tokens), (alone, _) = arguments(MESHES)
+    split = mm.pipeline(loss, MESHES) if form == "pipeline" else lambda *a: loss(*a, Split(MESHES))
     mean = jax.device_put(np.zeros(WIDTH, "float32"), NamedSharding(MESHES[0], P("model")))
-    made, specs = init()
-    alone = place(made, specs, jax.tree.map(lambda _: 0, owners(made)), MESHES)
-    check(step(split, by_loop), step(loss, by_hand), (params, tokens, mean), (alone, tokens, mean), MESHES[0])
+    check(step(split, mm.microbatch), step(loss, looped), (params, tokens, mean), (alone, tokens, mean), MESHES[0])
 
 
 def test_without_a_mesh_in_arguments_a_call_keeps_one_program():
     """Arguments of the host name no mesh: the tasks that the trace meets do."""
-    loss = decoder(on_tasks(MESHES))
+    loss = loss_of("task", MESHES)
     traces = []
 
     def counted(params, tokens):
@@ -163,12 +130,9 @@ def test_without_a_mesh_in_arguments_a_call_keeps_one_program():
 
 def test_a_plan_names_reshards_between_submeshes():
     """Where they differ in shape; of two of one shape nothing is said."""
-    params, specs = init()
     for shapes, wanted in ((((2, 2), (2, 2)), []), (((2, 2), (4, 1)), ["0 to 1", "1 to 0"])):
         meshes = typed_meshes(shapes)
-        tokens = jax.device_put(batch(), NamedSharding(meshes[0], P("data")))
-        placed = place(params, specs, owners(params), meshes)
-        text = str(mm.jit(jax.value_and_grad(decoder(on_tasks(meshes)))).plan(placed, tokens))
+        text = str(mm.jit(jax.value_and_grad(loss_of("task", meshes))).plan(*arguments(meshes)[0]))
         lines = [line for line in text.splitlines() if "becomes" in line]
         assert [line[:6] for line in lines] == sorted(line[:6] for line in lines)
         assert sorted({line[:6] for line in lines}) == wanted

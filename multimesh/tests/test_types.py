@@ -64,18 +64,15 @@ def lines_of(output: str) -> list[int]:
     return sorted({int(number) for number in re.findall(r"script\.py:(\d+)(?::\d+)?(?: -)?:? error", output)})
 
 
-@pytest.mark.longer
-def test_mypy_finds_the_mistakes_of_a_script_and_no_others(script: Path):
-    line = [sys.executable, "-m", "mypy", "--cache-dir", script.parent / "cache", "--follow-imports=silent", script]
-    done = subprocess.run(line, capture_output=True, text=True, cwd=script.parent, check=False)
-    assert lines_of(done.stdout) == WRONG, done.stdout + done.stderr
-
-
-@pytest.mark.full
-def test_pyright_finds_the_mistakes_of_a_script_and_no_others(script: Path):
+@pytest.mark.parametrize(
+    "checker", [pytest.param("mypy", marks=pytest.mark.longer), pytest.param("pyright", marks=pytest.mark.full)]
+)
+def test_a_checker_finds_the_mistakes_of_a_script_and_no_others(checker: str, script: Path):
     npx = shutil.which("npx")
-    if npx is None:
-        pytest.skip("needs Node.js")
-    line = [npx, "--yes", PYRIGHT, "--pythonpath", sys.executable, script]
+    line = [sys.executable, "-m", "mypy", "--cache-dir", script.parent / "cache", "--follow-imports=silent", script]
+    if checker == "pyright":
+        if npx is None:
+            pytest.skip("needs Node.js")
+        line = [npx, "--yes", PYRIGHT, "--pythonpath", sys.executable, script]
     done = subprocess.run(line, capture_output=True, text=True, cwd=script.parent, check=False)
     assert lines_of(done.stdout) == WRONG, done.stdout + done.stderr

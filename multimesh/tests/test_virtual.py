@@ -5,7 +5,7 @@ import sys
 
 import jax
 import pytest
-from test_demo import CLEAN
+from spawning import CLEAN
 
 import multimesh as mm
 

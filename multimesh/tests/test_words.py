@@ -33,10 +33,65 @@ def refused(message, step, *args, kind=mm.UsageError):
         mm.jit(step)(*args)
 
 
-def test_argnum_left_at_0_cuts_the_parameters():
-    step = mm.microbatch(jax.value_and_grad(loss), size=SIZE)
-    refused(HERE + ".*argument 0, which argnum=0 cuts; if the batch is another argument, say so: argnum=1", step, W, X)
-    with pytest.raises(TypeError, match="contracting"):  # a fault of the function is told as it is
+class Partitioned(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        init = nn.with_partitioning(nn.initializers.lecun_normal(), ("model", None))
+        return nn.Dense(WIDTH, kernel_init=init)(x)
+
+
+def wide(fn, name, **options):
+    return mm.task(fn, name, mesh=WIDE, **options)
+
+
+def moving(x, state):
+    return mm.task(lambda x, s: 0.5 * s + x.sum(0), mesh=A)(x, state)
+
+
+def constrained(*spec):
+    return lambda x: jax.lax.with_sharding_constraint(x, P(*spec))
+
+
+LACKS = HERE + r"task 'lost'.* names axis 'model', which its submesh \[data=2 .* does not have; make the submesh"
+TWICE = HERE + r"task 'twice': P\('data', 'data'\) lays out two dimensions along axis 'data'.*; name it once"
+LOGICAL = {"rows": "data", "columns": "data"}
+REFUSED = {  # what is said, the step, and its arguments
+    "argnum left at 0 cuts the parameters": (
+        HERE + ".*argument 0, which argnum=0 cuts; if the batch is another argument, say so: argnum=1",
+        *(mm.microbatch(jax.value_and_grad(loss), size=SIZE), W, X),
+    ),
+    "a count among means": (
+        r"dtype int32 can't be averaged: result\['seen'\]; sum it, as reduce=\(\"mean\", \"sum\"\)",
+        *(mm.microbatch(lambda x: {"loss": x.mean(), "seen": jnp.sum(x > 0)}, size=SIZE, reduce="mean"), X),
+    ),
+    "a module of equinox as an argument": (
+        r"model.activation of type \w+ is no array.*eqx.partition\(model, eqx.is_array\)",
+        *(lambda model, x: jax.vmap(model)(x), eqx.nn.MLP(WIDTH, WIDTH, 8, 2, key=jax.random.key(0)), X),
+    ),
+    "an axis of a module that a submesh lacks": (
+        *(LACKS, wide(lambda p, x: Partitioned().apply(p, x), "lost"), Partitioned().init(jax.random.key(0), X), X),
+    ),
+    "an axis that a submesh lacks": (LACKS, wide(constrained("model"), "lost"), X),
+    "one axis for two dimensions": (TWICE, wide(constrained("data", "data"), "twice"), X),
+    "one axis for two logical ones": (
+        TWICE,
+        wide(lambda x: mm.with_sharding_constraint(x, P("rows", "columns")), "twice", logical_axes=LOGICAL),
+        X,
+    ),
+    "a state that comes second": (
+        r"returns \(state, result\), not \(result, state\)",
+        *(mm.microbatch(lambda x, state: (x.sum(), moving(x, state)), size=SIZE, carry=1), X, jnp.zeros(WIDTH)),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case):
+    refused(*REFUSED[case])
+
+
+def test_a_fault_of_a_microbatched_function_is_told_as_it_is():
+    with pytest.raises(TypeError, match="contracting"):
         mm.jit(mm.microbatch(lambda w, x: loss(w, x[:, :3]), size=SIZE, argnum=1))(W, X)
     with pytest.raises(ValueError, match="mine"):
         mm.jit(mm.microbatch(lambda x, w: _raise(), size=SIZE))(X, W)
@@ -61,46 +116,6 @@ def _raise():
 def test_a_leaf_of_the_batch_without_its_rows(leaf, message):
     step = mm.microbatch(lambda w, batch: loss(w, batch["x"]), size=SIZE, argnum=1)
     refused(message, step, W, {"x": X, "y": X, "t": leaf})
-
-
-def test_a_count_among_means():
-    step = mm.microbatch(lambda x: {"loss": x.mean(), "seen": jnp.sum(x > 0)}, size=SIZE, reduce="mean")
-    refused(r"dtype int32 can't be averaged: result\['seen'\]; sum it, as reduce=\(\"mean\", \"sum\"\)", step, X)
-
-
-def test_a_module_of_equinox_as_an_argument():
-    model = eqx.nn.MLP(WIDTH, WIDTH, 8, 2, key=jax.random.key(0))
-    refused(
-        r"model.activation of type \w+ is no array.*eqx.partition\(model, eqx.is_array\)",
-        lambda model, x: jax.vmap(model)(x),
-        model,
-        X,
-    )
-
-
-class Partitioned(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        init = nn.with_partitioning(nn.initializers.lecun_normal(), ("model", None))
-        return nn.Dense(WIDTH, kernel_init=init)(x)
-
-
-def test_axes_that_a_submesh_lacks():
-    model = Partitioned()
-    params = model.init(jax.random.key(0), X)
-    message = HERE + r"task 'lost'.* names axis 'model', which its submesh \[data=2 .* does not have; make the submesh"
-    refused(message, lambda p, x: mm.task(lambda p, x: model.apply(p, x), "lost", mesh=WIDE)(p, x), params, X)
-    refused(message, mm.task(lambda x: jax.lax.with_sharding_constraint(x, P("model")), "lost", mesh=WIDE), X)
-
-
-def test_one_axis_for_two_dimensions():
-    message = HERE + r"task 'twice': P\('data', 'data'\) lays out two dimensions along axis 'data'.*; name it once"
-    refused(message, mm.task(lambda x: jax.lax.with_sharding_constraint(x, P("data", "data")), "twice", mesh=WIDE), X)
-    axes = {"rows": "data", "columns": "data"}
-    logical = mm.task(
-        lambda x: mm.with_sharding_constraint(x, P("rows", "columns")), "twice", mesh=WIDE, logical_axes=axes
-    )
-    refused(message, logical, X)
 
 
 def test_a_constraint_that_does_not_divide_is_told():
@@ -129,15 +144,6 @@ def test_several_stages_a_submesh_of_a_function_that_is_cut(schedule):
     message = r"pass the meshes to multimesh.pipeline once for each stage: \[a, b, b, a\]"
     refused(message, step([A, B]), [W] * 4, X)
     mm.jit(step([A, B, B, A])).plan([W] * 4, X)
-
-
-def moving(x, state):
-    return mm.task(lambda x, s: 0.5 * s + x.sum(0), mesh=A)(x, state)
-
-
-def test_a_state_that_comes_second():
-    step = mm.microbatch(lambda x, state: (x.sum(), moving(x, state)), size=SIZE, carry=1)
-    refused(r"returns \(state, result\), not \(result, state\)", step, X, jnp.zeros(WIDTH))
 
 
 def test_lbfgs():

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
-from multimesh.marking.result_reductions import is_float0
-from pipelines import assert_same
+from models import plain
+from pipelines import Split, assert_same, microbatched
 
 import multimesh as mm
 
@@ -93,27 +93,21 @@ def place(tree: Any, specs: Any, where: Any, meshes: Sequence[Mesh]) -> Any:
     return jax.device_put(tree, layouts)
 
 
-def plain(stage: int, fn: Any) -> Any:
-    return fn
+looped = functools.partial(microbatched, size=SIZE, argnum=1, reduce="mean")
 
 
-def on_tasks(meshes: Sequence[Mesh]) -> Callable[..., Any]:
-    return lambda stage, fn: mm.task(fn, f"stage{stage}", mesh=meshes[stage])
+def loss_of(form: str, meshes: Sequence[Mesh], body: Block = block) -> Callable[..., Any]:
+    """The loss of a decoder whose stages are tasks, or that `mm.pipeline` cuts."""
+    return decoder(Split(tuple(meshes)), body) if form == "task" else mm.pipeline(decoder(plain, body), meshes)
 
 
-def looped(fn: Any, *, size: int = SIZE, argnum: int = 1, **_: Any) -> Any:
-    """What `mm.microbatch` means, for ``reduce="mean"``: a loop in Python."""
-
-    def call(*args: Any) -> Any:
-        count = args[argnum].shape[0] // size
-        results = []
-        for k in range(count):
-            rows = args[argnum].reshape(size, count, *args[argnum].shape[1:], out_sharding=P("data"))[:, k]
-            results.append(fn(*args[:argnum], rows, *args[argnum + 1 :]))
-        mean = lambda *x: x[0] if is_float0(x[0]) else functools.reduce(jnp.add, x) / count  # noqa: E731
-        return jax.tree.map(mean, *results)
-
-    return call
+def arguments(meshes: Sequence[Mesh], specs: Any = None, layers: int = 4) -> tuple[Any, Any]:
+    """Parameters and tokens on the submeshes, and the same on the first one."""
+    params, known = init(layers)
+    specs, where = specs or known, owners(params)
+    tokens = jax.device_put(batch(), NamedSharding(meshes[0], P("data")))
+    alone = place(params, specs, jax.tree.map(lambda _: 0, where), meshes)
+    return (place(params, specs, where, meshes), tokens), (alone, tokens)
 
 
 def check(fn: Any, want: Any, args: Any, plain_args: Any, mesh: Mesh, *, types: bool = True, **tolerance: Any) -> Any:

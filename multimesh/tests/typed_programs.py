@@ -18,22 +18,10 @@ from generated import assert_near, double
 from jax import lax
 from jax.sharding import NamedSharding, auto_axes, reshard
 from jax.sharding import PartitionSpec as P
+from models import plain
 from multimesh.marking.result_reductions import is_float0
-from typed_models import (
-    ROWS,
-    SIZE,
-    WIDTH,
-    batch,
-    block,
-    decoder,
-    init,
-    looped,
-    on_tasks,
-    owners,
-    place,
-    plain,
-    typed_meshes,
-)
+from pipelines import Split
+from typed_models import ROWS, SIZE, WIDTH, batch, block, decoder, init, looped, owners, place, typed_meshes
 
 import multimesh as mm
 
@@ -205,7 +193,7 @@ def check_typed(program: TypedProgram) -> None:
     plain_args = place(params, specs, zeros, meshes), args[1]
     loop = functools.partial(mm.microbatch, size=SIZE, argnum=1, reduce="mean", schedule=program.schedule)
     if program.form == "task":
-        jitted = mm.jit(make(on_tasks(meshes), loop))
+        jitted = mm.jit(make(Split(meshes), loop))
     else:
         jitted = mm.jit(make(plain, loop, lambda loss: mm.pipeline(loss, meshes)))
     with jax.set_mesh(meshes[0]):

@@ -9,21 +9,13 @@ import pytest
 import scipy.linalg
 import spawning
 from multimesh_numerics.linalg import qdwh
-from test_linalg import LAYOUTS, definite, normal, sharded
+from test_linalg import LAYOUTS, definite, normal, residual, sharded
 
 import multimesh as mm
 
-pytestmark = pytest.mark.longer
+pytestmark = [pytest.mark.longer, pytest.mark.usefixtures("double")]
 
 linalg = mm.linalg
-
-
-@pytest.fixture(autouse=True)
-def double():
-    with jax.enable_x64(True):
-        yield
-
-
 SPECTRA = {
     "random": lambda n: np.random.default_rng(1).uniform(0.1, 1, n),
     "graded": lambda n: np.geomspace(1, 1e-15, n),
@@ -116,10 +108,6 @@ GENERAL = {
 }
 
 
-def residual(a, x, b):
-    return norm(a @ x - b) / (norm(a) * norm(x))
-
-
 def check_lu(layout, kind, n, dtype):
     full, b = GENERAL[kind](n, dtype), normal(n, 3, dtype=dtype)
     factor = linalg.lu_factor(sharded(full, layout))
@@ -143,20 +131,22 @@ def check_triangular(layout, n, dtype):
 
 FEW = [("one", "random", 5, "float64"), ("rows", "graded", 24, "float32"), ("both", "singular", 20, "complex128"),
        ("pairs", "clustered", 24, "complex64"), ("columns", "zero", 12, "float64")]  # fmt: skip
-FEW_TELLING = pytest.mark.telling("rows-graded-24-float32", "both-singular-20-complex128")
+DECOMPOSITIONS = {
+    "eigh": check_eigh,
+    "polar": lambda layout, kind, n, dtype: check_polar(layout, kind, 2 * n, n, dtype),
+    "svd": lambda layout, kind, n, dtype: check_svd(layout, kind, n, n, dtype),
+    "qr": lambda layout, kind, n, dtype: check_qr(layout, kind, 8 * n, n, dtype),
+}
 
 
-@FEW_TELLING
+@pytest.mark.telling(
+    *(f"{name}-both-singular-20-complex128" for name in DECOMPOSITIONS),
+    *(f"{name}-rows-graded-24-float32" for name in ("eigh", "qr")),
+)
 @pytest.mark.parametrize(("layout", "kind", "n", "dtype"), FEW)
-def test_eigh(layout, kind, n, dtype):
-    check_eigh(layout, kind, n, dtype)
-
-
-@pytest.mark.telling("both-singular-20-complex128")
-@pytest.mark.parametrize(("layout", "kind", "n", "dtype"), FEW)
-def test_polar_and_svd(layout, kind, n, dtype):
-    check_polar(layout, kind, 2 * n, n, dtype)
-    check_svd(layout, kind, n, n, dtype)
+@pytest.mark.parametrize("name", DECOMPOSITIONS)
+def test_decompositions(name, layout, kind, n, dtype):
+    DECOMPOSITIONS[name](layout, kind, n, dtype)
 
 
 @pytest.mark.telling("float32")
@@ -167,12 +157,6 @@ def test_polar_where_noise_is_smaller_than_the_weights_assume(dtype, monkeypatch
     monkeypatch.setattr(qdwh, "_noise", lambda x, axes: 1e-4 * noise(x, axes))
     check_polar("rows", "singular", 32, 16, dtype)
     check_polar("columns", "zero", 28, 28, dtype)
-
-
-@FEW_TELLING
-@pytest.mark.parametrize(("layout", "kind", "n", "dtype"), FEW)
-def test_qr(layout, kind, n, dtype):
-    check_qr(layout, kind, 8 * n, n, dtype)
 
 
 @pytest.mark.telling("columns-equal pivots-12-float64")

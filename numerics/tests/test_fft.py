@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from test_linalg import normal
 
 import multimesh as mm
 
@@ -31,11 +32,6 @@ def mesh_of(shape, kind="Auto"):
     return Mesh(devices, (A, B)[: len(shape)], axis_types=(AxisType[kind],) * len(shape))
 
 
-def normal(shape, dtype, seed=0):
-    draw = np.random.default_rng(seed).standard_normal
-    return (draw(shape) + (1j * draw(shape) if np.dtype(dtype).kind == "c" else 0)).astype(dtype)
-
-
 def put(x, mesh, spec, kind="Auto"):
     return jax.device_put(x, NamedSharding(mesh_of(mesh, kind), spec))
 
@@ -57,7 +53,7 @@ def padded_to(x, spec, mesh):
 def check(case, dtype, transposed, kind="Auto", norm=None, chunks=1):
     shape, mesh, spec, axes, natural, swapped = CASES[case]
     real = np.dtype(dtype).kind == "f"
-    x = put(normal(shape, dtype), mesh, spec, kind)
+    x = put(normal(*shape, dtype=dtype), mesh, spec, kind)
     axes = tuple(a % len(shape) for a in (axes or range(len(shape))))
     options = {"axes": axes, "transposed": transposed, "norm": norm, "chunks": chunks}
     forward, backward = (mm.fft.rfftn, mm.fft.irfftn) if real else (mm.fft.fftn, mm.fft.ifftn)
@@ -108,7 +104,7 @@ def test_transforms_are_numpys_everywhere(case, dtype, transposed, kind, chunks)
 def test_sizes_that_do_not_divide_are_padded(case):
     """Also those of the argument, and with ``s`` that cuts one dimension and fills another."""
     mesh, spec = mesh_of(CASES[case][1]), CASES[case][2]
-    x = normal((7, 5, 6), "float64")
+    x = normal(7, 5, 6)
     y = mm.fft.rfftn(x, (9, 5, 4), mesh=mesh, spec=spec)
     np.testing.assert_allclose(mm.fft.unpad(y, (9, 5, 3)), np.fft.rfftn(x, (9, 5, 4), axes=(0, 1, 2)), atol=1e-12)
     y = mm.fft.fftn(x, mesh=mesh, spec=spec)
@@ -118,7 +114,7 @@ def test_sizes_that_do_not_divide_are_padded(case):
 
 
 def test_sizes_may_be_numpys():
-    x = put(normal((4, 4, 4), "float64"), (4,), P(A))
+    x = put(normal(4, 4, 4), (4,), P(A))
     np.testing.assert_array_equal(mm.fft.fftn(x, tuple(np.array([4, 5, 6]))), mm.fft.fftn(x, (4, 5, 6)))
 
 
@@ -138,7 +134,7 @@ def test_one_all_to_all_per_sharded_dimension_and_no_gather(case, real, count):
 
 def test_under_grad_vmap_and_checkpoint():
     mesh = mesh_of((2, 2))
-    x, w = normal((3, 4, 6, 5), "float64"), normal((3, 4, 6, 4), "complex128", 1)[..., :3]
+    x, w = normal(3, 4, 6, 5), normal(3, 4, 6, 4, dtype="complex128", seed=1)[..., :3]
 
     def total(rfftn, irfftn):
         def one(x, w):
@@ -162,7 +158,7 @@ def test_under_grad_vmap_and_checkpoint():
 @pytest.mark.parametrize("case", ["slab", "pencil", pytest.param("one", marks=pytest.mark.longer)])
 def test_eager_derivatives_take_tangents_and_cotangents_in_any_layout(case, transposed):
     shape, mesh, spec = CASES[case][:3]
-    x = put(normal(shape, "float64"), mesh, spec)
+    x = put(normal(*shape), mesh, spec)
 
     def there(x):
         return mm.fft.rfftn(x, transposed=transposed)
@@ -176,7 +172,7 @@ def test_eager_derivatives_take_tangents_and_cotangents_in_any_layout(case, tran
         found = turned(jnp.fft.rfftn(x), (0, 1, 2), transposed, case == "pencil", np=jnp)
         return jnp.pad(found, [(0, n - m) for n, m in zip(y.shape, found.shape, strict=True)])
 
-    weight = normal(y.shape, "complex128", 1)
+    weight = normal(*y.shape, dtype="complex128", seed=1)
     want = jax.vjp(theirs, np.asarray(x))[1](jnp.asarray(weight))[0]
     for given in (P(), P(A), P(None, A)):
         if any(n % mesh[0] for n, e in zip(y.shape, given, strict=False) if e):
@@ -199,7 +195,7 @@ def test_inside_tasks_on_submeshes():
         z = mm.task(lambda y: mm.fft.irfftn(y * 1j, (4, 4, 6), mesh=back, spec=P(None, A, B)), "back", mesh=back)(y)
         return jnp.sum(z**3)
 
-    x = normal((4, 4, 6), "float64")
+    x = normal(4, 4, 6)
     got = mm.jit(jax.value_and_grad(step))(x)
     want = jax.jit(jax.value_and_grad(lambda x: jnp.sum(jnp.fft.irfftn(jnp.fft.rfftn(x) * 1j, x.shape) ** 3)))(x)
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, atol=1e-10), got, want)
@@ -246,4 +242,4 @@ def test_frequencies_match_a_result(kind):
 )
 def test_errors_say_what_to_do(call, message):
     with pytest.raises(mm.UsageError, match=re.escape(message)):
-        call(mm.fft, put(normal((4, 4, 4), "float64"), (4,), P(A)))
+        call(mm.fft, put(normal(4, 4, 4), (4,), P(A)))

@@ -1,5 +1,6 @@
 """`multimesh.linalg` beside NumPy, SciPy and ``jax.scipy.linalg`` on one device."""
 
+import itertools
 import re
 
 import jax
@@ -48,65 +49,49 @@ def sharded(a, layout="rows", kind="Auto", flip=False):
 
 
 def residual(a, x, b):
+    """Of many right-hand sides together: of one alone it is chance, which the alignment of an array decides."""
     a, x, b = (np.asarray(v, np.complex128) for v in (a, x, b))
     return np.linalg.norm(a @ x - b) / (np.linalg.norm(a) * np.linalg.norm(x))
 
 
-def check_potrs(layout, n, dtype, r, kind="Auto"):
+DTYPES, SIZES, KINDS = ("float32", "float64", "complex64", "complex128"), (8, 24, 72, 200), ("Auto", "Explicit")
+
+
+@pytest.mark.telling("one-5-float64-r0-Auto", "columns-28-complex64-r2-Auto", "both-36-complex128-r3-Auto")
+@pytest.mark.parametrize(
+    ("layout", "n", "dtype", "r", "kind"),
+    [
+        ("one", 5, "float64", (), "Auto"),
+        ("rows", 24, "float32", (3,), "Auto"),
+        ("columns", 28, "complex64", (), "Auto"),
+        ("both", 36, "complex128", (2,), "Auto"),
+        ("pairs", 40, "float64", (1,), "Auto"),
+        ("copies", 6, "float32", (2,), "Auto"),
+        *itertools.product(LAYOUTS, SIZES, DTYPES, [(3,)], KINDS),
+    ],
+)
+def test_potrs_is_scipys(layout, n, dtype, r, kind):
     a, b = definite(n, dtype), normal(n, *r, dtype=dtype)
     x, logdet, status = mm.linalg.potrs(sharded(a, layout, kind), b, return_logdet=True, return_status=True)
     eps = np.finfo(dtype).eps
     np.testing.assert_allclose(x, scipy.linalg.cho_solve(scipy.linalg.cho_factor(a), b), rtol=0, atol=300 * eps)
     np.testing.assert_allclose(logdet, np.linalg.slogdet(a)[1], rtol=100 * eps)
-    assert status == 0
-    assert x.dtype == a.dtype
-    assert x.shape == b.shape
+    assert (status, x.dtype, x.shape) == (0, a.dtype, b.shape)
 
 
-@pytest.mark.telling("one-5-float64-r0", "columns-28-complex64-r2", "both-36-complex128-r3")
+@pytest.mark.telling("columns-12-complex64")
 @pytest.mark.parametrize(
-    ("layout", "n", "dtype", "r"),
+    ("layout", "n", "dtype"),
     [
-        ("one", 5, "float64", ()),
-        ("rows", 24, "float32", (3,)),
-        ("columns", 28, "complex64", ()),
-        ("both", 36, "complex128", (2,)),
-        ("pairs", 40, "float64", (1,)),
-        ("copies", 6, "float32", (2,)),
+        *(("columns", 12, "complex64"), ("both", 12, "float64")),
+        *itertools.product(LAYOUTS, SIZES, ["float32", "complex128"]),
     ],
 )
-def test_potrs_is_scipys(layout, n, dtype, r):
-    check_potrs(layout, n, dtype, r)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("n", [8, 24, 72, 200])
-@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_potrs_is_scipys_everywhere(layout, dtype, n, kind):
-    check_potrs(layout, n, dtype, (3,), kind)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("n", [8, 24, 72, 200])
-@pytest.mark.parametrize("dtype", ["float32", "complex128"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_cholesky_is_numpys_everywhere(layout, dtype, n):
-    check_cholesky(layout, n, dtype)
-
-
-def check_cholesky(layout, n, dtype):
+def test_cholesky_is_numpys(layout, n, dtype):
     a = sharded(definite(n, dtype), layout)
     l = mm.linalg.cholesky(a)
     np.testing.assert_allclose(l, np.linalg.cholesky(a), rtol=0, atol=50 * np.finfo(dtype).eps)
     assert l.sharding.is_equivalent_to(a.sharding, 2)
-
-
-@pytest.mark.telling("columns-12-complex64")
-@pytest.mark.parametrize(("layout", "n", "dtype"), [("columns", 12, "complex64"), ("both", 12, "float64")])
-def test_cholesky_is_numpys(layout, n, dtype):
-    check_cholesky(layout, n, dtype)
 
 
 @pytest.mark.telling("float32")

@@ -33,11 +33,8 @@ for name, (f, *args) in programs.items():
 
 
 @pytest.mark.longer
-@pytest.mark.parametrize(
-    ("devices", "n", "most"),
-    [(8, 1024, (2.1, 2.1, 2.1, 4.1)), pytest.param(64, 4096, (2.1, 2.1, 2.1, 4.1), marks=pytest.mark.full)],
-)
-def test_no_device_holds_more_than_a_few_shards(devices, n, most):
+@pytest.mark.parametrize(("devices", "n"), [(8, 1024), pytest.param(64, 4096, marks=pytest.mark.full)])
+def test_no_device_holds_more_than_a_few_shards(devices, n):
     """Beside its arguments. A gradient of a solve holds the factor, two solutions and the gradient of ``a``."""
     flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
     source = str(Path(__file__).parents[1] / "src")
@@ -46,4 +43,4 @@ def test_no_device_holds_more_than_a_few_shards(devices, n, most):
     out = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
     found = {name: float(shards) for name, shards in (line.split(": ") for line in out.splitlines())}
     assert len(found) == 4
-    assert all(shards < limit for shards, limit in zip(found.values(), most, strict=True)), found
+    assert all(shards < (4.1 if "gradient" in name else 2.1) for name, shards in found.items()), found

@@ -3,16 +3,16 @@
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from spawning import ON_CPU, free_port
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-CLEAN = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+CLEAN = ON_CPU | {"NPROC": "64"}
 
 
 def run(*command, **env):
@@ -20,12 +20,6 @@ def run(*command, **env):
     done = subprocess.run(command, capture_output=True, text=True, env=CLEAN | env, check=False, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        return s.getsockname()[1]
 
 
 @pytest.mark.full

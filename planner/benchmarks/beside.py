@@ -10,9 +10,9 @@ from __future__ import annotations
 import report
 import rows
 from multimesh_planner import bands
+from multimesh_planner.search import suggest
 from multimesh_planner.space import Training
 from multimesh_planner.step import step_time
-from multimesh_planner.suggesting import suggest
 from multimesh_planner.suggestions import describe_how
 
 _MEMORY = 0.92

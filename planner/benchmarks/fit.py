@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import rows
-from multimesh_planner import stage_layers, step
+from multimesh_planner import layer_seconds, step
 from multimesh_planner.hardware.devices import Device
 from multimesh_planner.hardware.software import Software
 
@@ -112,8 +112,8 @@ class Model:
     @staticmethod
     def _closed(run: rows.Run, on: Device, software: Software) -> tuple[float, float, float]:
         how = run.how
-        parts = stage_layers.parts(run.model, how, on, software)
-        stages = stage_layers.times(run.model, how, parts)
+        parts = layer_seconds.parts(run.model, how, on, software)
+        stages = layer_seconds.times(run.model, how, parts)
         work = [sum(s.total for s in stages[r :: how.pp]) + 2 * how.interleave * parts.blocked for r in range(how.pp)]
         fill = (how.pp - 1) / how.interleave * (sum(work) / how.pp + 2 * how.interleave * parts.hop)
         loop = how.microbatches * max(work) + (fill if how.pp > 1 else 0.0)

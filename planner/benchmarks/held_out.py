@@ -35,7 +35,7 @@ _FEW = 2.0  # over the sources of a set: how much wider a band is, as Student's 
 _SOURCES = {0: 3, 1: 2, 2: 1}  # that a set needs, by the stars of its key; else it has the band of a wider one
 _LONG = 16384  # tokens of a sequence from which on it is long
 _NEAR = 400  # pairs of runs of a source at most, for the band after a run of the user's own
-Bands = dict[str, dict[Key, float]]
+Bands = dict[tuple[str, ...], float]
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def make_bands(runs: Iterable[HeldOut]) -> tuple[Bands, list[Sequence[object]]]:
     runs = list(runs)
     for of, errors in (
         ("seconds", [(r.source, bands.classify(r.step), off(r.error)) for r in runs]),
-        ("memory", [(r.source, bands.classify_memory(r.step), off(r.memory)) for r in runs if r.memory is not None]),
+        ("memory", [(r.source, bands.classify(r.step, "memory"), off(r.memory)) for r in runs if r.memory is not None]),
         ("run", list(_pairs(runs))),
     ):
         sets: dict[Key, dict[str, list[float]]] = {}
@@ -97,8 +97,8 @@ def make_bands(runs: Iterable[HeldOut]) -> tuple[Bands, list[Sequence[object]]]:
             if len(errors_of) >= _SOURCES[key.count("*")] or of == "memory":
                 few = 1.0 if of == "memory" else 1 + _FEW / len(errors_of)
                 value = percentile(errors_of, _INSIDE) * few
-                table.setdefault(of, {})[key] = math.ceil(100 * value) / 100
-                lines.append((of, *key, len(errors_of), sum(map(len, errors_of.values())), table[of][key]))
+                table[of, *key] = math.ceil(100 * value) / 100
+                lines.append((of, *key, len(errors_of), sum(map(len, errors_of.values())), table[of, *key]))
     return table, lines
 
 
@@ -156,7 +156,7 @@ def main() -> None:
         table, lines = make_bands(run for run in runs if run.source != source)
         for run in (run for run in runs if run.source == source):
             widths[run.run.id] = bands.look_up("seconds", bands.classify(run.step), table)
-            memory[run.run.id] = bands.look_up("memory", bands.classify_memory(run.step), table)
+            memory[run.run.id] = bands.look_up("memory", bands.classify(run.step, "memory"), table)
 
     def name_class(run: HeldOut) -> str:
         software, generation, kind = bands.classify(run.step)

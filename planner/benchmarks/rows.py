@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from multimesh.errors import UsageError
-from multimesh_planner import footprint, models, stage_layers
+from multimesh_planner import footprint, layer_seconds, models
 from multimesh_planner.configuration import RECOMPUTE, USUAL, Configuration
 from multimesh_planner.footprint import Footprint
 from multimesh_planner.hardware.devices import Device, device
@@ -196,9 +196,9 @@ def _run(name: str, row: Mapping[str, str]) -> Run:
     if "nanotron" in row["source"] and how.pp > 1:
         how = how.changed(layers=_by_cost(model, how.pp))
     if model.experts and how.pp > 1:  # their stages are laid out by hand
-        parts = stage_layers.parts(model, how, on, software)
+        parts = layer_seconds.parts(model, how, on, software)
         route = schedules.get(how.schedule).placement(how.pp)
-        how = how.changed(layers=stage_layers.balance(model, how, parts, route))
+        how = how.changed(layers=layer_seconds.balance(model, how, parts, route))
     memory = float(row["memory_gb"] or 0) * 1e9
     counted = next((what for pattern, what in _COUNTED if re.search(pattern, row["source"], re.IGNORECASE)), "device")
     return Run(name, row["source"], model, how, on, software, float(row["step_s"]), memory, counted)
@@ -299,7 +299,7 @@ def _by_cost(model: Transformer, pp: int) -> tuple[int, ...]:
 
     ``models/base.py``: the head counts as a block, and the embedding costs nothing.
     """
-    costs = [model.dense_layer_parameters] * model.layers + [model.embedding_parameters]
+    costs = [model.layer_parameters[0]] * model.layers + [model.embedding_parameters]
     sizes, stage = [0] * pp, 0
     for number, done in enumerate(itertools.accumulate(costs)):
         sizes[stage] += number < model.layers

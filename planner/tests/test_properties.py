@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+from collections.abc import Iterable
 
 import pytest
 from multimesh.errors import UsageError
@@ -46,11 +47,19 @@ def draw(random_: random.Random) -> Draw:
         return of
 
 
-@pytest.mark.parametrize("seeds", [range(30), pytest.param(range(30, 2000), marks=pytest.mark.full)])
-def test_more_of_a_resource_is_never_slower_and_more_work_never_faster(seeds: range):
-    """Before, one factor of the host's time was of both directions: twice the bandwidth made a step 27 % longer."""
+OPTIMIZER = {"sharded": "optimizer"}
+AXES = {"dp": 4, "fsdp": 4, "tp": 2, "pp": 4, "cp": 2, "ep": 2, "interleave": 2, "schedule": "interleaved"}
+WRONG = (
+    (model("deepseek-v3"), Configuration(512, 2048, **AXES, **OPTIMIZER), device("gb200"), "nvidia"),
+    (model("qwen3-30b-a3b"), Configuration(128, 4096, fsdp=16, tp=8, ep=4, **OPTIMIZER), device("b200"), "pytorch"),
+)
+"""One factor of the host's time was of both directions: twice the bandwidth made a step 27 % longer."""
+
+
+@pytest.mark.parametrize("seeds", [(*WRONG, *range(30)), pytest.param(range(30, 2000), marks=pytest.mark.full)])
+def test_more_of_a_resource_is_never_slower_and_more_work_never_faster(seeds: Iterable[int | Draw]):
     for seed in seeds:
-        sizes, how, on, software = draw(random.Random(seed))
+        sizes, how, on, software = draw(random.Random(seed)) if isinstance(seed, int) else seed
         seconds = step_time(sizes, how, on, software).seconds
         for names in (("bandwidth",), ("bf16", "fp8", "fp4"), ("link",), ("network",), ("host",)):
             better = dataclasses.replace(on, **{name: 2 * getattr(on, name) for name in names})
@@ -61,18 +70,3 @@ def test_more_of_a_resource_is_never_slower_and_more_work_never_faster(seeds: ra
         for name in ("sequence", "batch"):
             longer = how.changed(**{name: 2 * getattr(how, name)})
             assert step_time(sizes, longer, on, software).seconds >= seconds * (1 - ROUNDING), (seed, name)
-
-
-def test_the_cases_that_were_wrong_are_right():
-    gb200, deepseek = device("gb200"), model("deepseek-v3")
-    how = Configuration(
-        **{"batch": 512, "sequence": 2048, "dp": 4, "fsdp": 4, "tp": 2, "pp": 4, "cp": 2, "ep": 2, "interleave": 2},
-        schedule="interleaved",
-        sharded="optimizer",
-    )
-    fast = dataclasses.replace(gb200, bandwidth=2 * gb200.bandwidth)
-    assert step_time(deepseek, how, fast, "nvidia").seconds <= step_time(deepseek, how, gb200, "nvidia").seconds
-    qwen = model("qwen3-30b-a3b")
-    plain = Configuration(batch=128, sequence=4096, fsdp=16, tp=8, ep=4, sharded="optimizer")
-    none, full = (step_time(qwen, plain.changed(recompute=name), "b200", "pytorch") for name in ("none", "full"))
-    assert none.seconds <= full.seconds * (1 + ROUNDING)

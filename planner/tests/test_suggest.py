@@ -13,14 +13,13 @@ import pytest
 from multimesh.__main__ import main
 from multimesh.errors import DoesNotFitError, UsageError
 from multimesh_planner import footprint, models, space, suggest_command
-from multimesh_planner.best_first import Search
 from multimesh_planner.configuration import USUAL, Configuration
 from multimesh_planner.hardware.devices import device
 from multimesh_planner.hardware.software import software
-from multimesh_planner.pasting import find_obstacle, write_command
+from multimesh_planner.search import Search, suggest
 from multimesh_planner.space import Training, divisors, list_schedules
 from multimesh_planner.step import step_time
-from multimesh_planner.suggesting import suggest
+from multimesh_planner.suggestions import find_obstacle, write_command
 from multimesh_planner.transformer import Transformer
 
 from multimesh import schedules
@@ -55,20 +54,17 @@ def every(devices: int, batch: int) -> list[Configuration]:
 
 @pytest.mark.parametrize("limit", [pytest.param(12e9, marks=pytest.mark.longer), 16e9])
 def test_the_search_finds_what_simulating_all_finds(limit: float):
-    steps = []
+    steps: list[float] = []
     for how in every(8, 16):
         if max(held.total for held in footprint.peak_bytes(SMALL, how, FREE)) <= limit:
             try:
-                steps.append(step_time(SMALL, how, "h100", FREE))
+                steps.append(step_time(SMALL, how, "h100", FREE).seconds)
             except UsageError:
                 assert how.schedule in ("zb-h2", "zb-v", "interleaved-zb")  # has no table of so few microbatches
-    best = min(step.seconds for step in steps)
-    sizes = {step.how.layers for step in steps}
     found = suggest(job(batch=16, limit=limit), 8)
-    assert sizes == {()}
-    assert found.fastest.seconds <= best
+    assert found.fastest.seconds <= min(steps)
     if not found.fastest.how.layers:
-        assert found.fastest.seconds == best
+        assert found.fastest.seconds == min(steps)
     of_equal = [option for option in found.options if not option.how.layers]
     assert of_equal
     for option in of_equal:
@@ -116,11 +112,6 @@ def test_the_nearest_needs_the_fewest_bytes_of_all():
     assert nearest[1] == min(search.needed(candidate.how) for candidate in search.list_frugal())
 
 
-def test_what_does_not_fit_names_the_nearest_and_remedies():
-    with pytest.raises(DoesNotFitError, match=r"the nearest, tp 8.* needs .* too many; use 32 devices or .*gb300"):
-        suggest(job(LARGE), 8)
-
-
 @pytest.mark.parametrize(
     ("fixed", "message"),
     [
@@ -149,13 +140,22 @@ def command(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str, 
     return code, out.out, out.err
 
 
-SIZES = tuple(
-    f"--{name}={size}"
-    for name, size in (
-        *(("layers", 16), ("hidden", 4096), ("ffn", 14336), ("heads", 32)),
-        *(("kv-heads", 8), ("vocab", 32768), ("sequence-length", 4096)),
-    )
-)
+SIZES = [
+    "--layers",
+    "16",
+    "--hidden",
+    "4096",
+    "--ffn",
+    "14336",
+    "--heads",
+    "32",
+    "--kv-heads",
+    "8",
+    "--vocab",
+    "32768",
+    "--sequence-length",
+    "4096",
+]
 
 
 def test_the_command_prints_the_table_or_data(capsys: pytest.CaptureFixture[str]):
@@ -178,6 +178,9 @@ def test_the_command_prints_the_table_or_data(capsys: pytest.CaptureFixture[str]
         ("--model llama3-8b --device t4", 2, "there is no 't4'"),
         ("--model llama3-8b --device a100 --precision fp8", 2, "device a100 computes no fp8"),
         ("--model llama9", 2, "there is no 'llama9'; name a file config.json"),
+        ("--model llama3-8b --memory 0", 2, "must be at least 1e6, such as 72e9 or 72GB, got '0'"),
+        ("--model llama3-8b --network 50", 2, "such as 50e9 bytes, 50GB or 400Gb a second, got '50'"),
+        ("--model llama3-8b --ep 8", 2, "ep 8 spreads experts, and llama3-8b has none; leave it out"),
     ],
 )
 def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str], flags: str, code: int, message: str):
@@ -208,16 +211,12 @@ def test_the_optimum_of_experts_does_not_run_away():
     training = Training(models.model("deepseek-v3"), 8192, 4096, device("h100"), fixed={"tp": 1, "pp": 16})
     found = suggest(training, 1024, count=1)
     assert found.fastest.seconds > 25
-    assert found.fastest.band is not None
     assert found.fastest.band >= 0.2
 
 
 def test_a_run_of_ones_own_narrows_the_band(capsys: pytest.CaptureFixture[str], tmp_path: Any):
-    run = {
-        "model": "llama3-8b",
-        "configuration": {"batch": 16, "sequence": 8192, "fsdp": 8, "microbatch": 1},
-        "seconds": 2.1,
-    }
+    configuration = {"batch": 16, "sequence": 8192, "fsdp": 8, "microbatch": 1}
+    run = {"model": "llama3-8b", "configuration": configuration, "seconds": 2.1}
     file = tmp_path / "run.json"
     file.write_text(json.dumps(run))
     flags = ("--model", "llama3-8b", "--fsdp", "8", "--microbatch", "1", "--memory", "75e9", "--calibrate", str(file))
@@ -274,26 +273,6 @@ def test_each_axis_can_be_fixed_and_with_others(fixed: dict[str, int]):
         assert {name: getattr(option.how, name) for name in fixed} == fixed
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--model llama3-8b --memory 0", "must be at least 1e6, such as 72e9 or 72GB, got '0'"),
-        ("--model llama3-8b --network 50", "such as 50e9 bytes, 50GB or 400Gb a second, got '50'"),
-        ("--model llama3-8b --memory 72", "such as 72e9 or 72GB, got '72'"),
-        ("--model llama3-8b --ep 8", "ep 8 spreads experts, and llama3-8b has none; leave it out"),
-    ],
-)
-def test_flags_that_mean_nothing_are_refused_with_a_remedy(
-    capsys: pytest.CaptureFixture[str], flags: str, message: str
-):
-    try:
-        code, _, error = command(capsys, *flags.split())
-    except SystemExit as ended:  # by argparse
-        code, error = int(str(ended.code)), capsys.readouterr().err
-    assert code == 2
-    assert message in " ".join(error.split())
-
-
 def test_sizes_have_suffixes():
     assert [suggest_command.size_of("")(text) for text in ("7B", "70e9", "350M", "80GB")] == [7e9, 70e9, 350e6, 80e9]
     assert suggest_command.size_of("", "network")("400Gb/s") == 50e9
@@ -340,7 +319,7 @@ def test_a_suggestion_near_the_limit_says_that_it_may_not_fit_and_shows_the_next
     found = suggest(job(fixed=fixed, limit=1.01 * max(sizes)), 8)
     assert found.best.may_not_fit(found.limit)
     (roomy,) = [option for option in found.options if option.how == found.roomy]
-    assert roomy.bytes * (1 + (found.best.memory_band or 0)) <= found.limit
+    assert roomy.bytes * (1 + found.best.memory_band) <= found.limit
     assert f"{found.options.index(found.best) + 1} may not fit; {found.options.index(roomy) + 1} fits" in str(found)
 
 
@@ -355,12 +334,17 @@ def test_products_of_experts_by_masks_have_the_bytes_that_runs_forecast():
     assert first.total > 3 * footprint.peak_bytes(model, how, software("maxtext"))[0].total
 
 
-def test_remedies_name_the_flags_of_the_command():
-    for flags, words in ((("--offload", "--memory"), "(--offload)"), (("", "--fbmem"), "(--fbmem; ")):
-        with pytest.raises(DoesNotFitError) as refused:
-            suggest(dataclasses.replace(job(limit=16e9, batch=16, fixed={"pp": 1, "tp": 1}), flags=flags), 2)
-        assert words in str(refused.value)
-        assert ("--offload" in str(refused.value)) == ("--offload" in flags)
+@pytest.mark.parametrize(
+    ("training", "devices", "message"),
+    [
+        (job(LARGE), 8, r"the nearest, tp 8.* needs .* too many; use 32 devices or .*gb300"),
+        (job(limit=16e9, fixed={"pp": 1, "tp": 1}), 2, r"\(--offload\)"),
+        (job(limit=16e9, fixed={"pp": 1, "tp": 1}, flags=("", "--fbmem")), 2, r"use (?!.*offload).*\(--fbmem; "),
+    ],
+)
+def test_what_does_not_fit_names_the_nearest_and_remedies(training: Training, devices: int, message: str):
+    with pytest.raises(DoesNotFitError, match=message):
+        suggest(training, devices)
 
 
 def test_a_new_published_schedule_is_tried(monkeypatch: pytest.MonkeyPatch):

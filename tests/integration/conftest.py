@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from docker import DockerClient
+from tests.hooks import pytest_collection_modifyitems  # noqa: F401
 from tests.integration.parts import engine as engines
 from tests.integration.parts import registry as registries
 from tests.integration.parts import slurm
-from tests.telling import pytest_collection_modifyitems  # noqa: F401
 from tooling.image import engine as docker_engines
 
 

@@ -66,8 +66,31 @@ def test_a_page_from_top_to_bottom(name: str, folder: Path, tmp_path: Path) -> N
     (clone / "page.py").write_text("\n".join(pages.blocks(name, "python")))
     (clone / "train.py").write_text("".join(pages.blocks(name, "py")[:1]))  # docs/ten-minutes.md starts it
     # What the machine's administrator sets stays: the package index may be a mirror with a certificate of its own.
-    kept = {key: value for key, value in os.environ.items() if key.startswith(("PIP_", "SSL_"))}
-    env = kept | {"HOME": str(tmp_path), "PATH": f"{venv / 'bin'}:{os.environ['PATH']}"}
+    settings = {key: value for key, value in os.environ.items() if key.startswith(("PIP_", "SSL_"))}
+    env = settings | {"HOME": str(tmp_path), "PATH": f"{venv / 'bin'}:{os.environ['PATH']}"}
     shell = ["bash", "-ec", f"python page.py\n{script(name)}\nwait"]
     done = subprocess.run(shell, cwd=clone, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+SOURCE = """
+import datasets
+made = [{"number": i, **Text()[i]} for i in range(64)]
+datasets.Dataset.from_list(made).save_to_disk("rows")
+source = datasets.load_from_disk("rows").shuffle(seed=0)
+batch = batch_of(source, step=2)
+for name, found in batch.items():
+    wanted = np.array([source[i][name] for i in range(2 * ROWS, 3 * ROWS)], np.int32)
+    np.testing.assert_array_equal(found, wanted)
+assert sorted(source["number"]) == list(range(64)) != list(source["number"])
+print("read")
+"""
+
+
+def test_the_recipe_for_data_reads_rows_of_a_hugging_face_dataset_on_disk(tmp_path: Path) -> None:
+    """A dataset of Arrow files in the place of the source of docs/processes.md."""
+    env = os.environ | {"HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
+    command = [sys.executable, "-c", pages.blocks("docs/processes.md", "python")[0] + SOURCE]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "read"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.parts.processes import write_program
 from tooling.core.files import ROOT
 from tooling.environment import check_python
 
@@ -26,12 +27,9 @@ def machine(tmp_path: Path) -> Path:
 
 def fake(place: Path, minor: int, fault: str = "") -> Path:
     """A program that answers like CPython of this version, and that says its name once it is taken."""
-    place.parent.mkdir(parents=True, exist_ok=True)
     waits = f'[ "$3 {minor}" = "python3 11" ] && [ "$4" -gt 11 ] && exit 1'
     answer = f"echo '{place}: {fault}'; exit 1" if fault else f"{waits}; echo {place}"
-    place.write_text(f"#!/bin/sh\ncase $2 in */check_python.py) {answer} ;; *) echo 3.{minor} $0 ;; esac\n")
-    place.chmod(0o755)
-    return place
+    return write_program(place, f"#!/bin/sh\ncase $2 in */check_python.py) {answer} ;; *) echo 3.{minor} $0 ;; esac\n")
 
 
 def bootstrap(machine: Path, *folders: str, **env: str) -> subprocess.CompletedProcess[str]:

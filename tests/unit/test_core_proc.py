@@ -1,19 +1,28 @@
-"""Programs end with the process that started them, however that ends."""
+"""Programs end with the process that started them, however that ends; and how far work is."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import os
+import pty
+import re
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from tests.integration.parts import processes
 from tooling.core import errors, files, proc
+from tooling.image import pipeline
+from tooling.sources import sync
 
 CODE = """
 import sys
+import tomllib
 from pathlib import Path
 from tooling import cli
 from tooling.core import files, proc
@@ -40,10 +49,46 @@ def test_all_that_was_started_ends_and_the_lock_is_free(tmp_path: Path, signum: 
         process.stdout.readline()
         pids = list(proc.descendants(process.pid))
         process.send_signal(signum)
-        process.wait(30)
+        process.wait(120)
         assert process.returncode == (-signum if signum == signal.SIGKILL else 130)
     ours = pids[:1] if signum == signal.SIGKILL else pids  # nobody can be told of a kill but children
-    processes.wait_for(lambda: not any(map(processes.runs, ours)), "all have ended", patience_s=5)
+    processes.wait_for(lambda: not any(map(processes.runs, ours)), "all have ended")
     with files.lock(tmp_path / "lock"):
         pass
     subprocess.run(["kill", *map(str, pids)], capture_output=True)
+
+
+WORK = """
+import time
+from tooling.core import console
+with console.work("alpha: fetching [bold]") as advance:
+    advance(1, 4)
+    time.sleep(0.3)
+"""
+
+
+def test_a_terminal_gets_a_bar_and_a_pipe_a_line(root: Path) -> None:
+    command, env = [sys.executable, "-c", WORK], os.environ | {"TERM": "xterm", "COLUMNS": "120"}
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(command, cwd=root, env=env, stderr=theirs) as process:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # Linux says EIO where the other end closed
+            while chunk := os.read(ours, 65536):
+                shown += chunk
+    os.close(ours)
+    assert process.returncode == 0, shown
+    assert "\N{BOX DRAWINGS HEAVY HORIZONTAL}" * 10 in shown.decode()
+    assert re.search(r"alpha: fetching \[bold\].* 25%", shown.decode())
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=True)
+    assert done.stderr == "alpha: fetching [bold]\n"
+
+
+def test_every_command_names_a_function_and_its_groups_are_those_that_are_installed(root: Path) -> None:
+    document = tomllib.loads((root / "tooling/commands.toml").read_text(encoding="utf-8"))
+    commands = [*document["commands"].values(), *document["commands"]["ci"]["commands"].values()]
+    names = [command["run"].rpartition(".") for command in commands if "commands" not in command]
+    assert all(callable(getattr(importlib.import_module(f"tooling.{module}"), name)) for module, _, name in names)
+    assert {*document["options"]["sources"]["--group"]["choices"]} == {*sync.DEFAULT, *sync.ADDED, "image"}
+    stages = document["options"]["image-content"]
+    assert (stages["--image"]["choices"], stages["--stage"]["choices"]) == ([*pipeline.IMAGES], [*pipeline.STAGES])

@@ -1,3 +1,5 @@
+"""Options of ``docker/build.py``, where no engine answers."""
+
 from __future__ import annotations
 
 import json
@@ -13,6 +15,8 @@ import pytest
 from tooling import cli
 from tooling.core import errors
 from tooling.image import pipeline
+
+RELEASE = ("--release", "v1.0.0", "--upload", "--repo", "r.example/x")
 
 
 def build(root: Path, *argv: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -69,11 +73,8 @@ def test_the_options_of_the_original_are_taken(words: str, name: str, value: obj
         (["--upload"], "where to"),
         (["--latest"], "add --repo"),
         (["--allow-dirty"], "add --upload"),
-        (
-            ["--release", "v1.0.0", "--upload", "--repo", "r.example/x", "--bazel-cache-write"],
-            "a release uses no Bazel cache",
-        ),
-        (["--release", "v1.0.0", "--upload", "--repo", "r.example/x", "--validate", "none"], "checked by a job"),
+        ([*RELEASE, "--bazel-cache-write"], "a release uses no Bazel cache"),
+        ([*RELEASE, "--validate", "none"], "checked by a job"),
         (["--image", "dev", "--stage", "runtime"], "give one"),
         (["--python-archive", "/nonexistent.tar.gz"], "there is no such file"),
         (["--repo", "ghcr.io"], "--repo ghcr.io: names no image"),
@@ -143,11 +144,7 @@ def test_a_refusal_is_one_line_of_the_door_and_its_exit_code_says_usage(root: Pa
     done = build(root, "--tag", "$(touch x)")
     assert (done.returncode, done.stderr.count("\n"), done.stdout) == (2, 1, "")
     for words in (["image"], ["ci", "preflight"], ["promote"]):
-        for place in (
-            "user:hunter2@host.example/i",
-            "https://user:hunter2@host.example/i",
-            "user:hunter2@h.example/i@x",
-        ):
+        for place in ("user:hunter2@r.example/i", "https://user:hunter2@r.example/i", "user:hunter2@r.example/i@x"):
             argv = [*words, *(["--repo", place] if words == ["image"] else [place, "--tag", "T"])]
             assert cli.main(argv) == 2
             assert "hunter2" not in "".join(capsys.readouterr())

@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "docker" / "scripts" / "jaxlib.py"
+from tests.integration.parts.processes import write_program
+from tooling.core.files import ROOT
+
+SCRIPT = ROOT / "docker" / "scripts" / "jaxlib.py"
 _spec = importlib.util.spec_from_file_location("jaxlib_from_source", SCRIPT)
 assert _spec
 assert _spec.loader
@@ -26,29 +29,24 @@ def arguments(recipe: dict[str, str], bazelrc: str = "/run/secrets/bazelrc") -> 
     return jaxlib.command(recipe, **places, python_version="3.11")
 
 
-def test_cuda_builds_the_plugins_with_hermetic_cuda() -> None:
-    got = arguments(RECIPE)
-    assert got[:2] == ["build", "--wheels=jax,jaxlib,jax-cuda-plugin,jax-cuda-pjrt"]
-    assert {"--cuda_version=12.8.1", "--cudnn_version=9.8.0", "--local_xla_path=/xla"} <= set(got)
-    assert "--bazel_startup_options=--bazelrc=/run/secrets/bazelrc" in got
+CASES = [
+    ({}, {"--wheels=jax,jaxlib,jax-cuda-plugin,jax-cuda-pjrt", "--cuda_version=12.8.1", "--cudnn_version=9.8.0",
+          "--local_xla_path=/xla", "--bazel_startup_options=--bazelrc=/run/secrets/bazelrc"}, ()),
+    ({"ACCELERATOR": "cpu"}, {"--wheels=jax,jaxlib"}, ("cuda",)),
+    ({"BAZEL_CACHE": "none"}, {"--bazel_startup_options=--output_user_root=/tmp/bazel"}, ("disk_cache",)),
+    ({"BUILD_TYPE": "Debug"}, {"--bazel_options=--compilation_mode=dbg", "--bazel_options=--strip=never"}, ()),
+]  # fmt: skip
 
 
-def test_the_cpu_builds_jaxlib_alone() -> None:
-    got = arguments(RECIPE | {"ACCELERATOR": "cpu"}, bazelrc="")
-    assert got[1] == "--wheels=jax,jaxlib"
-    assert not [word for word in got if "cuda" in word or "bazelrc" in word]
-
-
-def test_a_release_reads_no_cache_of_another_build() -> None:
-    assert [word for word in arguments(RECIPE) if "disk_cache" in word]
-    got = arguments(RECIPE | {"BAZEL_CACHE": "none"}, bazelrc="")
-    assert not [word for word in got if "disk_cache" in word]
-    assert "--bazel_startup_options=--output_user_root=/tmp/bazel" in got
-
-
-def test_debug_builds_keep_their_symbols() -> None:
-    got = arguments(RECIPE | {"BUILD_TYPE": "Debug"})
-    assert {"--bazel_options=--compilation_mode=dbg", "--bazel_options=--strip=never"} <= set(got)
+@pytest.mark.parametrize(("changes", "there", "absent"), CASES, ids=["cuda", "cpu", "release", "debug"])
+def test_what_each_recipe_gives_to_jaxs_program(changes: dict[str, str], there: set[str], absent: tuple[str]) -> None:
+    """A release reads no cache of another build."""
+    words = arguments(RECIPE | changes)
+    assert words[0] == "build"
+    assert there <= set(words)
+    assert not [word for word in words for other in absent if other in word]
+    assert bool([word for word in words if "disk_cache" in word]) == ("disk_cache" not in absent)
+    assert not [word for word in arguments(RECIPE | changes, bazelrc="") if "bazelrc" in word]
 
 
 @pytest.mark.parametrize("field", list(RECIPE))
@@ -64,20 +62,13 @@ def test_the_locked_jax_takes_these_arguments(root: Path, tmp_path: Path, accele
     program = root / "third_party" / "jax" / "build" / "build.py"
     if not program.exists():
         pytest.skip("third_party/jax is not here: ./bootstrap.sh --group source")
-    bazel = tmp_path / "bazel"
-    bazel.write_text("#!/bin/sh\necho bazel 7.7.0\n", encoding="utf-8")
-    bazel.chmod(0o755)
+    bazel = write_program(tmp_path / "bazel", "#!/bin/sh\necho bazel 7.7.0\n")
     recipe = RECIPE | {"ACCELERATOR": accelerator, "BUILD_TYPE": build_type}
     places = {"bazel": str(bazel), "bazelrc": "/run/secrets/bazelrc", "xla": str(tmp_path), "output": str(tmp_path)}
     words = jaxlib.command(recipe, **places, python_version="3.11")
     # Its parser, its checks and the Bazel commands that it makes of them; nothing is built.
-    done = subprocess.run(
-        [sys.executable, program, *words, "--dry_run", "--configure_only"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
-    )
+    argv, env = [sys.executable, program, *words, "--dry_run", "--configure_only"], {"PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, env=os.environ | env)
     assert done.returncode == 0, done.stderr
     written = (tmp_path / ".jax_configure.bazelrc").read_text(encoding="utf-8")
     assert "HERMETIC_PYTHON_VERSION=3.11" in written

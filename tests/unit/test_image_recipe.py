@@ -1,4 +1,7 @@
-"""The command that builds an image, its labels, its pins, and what reaches it of the caller's settings."""
+"""The command that builds an image, its labels, its pins, what reaches it of the caller's settings, and how it fails.
+
+Transcripts are in the form that buildx 0.29 and BuildKit of engine 20.10 gave.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests import locks
-from tooling.image import build, digests, pipeline
+from tooling.core import errors, proc
+from tooling.image import build, pipeline, reference
 from tooling.image.reference import LABEL, OCI
 from tooling.image.snapshot import Snapshot
 
@@ -17,18 +21,15 @@ DIGEST = "sha256:" + "a" * 64
 SNAPSHOT = Snapshot("c0ffee", "beef")
 
 
-def ask(*words: str, **changes: object) -> Namespace:
-    """The options of an image."""
-    request = pipeline.parse(words)
-    vars(request).update(changes)
-    return request
+def ask(*words: str) -> Namespace:
+    return pipeline.parse(words)
 
 
 @pytest.fixture
-def pinned(root: Path) -> digests.ImageLock:
+def pinned(root: Path) -> reference.ImageLock:
     """The repository's lock, with a digest for every image."""
-    lock = digests.load(root)
-    images = {name: digests.ImagePin(pin.reference, DIGEST) for name, pin in lock.images.items()}
+    lock = reference.load_lock(root)
+    images = {name: reference.ImagePin(pin.reference, DIGEST) for name, pin in lock.images.items()}
     return lock._replace(images=images)
 
 
@@ -43,7 +44,7 @@ def pinned(root: Path) -> digests.ImageLock:
     ],
 )
 def test_the_base_is_cuda_on_ubuntu_by_digest(
-    root: Path, pinned: digests.ImageLock, words: str, tools: str, result: str
+    root: Path, pinned: reference.ImageLock, words: str, tools: str, result: str
 ) -> None:
     """Of another version than the locked one nobody pinned it."""
     request = ask(*words.split())
@@ -54,7 +55,7 @@ def test_the_base_is_cuda_on_ubuntu_by_digest(
 
 
 def test_each_platform_has_its_python_and_a_file_is_held_against_its_own_checksum(
-    pinned: digests.ImageLock, tmp_path: Path
+    pinned: reference.ImageLock, tmp_path: Path
 ) -> None:
     def arguments(*words: str) -> dict[str, str]:
         return build.make_arguments(ask(*words), pinned, build.choose_bases(ask(), pinned))
@@ -68,7 +69,7 @@ def test_each_platform_has_its_python_and_a_file_is_held_against_its_own_checksu
 
 
 def test_labels_name_revision_lock_and_versions(
-    root: Path, pinned: digests.ImageLock, monkeypatch: pytest.MonkeyPatch
+    root: Path, pinned: reference.ImageLock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("GITHUB_SERVER_URL", "GITHUB_REPOSITORY"):
         monkeypatch.delenv(name, raising=False)
@@ -115,3 +116,66 @@ def test_images_with_cuda_ask_for_the_driver_and_for_no_toolkit(root: Path) -> N
     asking = [stage.split(None, 3)[2] for stage in stages if "NVIDIA_DRIVER_CAPABILITIES=compute,utility" in stage]
     assert asking == ["accelerator-cuda12", "toolbox"]
     assert not [stage for stage in stages if re.search("LD_LIBRARY_PATH=[^ ]*/usr/local/cuda", stage)]
+
+
+def result(output: str) -> proc.Result:
+    return proc.Result(("docker",), 1, b"", output.encode())
+
+
+def broken(*lines: str) -> str:
+    """What is output where a step fails while another runs; of its lines the last ten come again."""
+    step = "[locked 1/1] RUN --mount=type=secret,id=pip.conf     /opt/pip.sh -r /run.txt"
+    command = "executor failed running [/bin/sh -c pip]: exit code: 1"
+    output = [f"0.{number}00 {line}" for number, line in enumerate(lines)]
+    return "\n".join([
+        "#9 [internal] load metadata for docker.io/x/y", "#9 DONE 0.1s", "",
+        f"#1 {step}", *(f"#1 {line}" for line in output), f"#1 ERROR: {command}", "",
+        "#2 [other 1/1] RUN x", "#2 CANCELED",
+        "------", f" > {step}:", *output[-10:], "------", f"ERROR: failed to build: failed to solve: {command}", "",
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "words"),
+    [
+        ("ERROR: Could not install: [Errno 28] No space left on device", errors.ToolingError, "free some space"),
+        ("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.", errors.SourceError, "do not us"),
+        ("Temporary failure resolving 'archive.example'", errors.NotThereError, "--network"),
+        ("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed", errors.NotThereError, "--ca-bundle"),
+        ("exec /bin/sh: exec format error", errors.EngineError, "register QEMU"),
+        ("error: this base has no Python >= 3.11", errors.EngineError, "error: this base has no Python >= 3.11"),
+        ("something else", errors.EngineError, "something else"),
+        (f"error: {'x' * 500} and {'y' * 500} the reason", errors.EngineError, "the reason"),
+    ],
+)
+def test_a_failed_step_is_explained(line: str, kind: type[errors.ToolingError], words: str) -> None:
+    error = build.explain(result(broken("before", line)))
+    assert type(error) is kind
+    assert words in str(error)
+    assert str(error).startswith("step `[locked 1/1] RUN /opt/pip.sh -r /run.txt`")
+    assert "before / " in str(error), "the last lines are told, whatever the cause"
+
+
+@pytest.mark.parametrize(
+    "step", ["[internal] load metadata for docker.io/x/y:latest", "[linux/arm64 python 1/2] FROM docker.io/x/y"]
+)
+def test_a_base_that_cannot_be_pulled_is_named(step: str) -> None:
+    reason = "failed to do request: connection refused"
+    output = f"#3 {step}\n#3 ERROR: {reason}\n------\n > {step}:\n------\nERROR: failed to solve: {reason}\n"
+    error = build.explain(result(output))
+    assert isinstance(error, errors.NotThereError)
+    assert str(error).startswith(f"step `{step}`: the base image cannot be fetched; log in to its registry, give")
+    assert str(error).endswith(f"`docker buildx imagetools inspect NAME` prints into docker/images.lock ({reason})")
+
+
+@pytest.mark.parametrize(
+    ("output", "line"),
+    [
+        ("", "exit status 1, no message"),
+        ('ERROR: no builder "x" found\n', 'no builder "x" found'),
+        ("something\nunknown flag: --x\n", "something / unknown flag: --x"),
+    ],
+)
+def test_what_fails_before_any_step_is_told(output: str, line: str) -> None:
+    error = build.explain(result(output))
+    assert (type(error), str(error)) == (errors.EngineError, f"the build failed: {line}")

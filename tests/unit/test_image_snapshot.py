@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.repositories import commit, git
 from tooling.core import errors
 from tooling.image import snapshot
 from tooling.sources import manifest
-
-GIT = ["git", "-c", "user.name=a", "-c", "user.email=a@example.com", "-c", "commit.gpgsign=false", "-C"]
-
-
-def git(place: Path, *words: str) -> str:
-    return subprocess.run([*GIT, place, *words], check=True, capture_output=True, text=True).stdout.strip()
 
 
 def write(place: Path, **files: str) -> None:
@@ -26,23 +20,14 @@ def write(place: Path, **files: str) -> None:
         path.write_text(text)
 
 
-def commit(place: Path) -> str:
-    git(place, "init", "-q")
-    git(place, "add", "-A")
-    git(place, "commit", "-q", "-m", "m")
-    return git(place, "rev-parse", "HEAD")
-
-
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
     """A repository with a patched MaxText at its pin; its name is not plain."""
     place = tmp_path / 'a "clone": $(x)'
     write(place, run="1", src__library="2", ignored="3")
-    (place / ".gitignore").write_text("ignored\nbuild/\nthird_party/\n.env\nsources.*\n")
     (place / "link").symlink_to("run")
-    commit(place)
-    write(place / "third_party/maxtext", src__train="4")
-    pin = commit(place / "third_party/maxtext")
+    commit(place, {".gitignore": "ignored\nbuild/\nthird_party/\n.env\nsources.*\n"})
+    pin = commit(place / "third_party/maxtext", {"src/train": "4"})
     entry = {"url": "https://r.example/maxtext.git", "groups": ["image"]}
     sources = dict.fromkeys(("maxtext", "jax"), entry)
     pins = {name: {"version": "1", "commit": pin, "tree": None, "patched_commit": pin} for name in sources}
@@ -50,7 +35,7 @@ def clone(tmp_path: Path) -> Path:
     (place / "sources.lock").write_text(json.dumps({"components": pins}))
     component = manifest.load(place / "sources.yaml")["maxtext"]
     ref = manifest.make_recipe(place, component, manifest.load_lock(place / "sources.lock")).ref
-    subprocess.run(["git", "-C", place / "third_party/maxtext", "update-ref", ref, pin], check=True)
+    git(place / "third_party/maxtext", "update-ref", ref, pin)
     return place
 
 
@@ -85,9 +70,8 @@ def test_changed_and_new_files_are_in_it_and_in_the_label(clone: Path) -> None:
     assert view.revision.endswith("-dirty")
     assert view.maxtext.endswith("-dirty")
     files = read(clone)
-    assert (files["src/library"], files["third_party/maxtext/src/train"], files["docs/id_rsa"]) == (
-        "changed", "changed", "new",
-    )  # fmt: skip
+    assert files["src/library"] == files["third_party/maxtext/src/train"] == "changed"
+    assert files["docs/id_rsa"] == "new"
     assert "run" not in files
     assert git(clone, "count-objects") == objects, "a secret that lies there is not in the clone's history"
     git(clone, "checkout", "-q", ".")
@@ -115,7 +99,7 @@ def test_a_file_that_became_a_folder_or_a_link_is_copied_as_that(clone: Path) ->
 
 def test_data_beside_the_files_of_a_build_is_not_read(clone: Path) -> None:
     write(clone, docker__Dockerfile="", **{"docker__Dockerfile.dockerignore": "# names\n*\n!docker\n!gone\n!src\n"})
-    commit(clone)
+    commit(clone, {})
     write(clone, data__huge="not read", src__new="read")
     view = look(clone)
     assert view.changed == ("src/new",)

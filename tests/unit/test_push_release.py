@@ -1,26 +1,28 @@
-"""What a release must not be made of."""
+"""What a release must not be made of, and what its notes say."""
 
 from __future__ import annotations
 
+import argparse
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tooling.ci import steps
 from tooling.core import errors, files
 from tooling.image import release
-from tooling.image.digests import ImageLock
+from tooling.image.reference import LABEL, OCI, ImageLock
 from tooling.sources.manifest import Pin
 
-OCI = "org.opencontainers.image"
 GOOD = {
     f"{OCI}.revision": "ab" * 20,
     f"{OCI}.version": "0.3.0",
     f"{OCI}.base.digest": "sha256:" + "cd" * 32,
-    "io.github.multimesh-jax.maxtext.revision": "ef" * 20,
-    "io.github.multimesh-jax.python": f"standalone sha256:{'ab' * 32}",
-    "io.github.multimesh-jax.target": "runtime",
-    "io.github.multimesh-jax.accelerator": "cuda12 12.8.90",
+    f"{LABEL}.maxtext.revision": "ef" * 20,
+    f"{LABEL}.python": f"standalone sha256:{'ab' * 32}",
+    f"{LABEL}.target": "runtime",
+    f"{LABEL}.accelerator": "cuda12 12.8.90",
 }
 FULL = Pin("1", "a" * 40, "b" * 40, patched_commit="c" * 40)
 BAZELS = {f"bazel linux/{machine}": {"url": "https://example.org/b", "sha256": None} for machine in ("amd64", "arm64")}
@@ -40,7 +42,7 @@ def refused(labels: dict[str, str], pins: dict[str, Pin], images: ImageLock = IM
 
 def test_faults_of_a_release() -> None:
     check(GOOD, {"maxtext": FULL})
-    check(GOOD | {"io.github.multimesh-jax.python": "3.13.5 of the base"}, {"maxtext": FULL})
+    check(GOOD | {f"{LABEL}.python": "3.13.5 of the base"}, {"maxtext": FULL})
     # Bytes count, not the name of a commit: a tree is its bytes, and a commit fixes its tree.
     for pin in (Pin("1", None, "b" * 40), Pin("1", "a" * 40, None)):
         check(GOOD, {"maxtext": pin})
@@ -48,7 +50,7 @@ def test_faults_of_a_release() -> None:
     assert "neither commit nor tree; run `.venv/bin/python -m tooling lock maxtext 1`" in line
     jax = {"jax": Pin("1", None, None)}
     check(GOOD, jax)  # wheels need no sources of jaxlib, and no Bazel
-    line, bazel = refused(GOOD | {"io.github.multimesh-jax.jaxlib": "source Release"}, jax)
+    line, bazel = refused(GOOD | {f"{LABEL}.jaxlib": "source Release"}, jax)
     assert line.startswith("no release: jax:")
     assert "bazel linux/amd64: images.lock has no sha256" in bazel
     base = {f"{OCI}.base.name": "docker.io/nvidia/cuda:12.8.1", f"{OCI}.base.digest": "unpinned"}
@@ -58,7 +60,7 @@ def test_faults_of_a_release() -> None:
     assert "this repository: has changes that are not committed" in line
     (line,) = refused(GOOD, {}, version="v0.4.0")
     assert "the library says 0.3.0; make them agree" in line
-    (line,) = refused(GOOD | {"io.github.multimesh-jax.python": f"standalone sha256:{'cd' * 32}"}, {})
+    (line,) = refused(GOOD | {f"{LABEL}.python": f"standalone sha256:{'cd' * 32}"}, {})
     assert line.startswith(f"no release: Python: sha256 {'cd' * 32} of the standalone one is not in images.lock; leave")
     assert len(refused({}, {"maxtext": Pin("1", None, None)})) == 5
 
@@ -66,12 +68,10 @@ def test_faults_of_a_release() -> None:
 def test_tags_of_a_release_promise_an_image() -> None:
     """``latest`` was an image for CPUs, and ``v0.3.0`` a devcontainer."""
     check(GOOD, {}, latest=True)
-    cpu, tools = ({f"io.github.multimesh-jax.{name}": value} for name, value in
-                  (("accelerator", "cpu"), ("target", "devcontainer")))  # fmt: skip
+    cpu, tools = {f"{LABEL}.accelerator": "cpu"}, {f"{LABEL}.target": "devcontainer"}
     check(GOOD | cpu, {})
-    assert (
-        "--latest is the image for GPUs that runs, and this is runtime, cpu" in refused(GOOD | cpu, {}, latest=True)[0]
-    )
+    (line,) = refused(GOOD | cpu, {}, latest=True)
+    assert "--latest is the image for GPUs that runs, and this is runtime, cpu" in line
     check(GOOD | tools, {}, tag="devcontainer-v0.3.0")
     (line,) = refused(GOOD | tools, {})
     assert line.endswith("this is devcontainer; add --tag devcontainer-v0.3.0")
@@ -84,7 +84,7 @@ def test_everything_that_this_repository_releases_is_pinned(root: Path, jaxlib: 
     pins, images = release.load_locks(root)
     assert all(pin.digest for pin in images.images.values())
     python = f"standalone sha256:{images.files[f'python linux/{platform}']['sha256']}"
-    labels = GOOD | {"io.github.multimesh-jax.jaxlib": jaxlib, "io.github.multimesh-jax.python": python}
+    labels = GOOD | {f"{LABEL}.jaxlib": jaxlib, f"{LABEL}.python": python}
     if (jaxlib, platform) == ("source Release", "arm64"):
         (line,) = refused(labels, pins, images)
         assert line == "no release: bazel linux/arm64: images.lock has no sha256; write it there"
@@ -97,3 +97,21 @@ def test_a_record_that_no_upload_wrote_is_refused(tmp_path: Path, text: str) -> 
     (tmp_path / "release.json").write_text(text)
     with pytest.raises(errors.SourceError, match=r"^release\.json: .*; docker/build\.py --upload writes it$"):
         files.read_document(tmp_path / "release.json", release.SCHEMA, "docker/build.py --upload writes it")
+
+
+def test_notes_say_how_to_begin_and_which_commits_nobody_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    labels, digest = {f"{OCI}.version": "0.1.0", f"{LABEL}.accelerator": "cpu"}, "sha256:" + "ab" * 32
+    image = {"repository": "ghcr.io/some-lab/multimesh-jax", "pull": "docker pull it", "digest": digest, "id": digest,
+             "bytes": 1, "candidate": "sha-x", "tags": []}  # fmt: skip
+    check = {"job": "small", "verdict": "ok"}
+    document = {"format": 4, "created": "2026-01-01", "image": image, "check": check, "labels": labels}
+    (tmp_path / "release.json").write_text(json.dumps(document))
+    pin = {"version": "0.2.5", "commit": None, "tree": "f" * 40}
+    (tmp_path / "sources.lock").write_text(json.dumps({"components": {"maxtext": pin}}))
+    monkeypatch.setattr(steps, "ROOT", tmp_path)
+    steps.run_notes(argparse.Namespace(tag="v0.1.0", file=tmp_path / "release.json", gpu=False))
+    text = capsys.readouterr().out
+    assert f"maxtext 0.2.5 is pinned by its bytes (tree {'f' * 40}); the commit of its tag was read nowhere." in text
+    assert text.startswith("```console\ndocker pull it\ndocker run --rm ghcr.io/some-lab/multimesh-jax:v0.1.0 /opt/")

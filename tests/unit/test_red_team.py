@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tooling import cli
 from tooling.core import errors
-from tooling.image import digests, pipeline
+from tooling.image import pipeline, reference
 from tooling.sources import git, manifest, sync
 
 HEX, SHA = "a" * 40, "b" * 64
@@ -55,33 +55,15 @@ def test_a_tampered_manifest_is_refused(tmp_path: Path, case: str) -> None:
 )
 def test_a_tampered_lock_of_images_is_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
     (tmp_path / "docker").mkdir()
-    (tmp_path / digests.FILE).write_text(json.dumps(fields))
+    (tmp_path / reference.LOCK).write_text(json.dumps(fields))
     with pytest.raises(errors.SourceError, match=r"images\.lock: .*; restore it with git"):
-        digests.load(tmp_path)
-
-
-def test_the_locks_as_they_should_be_are_taken(tmp_path: Path) -> None:
-    (tmp_path / "docker").mkdir()
-    (tmp_path / digests.FILE).write_text(json.dumps({"images": {"a": IMAGE}, "files": {"b": FILE}}))
-    assert digests.load(tmp_path).images["a"].exact == f"docker.io/a/b:1@sha256:{SHA}"
+        reference.load_lock(tmp_path)
 
 
 TAGS = [
-    "",
-    "-rf",
-    "--privileged",
-    ".hidden",
-    "a b",
-    "a;reboot",
-    "$(id)",
-    "`id`",
-    "a:b",
-    "a/b",
-    "a@sha256:0",
-    "t\n",
-    "é",
+    "", "-rf", "--privileged", ".hidden", "a b", "a;reboot", "$(id)", "`id`", "a:b", "a/b", "a@sha256:0", "t\n", "é",
     "x" * 129,
-]
+]  # fmt: skip
 REPOSITORIES = [
     "", "https://ghcr.io/o/i", "user:pass@host.example/i", "ghcr.io//i", "ghcr.io/o/../i", "/etc/passwd", "o/i/",
     "o/i:tag", "o/i@sha256:0", "o/i;reboot", "o/$(id)", "o/ i", "o/i\n", "o/i\n--push", "-o/i", "o/-i", "o/i-",

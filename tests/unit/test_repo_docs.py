@@ -1,15 +1,15 @@
-"""README and docs say what is there: links, commands and examples."""
+"""README and docs say what is there: links, commands, examples, and figures of runs on the JAX of the locks."""
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import importlib
 import itertools
 import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -20,10 +20,10 @@ import pytest
 from multimesh.errors import MultiMeshError
 from multimesh_maxtext.command import command_line
 
-import multimesh
 from multimesh import errors as library
 from multimesh import schedules
-from tests import pages
+from tests import figures, locks, pages
+from tests.integration.parts import processes
 from tests.pages import ROOT
 from tooling import cli
 from tooling.core import errors
@@ -37,39 +37,24 @@ INSTALLED = {*(".venv/bin/pytest", ".venv/bin/python", ".venv/bin/zizmor"), *("p
 ON_CPUS = {"JAX_PLATFORMS": "cpu", "NPROC": "64", "OPENBLAS_NUM_THREADS": "1"}  # pages say themselves how many devices
 
 
-@pytest.mark.parametrize("name", pages.names())
-def test_code_does_not_scroll_sideways(name: str) -> None:
-    """In a window of 1300 pixels the site has room for 110 columns (docs/site/static/site.css)."""
-    lines = [
-        line for _, body in pages.FENCE.findall((ROOT / name).read_text(encoding="utf-8")) for line in body.splitlines()
-    ]
-    assert [line for line in lines if len(line) > 110] == []
-
-
-@pytest.mark.parametrize("name", pages.names())
-def test_every_table_has_a_head(name: str) -> None:
-    """A blank line in a table ends it, and the rows behind it become a paragraph."""
-    lines = ["", *pages.FENCE.sub("", (ROOT / name).read_text(encoding="utf-8")).splitlines(), ""]
-    first = [i for i, line in enumerate(lines) if line.startswith("|") and not lines[i - 1].startswith("|")]
-    assert [lines[i] for i in first if set(lines[i + 1]) - set("|-: ") or not lines[i + 1]] == []
-
-
 def commands(name: str) -> list[list[str]]:
     """Return the argv of every command in the `console` blocks: lines after `$`, split at `&&`."""
     return [shlex.split(part, comments=True) for line in pages.typed(name) for part in line.split("&&")]
 
 
 @pytest.mark.parametrize("name", pages.names())
-def test_relative_links_lead_somewhere(name: str) -> None:
+def test_links_tables_and_places_of_a_page(name: str) -> None:
+    """Links lead somewhere, every table has a head, and no command writes into the tree.
+
+    A blank line in a table ends it, and the rows behind it become a paragraph.
+    """
     text = pages.FENCE.sub("", (ROOT / name).read_text(encoding="utf-8"))
     elsewhere = ("#", "mailto:", "../../actions/")  # the last is on GitHub, beside the files
     targets = [t.partition("#")[0] for t in LINK.findall(text) if "://" not in t and not t.startswith(elsewhere)]
     assert [target for target in targets if not ((ROOT / name).parent / target).exists()] == []
-
-
-@pytest.mark.parametrize("name", pages.names())
-def test_no_command_writes_into_the_tree(name: str) -> None:
-    """Files and folders that a page's commands make have absolute names; so has a cache that its code names."""
+    lines = ["", *text.splitlines(), ""]
+    first = [i for i, line in enumerate(lines) if line.startswith("|") and not lines[i - 1].startswith("|")]
+    assert [lines[i] for i in first if set(lines[i + 1]) - set("|-: ") or not lines[i + 1]] == []
     written = [to for argv in commands(name) for flag, to in itertools.pairwise(argv) if flag in WRITING]
     for argv in commands(name):
         if argv[:2] == ["git", "clone"] and "multimesh" not in argv[-1]:  # our own is what a reader starts with
@@ -155,24 +140,20 @@ def test_a_notebook_runs_and_has_its_output(name: str, tmp_path: Path) -> None:
         )
 
 
-def helps() -> dict[str, str]:
-    """Help of every command, by its program."""
-    found = {"maxtext/run.py": command_line.parser(), "python -m multimesh": commands_of_library.parser()}
-    found["python -m tooling"] = cli.build_parser()
-    shown = {}
-    for parser in found.values():
-        inner = [action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-        for each in (parser, *(inner[0].values() if inner else ())):
-            if each.add_help:
-                shown[each.prog] = each.format_help()
-    return shown
-
-
 def test_every_help_begins_with_an_example() -> None:
-    found = helps()
-    doors = {"./bootstrap.sh", "docker/build.py", "docker/start-cache.sh", "maxtext/run.py", "python -m multimesh demo"}
-    assert doors <= set(found)
-    for program, text in found.items():
+    helps = {}
+    for parser in (command_line.parser(), commands_of_library.parser(), cli.build_parser()):
+        inner = [action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+        helps |= {p.prog: p.format_help() for p in (parser, *(inner[0].values() if inner else ())) if p.add_help}
+    doors = {
+        "./bootstrap.sh",
+        "docker/build.py",
+        "docker/start-cache.sh",
+        "maxtext/run.py",
+        "python -m multimesh check",
+    }
+    assert doors <= helps.keys()
+    for program, text in helps.items():
         usage, first, *_ = text.split("\n\n")
         assert usage.startswith(f"usage: {program}"), text
         for line in first.splitlines():
@@ -184,10 +165,7 @@ def test_every_help_begins_with_an_example() -> None:
 def test_the_tutorial_goes_on_in_four_processes(tmp_path: Path) -> None:
     page = "docs/ten-minutes.md"
     (train,), (start,) = pages.blocks(page, "py"), pages.blocks(page, "sh")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    (tmp_path / "train.py").write_text(train.replace("localhost:61440", address))
+    (tmp_path / "train.py").write_text(train.replace("localhost:61440", f"localhost:{processes.free_port()}"))
     env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "XLA_FLAGS": ""}
     argv = ["sh", "-c", start]
     said = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=600, check=True)
@@ -201,30 +179,21 @@ def test_the_page_of_errors_has_each_message_with_its_remedy(monkeypatch: pytest
     """Messages that the code really raises are found among those that the site reads from its source."""
     monkeypatch.syspath_prepend(str(ROOT / "docs" / "site"))
     messages = importlib.import_module("messages")
-    known = [message for package in messages.PACKAGES for _, _, found in messages.collect(package) for message in found]
-    assert len(known) > 400
+    groups = itertools.chain.from_iterable(map(messages.collect, messages.PACKAGES))
+    collected = [message for _, _, group in groups for message in group]
+    assert len(collected) > 400
     for call, has_remedy in (
         (lambda: schedules.get("lifo"), True),
-        (lambda: commands_of_library.parser().parse_args(["demo", "--nosuch"]), True),
+        (lambda: commands_of_library.parser().parse_args(["check", "--nosuch"]), True),
         (lambda: schedules.load(tmp_path / "no.json"), False),
         (lambda: cli.main_inner(["lock", "nosuch", "1"]), False),
         (lambda: reference.make(None, None, "a b"), True),
     ):
         with pytest.raises((MultiMeshError, errors.ToolingError)) as raised:
             call()
-        fits = [message for message in known if message.pattern.fullmatch(str(raised.value))]
+        fits = [message for message in collected if message.pattern.fullmatch(str(raised.value))]
         assert fits, raised.value
         assert not has_remedy or any(message.remedy for message in fits), raised.value
-
-
-def test_the_reference_lists_names_that_are_there() -> None:
-    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    names = " ".join(re.findall(r"<!-- made: api (.*) -->", page)).split()
-    assert len(names) > 60
-    for name in names:
-        room, _, last = name.rpartition(".")
-        module = getattr(multimesh, room, None) if room else multimesh
-        assert hasattr(module or importlib.import_module(f"multimesh.{room}"), last), name
 
 
 def test_ci_runs_the_two_commands_of_readme() -> None:
@@ -245,7 +214,24 @@ def test_the_exit_codes_are_listed() -> None:
 
 def test_no_exit_code_of_a_run_has_two_meanings() -> None:
     """Library and launcher: errors of one code have names of the same words; the launcher's usage is of flags."""
-    kinds = [kind for each in (library, launcher) for kind in vars(each).values() if isinstance(kind, type)]
-    own = [(kind.exit_code, kind.__name__) for kind in kinds if vars(kind).get("exit_code", 1) > 1]
-    words = {(code, *sorted(re.findall("[A-Z][a-z]+", name.replace("FlagError", "UsageError")))) for code, name in own}
+    kinds = [kind for module in (library, launcher) for kind in vars(module).values() if isinstance(kind, type)]
+    codes = [(kind.exit_code, kind.__name__) for kind in kinds if vars(kind).get("exit_code", 1) > 1]
+    names = ((code, name.replace("FlagError", "UsageError")) for code, name in codes)
+    words = {(code, *sorted(re.findall("[A-Z][a-z]+", name))) for code, name in names}
     assert len(words) == len({code for code, *_ in words}), words
+
+
+def test_the_runs_are_of_the_jax_that_the_locks_bring() -> None:
+    run, locked = figures.step_run(), locks.locked_versions(ROOT / "requirements" / "run.txt", "3.14.0")["jax"]
+    assert run["jax"] == locked, (
+        "run multimesh/benchmarks/step.py --json into runs/step.json, and tests.figures --write"
+    )
+    assert datetime.date.fromisoformat(run["date"]) >= datetime.date(2026, 11, 26)
+    assert locked in figures.peer_ratios()
+
+
+@pytest.mark.parametrize("name", figures.PAGES)
+def test_a_page_has_the_figures_of_the_runs(name: str) -> None:
+    page = (ROOT / name).read_text(encoding="utf-8")
+    assert figures.BLOCK.search(page)
+    assert figures.renewed(page) == page, "python -m tests.figures --write"

@@ -66,15 +66,10 @@ def shell_scripts(root: Path) -> list[Path]:
     return [path for path in tracked(root) if path.suffix != ".py" and shebang.match(text_of(path).partition("\n")[0])]
 
 
-def test_files_fit_in_a_head(root: Path) -> None:
+def test_files_fit_in_a_head_and_doors_only_open(root: Path) -> None:
     files = tracked(root, "*.py", "*.sh", "*.md", "*.yaml", "*.yml", ".ci/run", "docker/Dockerfile")
-    long = [path for path in files if len(text_of(path).splitlines()) > MAX_LINES]
-    assert relative(root, long) == []
-
-
-@pytest.mark.parametrize("door", DOORS)
-def test_doors_only_open(root: Path, door: str) -> None:
-    assert len(text_of(root / door).splitlines()) <= DOOR_LINES
+    limits = dict.fromkeys(files, MAX_LINES) | {root / door: DOOR_LINES for door in DOORS}
+    assert relative(root, [path for path, most in limits.items() if len(text_of(path).splitlines()) > most]) == []
 
 
 def is_public(url: str) -> bool:
@@ -129,52 +124,52 @@ def test_the_names_of_folders_import_from_where_they_should(root: Path) -> None:
 
 def test_one_distribution_never_imports_the_other(root: Path) -> None:
     imports = re.compile(r"^\s*(?:from|import)\s+(\w+)", re.MULTILINE)
-    for own, others in (
+    for package, others in (
         ("multimesh/src", {"tooling", "multimesh_maxtext", "maxtext"}),  # it loads others on first use alone
         ("planner/src", {"tooling", "multimesh_maxtext", "maxtext", "multimesh_numerics"}),
         ("numerics/src", {"tooling", "multimesh_maxtext", "maxtext", "multimesh_planner"}),
         ("maxtext/src", {"tooling", "multimesh_numerics"}),
         ("tooling", {"multimesh", "multimesh_planner", "multimesh_numerics", "multimesh_maxtext", "maxtext"}),
     ):
-        files = tracked(root, f"{own}/*.py")
+        files = tracked(root, f"{package}/*.py")
         assert files
         wrong = [path for path in files if not others.isdisjoint(imports.findall(text_of(path)))]
-        assert (own, relative(root, wrong)) == (own, [])
+        assert (package, relative(root, wrong)) == (package, [])
 
 
 @pytest.mark.longer
 def test_wheels_hold_what_git_tracks_and_are_built_alike_twice(root: Path, tmp_path: Path) -> None:
-    for project, name in (
-        ("multimesh", "multimesh_jax"),
-        ("planner", "multimesh_planner"),
-        ("numerics", "multimesh_numerics"),
-        ("maxtext", "multimesh_maxtext"),
-    ):
-        for each in ("one", "two"):
-            build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path / each]
+    for project in ("multimesh", "planner", "numerics", "maxtext"):
+        name = f"multimesh_{project.replace('multimesh', 'jax')}"
+        for folder in ("one", "two"):
+            build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path / folder]
             subprocess.run(build, cwd=root / project, check=True, capture_output=True)
-        [first], [second] = (list((tmp_path / each).glob(f"{name}-*.whl")) for each in ("one", "two"))
+        [first], [second] = (list((tmp_path / folder).glob(f"{name}-*.whl")) for folder in ("one", "two"))
         assert first.read_bytes() == second.read_bytes()
         with zipfile.ZipFile(first) as archive:
-            held = {each for each in archive.namelist() if ".dist-info/" not in each}
+            packed = {file for file in archive.namelist() if ".dist-info/" not in file}
         source = root / project / "src"
-        assert held == {str(path.relative_to(source)) for path in tracked(root, f"{project}/src")}
+        assert packed == {str(path.relative_to(source)) for path in tracked(root, f"{project}/src")}
 
 
-def test_no_folder_of_the_tooling_imports_in_a_circle(root: Path) -> None:
+def test_neither_a_module_nor_a_folder_of_the_tooling_imports_in_a_circle(root: Path) -> None:
     """Imports within functions and for types count; the entry points, which open the door to commands, do not."""
+    graph = imports.graph(root / "tooling")
+    assert set(imports.bottom_up(graph)) == graph.keys()
     folders = {path.parent.name for path in tracked(root, "tooling/*/*.py")}
 
     def folder(module: str) -> str:
         return first if (first := module.partition(".")[0]) in folders else ""
 
-    needs: dict[str, set[str]] = {"": set()} | {folder: set() for folder in folders}
-    for module, others in imports.graph(root / "tooling").items():
+    needs: dict[str, set[str]] = {name: set() for name in ("", *folders)}
+    for module, others in graph.items():
         if module not in ("__main__", "cli"):
             needs[folder(module)] |= set(map(folder, others)) - {folder(module)}
     assert imports.bottom_up(needs)[-1] == "ci"
 
 
-def test_no_module_of_the_tooling_imports_itself_through_others(root: Path) -> None:
-    graph = imports.graph(root / "tooling")
-    assert set(imports.bottom_up(graph)) == graph.keys()
+def test_every_message_names_a_command_that_runs_outside_of_the_environment(root: Path) -> None:
+    """Without ``.venv/bin/`` a system's Python was started, which has none of the packages."""
+    bare = re.compile(r"^(?!.*``python -m).*(?<!\.venv/bin/)\bpython3? -m tooling", re.MULTILINE)
+    files = tracked(root, "tooling", "docker", ".devcontainer", ".github")
+    assert [(path, bare.findall(text_of(path))) for path in files if bare.search(text_of(path))] == []

@@ -1,4 +1,4 @@
-"""``ci``: the steps of the GitHub workflows, which run here too; most check a tag before it is published."""
+"""``promote``, and ``ci``: the steps of the GitHub workflows, which run here too; most check a tag beforehand."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import argparse
 import os
 import re
 import tomllib
-from pathlib import Path
 
 from tooling.core import errors, files
-from tooling.core.console import Subparsers, command
 from tooling.core.files import ROOT
 from tooling.image import build, pipeline, reference, release
 from tooling.image.reference import LABEL, OCI
@@ -21,27 +19,18 @@ PACKAGE = "multimesh/src/multimesh/__init__.py"
 PROJECTS = tuple(f"{folder}pyproject.toml" for folder in ("", "multimesh/", "planner/", "numerics/", "maxtext/"))
 
 
-def register(subparsers: Subparsers) -> None:
-    """Add the command and its parts."""
-    text = "the steps of the GitHub workflows"
-    parser = command(subparsers, "ci", run_preflight, text, [".venv/bin/python -m tooling ci versions v0.1.0"])
-    parts = parser.add_subparsers(dest="part", metavar="STEP", required=True)
-
-    text = "fail where a push or a promotion would, before anything is built: tag, rights, a version that is taken"
-    part = command(parts, "preflight", run_preflight, text)
-    part.add_argument("image", help="its repository, e.g. ghcr.io/OWNER/multimesh-jax")
-    part.add_argument("--tag", required=True)
-    part.add_argument("--latest", action="store_true")
-    part.add_argument("--release", metavar="VERSION")
-    text = "fail unless every file names the version of a tag, and its image is pinned"
-    part = command(parts, "versions", run_versions, text)
-    part.add_argument("tag")
-    part.add_argument("options", nargs="*", help="after --: those of docker/build.py that the image gets")
-    text = "print how to pull, run and install a release; GitHub adds what changed"
-    part = command(parts, "notes", run_notes, text)
-    part.add_argument("tag")
-    part.add_argument("file", type=Path, help="the release.json of its image")
-    part.add_argument("--gpu", action="store_true", help="its image was checked on a GPU")
+def run_promote(args: argparse.Namespace) -> None:
+    """Move the tags of an image that passed its check; print their old digests."""
+    repository, _, digest = args.image.rpartition("@")  # a password may be before another
+    if not re.fullmatch(reference.DIGEST, digest):
+        raise errors.OptionError(f"{digest!r} is not a digest; expected sha256: and 64 hexadecimal digits")
+    name = reference.make(repository, None, args.tag)
+    names, registry = reference.list_tags(name, latest=args.latest, version=args.release), Registry(name.repository)
+    labels = registry.check_pushed_here(digest)
+    if args.release:
+        release.check_release(args.release, labels, release.load_locks(ROOT), tag=name.tag, latest=args.latest)
+    for move in registry.promote(digest, names):
+        print(f"{move['tag']}: {move['digest']} (before: {move['before'] or 'no such tag'})")
 
 
 def run_preflight(args: argparse.Namespace) -> None:
@@ -58,8 +47,11 @@ def run_versions(args: argparse.Namespace) -> None:
     version = args.tag.removeprefix("v")
     if not re.fullmatch(r"v\d+\.\d+\.\d+", args.tag):
         raise errors.OptionError(f"tag '{args.tag}': is not of the form v1.2.3")
-    wrong = [f"{name} says {other}" for name, other in read_versions(ROOT).items() if other != version]
-    if wrong:
+    texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in (*PROJECTS, PACKAGE)}
+    match = re.search(r"(?m)^__version__ = \"([^\"]+)\"$", texts.pop(PACKAGE))
+    versions = {name: str(tomllib.loads(text)["project"]["version"]) for name, text in texts.items()}
+    versions[PACKAGE] = match[1] if match else "none"
+    if wrong := [f"{name} says {other}" for name, other in versions.items() if other != version]:
         raise errors.OptionError(f"tag {args.tag}: {', '.join(wrong)}; change them, or tag the version that they name")
     request, locks = pipeline.parse(args.options), release.load_locks(ROOT)
     bases = build.choose_bases(request, locks[1])
@@ -67,14 +59,6 @@ def run_versions(args: argparse.Namespace) -> None:
     labels = build.make_labels(ROOT, request, bases, Snapshot("committed", "pinned"), python)
     release.check_release(version, labels, locks, tag=f"{request.target}-{version}", latest=False)
     print(version)
-
-
-def read_versions(root: Path) -> dict[str, str]:
-    """Return the version that each file of a clone names."""
-    texts = {name: (root / name).read_text(encoding="utf-8") for name in (*PROJECTS, PACKAGE)}
-    match = re.search(r"(?m)^__version__ = \"([^\"]+)\"$", texts.pop(PACKAGE))
-    names = {name: str(tomllib.loads(text)["project"]["version"]) for name, text in texts.items()}
-    return names | {PACKAGE: match[1] if match else "none"}
 
 
 def run_notes(args: argparse.Namespace) -> None:

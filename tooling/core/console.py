@@ -1,35 +1,14 @@
-"""Output for a terminal: commands and their help, tables, and bars, which are lines elsewhere."""
+"""Output for a terminal: tables, and bars, which are lines elsewhere."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
-Subparsers = argparse._SubParsersAction
 Advance = Callable[[float, "float | None"], None]
 """Moves a bar to so much of a total, which may not be known."""
-
-
-def command(
-    subparsers: Subparsers,
-    name: str,
-    run: Callable[[argparse.Namespace], int | None],
-    text: str,
-    examples: Sequence[str] = (),
-    **options: Any,
-) -> argparse.ArgumentParser:
-    """Add a command with its purpose ``text``; it calls ``run``, which may return an exit code. Return its parser."""
-    shown = "\n".join([*(f"  {example}" for example in examples), "", f"{text[0].upper()}{text[1:]}."])
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        name, help=text, description=shown, formatter_class=formatter, **options
-    )
-    parser.set_defaults(func=run)
-    return parser
 
 
 def note(text: str) -> None:

@@ -7,6 +7,9 @@ not depend on each other are raised as a group, whose first has the exit code.
 from __future__ import annotations
 
 import errno
+import re
+import tomllib
+from pathlib import Path
 
 _OF_DISKS = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space")
 _OF_DISKS |= dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "make it writable")
@@ -44,6 +47,14 @@ class SmokeError(ToolingError):
     """An image was built but failed its check; no public tag was moved."""
 
     exit_code = 5
+
+
+def explain(program: str, output: str, **names: object) -> ToolingError:
+    """Return what the output of a failed program means, by ``complaints.toml``; ``names`` are those of its rows."""
+    rows = tomllib.loads(Path(__file__).with_name("complaints.toml").read_text(encoding="utf-8"))["complaint"]
+    row = next(row for row in rows if program in row["of"] and re.search(row["pattern"], output, re.MULTILINE))
+    kind: type[ToolingError] = globals()[row["error"]]
+    return kind(row["message"].format(**names))
 
 
 def describe(error: Exception) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -15,9 +14,6 @@ from typing import IO, Any, NamedTuple
 
 from tooling.core import errors
 
-# What failing programs say, in the English of git, pip, apt and engines.
-DISK_FULL = r"(?i)no space left|disk quota"
-OTHER_FILES = r"(?i)do not match the hashes"
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 _prctl = ctypes.CDLL(None).prctl
 
@@ -77,14 +73,9 @@ def run_pip(python: str | Path, *args: str, label: str) -> None:
     options = ["--no-input", "--progress-bar=off", "--disable-pip-version-check"]
     env = os.environ | {"PYTHONSAFEPATH": "1"}
     result = run([python, "-m", "pip", *args, *options], check=False, env=env)
-    said = result.stderr.decode("utf-8", "replace")
-    if not result.returncode:
-        return
-    if re.search(OTHER_FILES, said):
-        raise errors.SourceError(f"{label}: the package index has other files than the locked ones; do not use them")
-    if re.search(DISK_FULL, said):
-        raise errors.ToolingError(f"{label}: the disk is full; free some space and run the same command again")
-    raise errors.NotThereError(f"{label}: pip failed ({shorten(result.complaint)}); check the network and pip's index")
+    if result.returncode:
+        output = result.stderr.decode("utf-8", "replace")
+        raise errors.explain("pip", output, label=label, said=shorten(result.complaint))
 
 
 def _die_with_parent() -> None:

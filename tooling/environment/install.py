@@ -19,13 +19,10 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tooling import cli
 from tooling.core import console, errors, files, proc
-from tooling.core.console import Subparsers, command
 from tooling.core.files import ROOT
 from tooling.environment.check_python import PREFERRED, in_dots
-from tooling.sources import sync
 
 TOOLS, OURS = "tooling", "this repository"
-INSTALLED = ("run", *sync.ADDED, "dev")
 VENV, LOCK = ROOT / ".venv", ROOT / "third_party" / ".venv.lock"
 PYTHON, READY = VENV / "bin" / "python", VENV / ".multimesh-ready"
 PROJECTS = tuple(ROOT / name for name in (".", "multimesh", "planner", "numerics", "maxtext"))
@@ -59,21 +56,10 @@ def make_and_go_on(options: Sequence[str]) -> int:
     return os.execv(PYTHON, [str(PYTHON), "-c", GO_ON, str(ROOT), "bootstrap", *options])  # noqa: S606
 
 
-def register(subparsers: Subparsers) -> None:
-    """Add the command."""
-    parser = command(
-        subparsers, "bootstrap", run, "install the Python packages of the groups, and bring in sources",
-        ["./bootstrap.sh --group run                 # what training MaxText needs: 2 minutes, 3 GB",
-         "./bootstrap.sh --group run --group dev     # and what tests need",
-         "./bootstrap.sh --group image               # what building an image needs: seconds",
-         "./bootstrap.sh                             # everything, with the sources of jax and xla"],
-        prog="./bootstrap.sh",
-    )  # fmt: skip
-    sync.add_options(parser)
-
-
 def run(args: argparse.Namespace) -> None:
     """Install, then sync the sources, of which one that fails does not keep the packages from coming."""
+    from tooling.sources import sync  # its libraries have come by now
+
     groups = sync.choose_groups(args)
     cuda = {"cuda12" if group == "compile-gpu" else group for group in groups} & {*sync.CUDA}
     there = {name for name in sync.CUDA if any(metadata.distributions(name=f"jax-{name}-plugin"))}
@@ -83,7 +69,8 @@ def run(args: argparse.Namespace) -> None:
             "to change it"
         )
     sync.choose_components(args)  # wrong options install nothing
-    install([*(group for group in INSTALLED if group in groups), *([OURS] if groups != {"image"} else [])])
+    names = [group for group in ("run", *sync.ADDED, "dev") if group in groups]
+    install([*names, *([OURS] if groups != {"image"} else [])])
     sync.run(args)
 
 

@@ -1,4 +1,7 @@
-"""The Bazel cache of a user: bazel-remote in a container, with a password that only this user may read."""
+"""The Bazel cache of a user: bazel-remote in a container, with a password that only this user may read.
+
+Each start makes another one, and writes it to the files that Bazel reads its options from.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,19 @@ import base64
 import contextlib
 import hashlib
 import os
-import re
 import secrets
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import requests
+from docker.errors import APIError, ImageNotFound
+from docker.models.containers import Container
+
+from docker import DockerClient
 from tooling.core import errors, files
-from tooling.core.console import Subparsers, command
 from tooling.core.files import ROOT
-from tooling.image import digests, engine
-from tooling.image.digests import ImagePin
-
-if TYPE_CHECKING:
-    from docker.models.containers import Container
-
-    from docker import DockerClient
+from tooling.image import engine, reference
+from tooling.image.reference import ImagePin
 
 USER, STARTS_WITHIN_S = "multimesh", 30.0
 _LABEL = "io.github.multimesh-jax.cache"  # its value: the address for clients, and the bound in GiB
@@ -39,29 +39,29 @@ def look(folder: Path) -> str:
     if not (folder / "bazelrc").exists():
         return ""
     with engine.connect() as client:
-        containers = _list_containers(client, folder)
-    settings = next((container.labels.get(_LABEL, "") for container in containers if container.status == "running"), "")
+        containers = client.containers.list(filters={"name": f"^{name_container(folder)}$"})
+    settings = containers[0].labels.get(_LABEL, "") if containers else ""
     if settings:  # else one that was not started, has ended, or is of somebody else
-        import requests
-
         with contextlib.suppress(requests.RequestException):
             requests.get(f"http://{settings.split()[0]}/status", timeout=2, proxies={"http": ""})
             return settings
     return ""
 
 
+def name_container(folder: Path) -> str:
+    """Return the name of the container whose entries lie in a folder."""
+    return "multimesh-cache-" + hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
+
+
 def write_rc(path: Path, address: str, *, write: bool) -> None:
     """Write Bazel's options to a file that only its owner may read: the password is in no command line."""
     # A server that is silent costs a build so many seconds at most.
-    lines = [f"build --remote_cache=http://{address}", "build --remote_timeout=15"]
-    lines += [] if write else ["build --remote_upload_local_results=false"]
-    files.write(path, "\n".join([*lines, ""]), private=True)
+    text = f"build --remote_cache=http://{address}\nbuild --remote_timeout=15\n"
+    files.write(path, text + ("" if write else "build --remote_upload_local_results=false\n"), private=True)
 
 
 def start(folder: Path, port: int, max_gib: int, pin: ImagePin) -> bool:
     """Start bazel-remote, in place of one with other settings; return False if it runs already with these."""
-    from docker.errors import APIError, ImageNotFound
-
     if pin.digest is None:
         raise errors.SourceError(f"bazel-remote: no digest of its image is locked; {pin.remedy}")
     address = f"127.0.0.1:{port}"  # HTTP without TLS: other machines would send the password in clear
@@ -72,7 +72,7 @@ def start(folder: Path, port: int, max_gib: int, pin: ImagePin) -> bool:
             return False
         _remove(client, folder)
         undo.callback(_remove, client, folder)  # the engine would start one that fails again for ever
-        password = _read_password(folder)
+        password = secrets.token_urlsafe(24)
         # The unsalted form is the only one that both this standard library can write and bazel-remote reads.
         digest = base64.b64encode(hashlib.sha1(password.encode(), usedforsecurity=False).digest()).decode()
         files.write(folder / "htpasswd", f"{USER}:{{SHA}}{digest}\n", private=True)
@@ -80,7 +80,7 @@ def start(folder: Path, port: int, max_gib: int, pin: ImagePin) -> bool:
             write_rc(folder / name, f"{USER}:{password}@{address}", write=name == "bazelrc")
         try:  # the image's entry point names the addresses and the folder already
             container: Container = client.containers.run(  # type: ignore[call-overload]
-                pin.exact, ["--max_size", str(max_gib), "--htpasswd_file", "/htpasswd"], name=_name(folder),
+                pin.exact, ["--max_size", str(max_gib), "--htpasswd_file", "/htpasswd"], name=name_container(folder),
                 labels={_LABEL: f"{address} {max_gib}"}, ports={"8080/tcp": ("127.0.0.1", port)},
                 volumes=[f"{folder / 'content'}:/data", f"{folder / 'htpasswd'}:/htpasswd:ro"], detach=True,
                 restart_policy={"Name": "unless-stopped", "MaximumRetryCount": 0}, read_only=True, cap_drop=["ALL"],
@@ -100,7 +100,7 @@ def start(folder: Path, port: int, max_gib: int, pin: ImagePin) -> bool:
 
 
 def stop(folder: Path) -> bool:
-    """Stop it; return False if none runs. Its entries and its password stay."""
+    """Stop it; return False if none runs. Its entries stay."""
     if not folder.exists():
         return False
     with engine.connect() as client, files.lock(folder / "start.lock"):
@@ -109,7 +109,7 @@ def stop(folder: Path) -> bool:
 
 def _remove(client: DockerClient, folder: Path) -> bool:
     """Remove the container, running or not, and then Bazel's options for it; return whether there was one."""
-    containers = _list_containers(client, folder)
+    containers = client.containers.list(all=True, filters={"name": f"^{name_container(folder)}$"})
     for container in containers:
         container.remove(force=True)
     for name in _RC:
@@ -117,55 +117,11 @@ def _remove(client: DockerClient, folder: Path) -> bool:
     return bool(containers)
 
 
-def _list_containers(client: DockerClient, folder: Path) -> list[Container]:
-    return client.containers.list(all=True, filters={"name": f"^{_name(folder)}$"})
-
-
-def _name(folder: Path) -> str:
-    return "multimesh-cache-" + hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
-
-
-def _read_password(folder: Path) -> str:
-    """Return the password, which is made once."""
-    file = folder / "password"
-    if not file.exists():
-        files.write(file, secrets.token_urlsafe(24) + "\n", private=True)
-    if file.stat().st_mode & 0o077:
-        raise errors.OptionError(f"{file}: others may read this password; run `chmod 600 {file}`")
-    return file.read_text(encoding="utf-8").strip()
-
-
-def register(subparsers: Subparsers) -> None:
-    """Add the command."""
-    doors = [f"docker/start-cache.sh{options}" for options in ("", " status", " --max-size 100G")]
-    text = "a Bazel cache that containers and checkouts of this machine share"
-    add = command(subparsers, "cache", run, text, doors, prog="docker/start-cache.sh").add_argument
-    text = "start: does nothing if it runs so (default); stop: entries stay"
-    add("action", nargs="?", default="start", choices=("start", "stop", "status"), help=text)
-    add("--port", type=parse_port, default=9090, help="of 127.0.0.1, where it listens (default: %(default)s)")
-    add("--max-size", type=parse_gib, default="50G", metavar="SIZE", help="e.g. 50G or 1T (default: %(default)s)")
-    add("--folder", type=Path, help="where entries lie (default: ~/.cache/multimesh-jax/bazel)")
-
-
-def parse_port(text: str) -> int:
-    """Read the number of a port."""
-    if not text.isdecimal() or not 0 < int(text) < 2**16:
-        raise argparse.ArgumentTypeError(f"'{text}' is no port; give a number from 1 to 65535")
-    return int(text)
-
-
-def parse_gib(text: str) -> int:
-    """Read ``50G`` or ``1T`` as GiB: bazel-remote counts in whole ones."""
-    if (match := re.fullmatch(r"([1-9]\d{0,6})([GT])", text)) is None:
-        raise argparse.ArgumentTypeError(f"'{text}': write a whole number and G or T, e.g. 50G")
-    return int(match[1]) * {"G": 1, "T": 1024}[match[2]]
-
-
 def run(args: argparse.Namespace) -> int:
     """Do one action, and show the cache; exit 1 where it is not as the action wants it."""
     folder, done = (args.folder or default()).absolute(), ""
     if args.action == "start":
-        fresh = start(folder, args.port, args.max_size, digests.load(ROOT).images["bazel-remote"])
+        fresh = start(folder, args.port, args.max_size, reference.load_lock(ROOT).images["bazel-remote"])
         done = "started; " if fresh else "runs already; "
     elif args.action == "stop":
         done = "stopped; " if stop(folder) else "was not running; "

@@ -12,19 +12,15 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from docker.models.images import Image
+
+from docker import DockerClient
 from tooling.core import console, errors, files, proc
-from tooling.image import bazel_cache, digests, engine, release, snapshot
-from tooling.image.digests import ImageLock, ImagePin
-from tooling.image.reference import LABEL, OCI
+from tooling.image import bazel_cache, engine, reference, release, snapshot
+from tooling.image.reference import LABEL, OCI, ImageLock, ImagePin
 from tooling.image.snapshot import Snapshot
-from tooling.sources import manifest, pins
-
-if TYPE_CHECKING:
-    from docker.models.images import Image
-
-    from docker import DockerClient
+from tooling.sources import manifest
 
 FOLDER, ARCHIVE = Path("build/image"), Path("docker/context/python.tar.gz")
 LOCKS = ("sources.lock", "docker/images.lock", "requirements/run.txt", "requirements/cuda12.txt")
@@ -38,25 +34,6 @@ _SETTINGS = {"BUILDX_NO_DEFAULT_ATTESTATIONS": "1", "BUILDX_GIT_INFO": "false"}
 # BuildKit's summary of the step that broke a build, not of those that were stopped for that, with its last lines.
 _FAILED = r"(?m)^------\n > (.*):\n((?:.*\n)*?)------$"
 _REASON = r"(?m)^ERROR: (?:failed to (?:build|solve): )*(.*)"
-_UNREACHABLE = (
-    r"(?i)could( not|n.t) (resolve|connect)|temporary failure|name resolution|no such host|reset by peer|timed? ?out|"
-    r"(unable|failed) to (connect|fetch|establish)|connection (refused|reset)|unreachable|too ?many ?requests|x509|"
-    r"certificate (verif|problem|signed|is not)|local issuer|max retries|(status|http|error|code):? (429|50[0234])\b|"
-    r"\b50[0234] +(internal|bad|service|gateway|server)"
-)
-_CAUSES: tuple[tuple[str, type[errors.ToolingError], str], ...] = (
-    (r"^\[internal\] load metadata|^\[.* \d+/\d+\] FROM ", errors.NotThereError,
-     "the base image cannot be fetched; log in to its registry, give another --base-image, or write the digest that "
-     "`docker buildx imagetools inspect NAME` prints into docker/images.lock"),
-    (proc.DISK_FULL, errors.ToolingError, "the engine's disk is full; free some space (`docker system df`), run again"),
-    (proc.OTHER_FILES, errors.SourceError,
-     "the package index offers other files than the locked ones; do not use them"),
-    ("(?i)exec format error", errors.EngineError,
-     "the engine's machine cannot run programs of this platform; register QEMU there (Debian and Ubuntu: "
-     "qemu-user-static, binfmt-support), or leave out --platform"),
-    (_UNREACHABLE, errors.NotThereError,
-     "cannot reach what it needs; check --pip-config, --ca-bundle and --network, or give a --python-archive"),
-)  # fmt: skip
 
 
 @contextmanager
@@ -71,7 +48,7 @@ def prepare(root: Path, request: argparse.Namespace) -> Iterator[list[str]]:
             view = snapshot.take_snapshot(root, folder, ("maxtext", "jax", "xla") if from_source else ("maxtext",))
             if request.python_archive:
                 shutil.copyfile(request.python_archive, folder / "context" / ARCHIVE)
-            lock, context = digests.load(root), str(root / FOLDER / "context")
+            lock, context = reference.load_lock(root), str(root / FOLDER / "context")
             bases = choose_bases(request, lock)
             arguments = make_arguments(request, lock, bases)
             labels = make_labels(root, request, bases, view, arguments["PYTHON_SHA256"])
@@ -153,7 +130,7 @@ def make_labels(
         f"{LABEL}.target": request.target,
         f"{LABEL}.accelerator": {"cpu": "cpu", "cuda12": f"cuda12 {cuda}"}[request.accelerator],
         f"{LABEL}.jaxlib": f"{request.jaxlib} {request.build_type}" if request.jaxlib == "source" else "wheel",
-        f"{LABEL}.jax": pins.find_newest(root, "jax")[0],
+        f"{LABEL}.jax": manifest.find_newest(root, "jax")[0],
         f"{LABEL}.maxtext": manifest.load_lock(root / "sources.lock")["maxtext"].version,
         f"{LABEL}.maxtext.revision": view.maxtext,
         f"{LABEL}.python": f"{'of the base, or ' if request.base_image else ''}standalone sha256:{python}",
@@ -239,8 +216,5 @@ def explain(result: proc.Result) -> errors.ToolingError:
     lines = [re.sub(r"^\d+\.\d+ ", "", line).strip() for line in tail.splitlines()]
     said = proc.shorten(" / ".join([line for line in lines if line][-5:]) or reason)
     title = " ".join(word for word in step.split() if not word.startswith("--"))
-    where = f"step `{proc.shorten(title, 100)}`" if step else "the build"
-    for pattern, kind, remedy in _CAUSES:
-        if re.search(pattern, "\n".join([step, tail, reason]), re.MULTILINE):
-            return kind(f"{where}: {remedy} ({said})")
-    return errors.EngineError(f"{where} failed: {said}")
+    label = f"step `{proc.shorten(title, 100)}`" if step else "the build"
+    return errors.explain("build", "\n".join([step, tail, reason]), label=label, said=said)

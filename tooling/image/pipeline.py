@@ -8,89 +8,24 @@ import re
 import shlex
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from docker import DockerClient
+from tooling import cli
 from tooling.core import errors
-from tooling.core.console import Subparsers, command
 from tooling.core.files import ROOT
-from tooling.image import build, engine, reference, release, smoke
-
-if TYPE_CHECKING:
-    from docker import DockerClient
+from tooling.image import build, engine, reference, release
 
 CUDA_VERSION, CACHE_PORT = "12.8.1", 9090
-_IMAGES = {"dev": "dev", "opt": "runtime"}
-_STAGES = {"devcontainer": "devcontainer", "dev": "dev", "runtime": "runtime", "final_image": "runtime"}
+IMAGES = {"dev": "dev", "opt": "runtime"}
+STAGES = {"devcontainer": "devcontainer", "dev": "dev", "runtime": "runtime", "final_image": "runtime"}
 _VERSION = r"\d{1,3}(\.\d{1,3}){1,3}"
 _ADDRESS = r"(?:[A-Za-z0-9][A-Za-z0-9.-]{0,251}|\[[0-9A-Fa-f:]+\])(:\d{1,5})?"
 
 
-def register(subparsers: Subparsers) -> None:
-    """Add the command."""
-    options = ("--accelerator cpu --tag T", "--tag T --upload --repo ghcr.io/OWNER/multimesh-jax", "--tag T --dry-run")
-    parser = command(
-        subparsers, "image", run, "build an image, check it in a container, and push it",
-        [f"docker/build.py {words}" for words in options], prog="docker/build.py",
-        usage="%(prog)s --tag T [options]", allow_abbrev=False, epilog="docs/releasing.md lists the exit codes.",
-    )  # fmt: skip
-    add_options(parser)
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options to a parser."""
-    yes_or_no = argparse.BooleanOptionalAction
-    add = parser.add_argument_group("name", "REPO:TAG, or REPO/NAME:TAG with --name").add_argument
-    add("--repo", help="registry and owner; without it the image stays here, as multimesh-jax:TAG")
-    add("--name", help="name below --repo")
-    add("--tag", default="local", help="default: %(default)s")
-
-    add = parser.add_argument_group("what is in it").add_argument
-    add("--image", choices=_IMAGES, help="opt (default): what runs, no compilers; dev: with sources and tools")
-    add("--stage", choices=_STAGES, help="a stage of the Dockerfile, in place of --image; final_image is runtime")
-    add("--accelerator", choices=("cuda12", "cpu"), default="cuda12", help="default: %(default)s")
-    add("--jaxlib", choices=("wheel", "source"), default="wheel", help="locked wheels, or built from third_party/")
-    types = ("Release", "Debug", "RelWithDebInfo")
-    add("--build-type", choices=types, default="Release", help="of a jaxlib from source; default: %(default)s")
-    add("--cuda-version", metavar="X.Y.Z", help=f"of the base and of a jaxlib from source; default: {CUDA_VERSION}")
-    add("--cudnn-version", metavar="X.Y.Z", help="of a jaxlib from source")
-    add("--base-image", metavar="IMAGE", help="in place of the pinned bases; any Debian or Ubuntu")
-    add("--platform", choices=("linux/amd64", "linux/arm64"), help="default: the engine's")
-    text = "a standalone Python (.tar.gz) for a base whose own is older than 3.12; default: fetch the pinned one"
-    add("--python-archive", metavar="FILE", type=Path, help=text)
-
-    add = parser.add_argument_group("how the build reaches what it needs; nothing of this stays in it").add_argument
-    add("--pip-config", metavar="FILE", type=Path, help="pip.conf for the build; default: $PIP_CONFIG_FILE")
-    text = "certificates to trust; default: $PIP_CERT, $REQUESTS_CA_BUNDLE, $SSL_CERT_FILE or $CURL_CA_BUNDLE"
-    add("--ca-bundle", metavar="FILE", type=Path, help=text)
-    add("--network", choices=["default", "host"], default="default", help="of the build's steps; default: %(default)s")
-    add("--no-docker-build-cache", action="store_false", dest="layer_cache", help="build every layer anew")
-    text = "use a remote Bazel cache (default) with --jaxlib source; a release uses none"
-    add("--cache", action=yes_or_no, default=True, dest="use_bazel_cache", help=text)
-    text = f"where that is; default: the one of start-cache.sh, if it runs; default of PORT: {CACHE_PORT}"
-    add("--bazel-cache", "--cache-addr", metavar="HOST[:PORT]", help=text)
-    add("--bazel-cache-write", action="store_true", help="also store results there")
-
-    add = parser.add_argument_group("what is done with it").add_argument
-    add("--build", action=yes_or_no, default=True, help="--no-build takes the engine's image of this name")
-    text = "small (default): the CPU job in the container; medium: the GPU job; none: look at its content only"
-    add("--validate", choices=("none", "small", "medium"), default="small", help=text)
-    add("--upload", action=yes_or_no, default=False, help="push it when it passed its check")
-    add("--allow-dirty", action="store_true", help="push it although files were changed and not committed")
-    add("--latest", action=yes_or_no, default=False, help="also give it the tag latest; in a registry with --release")
-    text = "--no-promote pushes under sha-COMMIT-ID only; `.venv/bin/python -m tooling promote` moves the others later"
-    add("--promote", action=yes_or_no, default=True, help=text)
-    add("--release", metavar="VERSION", help="also the tags vX.Y.Z and vX.Y; refuses null pins and dirty trees")
-    add("--release-file", metavar="FILE", type=Path, help="what was pushed; default: build/image/release.json")
-    add("--dry-run", action="store_true", help="print the command of the build and the pushes; touch nothing")
-    add("--json", action="store_true", help="print the result as JSON on stdout")
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the options of a command line."""
-    parser = argparse.ArgumentParser("docker/build.py", allow_abbrev=False)
-    add_options(parser)
-    return read_options(parser.parse_args(argv))
+    return read_options(cli.parse(["image", *argv]))
 
 
 def read_options(args: argparse.Namespace) -> argparse.Namespace:
@@ -99,9 +34,9 @@ def read_options(args: argparse.Namespace) -> argparse.Namespace:
     ``OptionError``: they do not fit together, or may not reach an engine.
     """
     wheel, upload, cpu = args.jaxlib == "wheel", args.upload, args.accelerator == "cpu"
-    other = args.image and args.stage and _STAGES[args.stage] != _IMAGES[args.image]
+    other = args.image and args.stage and STAGES[args.stage] != IMAGES[args.image]
     contradictions = (
-        (other, f"--image {args.image} is the stage {_IMAGES.get(args.image)}, --stage says {args.stage}; give one"),
+        (other, f"--image {args.image} is the stage {IMAGES.get(args.image)}, --stage says {args.stage}; give one"),
         (wheel and args.cudnn_version, "--cudnn-version: cuDNN comes with the locked wheels; add --jaxlib source"),
         (wheel and args.build_type != "Release", "--build-type: the locked wheels are Release; add --jaxlib source"),
         (args.bazel_cache and not args.use_bazel_cache, "--no-cache and --bazel-cache contradict each other; give one"),
@@ -132,7 +67,7 @@ def read_options(args: argparse.Namespace) -> argparse.Namespace:
         if (path := getattr(args, flag)) and not path.is_file():
             raise errors.OptionError(f"--{flag.replace('_', '-')} {path}: there is no such file")
     args.reference = reference.make(args.repo, args.name, args.tag)
-    args.target = _STAGES[args.stage] if args.stage else _IMAGES[args.image or "opt"]
+    args.target = STAGES[args.stage] if args.stage else IMAGES[args.image or "opt"]
     args.cuda_version = args.cuda_version or CUDA_VERSION
     args.use_bazel_cache = args.use_bazel_cache and not args.release
     if args.bazel_cache and not re.search(r":\d+$", args.bazel_cache):
@@ -143,7 +78,7 @@ def read_options(args: argparse.Namespace) -> argparse.Namespace:
 def run(args: argparse.Namespace) -> None:
     """Run a command line."""
     request = read_options(args)
-    smoke.check_means(request.validate)
+    engine.check_means(request.validate)
     tags = ["sha-COMMIT-ID"] if request.upload else []
     if request.upload and request.promote:  # impossible tags are refused without an engine
         tags += reference.list_tags(request.reference, latest=request.latest, version=request.release)
@@ -168,7 +103,7 @@ def make_image(client: DockerClient, request: argparse.Namespace) -> None:
         if request.upload:
             release.check_push(ROOT, request, image.labels)
     seconds = time.monotonic() - started
-    check = smoke.check(ROOT, image, request.target, request.validate)
+    check = engine.check(ROOT, image, request.target, request.validate)
     names = [request.reference, *([request.reference.tagged("latest")] if request.latest else [])]
     for name in names:
         image.tag(*name)

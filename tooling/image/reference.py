@@ -1,16 +1,19 @@
 """Names of images, checked before one is built that no engine would name so, and the one rule for their tags.
 
 ``FIXED`` ones never move, a release alone gives those of its ``LINE``, which never go back, and all others move.
+``docker/images.lock`` has the names of those that we build from, by digest, and downloads by checksum.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from tooling.core import errors
+from tooling.core import errors, files
 
+LOCK, SCHEMA = "docker/images.lock", Path(__file__).with_name("images.schema.json")
 LABEL, OCI = "io.github.multimesh-jax", "org.opencontainers.image"
 _PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
 _HOST = r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?|\[[0-9A-Fa-f:]+\])(?::[0-9]{1,5})?"
@@ -101,3 +104,34 @@ def name_candidate(labels: Mapping[str, str], image_id: str, *, checked: bool) -
     """Return the tag that an image is pushed under: its commit and its id."""
     commit = re.sub(r"^([0-9a-f]{12})[0-9a-f]+", r"\1", labels.get(f"{OCI}.revision", "unknown"))
     return "-".join(["sha", commit, image_id.removeprefix("sha256:")[:12], *([] if checked else ["unchecked"])])
+
+
+class ImagePin(NamedTuple):
+    """An image that others are built from or that runs as a service; ``digest`` is None where nobody told it."""
+
+    reference: str
+    digest: str | None = None
+
+    @property
+    def remedy(self) -> str:
+        """How another digest gets into the lock."""
+        return f"write the one that `docker buildx imagetools inspect {self.reference}` prints into {LOCK}"
+
+    @property
+    def exact(self) -> str:
+        """The name that pulls these bytes, or the plain reference where they are not known."""
+        return f"{self.reference}@{self.digest}" if self.digest else self.reference
+
+
+class ImageLock(NamedTuple):
+    """Pins by name; files, with ``url`` and ``sha256`` or None, by kind and platform, e.g. ``python linux/amd64``."""
+
+    images: dict[str, ImagePin]
+    files: dict[str, dict[str, Any]]
+
+
+def load_lock(root: Path) -> ImageLock:
+    """Read and check ``images.lock``."""
+    lock = files.read_document(root / LOCK, SCHEMA)
+    pins = {name: ImagePin(entry["reference"], entry["digest"]) for name, entry in lock["images"].items()}
+    return ImageLock(pins, lock["files"])

@@ -6,20 +6,24 @@ certificates are final.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urljoin, urlsplit
+
+import docker.auth
+import requests
+from docker.errors import DockerException
+from requests.adapters import HTTPAdapter
+from urllib3 import Retry
 
 from tooling.core import console, errors
 from tooling.image import reference
 from tooling.image.reference import OCI
-
-if TYPE_CHECKING:
-    import requests
 
 _ATTEMPTS, _TIMEOUT_S = 6, 60
 _LOOPBACK = re.compile(r"(localhost|127\.\d+\.\d+\.\d+|\[::1\])(:\d+)?")
@@ -40,14 +44,10 @@ class Registry:
     """One repository of a registry, with the login that Docker's configuration has for it."""
 
     def __init__(self, repository: str) -> None:
-        import requests
-        from requests.adapters import HTTPAdapter
-        from urllib3 import Retry
-
         host, path = reference.split(repository)
         self.repository, self.host = repository, host or "docker.io"
         self._path = path if host or "/" in path else f"library/{path}"
-        self._server, self._session = "", requests.Session()
+        self._session = requests.Session()
         self._session.auth = lambda request: request  # ~/.netrc is none of Docker's logins
         self._session.trust_env = not _LOOPBACK.fullmatch(self.host)
         company = Path("/etc/docker/certs.d", self.host, "ca.crt")  # where the engine looks too
@@ -56,12 +56,11 @@ class Registry:
         # other=0: what fails for TLS stays so.
         again = Retry(_ATTEMPTS - 1, other=0, backoff_factor=0.5, backoff_jitter=0.5, allowed_methods=None,
                       status_forcelist=(429, 500, 502, 503, 504), raise_on_status=False)  # fmt: skip
-        for scheme in ("https://", "http://"):
-            self._session.mount(scheme, HTTPAdapter(max_retries=again))
+        self._session.adapters = dict.fromkeys(("https://", "http://"), HTTPAdapter(max_retries=again))
 
     def find(self, name: str) -> Manifest | None:
         """Return the manifest of a tag or a digest; None where there is none. ``SourceError``: of other bytes."""
-        answer = self._ask("GET", f"manifests/{name}", absent=404, headers={"Accept": _KINDS})
+        answer = self._ask("GET", f"{self._address}/manifests/{name}", absent=404, headers={"Accept": _KINDS})
         if answer.status_code == 404:
             return None
         digest = f"sha256:{hashlib.sha256(answer.content).hexdigest()}"
@@ -88,7 +87,8 @@ class Registry:
     def labels(self, manifest: Manifest) -> dict[str, str]:
         """Return the labels of an image; of the first platform where there are several."""
         config = self.images(manifest)[0].document["config"]["digest"]
-        return dict((self._ask("GET", f"blobs/{config}").json().get("config") or {}).get("Labels") or {})
+        settings = self._ask("GET", f"{self._address}/blobs/{config}").json().get("config") or {}
+        return dict(settings.get("Labels") or {})
 
     def ids(self, manifest: Manifest) -> list[str]:
         """Return by which ids engines know an image: of its manifest, of its configuration, or of their index."""
@@ -97,7 +97,7 @@ class Registry:
 
     def check_push(self) -> None:
         """Raise ``EngineError`` unless this login may push: begin an upload, and take it back. Nothing stays."""
-        begun = self._ask("POST", "blobs/uploads/")
+        begun = self._ask("POST", f"{self._address}/blobs/uploads/")
         location = urljoin(begun.url, begun.headers.get("Location", ""))
         if urlsplit(location).netloc == urlsplit(begun.url).netloc:
             self._session.delete(location, timeout=_TIMEOUT_S)  # a registry that cannot forgets it by itself
@@ -145,21 +145,16 @@ class Registry:
             self.check_free([tag], digest)  # again: somebody may have given it since
             if before != manifest:
                 kind = str(manifest.document.get("mediaType", "application/vnd.oci.image.manifest.v1+json"))
-                self._ask("PUT", f"manifests/{tag}", data=manifest.content, headers={"Content-Type": kind})
+                url, headers = f"{self._address}/manifests/{tag}", {"Content-Type": kind}
+                self._ask("PUT", url, data=manifest.content, headers=headers)
             if (now := self.digest(tag)) != digest:
                 raise errors.EngineError(f"{self.repository}:{tag}: has {now}, not {digest}: somebody else moves it")
             moved.append({"tag": tag, "before": before and before.digest, "digest": digest})
             console.note(f"{self.repository}:{tag}: {digest} (before: {moved[-1]['before'] or 'no such tag'})")
         return moved
 
-    def _ask(self, method: str, path: str, absent: int = 0, **options: Any) -> requests.Response:
-        self._server = self._server or self._log_in()
-        return self._send(method, f"{self._server}/v2/{self._path}/{path}", absent, **options)
-
-    def _send(self, method: str, url: str, absent: int = 0, **options: Any) -> requests.Response:
+    def _ask(self, method: str, url: str, absent: int = 0, **options: Any) -> requests.Response:
         """Return an answer that is good, or says ``absent``."""
-        import requests
-
         try:
             answer = self._session.request(method, url, timeout=_TIMEOUT_S, **options)
         except requests.RequestException as error:
@@ -167,8 +162,7 @@ class Registry:
             if isinstance(error, requests.exceptions.SSLError):
                 remedy = "it speaks plain HTTP, or its certificate cannot be verified; put that of its authority into "
                 remedy += f"/etc/docker/certs.d/{self.host}/ca.crt"
-            said = str(error)[-300:]
-            raise errors.EngineError(f"{self.repository}: cannot be reached ({said}); {remedy}") from error
+            raise errors.EngineError(f"{self.repository}: cannot be reached ({str(error)[-300:]}); {remedy}") from error
         if answer.ok or answer.status_code == absent:
             return answer
         raise errors.EngineError(
@@ -176,16 +170,17 @@ class Registry:
             f"`docker login {self.host}`, and check --repo and --name"
         )
 
-    def _log_in(self) -> str:
-        """Take up the challenge of a registry; return its address. Engines speak plain HTTP with this machine alone."""
+    @functools.cached_property
+    def _address(self) -> str:
+        """Where the repository is, after a login. Engines speak plain HTTP with this machine alone."""
         server = "https://" + ("registry-1.docker.io" if self.host == "docker.io" else self.host)
         try:
-            answer = self._send("GET", f"{server}/v2/", absent=401)
+            answer = self._ask("GET", f"{server}/v2/", absent=401)
         except errors.EngineError:
             if not _LOOPBACK.fullmatch(self.host):
                 raise
             server = server.replace("https:", "http:")
-            answer = self._send("GET", f"{server}/v2/", absent=401)
+            answer = self._ask("GET", f"{server}/v2/", absent=401)
         login, (kind, _, fields) = _read_login(self.host), answer.headers.get("WWW-Authenticate", "").partition(" ")
         user, secret = (login.get(key, "").encode().decode("latin-1") for key in ("username", "password"))  # as UTF-8
         basic = (user, secret) if user else None
@@ -197,19 +192,16 @@ class Registry:
             form = {"service": words.get("service", ""), "scope": scope}
             if token := login.get("identitytoken"):
                 form |= {"grant_type": "refresh_token", "refresh_token": token, "client_id": "multimesh"}
-                answer = self._send("POST", words["realm"], data=form)
+                answer = self._ask("POST", words["realm"], data=form)
             else:
-                answer = self._send("GET", words["realm"], params=form, auth=basic)
+                answer = self._ask("GET", words["realm"], params=form, auth=basic)
             tokens = answer.json()
             self._session.headers["Authorization"] = f"Bearer {tokens.get('token') or tokens.get('access_token')}"
-        return server
+        return f"{server}/v2/{self._path}"
 
 
 def _read_login(host: str) -> dict[str, str]:
     """Return the login that Docker's configuration, or its credential helper, has for a registry."""
-    import docker.auth
-    from docker.errors import DockerException
-
     try:
         login = docker.auth.load_config().resolve_authconfig(host) or {}
     except (DockerException, ValueError) as error:

@@ -8,56 +8,25 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from docker.models.images import Image
+
+from docker import DockerClient
 from tooling.core import errors, files, proc
-from tooling.core.console import Subparsers, command
-from tooling.core.files import ROOT
-from tooling.image import digests, engine, reference
-from tooling.image.digests import ImageLock, ImagePin
-from tooling.image.reference import LABEL, OCI
+from tooling.image import engine, reference
+from tooling.image.reference import LABEL, OCI, ImageLock, ImagePin
 from tooling.image.registry import Registry
 from tooling.sources import manifest
 from tooling.sources.manifest import Pins
-
-if TYPE_CHECKING:
-    from docker.models.images import Image
-
-    from docker import DockerClient
 
 RECORD = Path("build/image/release.json")
 SCHEMA = Path(__file__).with_name("release.schema.json")
 
 
-def register(subparsers: Subparsers) -> None:
-    """Add the command."""
-    text = "give public tags to an image that was pushed with --no-promote"
-    examples = [".venv/bin/python -m tooling promote ghcr.io/OWNER/multimesh-jax@sha256:... --tag main"]
-    add = command(subparsers, "promote", run_promote, text, examples).add_argument
-    add("image", metavar="REPO@DIGEST", help="as `docker/build.py --no-promote` printed it")
-    add("--tag", required=True, help="the tag that it gets")
-    add("--latest", action="store_true", help="also latest; with --release")
-    add("--release", metavar="VERSION", help="also vX.Y.Z and vX.Y, under the conditions of a release")
-
-
-def run_promote(args: argparse.Namespace) -> None:
-    """Move the tags of an image that passed its check; print their old digests."""
-    repository, _, digest = args.image.rpartition("@")  # a password may be before another
-    if not re.fullmatch(reference.DIGEST, digest):
-        raise errors.OptionError(f"{digest!r} is not a digest; expected sha256: and 64 hexadecimal digits")
-    name = reference.make(repository, None, args.tag)
-    names = reference.list_tags(name, latest=args.latest, version=args.release)
-    registry = Registry(name.repository)
-    labels = registry.check_pushed_here(digest)
-    if args.release:
-        check_release(args.release, labels, load_locks(ROOT), tag=name.tag, latest=args.latest)
-    for move in registry.promote(digest, names):
-        print(f"{move['tag']}: {move['digest']} (before: {move['before'] or 'no such tag'})")
-
-
 def load_locks(root: Path) -> tuple[Pins, ImageLock]:
     """Read and check ``sources.lock`` and ``images.lock``."""
-    return manifest.load_lock(root / "sources.lock"), digests.load(root)
+    return manifest.load_lock(root / "sources.lock"), reference.load_lock(root)
 
 
 def check_release(

@@ -5,21 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from git import GitCommandError, Repo
 
 from tooling.core import console, errors, files, proc
 from tooling.sources import git
 from tooling.sources.manifest import Component, Pin, Recipe
-
-if TYPE_CHECKING:
-    from git import Repo
-
-_INFO = {
-    # Files that running the sources leaves beside them. Without this every tree would be dirty after its first use.
-    "exclude": "__pycache__/\n*.pyc\n*.egg-info/\n",
-    # Bytes are as they are, whatever attributes a file of the tree asks for.
-    "attributes": "* -text -filter -ident -working-tree-encoding\n",
-}
 
 
 def build(root: Path, recipe: Recipe, stage: Path, *, verify: bool = True) -> tuple[str, str]:
@@ -31,29 +22,22 @@ def build(root: Path, recipe: Recipe, stage: Path, *, verify: bool = True) -> tu
     component, pin, series, _ = recipe
     name = component.name
     with git.open_repo(stage / name, new=True) as repo:
-        info = Path(repo.git_dir, "info")
-        info.mkdir(exist_ok=True)
-        for file, text in _INFO.items():
-            (info / file).write_text(text, encoding="utf-8")
         source = _obtain(repo, recipe, root / "third_party" / name, stage)
         base = _make_base(repo, component, pin)
-        git.run(repo, "update_ref", git.BASE, base)
-        git.run(repo, "checkout", "--quiet", "--force", "--no-track", "-B", git.BRANCH, base)
+        repo.git.update_ref(git.BASE, base)
+        repo.git.checkout("--quiet", "--force", "--no-track", "-B", git.BRANCH, base)
         if series:
             console.note(f"{name}: applying {len(series)} patches")
         for path in series:  # git refuses paths and links that lead out of the tree
             try:
-                git.run(repo, "am", "--quiet", "--keep-cr", "--no-scissors", "--whitespace=nowarn", str(path))
-            except errors.SourceError as error:
-                raise errors.SourceError(
-                    f"patches/{name}/{path.name}: does not apply ({error}); adapt it to the pinned source, write it "
-                    "with git format-patch, or remove it if that has the change"
-                ) from error
+                repo.git.am("--quiet", "--keep-cr", "--no-scissors", "--whitespace=nowarn", str(path))
+            except GitCommandError as error:
+                raise git.explain("patch", error, label=f"patches/{name}/{path.name}") from error
         commit = repo.head.commit.hexsha
         if verify:
             remedy = f"run `.venv/bin/python -m tooling lock {name}` if you changed the patches"
             _expect(f"{name}: patched commit", pin.patched_commit, commit, remedy)
-        git.run(repo, "update_ref", recipe.ref, commit)
+        repo.git.update_ref(recipe.ref, commit)
     return commit, source
 
 
@@ -76,14 +60,13 @@ def _obtain(repo: Repo, recipe: Recipe, present: Path, stage: Path) -> str:
             return "wheel"
         except errors.NotThereError as error:
             reason = f"{error}; and "
-    if pin.commit is None:
-        raise errors.NotThereError(
-            f"{reason}{name}: no commit is locked; run `.venv/bin/python -m tooling lock {name} {pin.version}`"
-        )
     try:
+        if pin.commit is None:
+            remedy = f"run `.venv/bin/python -m tooling lock {name} {pin.version}`"
+            raise errors.NotThereError(f"{name}: no commit is locked; {remedy}")
         git.fetch(repo, component.url, pin.commit, name)
-    except errors.NotThereError as error:
-        raise errors.NotThereError(f"{reason}{error}") from error
+    except errors.SourceError as error:
+        raise type(error)(f"{reason}{error}") from error
     tree = git.find_object(repo, f"{pin.commit}:{component.path}")
     if tree is None:
         raise errors.SourceError(f"{name}: {pin.commit} has no folder {component.path}; correct 'path' in sources.yaml")
@@ -96,12 +79,11 @@ def _copy(repo: Repo, component: Component, pin: Pin, present: Path) -> bool:
     if present.is_symlink() or not (present / ".git").is_dir():
         return False
     try:
-        git.run(repo, "fetch", "--quiet", "--depth=1", "--no-tags", "--end-of-options", str(present), git.BASE)
-    except errors.SourceError:  # of another user, or damaged
+        repo.git.fetch("--quiet", "--depth=1", "--no-tags", "--end-of-options", str(present), git.BASE)
+    except GitCommandError:  # of another user, or damaged
         return False
-    if not is_wrapped(component):
-        return git.find_object(repo, "FETCH_HEAD") == pin.commit
-    return pin.tree is not None and git.find_object(repo, f"FETCH_HEAD:{component.path}") == pin.tree
+    base, name = (pin.tree, f"FETCH_HEAD:{component.path}") if is_wrapped(component) else (pin.commit, "FETCH_HEAD")
+    return base is not None and git.find_object(repo, name) == base
 
 
 def is_wrapped(component: Component) -> bool:
@@ -115,10 +97,10 @@ def _make_base(repo: Repo, component: Component, pin: Pin) -> str:
         return pin.commit or ""
     tree = pin.tree or git.find_object(repo, f"{pin.commit}:{component.path}") or ""
     if component.path:
-        git.run(repo, "read_tree", f"--prefix={component.path}/", tree)
-        tree = git.run(repo, "write_tree")
+        repo.git.read_tree(f"--prefix={component.path}/", tree)
+        tree = repo.git.write_tree()
     message = f"{component.name} {pin.version}\n\nUpstream: {component.url}\nCommit: {pin.commit}"
-    return git.run(repo, "commit_tree", tree, "-m", message)
+    return str(repo.git.commit_tree(tree, "-m", message))
 
 
 def unpack_wheel(package: str, version: str, hashes: Iterable[str], folder: Path) -> str:
@@ -131,9 +113,8 @@ def unpack_wheel(package: str, version: str, hashes: Iterable[str], folder: Path
     requirement.write_text(" ".join([f"{package}=={version}", *sums]), encoding="utf-8")
     # The package may ask for a newer Python than ours. With its patches it runs here.
     options = ["--no-deps", "--ignore-requires-python", "--only-binary=:all:", "--no-compile", "--report", str(report)]
+    options += ["--target", str(folder), "-r", str(requirement)]
     with console.work(f"{package}: downloading {version}"):
-        proc.run_pip(
-            sys.executable, "install", *options, "--target", str(folder), "-r", str(requirement), label=package
-        )
+        proc.run_pip(sys.executable, "install", *options, label=package)
     archive = files.read_object(report)["install"][0]["download_info"]["archive_info"]
     return str(archive["hash"]).removeprefix("sha256=")

@@ -1,4 +1,7 @@
-"""``sources.yaml``: what ``third_party/`` holds; ``sources.lock``: its exact bytes; ``patches/``: what we change."""
+"""``sources.yaml``: what ``third_party/`` holds; ``sources.lock``: its exact bytes; ``patches/``: what we change.
+
+And ``requirements/run.txt``, whose wheel of JAX names the commit of its sources.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,20 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from packaging.version import Version
+
 from tooling.core import errors, files
 
 REFS = ("refs/multimesh/locked/", "refs/multimesh/overridden/")
+LOCKED = "requirements/run.txt"
 SCHEMA, LOCK_SCHEMA = (Path(__file__).with_name(f"{name}.schema.json") for name in ("manifest", "lock"))
-_ABOUT = [
-    "The exact bytes of third_party/; written by `.venv/bin/python -m tooling lock`.",
-    "null: no source was read that says. A commit fixes its tree, and a tree its bytes.",
-]
 
 
 class CommitFile(NamedTuple):
     """The file that names a component's commit, as ``name = "COMMIT"``: in its locked wheel, or another's tree."""
 
-    file: str
-    name: str
+    file: str = ""
+    name: str = ""
     component: str = ""
 
 
@@ -30,8 +32,8 @@ class Component(NamedTuple):
     """One folder of ``third_party/``: an upstream, or its subtree ``path``, which lies there under the same path.
 
     ``wheel`` is the folder of the wheel of this name that has the same tree; git is asked where nobody offers it.
-    ``commit`` is set where a file says it. Where that is one of another component, the lock has no pin: the pin of the
-    other fixes the bytes.
+    ``commit`` has a file where one says it. Where that is one of another component, the lock has no pin: the pin of
+    the other fixes the bytes.
     """
 
     name: str
@@ -40,12 +42,7 @@ class Component(NamedTuple):
     tag: str = ""
     path: str = ""
     wheel: str = ""
-    commit: CommitFile | None = None
-
-    @property
-    def follows(self) -> str:
-        """The component whose tree names this one's commit, or nothing."""
-        return self.commit.component if self.commit else ""
+    commit: CommitFile = CommitFile()
 
 
 class Pin(NamedTuple):
@@ -87,10 +84,10 @@ def load(path: Path) -> Sources:
     """Read and check ``sources.yaml``: components by name, in the order of the file."""
     sources: Sources = {}
     for name, entry in files.read_document(path, SCHEMA, "correct it")["components"].items():
-        commit = CommitFile(**entry.pop("commit")) if "commit" in entry else None
-        sources[name] = Component(name, tuple(entry.pop("groups")), commit=commit, **entry)
-        if commit and commit.component and (commit.component == name or commit.component not in sources):
+        commit = CommitFile(**entry.pop("commit", {}))
+        if commit.component and commit.component not in sources:
             raise errors.SourceError(f"{path.name}: {name}: write it behind {commit.component}, which names its commit")
+        sources[name] = Component(name, tuple(entry.pop("groups")), commit=commit, **entry)
     return sources
 
 
@@ -107,9 +104,9 @@ def load_lock(path: Path) -> Pins:
 
 
 def save_lock(path: Path, sources: Sources, pins: Pins) -> None:
-    """Write ``sources.lock`` whole or not at all, components in the order of the manifest."""
+    """Write the pins of ``sources.lock`` whole or not at all, in the order of the manifest."""
     entries = {name: pins[name]._asdict() for name in sources if name in pins}
-    files.write_json(path, {"format": 1, "about": _ABOUT, "components": entries})
+    files.write_json(path, files.read_object(path) | {"components": entries})
 
 
 def list_patches(root: Path, component: str) -> tuple[Path, ...]:
@@ -126,12 +123,12 @@ def make_recipe(root: Path, component: Component, pins: Pins, override: str = ""
     if override:
         url, _, commit = override.rpartition("@")
         return Recipe(component._replace(url=url, wheel=""), Pin(commit, commit, None), series, override)
-    if component.follows and component.commit:
-        path = Path("third_party", component.follows, component.commit.file)
+    if other := component.commit.component:
+        path = Path("third_party", other, component.commit.file)
         try:
             commit = read_commit(root / path, component.commit, name)
         except OSError:
-            remedy = f"run `.venv/bin/python -m tooling sync {component.follows} {name}`"
+            remedy = f"run `.venv/bin/python -m tooling sync {other} {name}`"
             raise errors.NotThereError(f"{name}: {path} names its commit, and is not there; {remedy}") from None
         return Recipe(component, Pin(commit, commit, None), series)
     if name not in pins or pins[name].patched_commit is None:
@@ -150,3 +147,13 @@ def read_commit(path: Path, file: CommitFile, label: str) -> str:
     if match is None:
         raise errors.SourceError(f'{label}: {file.file} has no line {file.name} = "COMMIT"; correct it in sources.yaml')
     return match[1]
+
+
+def find_newest(root: Path, package: str) -> tuple[str, tuple[str, ...]]:
+    """Return the newest locked version of a package, and the sha256 of each of its files."""
+    text = (root / LOCKED).read_text(encoding="utf-8")
+    blocks = re.findall(rf"(?m)^{re.escape(package)}==([^\s;]+)(.*(?:\n    .*)*)", text)
+    if not blocks:
+        raise errors.SourceError(f"{package}: {LOCKED} does not have it; run `.ci/lock run`")
+    version, hashes = max(blocks, key=lambda block: Version(block[0]))
+    return version, tuple(re.findall(r"--hash=sha256:([0-9a-f]{64})", hashes))

@@ -22,8 +22,9 @@ def run_trainer(*arguments: str) -> None:
     from multimesh_maxtext.trainer import ending
 
     config = receive(os.environ)
-
-    def run() -> None:
+    if config.forecast:
+        gc.disable()  # it frees no memory before its end
+    with ending.telling(config):
         if config.count > 1:
             _join_others(config)
         if config.target and config.stages == 1:
@@ -32,10 +33,6 @@ def run_trainer(*arguments: str) -> None:
             compile_program(config.target, Path(config.forecast))
         sys.argv = [TRAINER, *arguments]
         runpy.run_module(TRAINER, run_name="__main__", alter_sys=True)
-
-    if config.forecast:
-        gc.disable()  # it frees no memory before its end
-    ending.run_to_its_end(run, config)
 
 
 def _join_others(config: TrainerConfig) -> None:
@@ -55,10 +52,10 @@ def _join_others(config: TrainerConfig) -> None:
 
 def export(folder: str, step: str, target: str, *unrolled: str) -> None:
     """Write the parameters of a checkpoint for MaxText's tools; print their size and layout as JSON."""
-    from multimesh_maxtext.trainer import relayout
+    from multimesh_maxtext.trainer.checkpointer import export as write_parameters
 
     try:
-        print(json.dumps(relayout.export(Path(folder), int(step), Path(target), unrolled=bool(unrolled))))
+        print(json.dumps(write_parameters(Path(folder), int(step), Path(target), unrolled=bool(unrolled))))
     except CheckpointError as error:
         sys.exit(f"error: {error}")
 

@@ -9,44 +9,37 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from multimesh_maxtext.errors import CheckpointError, DamagedCheckpointError
 
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
-
 COMPLETE = "commit_success.txt"
 """File that Orbax writes last."""
 
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 KINDS = ("layers", "dense_layers", "moe_layers", "scanned_blocks")
-
 _ASIDE = ".damaged"
 
 
-@dataclass(frozen=True)
-class Checkpoints:
-    """The complete checkpoints in a folder, by their steps in order. The folder need not exist."""
+def look(folder: Path) -> list[int]:
+    """Return the steps of the checkpoints in a folder, in order; refuse one with a checkpoint that was copied in part.
 
-    folder: Path
-    steps: tuple[int, ...]
-
-    @property
-    def next_step(self) -> int:
-        """The step that training goes on with: 0 without a checkpoint."""
-        return self.steps[-1] + 1 if self.steps else 0
-
-    def layers(self) -> frozenset[str]:
-        """Return the names of the decoder layers in a checkpoint: ``layers_0``, ...; ``layers`` for a stack of all."""
-        return layers_of(self.paths())
-
-    def paths(self) -> frozenset[tuple[str, ...]]:
-        """Return the paths of the leaves of the newest checkpoint."""
-        return leaf_paths(self.folder / str(self.steps[-1]) / "items")
+    The folder need not exist.
+    """
+    try:
+        steps = sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit()) if folder.exists() else []
+    except OSError as error:
+        raise CheckpointError(f"--checkpoint {folder}: {error.strerror}; choose another folder") from error
+    for step in steps:
+        if not (folder / str(step) / COMPLETE).exists():
+            raise CheckpointError(
+                f"{folder / str(step)} is no complete checkpoint (it has no {COMPLETE}); copy it again or remove it"
+            )
+    return steps
 
 
 def leaf_paths(items: Path, name: str = "", remedy: str = "") -> frozenset[tuple[str, ...]]:
-    """Return the path of every leaf of a checkpoint, from Orbax's metadata.
+    """Return the path of every leaf of the ``items`` of a checkpoint, from Orbax's metadata.
 
     Raises ``CheckpointError`` where that cannot be read. By default it has the ``name`` of its file, and the ``remedy``
     is to remove the checkpoint.
@@ -59,24 +52,10 @@ def leaf_paths(items: Path, name: str = "", remedy: str = "") -> frozenset[tuple
         raise CheckpointError(f"{place}: cannot be read as a checkpoint of MaxText ({error}); {remedy}") from error
 
 
-def layers_of(paths: Iterable[tuple[str, ...]]) -> frozenset[str]:
-    """Return the names of the decoder's layers among paths of leaves."""
-    params = [path[3] for path in paths if path[:3] == ("params", "params", "decoder")]
-    return frozenset(name for name in params if split_layer_name(name))
-
-
-def look(folder: Path) -> Checkpoints:
-    """Return the checkpoints in a folder; refuse one with a checkpoint that was copied in part."""
-    try:
-        steps = sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit()) if folder.exists() else []
-    except OSError as error:
-        raise CheckpointError(f"--checkpoint {folder}: {error.strerror}; choose another folder") from error
-    for step in steps:
-        if not (folder / str(step) / COMPLETE).exists():
-            raise CheckpointError(
-                f"{folder / str(step)} is no complete checkpoint (it has no {COMPLETE}); copy it again or remove it"
-            )
-    return Checkpoints(folder, tuple(steps))
+def layers_of(paths: Iterable[tuple[str, ...]]) -> set[str]:
+    """Return the names of the decoder's layers among paths: ``layers_0``, ...; ``layers`` for a stack of all."""
+    names = {path[3] for path in paths if path[:3] == ("params", "params", "decoder")}
+    return set(filter(split_layer_name, names))
 
 
 def aside(path: Path) -> None:
@@ -87,7 +66,7 @@ def aside(path: Path) -> None:
 
 def going_back(error: DamagedCheckpointError, folder: Path) -> str:
     """Say from where a run goes on whose newest checkpoint was damaged and set aside; refuse to where none is left."""
-    steps = look(folder).steps
+    steps = look(folder)
     if not steps:
         raise CheckpointError(
             f"--checkpoint {folder}: {error}; no other checkpoint is there (it is set aside as *{_ASIDE}); "
@@ -96,7 +75,7 @@ def going_back(error: DamagedCheckpointError, folder: Path) -> str:
     return f"{error}; it is set aside as *{_ASIDE}, going on from checkpoint {steps[-1]}"
 
 
-def layout(layers: frozenset[str]) -> str:
+def layout(layers: Iterable[str]) -> str:
     """Return how a checkpoint holds its layers: ``scanned``, ``unrolled``, or ``in stacks``."""
     numbers = {len(name[1]) for name in map(split_layer_name, layers) if name}
     return "scanned" if numbers == {0} else "unrolled" if numbers <= {1} else "in stacks"

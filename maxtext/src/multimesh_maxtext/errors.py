@@ -111,10 +111,8 @@ def error_classes() -> dict[str, type[LauncherError]]:
 def raise_all(errors: Iterable[LauncherError]) -> None:
     """Raise all errors at once, a line each, with the exit code of the first; return if there are none."""
     distinct = list(dict.fromkeys(errors))
-    if len(distinct) == 1:
-        raise distinct[0]
     if distinct:
         several = LauncherError("\n".join(map(str, distinct)))
         several.exit_code = distinct[0].exit_code
         several.shared = all(error.shared for error in distinct)
-        raise several
+        raise several if len(distinct) > 1 else distinct[0]

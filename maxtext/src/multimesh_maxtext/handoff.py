@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -31,16 +32,6 @@ MEMORY = "memory/peak_bytes"
 UTILIZATION = "perf/mfu"
 """Names in the records of the time of day when a step had ended, of the most memory that a device of process 0 has had
 in use by then (on CPU devices: the process), and of the operations of the step as a share of the devices' peak."""
-
-
-@dataclass(frozen=True)
-class Target:
-    """GPUs that need not be here: their kind, so many nodes with so many, and what has a process, "gpu" or "node"."""
-
-    device: str
-    nodes: int
-    gpus: int
-    process_per: str = "gpu"
 
 
 @dataclass(frozen=True)
@@ -74,7 +65,8 @@ class TrainerConfig:
     gather_once: bool = False  # whether parameters are gathered before the loop over microbatches, and not in it
     # 1: the state of the optimizer is laid out over the axis of data parallelism too; 2: sums of gradients as well
     zero: int = 0
-    target: Target | None = None  # with a forecast: GPUs to compile the kernels for
+    # with a forecast: GPUs to compile the kernels for, which need not be here, as arguments of `multimesh.topology`
+    target: Mapping[str, Any] | None = None
 
     def variables(self) -> dict[str, str]:
         """Return the variables to add to the trainer's environment."""

@@ -12,15 +12,14 @@ import os
 import re
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from multimesh_maxtext.errors import LauncherError, NoSpaceError, PreemptedError, TrainerFailedError, error_classes
 
-NAME = "outcome.json"
 _ROOM = 4096  # bytes that the file has from the start: a full disk then still takes the reason why it is full
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_LONGEST = 300
 _FILE_OF_TENSORSTORE = re.compile(r'local file "([^"]+)"')
 _PATIENCE = 3.0  # seconds that a process which doubts its own outcome waits for that of another one
 
@@ -30,20 +29,16 @@ def reserve(file: Path) -> None:
     file.write_text(" " * _ROOM)
 
 
-def write(
-    error: LauncherError | None,
-    file: Path,
-    rank: int = 0,
-    count: int = 1,
-    *,
-    step: int | None = None,
-    checkpoint: int | None = None,
-) -> None:
+def name_process(rank: int, count: int) -> str:
+    """Return who a process of this machine is."""
+    return f"process {rank} of {count} on {socket.gethostname()}"
+
+
+def write(error: LauncherError | None, file: Path, who: str = "", **progress: int | None) -> None:
     """Write why a process ended over what the file has, without asking the disk for more room.
 
     ``error``: none for a success.
-    ``rank``, ``count``: which process it is, of how many.
-    ``step``, ``checkpoint``: numbers of the last step that was recorded, and of the newest complete checkpoint.
+    ``progress``: numbers of the last ``step`` that was recorded, and of the newest complete ``checkpoint``.
     """
     message, _, remedy = str(error or "").partition("; ")
     values = {
@@ -51,17 +46,12 @@ def write(
         "exit_code": error.exit_code if error else 0,
         "message": message,
         "remedy": remedy,
-        "who": f"process {rank} of {count} on {socket.gethostname()}",
-        "step": step,
-        "checkpoint": checkpoint,
+        "who": (error and error.who) or who,
+        **progress,
     }
-    data = json.dumps(values).encode() + b"\n"
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT, 0o644)
-    try:
-        os.pwrite(descriptor, data, 0)
-        os.ftruncate(descriptor, len(data))
-    finally:
-        os.close(descriptor)
+    with file.open("r+" if file.exists() else "w") as out:
+        out.write(json.dumps(values) + "\n")
+        out.truncate()
 
 
 def read(file: Path) -> LauncherError | None:
@@ -76,29 +66,24 @@ def read(file: Path) -> LauncherError | None:
     return None
 
 
-def find_first(folder: Path, count: int, since: float = 0.0, code: int = 0) -> LauncherError | None:
-    """Return the error of a job's process that is least likely to follow from that of another one.
-
-    Those written before ``since`` are of an earlier run; among doubtful ones that with this ``code`` is first.
-    """
-    files = [folder / (f"process-{rank}" if rank else "") / NAME for rank in range(count)]
-    errors = [error for file in files if (error := read(file)) and file.stat().st_mtime >= since]
-    return min(errors, key=lambda error: (error.doubt > 0, error.exit_code != code, error.doubt), default=None)
-
-
-def find_cause(folder: Path, count: int, error: LauncherError) -> LauncherError:
-    """Return the error of another process where that of this one only follows from it.
+def find_cause(error: LauncherError, files: Sequence[Path]) -> LauncherError:
+    """Return the error of another process of a job, which has one of the files, where that of this one follows from it.
 
     A process that was ended, or which knows that another one was lost, waits some seconds for the others.
     """
     until = time.monotonic() + _PATIENCE
-    while count > 1 and error.doubt and not isinstance(error, PreemptedError) and time.monotonic() < until:
-        first = find_first(folder, count)
-        if first and first.doubt < error.doubt:
+    while error.doubt and not isinstance(error, PreemptedError) and time.monotonic() < until:
+        first = min(filter(None, map(read, files)), key=lambda other: other.doubt, default=error)
+        if first.doubt < error.doubt:
             first.shared = True  # the other process tells it
             return first
         time.sleep(0.05)
     return error
+
+
+def first_line(error: BaseException) -> str:
+    """Return the beginning of an error's text."""
+    return str(error).strip().partition("\n")[0][:300]
 
 
 def full_file(error: BaseException) -> NoSpaceError | None:
@@ -108,7 +93,7 @@ def full_file(error: BaseException) -> NoSpaceError | None:
         number = next((candidate for candidate in _FULL if os.strerror(candidate) in str(error)), None)
     if number is None or isinstance(error, LauncherError):
         return None
-    text = str(error).strip().partition("\n")[0][:_LONGEST]
+    text = first_line(error)
     of_tensorstore = _FILE_OF_TENSORSTORE.search(str(error))
     name = of_tensorstore[1] if of_tensorstore else getattr(error, "filename", None)
     name = name or (text if "/" in text else "a file of --output, --checkpoint or --metrics-file")

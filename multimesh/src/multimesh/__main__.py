@@ -1,4 +1,4 @@
-"""The command line: a demonstration, forecasts, suggestions, processes. It imports JAX only where it is needed."""
+"""The command line: forecasts, suggestions, processes, a check of them. It imports JAX only where it is needed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ import os
 import re
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
-import multimesh
-from multimesh import __version__, schedules
+from multimesh import __version__, launch, schedules
 from multimesh.commands import forecast, values
 from multimesh.core import names
 from multimesh.errors import DisagreementError, MultiMeshError, UsageError
@@ -26,29 +25,12 @@ from multimesh.schedules.costs import parse_costs
 
 INTERRUPTED = 130
 _SUGGEST = "multimesh_planner.suggest_command"  # of another distribution, which a user may do without
-_DEVICES = "--xla_force_host_platform_device_count="  # JAX refuses it beside its own setting
 
 _ROOT = """\
-  python -m multimesh demo
+  python -m multimesh forecast
   python -m multimesh check --help
 
 MultiMesh for JAX: parts of one jitted function on different submeshes. The help of each command has examples."""
-
-_DEMO = """\
-train a small transformer as a pipeline, beside the same function on one device
-
-  python -m multimesh demo
-  python -m multimesh demo --schedule gpipe --microbatches 8 --plan
-  python -m multimesh demo --schedule zb-h1 --microbatches 8 --html out.html
-
-Train a small transformer with a tied embedding as a pipeline of two stages. Each stage is a task on a submesh of 2 x 2
-devices: two for data and two for tensor parallelism. Every batch is cut into microbatches, which the schedule sends
-through the stages; then SGD changes the parameters, each where it lives.
-
-The same function runs once more under plain jax.jit on one device, from the same start. The table shows the loss of
-both after each step. They are equal but for rounding, or the command fails. At the end each kernel is measured, and a
-page shows when it would run on submeshes that run at the same time: open it in a browser, and point at a box. No GPU is
-needed."""
 
 _FORECAST = """\
 simulate pipeline schedules, beside the published formulas
@@ -92,19 +74,11 @@ _CHECK_EXIT_CODES = """\
    14  a pipeline computes something else than one program
    17  a process or a transfer did not answer"""
 
-_DEMO_EXIT_CODES = """\
-    0  the losses of every step agree to 1e-5
-    1  any other error
-    2  flags that do not fit together
-    4  not enough devices
-   14  the losses differ"""
-
 _FORECAST_EXIT_CODES = """\
     0  the simulation gives the published idle times, or nothing is published
     2  flags that do not fit together, or a schedule that has no such shape
    14  the simulation gives another idle time than the published
    16  the compiled step needs more memory than a device has"""
-
 
 _SPAWN_EXIT_CODES = """\
     0  all processes ended well
@@ -143,11 +117,14 @@ def parser() -> argparse.ArgumentParser:
     rows = dict(_COMMANDS)
     if importlib.util.find_spec(_SUGGEST.partition(".")[0]):
         suggest = importlib.import_module(_SUGGEST)
-        rows["suggest"] = f"{suggest.SUMMARY}\n\n{suggest.ABOUT}", suggest.EXIT_CODES, suggest.add_flags
-    for name, (about, codes, add_flags) in rows.items():
+        about = f"{suggest.SUMMARY}\n\n{suggest.ABOUT}"
+        rows["suggest"] = about, suggest.EXIT_CODES, suggest.add_flags, suggest.run
+    for name, (about, codes, add_flags, run_command) in rows.items():
         words, _, about = about.partition("\n\n")
         epilog = f"exit codes:\n{codes}\n  130  interrupted"
-        add_flags(commands.add_parser(name, help=words, usage="%(prog)s [flags]", description=about, epilog=epilog))
+        command = commands.add_parser(name, help=words, usage="%(prog)s [flags]", description=about, epilog=epilog)
+        command.set_defaults(run=run_command)
+        add_flags(command)
     return root
 
 
@@ -175,33 +152,10 @@ def _add_check(command: _Parser) -> None:
     command.switch("--json", words="one JSON object instead of the table")
 
 
-def _add_demo(command: _Parser) -> None:
-    flag = command.flag
-    words = (
-        "order in which a submesh runs its microbatches: "
-        + "; ".join(f"{schedule.name}: {schedule.summary}" for schedule in schedules.PUBLISHED)
-        + "; auto: the best table for the estimated costs of the stages (default: %(default)s)"
-    )
-    flag("--schedule", values.schedule, "NAME", words, default="1f1b")
-    flag("--steps", values.positive, "N", "training steps (default: %(default)s)", default=8)
-    words = "microbatches a step, of 4 sequences each (default: %(default)s)"
-    flag("--microbatches", values.positive, "N", words, default=4)
-    words = "8 virtual CPU devices, or the first 8 that JAX finds (default: %(default)s)"
-    command.add_argument("--devices", choices=("virtual", "real"), default="virtual", help=words)
-    command.switch("--plan", words="show the plan first: what each submesh runs, in order")
-    words = (
-        "measure each kernel, and write when it ran as a page that names each box you point at (default: a new file)"
-    )
-    flag("--html", values.file, "FILE", words)
-    command.switch("--json", words="one JSON object instead of the table and the page")
-
-
 def _add_forecast(command: _Parser) -> None:
     flag = command.flag
-    words = (
-        f"by default all published ones are compared: {', '.join(schedules.names())}; auto takes the shortest of them "
-        "in the memory of 1f1b"
-    )
+    published = "; ".join(f"{schedule.name}: {schedule.summary}" for schedule in schedules.PUBLISHED)
+    words = f"default: all but auto. {published}; auto: the shortest of them in the memory of 1f1b"
     flag("--schedule", values.schedule, "NAME", words)
     flag("--stages", values.positive, "P", "submeshes of the pipeline (default: %(default)s)", default=4)
     flag("--interleave", values.positive, "V", "stages on each submesh (default: 2 or 1, as it is usual)")
@@ -219,52 +173,44 @@ def _add_forecast(command: _Parser) -> None:
     command.switch("--json", words="one JSON object instead of the table")
 
 
-_COMMANDS: dict[str, tuple[str, str, Callable[[Any], None]]] = {
-    "demo": (_DEMO, _DEMO_EXIT_CODES, _add_demo),
-    "forecast": (_FORECAST, _FORECAST_EXIT_CODES, _add_forecast),
-    "spawn": (_SPAWN, _SPAWN_EXIT_CODES, _add_spawn),
-    "check": (_CHECK, _CHECK_EXIT_CODES, _add_check),
-}
-"""The commands of this package: a line for the list of commands and a description, exit codes, and flags."""
+def _spawn(options: argparse.Namespace) -> int:
+    if not Path(options.program).is_file():
+        raise UsageError(f"spawn: there is no file {options.program!r}; give the Python program after the flags")
+    return _run_processes([options.program, *options.arguments], options.processes, label=options.label)
 
 
-def _demo(options: argparse.Namespace) -> dict[str, Any]:
-    if options.devices == "virtual":
-        flags = os.environ.get("XLA_FLAGS", "").split()
-        os.environ["XLA_FLAGS"] = " ".join(flag for flag in flags if not flag.startswith(_DEVICES))
-        multimesh.virtual_devices(8)
-    from multimesh.commands import demo  # imports JAX
+def _run_processes(program: Sequence[str], processes: int, *, label: bool = False) -> int:
+    """Return 0, or the exit code of the first of the processes that failed, 128 more than a signal that ended it."""
 
-    job = demo.Job(options.schedule, options.steps, options.microbatches)
-    results = demo.run_demo(job, show_plan=options.plan, quiet=options.json)
-    if options.html or not options.json:
-        path = options.html or Path(tempfile.mkdtemp(prefix="multimesh-demo-")) / "timeline.html"
-        _write(options, "--html", path, demo.profile(job).simulated.to_html)
-    return results
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, stop)
+    # A program that writes to a pipe would keep its lines for a while; a killed one would take them along.
+    job = {"PYTHONUNBUFFERED": os.environ.get("PYTHONUNBUFFERED", "1"), **launch.job_variables()}
+    environments = [job | launch.process_variables(rank, processes) for rank in range(processes)]
+    labels = [f"{rank:{len(str(processes - 1))}}: " if label else "" for rank in range(processes)]
+    commands = [[sys.executable, *program]] * processes
+    code = launch.run_together(commands, environments, labels=labels if label or processes > 1 else None)
+    return code if code >= 0 else 128 - code
 
 
-def _check(options: argparse.Namespace, argv: Sequence[str]) -> int:
+def _check(options: argparse.Namespace) -> int:
     if options.processes and "MULTIMESH_PROCESS" not in os.environ:  # its processes have the flag too
-        from multimesh.commands import spawn
-
-        return spawn.spawn(["-m", "multimesh", *argv], options.processes)
+        return _run_processes(["-m", "multimesh", *options.argv], options.processes)
     from multimesh.commands.check import run  # imports JAX
 
     return run.run(options)
 
 
-def _compile(options: argparse.Namespace) -> dict[str, Any]:
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # or JAX tells at length that it finds no CUDA libraries
-    from multimesh.commands import compiled_forecast  # imports JAX, which reads the environment
-
-    where = options.device, options.nodes, options.gpus
-    say = (lambda _: None) if options.json else print
-    return compiled_forecast.compile_step(options.compile, *where, options.memory, say)
-
-
 def _forecast(options: argparse.Namespace) -> dict[str, Any]:
     if options.compile:
-        return _compile(options)
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # or JAX tells at length that it finds no CUDA libraries
+        from multimesh.commands import compiled_forecast  # imports JAX, which reads the environment
+
+        where = options.device, options.nodes, options.gpus
+        say = (lambda _: None) if options.json else print
+        return compiled_forecast.compile_step(options.compile, *where, options.memory, say)
     if options.schedule is None and (options.svg or options.perfetto):
         raise UsageError("--svg and --perfetto show one schedule; name it with --schedule")
     costs = parse_costs(options.costs)
@@ -272,7 +218,12 @@ def _forecast(options: argparse.Namespace) -> dict[str, Any]:
     results = [forecast.simulate_schedule(name, shape, costs, options.transfer) for name, shape in shapes]
     for flag, path in (("--svg", options.svg), ("--perfetto", options.perfetto)):
         if path is not None:
-            _write(options, flag, path, getattr(results[0].timeline, f"to_{flag[2:]}"))
+            try:
+                getattr(results[0].timeline, f"to_{flag[2:]}")(path)
+            except OSError as error:
+                raise UsageError(f"{flag} {path}: {error.strerror}") from None
+            if not options.json:
+                print(f"wrote {path}")
     if not options.json:
         times = ", ".join(f"t{phase}={time:g}" for phase, time in costs.items())
         print(f"p={options.stages} submeshes, m={options.microbatches} microbatches, {times}, ", end="")
@@ -283,13 +234,12 @@ def _forecast(options: argparse.Namespace) -> dict[str, Any]:
     return {"costs": costs, "transfer": options.transfer, "schedules": [result.to_json() for result in results]}
 
 
-def _write(options: argparse.Namespace, flag: str, path: Path, write: Callable[[Path], None]) -> None:
-    try:
-        write(path)
-    except OSError as error:
-        raise UsageError(f"{flag} {path}: {error.strerror}") from None
-    if not options.json:
-        print(f"wrote {path}{'; open it in a browser' if flag == '--html' else ''}")
+_COMMANDS: dict[str, tuple[str, str, Callable[[Any], None], Callable[[argparse.Namespace], Any]]] = {
+    "forecast": (_FORECAST, _FORECAST_EXIT_CODES, _add_forecast, _forecast),
+    "spawn": (_SPAWN, _SPAWN_EXIT_CODES, _add_spawn, _spawn),
+    "check": (_CHECK, _CHECK_EXIT_CODES, _add_check, _check),
+}
+"""The commands: a line for their list and a description, exit codes, flags, and what returns a code or JSON data."""
 
 
 def run() -> NoReturn:
@@ -307,25 +257,19 @@ def main(argv: Sequence[str]) -> int:
     try:
         if next(iter(argv), "") == "suggest":
             names.load_extra(_SUGGEST, "python -m multimesh suggest")  # or says how to install it
-        options = parser().parse_args(argv)
+        options = parser().parse_args(argv, argparse.Namespace(argv=argv))
         if options.command is None:
             parser().print_help()
             return 0
-        if options.command == "spawn":
-            from multimesh.commands import spawn
-
-            return spawn.spawn([options.program, *options.arguments], options.processes, label=options.label)
-        if options.command == "check":
-            return _check(options, argv)
-        handlers = {"demo": _demo, "forecast": _forecast}
-        results = (handlers.get(options.command) or importlib.import_module(_SUGGEST).run)(options)
+        results = options.run(options)
+        if isinstance(results, int):
+            return results
         if options.json:
             print(json.dumps({**results, "exit_code": 0}))
     except MultiMeshError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         if "--json" in argv:
-            results = getattr(error, "found", {})
-            print(json.dumps({**results, "error": str(error), "exit_code": error.exit_code}))
+            print(json.dumps({"error": str(error), "exit_code": error.exit_code}))
         return error.exit_code
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more while Python ends would end it by the signal

@@ -7,10 +7,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from multimesh.passes.placing.derive_layouts import derive_layouts
-from multimesh.passes.placing.place_operations import place_operations
-from multimesh.passes.reading.fuse_loops import fuse_loops
-from multimesh.passes.reading.separate_sums import separate_sums
-from programs import inlined, ones
+from programs import ones, placed
 
 import multimesh as mm
 
@@ -20,7 +17,7 @@ OTHER = Mesh(np.array(jax.devices()[4:]).reshape(2, 2), ("data", "other"))
 
 def derived(fn, *args, meshes=(MESH,)):
     """Spec of each argument on the submesh of the first task that reads it; None where nothing was derived."""
-    program = place_operations(separate_sums(fuse_loops(inlined(fn, *args))))
+    program = placed(fn, *args)
     found = derive_layouts(program, [None] * len(program.inputs)).specs
     return [next((found[v, m] for m in meshes if (v, m) in found), None) for v in program.inputs]
 

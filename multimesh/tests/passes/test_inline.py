@@ -3,28 +3,13 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from programs import MESHES, inlined, names, on, ones, text
+from programs import MESHES, inlined, names, on, ones
 
 import multimesh as mm
 
 
 def tasks(program):
     return [(op.prim.name, op.task.name if op.task else None) for op in program.items]
-
-
-def test_rows_of_an_array_are_slices_of_it():
-    """However the JAX that traced it says so: each row has a reader, and a place, of its own."""
-    lines = text(inlined(lambda x: jnp.stack([on(0, jnp.sin)(a) for a in x]), ones(2, 3))).splitlines()
-    assert sorted(line.split(" = ")[-1].split()[0] for line in lines[1:-1]) == [
-        *("broadcast_in_dim", "broadcast_in_dim", "concatenate", "sin", "sin", "slice", "slice", "squeeze", "squeeze")
-    ]
-
-
-def test_the_backward_pass_has_the_task_of_its_forward():
-    program = inlined(jax.grad(lambda x: on(0, lambda x: jnp.sum(jnp.sin(x)))(x)), ones(2))
-    assert {op.task.name for op in program.items} == {"a"}
-    assert [op.prim.name for op in program.items if op.backward] == ["broadcast_in_dim", "mul"]
-    assert "cos" in [op.prim.name for op in program.items if not op.backward]
 
 
 def _thrice(fn):
@@ -108,20 +93,6 @@ def test_of_registered_scopes_inside_each_other_the_newest_registration_counts(w
             inlined(HIDING["scan"](f), ones(4, 2))
     with mm.register_task("inner", mesh=MESHES[1]), mm.register_task("whole", mesh=MESHES[0]):
         assert tasks(inlined(f, ones(2))) == [("cos", "whole"), ("sin", "whole")]
-
-
-def test_a_constraint_keeps_its_logical_axes():
-    spec = jax.sharding.PartitionSpec("rows")
-
-    def f(x):
-        with jax.named_scope("layer"):
-            return mm.with_sharding_constraint(2 * x, spec)
-
-    with mm.register_task("layer", mesh=MESHES[0], logical_axes={"rows": "data"}):
-        program = inlined(f, ones(2))
-    assert names(program.items) == ["mul", "sharding_constraint"]
-    assert program.items[1].params["logical"] == spec
-    assert program.items[1].task.name == "layer"
 
 
 def test_recomputation_is_tied_to_the_cotangent():

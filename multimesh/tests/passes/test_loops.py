@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from multimesh.core import _compat
 from multimesh.marking import marks
-from multimesh.passes.reading.fuse_loops import fuse_loops
-from programs import inlined, loops, names, on, ones, separated, text
+from programs import inlined, loops, on, ones, separated
 
 import multimesh as mm
 from multimesh import schedules
@@ -27,29 +26,6 @@ def marked_scan(body, init, rows):
     return jax.jit(scan)
 
 
-def test_a_sum_over_microbatches():
-    """The addition to the carry leaves the body; what is added stays."""
-    program = inlined(mm.microbatch(on(0, lambda x: jnp.sum(x * x)), size=2), ones(6))
-    assert text(*loops(program)).splitlines() == [
-        "%0 = loop x3 1f1b",
-        "  %1 <- %2[k]",
-        "  %3:f32[2] = mul %1 %1 @a",
-        "  %4:f32[] = reduce_sum %3 @a",
-        "  %0 += %4",
-    ]
-
-
-@pytest.mark.parametrize(("dtype", "sums"), [(np.float32, 2), (np.float16, 1)])
-def test_several_additions_to_one_carry(dtype, sums):
-    """carry + a + b is a sum of a + b; each is summed by itself unless its partial sums might overflow."""
-    f, x = marked_scan(lambda c, x: ((c + x) + 2 * x, None), dtype(0), 6), jax.ShapeDtypeStruct((6,), dtype)
-    (loop,) = loops(inlined(f, x))
-    assert names(loop.ops) == ["mul", "add_any"]
-    assert (loop.sums[0].leaf, loop.ops[1].ins) == (loop.ops[1].outs[0], (*loop.slices, loop.ops[0].outs[0]))
-    (loop,) = loops(separated(f, x))
-    assert len(loop.sums) == sums
-
-
 @pytest.mark.parametrize(
     "body",
     [lambda c, x: (c * x, None), lambda c, x: (c + c + x, None), lambda c, x: (c + jnp.sin(c), None)],
@@ -58,16 +34,6 @@ def test_several_additions_to_one_carry(dtype, sums):
 def test_a_carry_that_is_no_sum(body):
     with pytest.raises(mm.MultiMeshError, match="not a plain sum over microbatches"):
         inlined(marked_scan(body, jnp.float32(0), 6), ones(6))
-
-
-def test_a_carry_that_is_passed_through_is_its_initial_value():
-    def body(carry, x):
-        fixed, total = carry
-        return (fixed, total + fixed * x), None
-
-    f = marked_scan(body, (jnp.float32(3), jnp.float32(0)), 6)
-    program = fuse_loops(inlined(lambda x: f(x)[0] + f(x)[1], ones(6)))
-    assert [len(loop.sums) for loop in loops(program)] == [1]
 
 
 def test_forward_and_backward_become_one_loop():

@@ -27,7 +27,7 @@ def layer(w, x):
     return x + jnp.tanh(x @ w["up"] + w["bias"]) @ w["down"]
 
 
-def unrolled(w, x):
+def unrolled(w, x, layer=layer):
     """Layers one after the other."""
     for i in range(LAYERS):
         x = layer(jax.tree.map(lambda a, i=i: a[i], w), x)
@@ -35,20 +35,18 @@ def unrolled(w, x):
 
 
 def unrolled_and_checkpointed(w, x):
-    """Layers one after the other, each computed again in the backward pass."""
-    for i in range(LAYERS):
-        x = jax.checkpoint(layer)(jax.tree.map(lambda a, i=i: a[i], w), x)
-    return x
+    """Each layer is computed again in the backward pass."""
+    return unrolled(w, x, jax.checkpoint(layer))
 
 
-def scanned(w, x):
+def scanned(w, x, layer=layer):
     """Layers as the rows of a scan."""
     return jax.lax.scan(lambda x, row: (layer(row, x), None), x, w)[0]
 
 
 def checkpointed(w, x):
     """Each layer is computed again in the backward pass."""
-    return jax.lax.scan(lambda x, row: (jax.checkpoint(layer)(row, x), None), x, w)[0]
+    return scanned(w, x, jax.checkpoint(layer))
 
 
 def shared(w, x):

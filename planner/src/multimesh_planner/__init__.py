@@ -9,16 +9,15 @@ from __future__ import annotations
 from multimesh.core.targets import target_names as targets
 
 from multimesh_planner.bands import UNKNOWN, band
-from multimesh_planner.best_first import Option
 from multimesh_planner.configuration import Configuration
 from multimesh_planner.hardware.devices import Device, device
 from multimesh_planner.hardware.devices import device_names as devices
 from multimesh_planner.hardware.software import Software, software
 from multimesh_planner.models import model
+from multimesh_planner.search import suggest
 from multimesh_planner.space import Training
 from multimesh_planner.step import Step, step_time
-from multimesh_planner.suggesting import suggest
-from multimesh_planner.suggestions import Suggestions
+from multimesh_planner.suggestions import Option, Suggestions
 from multimesh_planner.transformer import Transformer
 
 __all__ = [

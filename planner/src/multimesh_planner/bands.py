@@ -9,11 +9,10 @@ times ``1 + 2 / n`` of ``n`` sources: a run lies inside where ``forecast x (1 +-
 
 from __future__ import annotations
 
-import csv
 import functools
 from collections.abc import Iterator, Mapping
-from importlib import resources
 
+from multimesh_planner import tables
 from multimesh_planner.step import Step
 
 UNKNOWN = 0.30
@@ -26,19 +25,17 @@ _FACTOR = 2.0  # of sizes within which a run of the user's own is like a forecas
 Key = tuple[str, str, str]
 
 
-def classify(step: Step) -> Key:
-    """Return the class of software, the generation and the kind of model of a step.
+def classify(step: Step, of: str = "seconds") -> Key:
+    """Return the class of software, the generation and the kind of model of a step, by which its seconds have a band.
 
-    Software before fused attention is of no class, and PyTorch's is one class, compiled or not.
+    Software before fused attention is of no class, and PyTorch's is one class, compiled or not. Its ``memory`` has a
+    band of its own, and any other that of the one source that published bytes.
     """
     software = step.software.name.removesuffix("-eager") if step.software.fused_attention else "unknown"
-    return software, step.device.generation, "experts" if step.model.experts else "dense"
-
-
-def classify_memory(step: Step) -> Key:
-    """Return the class of a step's bytes: PyTorch's, or any other, of which those of one source were published."""
-    software, _, kind = classify(step)
-    return software if software == "pytorch" else "other", "*", kind
+    kind = "experts" if step.model.experts else "dense"
+    if of == "memory":
+        return software if software == "pytorch" else "other", "*", kind
+    return software, step.device.generation, kind
 
 
 def generalize(key: Key) -> Iterator[Key]:
@@ -51,24 +48,15 @@ def generalize(key: Key) -> Iterator[Key]:
 
 
 @functools.cache
-def _read(file: str) -> tuple[Mapping[str, str], ...]:
-    text = resources.files("multimesh_planner").joinpath(file).read_text(encoding="utf-8")
-    return tuple(csv.DictReader(text.splitlines()))
+def _bands() -> Mapping[tuple[str, ...], float]:
+    names = "of", "class", "generation", "kind"
+    return {tuple(row[name] for name in names): float(row["band"]) for row in tables.read_table("bands.csv")}
 
 
-@functools.cache
-def _bands() -> Mapping[str, Mapping[Key, float]]:
-    tables: dict[str, dict[Key, float]] = {}
-    for row in _read("bands.csv"):
-        tables.setdefault(row["of"], {})[row["class"], row["generation"], row["kind"]] = float(row["band"])
-    return tables
-
-
-def look_up(of: str, key: Key, tables: Mapping[str, Mapping[Key, float]] | None = None) -> float:
+def look_up(of: str, key: Key, widths: Mapping[tuple[str, ...], float] | None = None) -> float:
     """Return the band of the narrowest set of runs that has one: ``of`` is seconds, memory, or run (after a run)."""
-    table = (tables or _bands()).get(of, {})
-    keys = (key,) if of == "memory" else generalize(key)
-    return next((table[wider] for wider in keys if wider in table), UNKNOWN)
+    table = _bands() if widths is None else widths
+    return next((table[of, *wider] for wider in generalize(key) if (of, *wider) in table), UNKNOWN)
 
 
 def band(step: Step, run: Step | None = None) -> float:
@@ -82,7 +70,7 @@ def band(step: Step, run: Step | None = None) -> float:
 
 def memory_band(step: Step) -> float:
     """Return half of the width of the band of a forecast's bytes, as a share of them."""
-    return look_up("memory", classify_memory(step))
+    return look_up("memory", classify(step, "memory"))
 
 
 def is_like(step: Step, run: Step) -> bool:
@@ -102,7 +90,7 @@ def warnings(step: Step) -> Iterator[str]:
     model, on, precision = step.model, step.device.name, step.how.precision
     sizes = [str(size) for size in (model.layers, model.hidden, model.experts)]
     least, most = model.experts / _EXPERTS, model.experts * _EXPERTS
-    runs = [run for run in _read("published.csv") if run["device"] == on and run["precision"] == precision]
+    runs = [run for run in tables.read_table("published.csv") if run["device"] == on and run["precision"] == precision]
     runs = [run for run in runs if least <= int(run["experts"]) <= most]
     equal = [run for run in runs if [run["layers"], run["hidden"], run["experts"]] == sizes]
     nearest = min((abs(int(run["devices"]) - step.how.devices) for run in equal), default=0)

@@ -15,7 +15,6 @@ from multimesh_planner import models
 from multimesh_planner.configuration import Configuration
 from multimesh_planner.hardware.devices import Device, check_positive
 from multimesh_planner.hardware.software import Software
-from multimesh_planner.space import Training
 from multimesh_planner.step import Step, step_time
 from multimesh_planner.transformer import Transformer
 
@@ -28,38 +27,21 @@ _REST = ("passes", "kernel", "expert_layer", "step")
 
 @dataclass(frozen=True)
 class Calibration:
-    """Factors of three constants, and the run that they were fitted to."""
+    """A device and software with constants that fit a run."""
 
-    # products, traffic, rest: times that kernels of products, collectives, and all else take of what they took before
-    products: float = 1.0
-    traffic: float = 1.0
-    rest: float = 1.0
+    device: Device
+    software: Software
+    run: Step  # its forecast with the constants before
+    factors: Mapping[str, float]  # times that kernels of products, collectives, and all else take of those before
     # before, after: forecast over measured seconds of the run, with the constants before and after
-    before: float = 1.0
-    after: float = 1.0
-    run: Step | None = None  # the forecast of the run before
-
-    def device(self, on: Device) -> Device:
-        """Return a device with the constants of the run."""
-        faster = {name: min(1.5, getattr(on.rates, name) / self.products) for name in _PRODUCTS}
-        slower = {name: min(1.0, getattr(on.rates, name) / self.traffic) for name in ("link", "network")}
-        return dataclasses.replace(on, rates=dataclasses.replace(on.rates, **faster, **slower))
-
-    def software(self, software: Software) -> Software:
-        """Return software with the constants of the run."""
-        return dataclasses.replace(software, **{name: getattr(software, name) * self.rest for name in _REST})
-
-    def apply(self, job: Training) -> Training:
-        """Return a training with the constants of the run."""
-        device, software = self.device(job.device), self.software(job.software)
-        return dataclasses.replace(job, device=device, software=software, run=self.run)
+    before: float
+    after: float
 
     def __str__(self) -> str:
         return (
-            f"calibrated: products take {self.products:.2f} times, traffic {self.traffic:.2f}, all else "
-            f"{self.rest:.2f}; your run was forecast {100 * (self.before - 1):+.0f} % off, and is now "
-            f"{100 * (self.after - 1):+.0f} %"
-        )
+            "calibrated: products take {products:.2f} times, traffic {traffic:.2f}, all else {rest:.2f}; your run was "
+            "forecast {before:+.0f} % off, and is now {after:+.0f} %"
+        ).format(**self.factors, before=100 * (self.before - 1), after=100 * (self.after - 1))
 
 
 def read(file: Path, on: Device, software: Software) -> Calibration:
@@ -94,13 +76,15 @@ def fit(model: Transformer, how: Configuration, on: Device, software: Software, 
     Gauss-Newton steps, for one measurement and a prior of each factor.
     """
 
-    def move(at: Mapping[str, float]) -> Calibration:
+    def scale(at: Mapping[str, float]) -> tuple[Device, Software]:
         products, traffic, rest = (math.exp(at[name]) for name in _SPREAD)
-        return Calibration(products, traffic, rest)
+        faster = {name: min(1.5, getattr(on.rates, name) / products) for name in _PRODUCTS}
+        slower = {name: min(1.0, getattr(on.rates, name) / traffic) for name in ("link", "network")}
+        of = dataclasses.replace(software, **{name: getattr(software, name) * rest for name in _REST})
+        return dataclasses.replace(on, rates=dataclasses.replace(on.rates, **faster, **slower)), of
 
     def error(at: Mapping[str, float]) -> float:
-        now = move(at)
-        return math.log(step_time(model, how, now.device(on), now.software(software)).seconds / seconds)
+        return math.log(step_time(model, how, *scale(at)).seconds / seconds)
 
     at = dict.fromkeys(_SPREAD, 0.0)
     before = now = error(at)
@@ -110,5 +94,5 @@ def fit(model: Transformer, how: Configuration, on: Device, software: Software, 
         lacks = -now + sum(slope[name] * at[name] for name in _SPREAD)
         at = {name: _SPREAD[name] ** 2 * slope[name] * lacks / spread for name in _SPREAD}
         now = error(at)
-    run = step_time(model, how, on, software)
-    return dataclasses.replace(move(at), before=math.exp(before), after=math.exp(now), run=run)
+    run, factors = step_time(model, how, on, software), {name: math.exp(power) for name, power in at.items()}
+    return Calibration(*scale(at), run, factors, math.exp(before), math.exp(now))

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from multimesh import schedules
-from multimesh_planner import pipeline_seconds
 from multimesh_planner.configuration import POLICIES, Configuration
 from multimesh_planner.hardware import kernels
 from multimesh_planner.hardware.software import Software
@@ -31,11 +30,11 @@ def list_names(how: Configuration) -> tuple[str, ...]:
 
 
 def count_again(model: Transformer, how: Configuration) -> Mapping[str, float]:
-    """Return the share of each part of a layer's forward that the backward pass computes again.
+    """Return how often the backward pass computes each part of a layer's forward again, such as half of it.
 
     Parts are ``PRODUCTS``, "attention", "memory" (element-wise kernels), and "tensor", "context" and "expert
     parallelism" (their collectives). Where results are kept by name, XLA leaves out the last product of a dense MLP,
-    which nothing reads.
+    which nothing reads, and MultiMesh computes for B and for W where it has them apart.
     """
     if how.recompute in ("none", "latent"):
         return {}
@@ -52,30 +51,9 @@ def count_again(model: Transformer, how: Configuration) -> Mapping[str, float]:
     down = float(bool(model.experts) and "mlpwo" not in names)
     products = missing / sum(widths.values()), out, up, down
     sent = sum(products) / 4, attention, (up + down) / 2  # one beside each product
-    parts = (*zip(PRODUCTS, products, strict=True), *zip(_COLLECTIVES, sent, strict=True))
-    return {**dict(parts), "attention": attention, "memory": 1.0}
-
-
-def count_times(how: Configuration) -> int:
-    """Return how often these parts are computed again: for B and for W where MultiMesh has them apart.
-
-    It keeps them together where all of a layer is computed again.
-    """
-    return 2 if how.pp > 1 and schedules.get(how.schedule).splits and list_names(how) else 1
-
-
-def count_bytes(model: Transformer, how: Configuration) -> float:
-    """Return the bytes of the results that are kept by name, on a device, for a microbatch of a layer."""
-    widths = {
-        "query": model.queries + model.query_rank + model.kv_rank,
-        "key": model.keys,
-        "value": model.keys_and_values - model.keys,
-        "context": model.values,
-        "out": float(model.hidden),
-        "mlpwi": model.mlp_width(how.load) * model.gates,
-        "mlpwo": model.hidden * model.active * how.load,
-    }
-    return 2.0 * how.tokens * sum(widths.get(name, 0.0) for name in list_names(how)) / how.tp
+    times = 2 if how.pp > 1 and schedules.get(how.schedule).splits else 1
+    parts, shares = (*PRODUCTS, *_COLLECTIVES, "attention", "memory"), (*products, *sent, attention, 1.0)
+    return {name: times * share for name, share in zip(parts, shares, strict=True)}
 
 
 def residual_bytes(model: Transformer, how: Configuration, software: Software) -> float:
@@ -87,11 +65,22 @@ def residual_bytes(model: Transformer, how: Configuration, software: Software) -
         less = residual_bytes(model, how.with_policy(recomputed=1.0), software)
         return how.recomputed * less + (1 - how.recomputed) * most
     spread = how.tp if how.sequence_parallel else 1
-    if how.recompute == "full" or list_names(how):
-        return 2.0 * how.tokens * model.hidden / spread + count_bytes(model, how)
     width = model.mlp_width(how.load)
     up = width * model.gates
     ranks = model.query_rank + model.kv_rank
+    names = list_names(how)
+    if how.recompute == "full" or names:
+        widths = {
+            "query": model.queries + ranks,
+            "key": model.keys,
+            "value": model.keys_and_values - model.keys,
+            "context": model.values,
+            "out": float(model.hidden),
+            "mlpwi": up,
+            "mlpwo": model.hidden * model.active * how.load,
+        }
+        named = 2.0 * how.tokens * sum(widths.get(name, 0.0) for name in names) / how.tp
+        return 2.0 * how.tokens * model.hidden / spread + named
     if how.recompute == "minimal":
         products = model.queries + model.keys_and_values + up
         return 2.0 * how.tokens * (2 * model.hidden + ranks + products) / how.tp
@@ -109,18 +98,6 @@ def residual_bytes(model: Transformer, how: Configuration, software: Software) -
     if not software.fused_attention and how.recompute != "selective":
         total += _SCORES * how.tokens * how.sequence * model.heads / how.tp
     return total
-
-
-def running_bytes(model: Transformer, how: Configuration, software: Software) -> float:
-    """Return the bytes of a layer that runs: what it computes again, and the arrays and parameters that it gathered."""
-    plain = how.with_policy(recompute="none", offload=False)
-    again = residual_bytes(model, plain, software) if how.recompute not in ("none", "selective") else 0.0
-    if how.offload:
-        again = max(again, _TWO * residual_bytes(model, how.with_policy(offload=False), software))
-    gathered = _GATHERED * 2.0 * how.tokens * model.hidden if how.sequence_parallel and how.tp > 1 else 0.0
-    if how.shards > 1 and not how.gather_once:  # sharding brings parameters of two layers, bfloat16
-        gathered += _TWO * 2.0 * sum(model.split_parameters(how.tp, how.ep * how.tp, sparse=1.0))
-    return again + gathered
 
 
 @dataclass(frozen=True)
@@ -143,41 +120,69 @@ class Footprint:
 
 def peak_bytes(model: Transformer, how: Configuration, software: Software) -> tuple[Footprint, ...]:
     """Return the bytes of a device of each submesh at the peak."""
+    layer = layer_bytes(model, how, software)
     if how.pp == 1:
-        return of_rows(model, how, software, {0: how.stages}, layer_bytes(model, how, software))
+        return of_rows(model, how, software, {0: how.stages}, layer)
     few = min(how.microbatches, 4 * how.pp + how.microbatches % how.pp)  # as many in flight as of all
-    shape = how.schedule, how.pp, how.interleave, few
-    in_flight = dict(enumerate(pipeline_seconds.in_flight(*shape)))
-    rows = of_rows(model, how, software, in_flight, layer_bytes(model, how, software))
+    waiting = count_waiting(how.schedule, how.pp, how.interleave, few)
+    rows = of_rows(model, how, software, {row: number for row, (number, _) in enumerate(waiting)}, layer)
     if how.recompute != "full" or list_names(how) or not schedules.get(how.schedule).splits:
         return rows
-    # B computed a layer again and does not leave it to W: what it computed waits
+    # B computed a layer again and does not leave it to W: what it computed waits, unless W follows at once
     one = residual_bytes(model, how.with_policy(recompute="none"), software) * model.layers / how.stages
-    late = pipeline_seconds.late_weights(*shape)
     return tuple(
-        dataclasses.replace(row, activations=row.activations + (number * one if number > 1 else 0.0))  # one is no wait
-        for row, number in zip(rows, late, strict=True)
+        dataclasses.replace(row, activations=row.activations + (late * one if late > 1 else 0.0))
+        for row, (_, late) in zip(rows, waiting, strict=True)
     )
 
 
+@functools.lru_cache(maxsize=4096)
+def count_waiting(schedule: str, pp: int, chunks: int, microbatches: int) -> tuple[tuple[int, int], ...]:
+    """Return the most activations that each submesh has at once, and the most microbatches whose W is yet to run."""
+    table = schedules.get(schedule).table(pp, chunks, microbatches, True)
+    late = [max(itertools.accumulate((cell.phase == "B") - (cell.phase == "W") for cell in row)) for row in table]
+    return tuple(zip(map(_count_activations, table), late, strict=True))
+
+
+def _count_activations(row: Sequence[schedules.Cell]) -> int:
+    last = "W" if any(cell.phase == "W" for cell in row) else "B"
+    forward = {(cell.stage, cell.microbatch) for cell in row if cell.phase == "F"}
+    peak = number = 0
+    for cell in row:
+        if cell.phase == "F":
+            number += 1
+        elif cell.phase == last:  # the last stage's forward may be a part of its backward
+            peak = max(peak, number + ((cell.stage, cell.microbatch) not in forward))
+            number -= (cell.stage, cell.microbatch) in forward
+        peak = max(peak, number)
+    return peak
+
+
 def layer_bytes(model: Transformer, how: Configuration, software: Software) -> tuple[float, float]:
-    """Return the bytes that a layer keeps of a microbatch, and those of a layer that runs."""
-    if not (software.masks_groups and model.experts):
-        return residual_bytes(model, how, software), running_bytes(model, how, software)
-    how = how.with_policy(load=how.load * how.ep)
-    rows = 2.0 * how.tokens * model.active * how.load
-    copies = rows * (model.hidden + model.expert / how.expert_tp) * model.experts / how.ep  # both operands of W
-    is_minimal = how.recompute == "minimal" and not how.offload  # it keeps what leaves the experts, but not their gates
-    kept = rows * (model.hidden - (model.gates - 1) * model.expert / how.expert_tp) if is_minimal else 0.0
-    return residual_bytes(model, how, software) + kept, running_bytes(model, how, software) + copies
+    """Return the bytes that a layer keeps of a microbatch, and those of a layer that runs.
+
+    The latter are those that it computes again, and of the arrays and parameters that it gathered.
+    """
+    copies = uncut = 0.0
+    if software.masks_groups and model.experts:
+        how = how.with_policy(load=how.load * how.ep)
+        rows = 2.0 * how.tokens * model.active * how.load
+        copies = rows * (model.hidden + model.expert / how.expert_tp) * model.experts / how.ep  # both operands of W
+        if how.recompute == "minimal" and not how.offload:  # it keeps what leaves the experts, but not their gates
+            uncut = rows * (model.hidden - (model.gates - 1) * model.expert / how.expert_tp)
+    again = 0.0
+    if how.recompute not in ("none", "selective"):
+        again = residual_bytes(model, how.with_policy(recompute="none", offload=False), software)
+    if how.offload:
+        again = max(again, _TWO * residual_bytes(model, how.with_policy(offload=False), software))
+    gathered = _GATHERED * 2.0 * how.tokens * model.hidden if how.sequence_parallel and how.tp > 1 else 0.0
+    if how.shards > 1 and not how.gather_once:  # sharding brings parameters of two layers, bfloat16
+        gathered += _TWO * 2.0 * sum(model.split_parameters(how.tp, how.ep * how.tp, sparse=1.0))
+    return residual_bytes(model, how, software) + uncut, again + gathered + copies
 
 
 def of_rows(
-    model: Transformer,
-    how: Configuration,
-    software: Software,
-    in_flight: Mapping[int, int],
-    layer: tuple[float, float],
+    model: Transformer, how: Configuration, software: Software, in_flight: Mapping[int, int], layer: tuple[float, float]
 ) -> tuple[Footprint, ...]:
     """Return the bytes of a device of some submeshes, each with so many activations of stages in flight."""
     sizes = how.count_layers(model.layers)

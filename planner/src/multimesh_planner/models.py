@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import tomllib
 from collections.abc import Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from multimesh.errors import UsageError
 
+from multimesh_planner import tables
 from multimesh_planner.transformer import Transformer
 
 _PLAIN = ("gpt2", "gpt_neox", "gptj", "opt", "bloom", "mpt", "falcon", "phi", "starcoder2")  # MLPs without a gate
@@ -38,14 +36,9 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
 """Fields of `Transformer`, and their names in configurations, the first that is there counts."""
 
 
-@functools.cache
-def _table() -> Mapping[str, Mapping[str, Any]]:
-    return tomllib.loads(resources.files("multimesh_planner").joinpath("models.toml").read_text(encoding="utf-8"))
-
-
 def names() -> tuple[str, ...]:
     """Return the names of the public models of the table."""
-    return tuple(_table())
+    return tuple(tables.read_table("models.toml"))
 
 
 def model(name: str) -> Transformer:
@@ -53,7 +46,7 @@ def model(name: str) -> Transformer:
 
     Raises ``UsageError`` if there is neither a model of this name nor such a file, or the file has no transformer.
     """
-    table = _table()
+    table = tables.read_table("models.toml")
     if name.lower() in table:
         return Transformer(name.lower(), **table[name.lower()])
     path = Path(name)
@@ -71,10 +64,10 @@ def of_config(config: object, file: str = "config.json") -> Transformer:
 
     Raises ``UsageError`` if sizes are missing or no numbers, or some layers are no attention.
     """
-    if isinstance(config, dict) and isinstance(config.get("text_config"), dict):
-        config = {**config, **config["text_config"]}
     if not isinstance(config, dict):
         raise UsageError(f"model: {file} is no JSON object of sizes")
+    if isinstance(text := config.get("text_config"), dict):
+        config = {**config, **text}
 
     def number(*keys: str) -> int:
         """Return the first number of some keys; 0: there is none."""

@@ -8,8 +8,7 @@ gathers and other operations read and write their arrays.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from multimesh.core import _compat
@@ -23,6 +22,7 @@ from multimesh_planner.hardware import kernels
 from multimesh_planner.hardware.devices import Device, device
 from multimesh_planner.hardware.software import software
 
+_START = software("nvidia").kernel  # seconds to start what cannot be fused
 _WIDE, _WIDEST = 2.0, 16.0  # times the seconds of bfloat16: float32 as TF32, float64 in half of NVIDIA's data sheets
 
 
@@ -38,8 +38,7 @@ def on_device(plan: PlanData, name: str | Device) -> Costs:
     target, times = device(name), []
     for kernel in plan.kernels:
         lines = [Line(op.prim, op.params, op.ins, op.outs) for op in kernel.ops]
-        pricing = Pricing(target, plan.submeshes[kernel.submesh].size, software("nvidia").kernel)
-        times.append(pricing.sum_seconds(lines, tuple(kernel.outs)))
+        times.append(_sum_seconds(lines, kernel.outs, target, plan.submeshes[kernel.submesh].size))
     far = sum(mesh.size for mesh in plan.submeshes) > target.domain
     transfers = {}
     for transfer in plan.transfers:
@@ -59,52 +58,40 @@ class Line(NamedTuple):
     outs: Sequence[Any]
 
 
-@dataclass(frozen=True)
-class Pricing:
-    """Seconds of operations on each of ``devices`` devices that share them evenly, without their collectives."""
+def _sum_seconds(lines: Sequence[Line], outs: Sequence[Any], on: Device, devices: int) -> float:
+    """Return the seconds of operations that devices share evenly, of which ``outs`` are read afterwards."""
+    fused, total = [], 0.0
+    read = set(filter(ir.is_value, outs))
+    for line in lines:
+        inner = tuple(_compat.subjaxprs(line.params))
+        if primitives.fuses(line.prim) and not inner:
+            fused.append(line)
+        else:
+            total += _price_alone(line, inner, on, devices)
+            read |= set(filter(ir.is_value, line.ins))
+    results = {out for line in fused for out in line.outs}
+    sources = {atom for line in fused for atom in line.ins if ir.is_value(atom)} - results
+    return total + kernels.move(on, sum(map(ir.nbytes, sources | (results & read))) / devices)
 
-    device: Device
-    devices: int
-    start: float  # seconds to start what cannot be fused
 
-    def sum_seconds(self, lines: Sequence[Line], outs: Sequence[Any]) -> float:
-        """Return the seconds of operations, of which ``outs`` are read afterwards."""
-        inner = {id(line): tuple(_compat.subjaxprs(line.params)) for line in lines}
-        fused = {id(line) for line in lines if not inner[id(line)] and primitives.fuses(line.prim)}
-        maker: dict[Hashable, Line] = {out: line for line in lines for out in line.outs}
-        read = {atom for line in lines if id(line) not in fused for atom in line.ins if ir.is_value(atom)}
-        read |= {atom for atom in outs if ir.is_value(atom)}
-        total, passed = 0.0, 0.0
-        sources_read: set[Hashable] = set()
-        for line in lines:
-            if id(line) not in fused:
-                total += self._price_alone(line, inner[id(line)])
-                continue
-            passed += sum(ir.nbytes(out) for out in line.outs if out in read)
-            sources = {atom for atom in line.ins if ir.is_value(atom)} - sources_read
-            sources = {atom for atom in sources if atom not in maker or id(maker[atom]) not in fused}
-            passed += sum(map(ir.nbytes, sources))
-            sources_read |= sources
-        return total + kernels.move(self.device, passed / self.devices)
-
-    def _price_alone(self, line: Line, inner: Sequence[Any]) -> float:
-        """Return the seconds of an operation that is not fused with others."""
-        if line.prim.name == "dot_general":
-            return self._price_products(line, *product_sizes(line.params, line.ins))
-        if line.prim.name == "conv_general_dilated":
-            kernel, out = ir.shape(line.ins[1]), math.prod(ir.shape(line.outs[0]))
-            channels = max(1, kernel[line.params["dimension_numbers"].rhs_spec[0]])
-            return self._price_products(line, 1, out / channels, math.prod(kernel) / channels, channels)
-        if inner:
-            seconds = [
-                self.sum_seconds([Line(e.primitive, e.params, e.invars, e.outvars) for e in of.eqns], tuple(of.outvars))
-                for of in inner
-            ]
-            return max(seconds) if line.prim.name == "cond" else sum(seconds) * line.params.get("length", 1)
-        size = sum(map(ir.nbytes, line.outs)) + sum(ir.nbytes(atom) for atom in line.ins if ir.is_value(atom))
-        return kernels.move(self.device, size / self.devices) + self.start
-
-    def _price_products(self, line: Line, count: float, m: float, k: float, n: float) -> float:
-        width = ir.nbytes(line.ins[0]) / max(1, math.prod(ir.shape(line.ins[0])))
-        scale = 1.0 if width <= 2 else _WIDE if width <= 4 else _WIDEST
-        return count * scale * kernels.matmul(self.device, m, k, n) / self.devices + self.start
+def _price_alone(line: Line, inner: Sequence[Any], on: Device, devices: int) -> float:
+    """Return the seconds of an operation that is not fused with others."""
+    if inner:
+        seconds = [
+            _sum_seconds([Line(e.primitive, e.params, e.invars, e.outvars) for e in of.eqns], of.outvars, on, devices)
+            for of in inner
+        ]
+        return max(seconds) if line.prim.name == "cond" else sum(seconds) * line.params.get("length", 1)
+    count: float
+    if line.prim.name == "dot_general":
+        count, m, k, n = product_sizes(line.params, line.ins)
+    elif line.prim.name == "conv_general_dilated":
+        kernel, out = ir.shape(line.ins[1]), math.prod(ir.shape(line.outs[0]))
+        n = max(1, kernel[line.params["dimension_numbers"].rhs_spec[0]])
+        count, m, k = 1, out / n, math.prod(kernel) / n
+    else:
+        size = sum(map(ir.nbytes, line.outs)) + sum(map(ir.nbytes, filter(ir.is_value, line.ins)))
+        return kernels.move(on, size / devices) + _START
+    width = ir.nbytes(line.ins[0]) / max(1, math.prod(ir.shape(line.ins[0])))
+    scale = 1.0 if width <= 2 else _WIDE if width <= 4 else _WIDEST
+    return count * scale * kernels.matmul(on, m, k, n) / devices + _START

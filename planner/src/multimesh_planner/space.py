@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from multimesh.core import checks
 from multimesh.errors import UsageError
@@ -30,6 +31,7 @@ SHARE = 0.75
 """Part of a device's memory that JAX takes by default."""
 
 _AXES = ("dp", "fsdp", "tp", "pp", "cp", "ep", "etp", "microbatch")
+T = TypeVar("T")
 _MOST_CHUNKS = 12  # stages of a submesh
 _PART = 8192  # tokens of a sequence on a device at least, where context parallelism is searched
 _NARROW = 4096  # width of an expert that tensor parallelism does not cut
@@ -94,21 +96,46 @@ class Space(Training):
 
     def grids(self) -> Iterator[Configuration]:
         """Yield meshes with a microbatch and stages. Bounds can judge them already."""
-        for mesh in self._meshes():
-            rows = self.batch // (mesh.dp * mesh.fsdp)
-            for microbatch in self._sizes("microbatch", divisors(rows)):
-                if rows % microbatch:
+        fields = {name: value for name, value in self.fixed.items() if name in (*_ALIKE, "offload_optimizer")}
+        experts, sizes = self.model.experts, divisors(self.devices)
+        # parts of a sequence that keep attention fast, and a layer for each stage
+        contexts = self._choose("cp", tuple(cp for cp in sizes if cp == 1 or self.sequence // cp >= _PART))
+        pipelines = tuple(pp for pp in self._choose("pp", sizes) if pp <= self.model.layers)
+        for tp, cp, pp in itertools.product(self._choose("tp", sizes), contexts, pipelines):
+            within = tp * cp <= self.device.domain or "tp" in self.fixed or (cp > 1 and tp <= self.device.domain)
+            replicas, over = divmod(self.devices, tp * pp * cp)
+            if not within or self.undivided("tp", tp) or over or not replicas or self.batch % replicas:
+                continue
+            sharded = self.sharded if pp > 1 else self.sharded_alone or self.sharded
+            together = self.fixed.get("sequence_parallel", tp > 1 and self.sequence % tp == 0)
+            rows = self.batch // replicas
+            shapes = [
+                {"microbatch": microbatch, "interleave": interleave}
+                for microbatch in self._choose("microbatch", divisors(rows))
+                for interleave in self._choose("interleave", self._chunks(pp))
+                if not rows % microbatch and pp * interleave <= self.model.layers and (pp > 1 or interleave == 1)
+            ]
+            for fsdp, ep in itertools.product(
+                self._choose("fsdp", divisors(replicas)), self._choose("ep", divisors(replicas) if experts else (1,))
+            ):
+                dp, over = divmod(replicas, fsdp)
+                if over or self.undivided("fsdp", fsdp) or self.fixed.get("dp", dp) != dp or self.undivided("ep", ep):
                     continue
-                for interleave in self._sizes("interleave", self._chunks(mesh.pp)):
-                    if mesh.pp * interleave <= self.model.layers and (mesh.pp > 1 or interleave == 1):
-                        yield mesh.with_policy(microbatch=microbatch, interleave=interleave)
+                etp = 1 if experts and ep > 1 and self.model.expert < _NARROW else 0
+                if ep > 1 and (replicas * cp * tp) % (ep * int(str(fields.get("etp", etp) or tp))):
+                    continue
+                one = Configuration(self.batch, self.sequence, dp=dp, fsdp=fsdp, tp=tp, pp=pp, cp=cp)
+                axes = {"sharded": sharded if dp * cp > 1 else "none", "ep": ep, "etp": etp}
+                mesh = one.changed(**{**axes, "sequence_parallel": together, **fields})
+                yield from (mesh.with_policy(**shape) for shape in shapes)
 
     def within(self, grid: Configuration) -> Iterator[Configuration]:
         """Yield the configurations of a grid, but for the layers of its stages."""
-        names = list_schedules(grid.interleave) if grid.pp > 1 else ("1f1b",)
-        fit = tuple(name for name in self._names("schedule", names) if _fits(name, grid))
+        names = list_schedules(grid.interleave, str(self.fixed.get("schedule", "")))
+        if grid.pp == 1:
+            names = self._choose("schedule", ("1f1b",))
         for precision, recompute, name in itertools.product(
-            self._names("precision", self.precisions), self._names("recompute", self.policies), fit
+            self._choose("precision", self.precisions), self._choose("recompute", self.policies), names
         ):
             how = grid.with_policy(recompute=recompute, schedule=name, precision=precision)
             if self.offloads:  # the optimizer's state, activations or both in the host's memory
@@ -120,37 +147,9 @@ class Space(Training):
                 yield how.with_policy(gather_once=True)
             yield how
 
-    def _meshes(self) -> Iterator[Configuration]:
-        fields = {name: value for name, value in self.fixed.items() if name in (*_ALIKE, "offload_optimizer")}
-        experts, sizes = self.model.experts, divisors(self.devices)
-        # parts of a sequence that keep attention fast, and a layer for each stage
-        contexts = self._sizes("cp", tuple(cp for cp in sizes if cp == 1 or self.sequence // cp >= _PART))
-        pipelines = tuple(pp for pp in self._sizes("pp", sizes) if pp <= self.model.layers)
-        for tp, cp, pp in itertools.product(self._sizes("tp", sizes), contexts, pipelines):
-            within = tp * cp <= self.device.domain or "tp" in self.fixed or (cp > 1 and tp <= self.device.domain)
-            replicas, over = divmod(self.devices, tp * pp * cp)
-            if not within or self.undivided("tp", tp) or over or not replicas or self.batch % replicas:
-                continue
-            sharded = self.sharded if pp > 1 else self.sharded_alone or self.sharded
-            together = self.fixed.get("sequence_parallel", tp > 1 and self.sequence % tp == 0)
-            for fsdp, ep in itertools.product(
-                self._sizes("fsdp", divisors(replicas)), self._sizes("ep", divisors(replicas) if experts else (1,))
-            ):
-                dp, over = divmod(replicas, fsdp)
-                if over or self.undivided("fsdp", fsdp) or self.fixed.get("dp", dp) != dp or self.undivided("ep", ep):
-                    continue
-                etp = 1 if experts and ep > 1 and self.model.expert < _NARROW else 0
-                if ep > 1 and (replicas * cp * tp) % (ep * int(str(fields.get("etp", etp) or tp))):
-                    continue
-                one = Configuration(self.batch, self.sequence, dp=dp, fsdp=fsdp, tp=tp, pp=pp, cp=cp)
-                axes = {"sharded": sharded if dp * cp > 1 else "none", "ep": ep, "etp": etp}
-                yield one.changed(**{**axes, "sequence_parallel": together, **fields})
-
-    def _sizes(self, name: str, values: tuple[int, ...]) -> tuple[int, ...]:
-        return (self._size(name),) if name in self.fixed else values
-
-    def _names(self, name: str, values: tuple[str, ...]) -> tuple[str, ...]:
-        return (str(self.fixed[name]),) if name in self.fixed else values
+    def _choose(self, name: str, values: tuple[T, ...]) -> tuple[T, ...]:
+        """Return the value to which a field is fixed alone, or all of these."""
+        return (self.fixed[name],) if name in self.fixed else values  # type: ignore[return-value]
 
     def _size(self, name: str) -> int:
         """Return the value to which a size is fixed; 1 where it is free."""
@@ -200,21 +199,11 @@ def spread(job: Training, devices: int) -> Space:
     return Space(**{**vars(job), "device": on, "software": software}, devices=devices)
 
 
-def list_schedules(interleave: int) -> tuple[str, ...]:
-    """Return the published schedules that are searched where a submesh has so many stages."""
-    return tuple(
-        schedule.name
-        for schedule in PUBLISHED
-        if schedule.name not in DOMINATED and (schedule.usual > 1) == (interleave > 1)
-        if schedule.chunks in (None, interleave)
-    )
-
-
-def _fits(name: str, grid: Configuration) -> bool:
-    """Return whether a schedule has stages as a mesh has."""
-    schedule = schedules.get(name)
-    chunks = schedule.chunks or grid.interleave
-    return grid.pp == 1 or (chunks == grid.interleave and not schedule.usual > grid.interleave == 1)
+def list_schedules(interleave: int, name: str = "") -> tuple[str, ...]:
+    """Return the published schedules that are searched where a submesh has so many stages, or the one that is fixed."""
+    some = [one for one in PUBLISHED if one.name not in DOMINATED and (one.usual > 1) == (interleave > 1)]
+    fitting = [schedules.get(name)] if name else some
+    return tuple(one.name for one in fitting if one.chunks in (None, interleave) and not one.usual > interleave == 1)
 
 
 def divisors(number: int) -> tuple[int, ...]:

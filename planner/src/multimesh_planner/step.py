@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from multimesh_planner import footprint, pipeline_seconds, stage_layers
+from multimesh.schedules.costs import map_covers
+from multimesh.schedules.scheduler import run
+
+from multimesh import schedules
+from multimesh_planner import footprint, layer_seconds
 from multimesh_planner.configuration import Configuration
 from multimesh_planner.hardware import kernels
 from multimesh_planner.hardware.devices import Device, device
 from multimesh_planner.hardware.software import Software
 from multimesh_planner.hardware.software import software as software_named
+from multimesh_planner.layer_seconds import LayerParts, Times
 from multimesh_planner.transformer import Transformer
 
+Cells = Mapping[schedules.Cell, Sequence[schedules.Cell]]
+
+_ROUNDS = 3  # of microbatches, after which a table repeats itself
 _GRADIENT, _PARAMETER = 4.0, 2.0  # bytes that data parallelism reduces and gathers for a parameter
 _COPY = 10.0  # bytes of a parameter that an update reads, of the float32 copy, and writes, of that and of bfloat16
 _ITERATIONS = 5  # of Newton and Schulz in Muon (Jordan 2024)
@@ -65,11 +77,11 @@ def step_time(model: Transformer, how: Configuration, on: str | Device, software
     Raises ``UsageError`` for a device or software that no table has, and a schedule that has no table for these stages.
     """
     on, software = device(on), software_named(software)
-    parts = stage_layers.parts(model, how, on, software)
-    stages = stage_layers.times(model, how, parts)
+    parts = layer_seconds.parts(model, how, on, software)
+    stages = layer_seconds.times(model, how, parts)
     span = busy = how.microbatches * sum(s.total for s in stages) / how.pp
     if how.pp > 1:
-        span = pipeline_seconds.seconds(how.schedule, how.pp, how.microbatches, stages, parts.hop, parts.blocked)
+        span = loop_seconds(how.schedule, how.pp, how.microbatches, stages, parts.hop, parts.blocked)
     gradients, optimizer, between = after(model, how, on, software, parts)
     waits = stragglers(how, on, software) * span
     total = span + gradients + optimizer + between + waits
@@ -88,13 +100,24 @@ def stragglers(how: Configuration, on: Device, software: Software) -> float:
 
 
 def after(
-    model: Transformer, how: Configuration, on: Device, software: Software, parts: stage_layers.LayerParts
+    model: Transformer, how: Configuration, on: Device, software: Software, parts: LayerParts
 ) -> tuple[float, float, float]:
-    """Return the seconds of a step beside its loop: gradients that nothing hides, the optimizer, and the host."""
-    always, routed = _parameters(model, how)
+    """Return the seconds of a step beside its loop: gradients that nothing hides, the optimizer, and the host.
+
+    Computation hides a reduction only while the last microbatches go back and the first go forward.
+    """
+    # parameters of a device as if FSDP did not shard them, those of routed experts apart
+    sparse = model.layers - model.dense_layers + model.predicted * bool(model.experts)
+    sizes = {"dense": model.dense_layers / how.pp, "sparse": sparse / how.pp}
+    always, routed = model.split_parameters(how.tp, how.ep * how.expert_tp, **sizes)
+    always += model.embedding_parameters / how.tp
     split = how.expert_replicas if how.sharded != "none" else max(1.0, how.fsdp / how.ep)
     optimizer = _update(model, how, on, software, always / how.state_shards, routed / split)
-    return _gradients(model, how, on, software, parts), optimizer, software.step
+    total = _reduce(model, how, on, always, routed)
+    rounds = min(how.microbatches, how.pp) if how.interleave > 1 else 1  # one stage ends while others go on
+    layers = model.layers - model.dense_layers
+    hides = rounds / how.pp * (layers * parts.layer.total + model.dense_layers * parts.first.total)
+    return max(software.exposed_gradients * total, total - hides), optimizer, software.step
 
 
 def _update(
@@ -119,22 +142,8 @@ def _orthogonalize(rows: float, columns: float) -> float:
     return _ITERATIONS * (4.0 * small + 2.0 * small * small / large)
 
 
-def _parameters(model: Transformer, how: Configuration) -> tuple[float, float]:
-    """Return the parameters of a device as if FSDP did not shard them: those of routed experts apart."""
-    sparse = model.layers - model.dense_layers + model.predicted * bool(model.experts)
-    sizes = {"dense": model.dense_layers / how.pp, "sparse": sparse / how.pp}
-    always, routed = model.split_parameters(how.tp, how.ep * how.expert_tp, **sizes)
-    return always + model.embedding_parameters / how.tp, routed
-
-
-def _gradients(
-    model: Transformer, how: Configuration, on: Device, software: Software, parts: stage_layers.LayerParts
-) -> float:
-    """Return the seconds of the reduction of gradients, and of the gather of parameters where the optimizer is sharded.
-
-    Computation hides them only while the last microbatches go back and the first go forward.
-    """
-    always, routed = _parameters(model, how)
+def _reduce(model: Transformer, how: Configuration, on: Device, always: float, routed: float) -> float:
+    """Return the seconds that gradients take to be reduced, and parameters to be gathered after a sharded update."""
     inner = how.tp
     if how.shards == 1:
         reduced, gathered, ranks = _GRADIENT, _PARAMETER, how.replicas
@@ -151,8 +160,74 @@ def _gradients(
             seconds += kernels.gather(on, routed * size, min(among, how.expert_replicas), inner * how.ep)
         return seconds
 
-    total = pass_round(reduced, ranks) + pass_round(gathered, min(ranks, how.within or ranks))
-    rounds = min(how.microbatches, how.pp) if how.interleave > 1 else 1  # one stage ends while others go on
-    layers = model.layers - model.dense_layers
-    hides = rounds / how.pp * (layers * parts.layer.total + model.dense_layers * parts.first.total)
-    return max(software.exposed_gradients * total, total - hides)
+    return pass_round(reduced, ranks) + pass_round(gathered, min(ranks, how.within or ranks))
+
+
+def loop_seconds(
+    schedule: str, pp: int, microbatches: int, stages: Sequence[Times], hop: float = 0.0, blocked: float = 0.0
+) -> float:
+    """Return the seconds from the first cell to the end of the last.
+
+    A table of many microbatches repeats itself, so two short ones tell how much each further round takes. A round takes
+    no less than the work of the busiest submesh: a slow one may lag behind the others for longer than a short table is.
+    """
+    costs = [
+        {
+            covered: sum({"F": s.forward, "B": s.backward, "W": s.weights}[p] for p in covered)
+            + blocked * len({*covered} & {"F", "B"})
+            for covered in ("F", "B", "W", "BW", "FB", "FBW", "")
+        }
+        for s in stages
+    ]
+
+    def simulate(number: int) -> float:
+        table, sources, phases = _cells(schedule, pp, len(stages) // pp, number)
+        ends = run(table, sources.__getitem__, lambda cell: costs[cell.stage][phases[cell]], lambda source, cell: hop)
+        return max(end for _, end in ends.values())
+
+    first = _ROUNDS * pp + microbatches % pp
+    if microbatches <= first + pp:
+        return simulate(microbatches)
+    one, two = simulate(first), simulate(first + pp)
+    busiest = pp * max(row_seconds(schedules.get(schedule).placement(pp), stages, blocked))
+    end = two + (microbatches - first - pp) / pp * max(two - one, busiest)
+    return max(end, least_seconds(schedule, pp, microbatches, stages, hop, blocked))
+
+
+def row_seconds(route: Sequence[int], stages: Sequence[Times], blocked: float = 0.0) -> list[float]:
+    """Return the seconds in which each submesh is busy with a microbatch."""
+    work = [0.0] * len(set(route))
+    for stage, row in zip(stages, itertools.cycle(route), strict=False):
+        work[row] += stage.total + 2 * blocked
+    return work
+
+
+def least_seconds(
+    schedule: str, pp: int, microbatches: int, stages: Sequence[Times], hop: float = 0.0, blocked: float = 0.0
+) -> float:
+    """Return the seconds that no table of these stages can beat.
+
+    A submesh waits for its first microbatch and runs all of them; then the last goes back to the first stage. Where the
+    schedule splits the backward pass, weight gradients may be all that is left at the end.
+    """
+    route, splits = schedules.get(schedule).placement(pp), schedules.get(schedule).splits
+    work = row_seconds(route, stages, blocked)
+    longest = ahead = behind = 0.0
+    entered: set[int] = set()
+    for stage, row in zip(stages, itertools.cycle(route), strict=False):
+        if row not in entered:
+            entered.add(row)
+            longest = max(longest, microbatches * work[row] + ahead + (0.0 if splits else behind))
+        ahead += stage.forward + blocked + hop
+        behind += stage.backward + stage.weights + blocked + hop
+    return longest
+
+
+@functools.lru_cache(maxsize=64)
+def _cells(schedule: str, pp: int, chunks: int, microbatches: int) -> tuple[schedules.Table, Cells, Mapping[Any, str]]:
+    """Return the table of a schedule, the cells that each cell needs, and the phases that it covers."""
+    table = schedules.get(schedule).table(pp, chunks, microbatches, True)
+    cells = {cell for row in table for cell in row}
+    covers = map_covers((cell.stage, cell.phase) for cell in cells)
+    sources = {cell: [s for s in schedules.needs(cell, pp * chunks) if s in cells] for cell in cells}
+    return table, sources, {cell: covers[cell.stage, cell.phase] for cell in cells}

@@ -7,9 +7,9 @@ import dataclasses
 import re
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from multimesh.commands import values
 from multimesh.errors import UsageError
@@ -19,10 +19,9 @@ from multimesh_planner import bands, calibration, models
 from multimesh_planner.configuration import AXES, MOMENTS, OPTIMIZERS, RECOMPUTE, SHARDED
 from multimesh_planner.hardware import devices
 from multimesh_planner.hardware.software import software, software_names
-from multimesh_planner.pasting import paste
+from multimesh_planner.search import suggest
 from multimesh_planner.space import Training
-from multimesh_planner.suggesting import suggest
-from multimesh_planner.suggestions import Suggestions
+from multimesh_planner.suggestions import Suggestions, paste
 from multimesh_planner.transformer import Transformer
 
 SUMMARY = "find the configurations that suit a model and a cluster"
@@ -50,11 +49,20 @@ EXIT_CODES = """\
 
 _AXES = (*AXES, "etp", "interleave", "microbatch")
 _FIXES = (*_AXES, "load", "schedule", "recompute", "sharded", "precision", "optimizer", "moments", "sequence_parallel")
-_SIZES = ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab")
+_SIZES = {
+    "layers": "decoder layers",
+    "hidden": "width of the model",
+    "ffn": "width of the MLP, of each expert (default: 4 x hidden)",
+    "heads": "heads of attention",
+    "kv_heads": "heads of keys and values (default: as --heads)",
+    "vocab": "tokens of the vocabulary",
+    "experts": "experts of a layer",
+    "active": "experts that a token passes",
+}
 
 _EVERY = 2.0  # seconds between lines of progress
 _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
-_NUMBER = re.compile(r"([0-9.]+(?:e[+-]?\d+)?)\s*([kmgbt]?)(b?)(?:/s)?", re.IGNORECASE)
+_NUMBER = re.compile(r"(\d*\.?\d+(?:e[+-]?\d+)?)\s*([kmgbt]?)(b?)(?:/s)?", re.IGNORECASE)
 
 
 def size_of(examples: str, unit: str = "") -> Callable[[str], float]:
@@ -62,10 +70,7 @@ def size_of(examples: str, unit: str = "") -> Callable[[str], float]:
 
     def parse(text: str) -> float:
         match = _NUMBER.fullmatch(text.strip())
-        try:
-            number = float(match[1]) * _SCALES[match[2].lower()] if match else -1.0
-        except ValueError:
-            number = -1.0
+        number = float(match[1]) * _SCALES[match[2].lower()] if match else 0.0
         if match and unit == "network" and match[3] == "b":
             number /= 8
         if not 1e6 <= number < float("inf"):
@@ -75,76 +80,50 @@ def size_of(examples: str, unit: str = "") -> Callable[[str], float]:
     return parse
 
 
-class Flag(NamedTuple):
-    """A flag; with the type ``bool`` it takes no value, and its default is an action of argparse."""
-
-    name: str
-    help: str | None = None
-    type: Any = values.positive
-    metavar: str | None = "N"
-    default: Any = None
-    choices: Collection[str] | None = None
-
-
-def _list_flags() -> Mapping[str, Sequence[Flag]]:
-    """Return the flags, by the heading of their group."""
+def add_flags(command: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    number: dict[str, Any] = {"type": values.positive, "metavar": "N"}
     public, accelerators = ", ".join(models.names()), ", ".join(devices.device_names())
     classes = "; ".join(f"{name}: {software(name).about}" for name in software_names())
     memory, network = size_of("72e9 or 72GB"), size_of("50e9 bytes, 50GB or 400Gb a second", "network")
-    load = values.at_least(1, float, "a number")
-    measured = "JSON file of a run of yours, to which three constants are fitted: what makes a forecast most certain"
-    return {
-        "model": (
-            Flag("model", f"a file config.json of Hugging Face or its folder, or one of {public}", str, "NAME"),
-            Flag("layers", "decoder layers"),
-            Flag("hidden", "width of the model"),
-            Flag("ffn", "width of the MLP, of each expert (default: 4 x hidden)"),
-            Flag("heads", "heads of attention"),
-            Flag("kv-heads", "heads of keys and values (default: as --heads)"),
-            Flag("vocab", "tokens of the vocabulary"),
-            Flag("experts", "experts of a layer", default=0),
-            Flag("active", "experts that a token passes", default=0),
-            Flag("plain-mlp", "the MLP has no gate: two matrices in place of three", bool),
-            Flag("tied", "the head is the embedding transposed", bool),
-        ),
-        "cluster and batch": (
-            Flag("calibrate", measured, Path, "FILE"),
-            Flag("device", f"{accelerators}; default h100", str, "NAME", "h100"),
-            Flag("devices-file", "TOML file of further devices, as above", Path, "FILE"),
-            Flag("network", "that a device sends to other nodes in a second: 50e9, 400Gb", network, "BYTES"),
-            Flag("software", f"what runs it: {classes} (default: nvidia, and maxtext on TPUs)", str, "NAME"),
-            Flag("gpus", "GPUs of a node (default: 8)", default=8),
-            Flag("nodes", "default: 1", default=1),
-            Flag("sequence-length", "default: 8192", default=8192),
-            Flag("batch-size", "sequences of a step (default: 2 x devices)"),
-            Flag("memory", "of a device that may be used (default: 3/4, as JAX takes)", memory, "BYTES"),
-        ),
-        "what stays as you say; all else is searched": (
-            *map(Flag, _AXES),
-            Flag("schedule", ", ".join(schedules.names()), values.schedule, "NAME"),
-            Flag("recompute", "what the backward pass computes again", str, None, None, RECOMPUTE),
-            Flag("sharded", "beside the batch (default: optimizer, ZeRO-1)", str, None, None, SHARDED),
-            Flag("precision", "default bf16; any: all it has", str, None, None, (*devices.PRECISIONS, "any")),
-            Flag("optimizer", "default: adamw", str, None, None, OPTIMIZERS),
-            Flag("moments", "type of the optimizer's moments (default: float32)", str, None, None, MOMENTS),
-            Flag("offload", "try also activations and the optimizer's state in the host's memory", bool),
-            Flag("load", "of the busiest experts, over the mean", load, "X"),
-            Flag("sequence-parallel", "default: where tp > 1", bool, default=argparse.BooleanOptionalAction),
-            Flag("partition", "layers of each stage", values.sizes, "N,N,..."),
-        ),
-        "output": (Flag("json", "one JSON object instead of the table", bool),),
-    }
 
+    flag = command.add_argument_group("model").add_argument
+    flag("--model", metavar="NAME", help=f"a file config.json of Hugging Face or its folder, or one of {public}")
+    for name, words in _SIZES.items():
+        flag(f"--{name.replace('_', '-')}", help=words, **number)
+    flag("--plain-mlp", action="store_true", help="the MLP has no gate: two matrices in place of three")
+    flag("--tied", action="store_true", help="the head is the embedding transposed")
 
-def add_flags(command: argparse.ArgumentParser) -> None:
-    """Declare the flags."""
-    for heading, flags in _list_flags().items():
-        add = command.add_argument_group(heading).add_argument
-        for name, text, kind, metavar, default, choices in flags:
-            if kind is bool:
-                add(f"--{name}", action="store_true" if default is None else default, help=text)
-            else:
-                add(f"--{name}", type=kind, metavar=metavar, default=default, choices=choices, help=text)
+    flag = command.add_argument_group("cluster and batch").add_argument
+    words = "JSON file of a run of yours, to which three constants are fitted: what makes a forecast most certain"
+    flag("--calibrate", type=Path, metavar="FILE", help=words)
+    flag("--device", metavar="NAME", default="h100", help=f"{accelerators}; default h100")
+    flag("--devices-file", type=Path, metavar="FILE", help="TOML file of further devices, as above")
+    flag("--network", type=network, metavar="BYTES", help="that a device sends to other nodes in a second: 50e9, 400Gb")
+    flag("--software", metavar="NAME", help=f"what runs it: {classes} (default: nvidia, and maxtext on TPUs)")
+    flag("--gpus", default=8, help="GPUs of a node (default: 8)", **number)
+    flag("--nodes", default=1, help="default: 1", **number)
+    flag("--sequence-length", default=8192, help="default: 8192", **number)
+    flag("--batch-size", help="sequences of a step (default: 2 x devices)", **number)
+    flag("--memory", type=memory, metavar="BYTES", help="of a device that may be used (default: 3/4, as JAX takes)")
+
+    flag = command.add_argument_group("what stays as you say; all else is searched").add_argument
+    for name in _AXES:
+        flag(f"--{name}", **number)
+    flag("--schedule", type=values.schedule, metavar="NAME", help=", ".join(schedules.names()))
+    flag("--recompute", choices=RECOMPUTE, help="what the backward pass computes again")
+    flag("--sharded", choices=SHARDED, help="beside the batch (default: optimizer, ZeRO-1)")
+    flag("--precision", choices=(*devices.PRECISIONS, "any"), help="default bf16; any: all it has")
+    flag("--optimizer", choices=OPTIMIZERS, help="default: adamw")
+    flag("--moments", choices=MOMENTS, help="type of the optimizer's moments (default: float32)")
+    flag("--offload", action="store_true", help="try also activations and the optimizer's state in the host's memory")
+    words = "of the busiest experts, over the mean"
+    flag("--load", type=values.at_least(1, float, "a number"), metavar="X", help=words)
+    flag("--sequence-parallel", action=argparse.BooleanOptionalAction, help="default: where tp > 1")
+    flag("--partition", type=values.sizes, metavar="N,N,...", help="layers of each stage")
+
+    words = "one JSON object instead of the table"
+    command.add_argument_group("output").add_argument("--json", action="store_true", help=words)
 
 
 def transformer(options: argparse.Namespace) -> Transformer:
@@ -152,22 +131,16 @@ def transformer(options: argparse.Namespace) -> Transformer:
 
     Raises ``UsageError`` if there is neither, or both.
     """
-    sizes = [name for name in (*_SIZES, "experts", "active") if getattr(options, name)]
+    sizes = {name: getattr(options, name) for name in _SIZES if getattr(options, name)}
     if options.model is not None:
         if sizes:
-            raise UsageError(f"--model has all sizes; leave out --{sizes[0].replace('_', '-')}, or --model")
+            raise UsageError(f"--model has all sizes; leave out --{next(iter(sizes)).replace('_', '-')}, or --model")
         return models.model(options.model)
-    missing = [name for name in ("layers", "hidden", "heads", "vocab") if name not in sizes]
-    if missing:
+    if missing := [name for name in ("layers", "hidden", "heads", "vocab") if name not in sizes]:
         raise UsageError(f"--{missing[0]} is missing; give the sizes of the model, or --model alone")
-    return Transformer(
-        *(f"{options.layers} layers of {options.hidden}", options.layers, options.hidden),
-        *(options.ffn or 4 * options.hidden, options.heads, options.kv_heads or options.heads, options.vocab),
-        gated=not options.plain_mlp,
-        experts=options.experts,
-        active=options.active,
-        tied=options.tied,
-    )
+    sizes = {"ffn": 4 * options.hidden, "kv_heads": options.heads, "vocabulary": sizes.pop("vocab"), **sizes}
+    name = f"{options.layers} layers of {options.hidden}"
+    return Transformer(name, **sizes, gated=not options.plain_mlp, tied=options.tied)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -175,7 +148,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     job, calibrated = training(options), None
     if options.calibrate is not None:
         calibrated = calibration.read(options.calibrate, job.device, job.software)
-        job = calibrated.apply(job)
+        fitted = {name: getattr(calibrated, name) for name in ("device", "software", "run")}
+        job = dataclasses.replace(job, **fitted)
     count, progress = options.gpus * options.nodes, Progress()
     suggestions = suggest(job, count, progress=progress)
     suggestions = suggestions.changed(suggestions.options, list(_notes(options, job, suggestions, calibrated)))

@@ -117,25 +117,12 @@ class Transformer:
         return self.expert * self.active * load + self.shared_ffn if self.experts else float(self.ffn)
 
     @functools.cached_property
-    def attention_parameters(self) -> float:
-        """Parameters of a layer's attention."""
-        return sum(float(rows * columns) for rows, columns in self.projections)
-
-    @functools.cached_property
-    def expert_parameters(self) -> float:
-        """Parameters of all routed experts of a layer."""
-        return float(self.experts * self.hidden * self.expert * (self.gates + 1))
-
-    @functools.cached_property
-    def always_parameters(self) -> float:
-        """Parameters of a layer with experts, without the routed ones: attention, shared experts and the router."""
-        shared = self.hidden * (self.shared_ffn * (self.gates + 1) + self.experts)
-        return self.attention_parameters + shared
-
-    @functools.cached_property
-    def dense_layer_parameters(self) -> float:
-        """Parameters of a layer with a dense MLP."""
-        return self.attention_parameters + self.hidden * self.ffn * (self.gates + 1)
+    def layer_parameters(self) -> tuple[float, float, float]:
+        """Parameters of a layer with a dense MLP; of one with experts, but for the routed ones; and of these."""
+        attention = sum(float(rows * columns) for rows, columns in self.projections)
+        dense = attention + self.hidden * self.ffn * (self.gates + 1)
+        shared = self.hidden * (self.shared_ffn * (self.gates + 1) + self.experts)  # with the router
+        return dense, attention + shared, float(self.experts * self.hidden * self.expert * (self.gates + 1))
 
     def split_parameters(self, tp: int, ep: int, *, dense: float = 0.0, sparse: float) -> tuple[float, float]:
         """Return the parameters of a device in so many layers with a dense MLP and with experts.
@@ -143,10 +130,10 @@ class Transformer:
         Those of routed experts, which ``ep`` devices share, are apart; ``tp`` devices share the others. All layers are
         dense where the model has no experts.
         """
+        one, always, routed = self.layer_parameters
         if not self.experts:
-            return (dense + sparse) * self.dense_layer_parameters / tp, 0.0
-        always = dense * self.dense_layer_parameters + sparse * self.always_parameters
-        return always / tp, sparse * self.expert_parameters / ep
+            return (dense + sparse) * one / tp, 0.0
+        return (dense * one + sparse * always) / tp, sparse * routed / ep
 
     @property
     def embedding_parameters(self) -> float:
@@ -155,9 +142,8 @@ class Transformer:
 
     def count_parameters(self, share: float) -> float:
         """Return the parameters of all layers, with a share of the routed experts."""
-        dense = self.dense_layers if self.experts else self.layers
-        one = self.always_parameters + self.expert_parameters * share
-        return dense * self.dense_layer_parameters + (self.layers - dense) * one
+        dense, (one, always, routed) = self.dense_layers if self.experts else self.layers, self.layer_parameters
+        return dense * one + (self.layers - dense) * (always + routed * share)
 
     @property
     def parameters(self) -> float:

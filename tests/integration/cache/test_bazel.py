@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import requests
 
-from tests.integration.parts import processes
+from tests.integration.parts import packages, processes
 from tests.integration.parts import registry as registries
-from tooling.image import bazel_cache, digests
+from tooling.core.files import ROOT
+from tooling.image import bazel_cache, reference
 
-from .conftest import ACTIONS, Bazel
-
-ROOT = Path(__file__).resolve().parents[3]
+ACTIONS = 6
 NGINX = """
 daemon off; user root; pid pid; error_log stderr;
 events {}
@@ -39,6 +40,58 @@ ENTRYPOINT ["sh", "-c", "exec nginx -p /data -e stderr -c /nginx.conf"]
 """
 
 
+class Build(NamedTuple):
+    """The exit code and the output of a run of Bazel, its actions that ran, and those that a cache had."""
+
+    code: int
+    output: str
+    ran: int
+    hits: int
+
+
+class Bazel(NamedTuple):
+    """A real Bazel and a workspace whose actions need nothing from outside."""
+
+    workspace: Path
+    state: Path
+
+    def __call__(self, *args: str, rc: Path | None = None) -> subprocess.CompletedProcess[str]:
+        startup = [f"--output_user_root={self.state}", "--nohome_rc", "--host_jvm_args=-Xmx512m"]
+        startup += [f"--bazelrc={rc}"] if rc else []
+        return subprocess.run(
+            ["bazel", *startup, *args], cwd=self.workspace, capture_output=True, text=True, timeout=300
+        )
+
+    def build(self, rc: Path) -> Build:
+        """Build everything, from nothing but the cache."""
+        self("clean", rc=rc)
+        done = self("build", "//...", "--nosandbox_debug", "--noshow_progress", rc=rc)
+        line = next((line for line in done.stderr.splitlines() if " processes:" in line), "")
+        ran = sum(map(int, re.findall(r"(\d+) [\w-]*(?:sandbox|local)", line)))
+        hits = sum(map(int, re.findall(r"(\d+) \w+ cache hit", line)))
+        return Build(done.returncode, done.stderr, ran, hits)
+
+
+@pytest.fixture(scope="module")
+def bazel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bazel]:
+    """A workspace of six actions; the last needs the others. Each output is 200 kB or more."""
+    packages.need("bazel", "bazel-bootstrap")
+    folder = tmp_path_factory.mktemp("bazel")
+    workspace = folder / "workspace"
+    workspace.mkdir()
+    (workspace / "WORKSPACE").touch()
+    (workspace / "BUILD").write_text(
+        '[genrule(name = "p%d" % n, outs = ["p%d.txt" % n], cmd = "seq %d 40000 > $@" % n)'
+        f" for n in range({ACTIONS - 1})]\n"
+        f'genrule(name = "all", srcs = [":p%d" % n for n in range({ACTIONS - 1})], outs = ["all.txt"],'
+        ' cmd = "cat $(SRCS) > $@")\n'
+    )
+    real = Bazel(workspace, folder / "state")
+    yield real
+    real("shutdown")
+    subprocess.run(["chmod", "-R", "u+w", folder], check=True)
+
+
 @pytest.fixture
 def clone(trixie: str, registry: str, docker: Callable[..., str], tmp_path: Path) -> Iterator[Path]:
     """The doors of this repository and the tools behind them; nginx with WebDAV stands for bazel-remote in its lock."""
@@ -51,9 +104,9 @@ def clone(trixie: str, registry: str, docker: Callable[..., str], tmp_path: Path
     for name in ("docker", "tooling"):
         shutil.copytree(ROOT / name, copied / name, symlinks=True)
     (copied / ".venv").symlink_to(ROOT / ".venv")
-    lock, name = json.loads((copied / digests.FILE).read_text()), f"{registry}/nginx:1"
+    lock, name = json.loads((copied / reference.LOCK).read_text()), f"{registry}/nginx:1"
     lock["images"]["bazel-remote"] = {"reference": name, "digest": registries.push(name, name)}
-    (copied / digests.FILE).write_text(json.dumps(lock))
+    (copied / reference.LOCK).write_text(json.dumps(lock))
     yield copied
     docker("image", "rm", "--force", name)
 
@@ -83,7 +136,7 @@ def test_start_cache_serves_a_real_bazel_and_nobody_without_its_password(
         assert (reading.ran, reading.hits) == (0, ACTIONS), reading.output
         [entry, *_] = content.glob("ac/*")
         for method in ("GET", "PUT"):
-            assert requests.request(method, f"http://127.0.0.1:{port}/ac/{entry.name}", timeout=9).status_code == 401
+            assert requests.request(method, f"http://127.0.0.1:{port}/ac/{entry.name}", timeout=60).status_code == 401
     finally:
         stopped = start_cache("stop")
     assert stopped.returncode == 0, stopped.stderr

@@ -15,7 +15,7 @@ from tests.integration.parts import engine, packages, processes
 from tests.integration.parts import registry as registries
 from tooling.core import errors
 from tooling.image import bazel_cache, build, pipeline
-from tooling.image.digests import ImagePin
+from tooling.image.reference import ImagePin
 
 START = '#!/bin/sh\necho "$@" >/data/arguments\nexec /bin/busybox httpd -f -p 8080 -h /www\n'
 pytestmark = pytest.mark.stand_in("an image that answers as bazel-remote does")
@@ -64,7 +64,9 @@ def reach(folder: Path) -> list[str]:
 
 
 def inspect(folder: Path) -> str:
-    return subprocess.run(["docker", "inspect", bazel_cache._name(folder)], capture_output=True, text=True).stdout
+    return subprocess.run(
+        ["docker", "inspect", bazel_cache.name_container(folder)], capture_output=True, text=True
+    ).stdout
 
 
 def test_container_starts_once_is_confined_and_stops(pin: ImagePin, folder: Path) -> None:
@@ -74,7 +76,8 @@ def test_container_starts_once_is_confined_and_stops(pin: ImagePin, folder: Path
     assert bazel_cache.look(folder) == f"127.0.0.1:{port} 5"
     arguments = (folder / "content" / "arguments").read_text().split()
     assert arguments == ["--max_size", "5", "--htpasswd_file", "/htpasswd"]
-    secret = bazel_cache._read_password(folder)
+    secret = (folder / "bazelrc").read_text().partition(f"{bazel_cache.USER}:")[2].partition("@")[0]
+    assert len(secret) >= 24
     assert reach(folder) == ["--secret", f'id=bazelrc,"src={folder}/reading.bazelrc"', "--network", "host"]
     description = inspect(folder)
     assert secret not in description, "the password is in no command line"
@@ -82,20 +85,20 @@ def test_container_starts_once_is_confined_and_stops(pin: ImagePin, folder: Path
     assert (host["RestartPolicy"]["Name"], host["ReadonlyRootfs"]) == ("unless-stopped", True)
     assert host["PortBindings"]["8080/tcp"][0]["HostIp"] == "127.0.0.1"
     holders = {path.name for path in folder.rglob("*") if path.is_file() and secret in path.read_text()}
-    assert holders == {"bazelrc", "reading.bazelrc", "password"}
+    assert holders == {"bazelrc", "reading.bazelrc"}
     assert {(folder / name).stat().st_mode & 0o077 for name in holders} == {0}
     assert "--remote_upload_local_results=false" in (folder / "reading.bazelrc").read_text()
 
     assert bazel_cache.stop(folder)
     assert not bazel_cache.stop(folder)
     assert bazel_cache.look(folder) == ""
-    assert {path.name for path in folder.iterdir()} == {"content", "htpasswd", "password", "start.lock"}
+    assert {path.name for path in folder.iterdir()} == {"content", "htpasswd", "start.lock"}
 
 
 def test_killed_container_is_stopped_and_starts_again(pin: ImagePin, folder: Path) -> None:
     port = processes.free_port()
     start(folder, pin, port)
-    subprocess.run(["docker", "kill", bazel_cache._name(folder)], check=True, capture_output=True)
+    subprocess.run(["docker", "kill", bazel_cache.name_container(folder)], check=True, capture_output=True)
     assert bazel_cache.look(folder) == ""
     assert reach(folder) == []
     assert start(folder, pin, port)
@@ -118,7 +121,7 @@ def test_a_server_that_does_not_start_is_named_and_not_started_for_ever(
 
 def test_who_else_listens_on_its_port_gets_no_password(pin: ImagePin, folder: Path) -> None:
     """The container is gone, and a server of somebody else takes its port."""
-    port, name = processes.free_port(), bazel_cache._name(folder)
+    port, name = processes.free_port(), bazel_cache.name_container(folder)
     start(folder, pin, port)
     subprocess.run(["docker", "rm", "--force", name], check=True, capture_output=True)
     with socket.create_server(("127.0.0.1", port)):

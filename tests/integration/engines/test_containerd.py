@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -42,8 +41,8 @@ def test_two_builds_of_a_commit_have_one_digest(
         content = engines.archive(*engines.checkable("echo ok: ran"))
         subprocess.run(["docker", "import", "-", BASE], input=content, check=True, capture_output=True)
         options = ["--accelerator", "cpu", "--base-image", BASE, "--repo", f"{registry}/team/tiny", "--tag", "T"]
-        options += ["--no-docker-build-cache", "--upload", "--allow-dirty", "--json"]
-        first, second = (json.loads(tiny.build(*options).stdout) for _ in range(2))
+        options += ["--no-docker-build-cache", "--upload", "--allow-dirty"]
+        first, second = (tiny.answer(*options) for _ in range(2))
         assert first["check"]["verdict"] == "ok: ran"
         assert first["id"] == second["id"]
         image = second["pushed"]["image"]

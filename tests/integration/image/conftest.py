@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.integration.parts import packages
+from tests.repositories import commit
 from tooling.image import pipeline
 
 NAME = "multimesh-test/image"
-STANDALONE = "/opt/python"
-COMMIT = ("-c", "user.name=t", "-c", "user.email=t@example.com", "-c", "commit.gpgsign=false", "commit", "-qm", "t")
+CPU = ("--accelerator", "cpu", "--repo", NAME)
 
 
 class Repository(NamedTuple):
@@ -26,12 +25,16 @@ class Repository(NamedTuple):
 
     path: Path
 
-    def build(self, *argv: str, check: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
-        """Run build.py to its end."""
+    def build(self, *argv: str, code: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
+        """Run build.py to its end, which is this code."""
         command = [self.path / "docker" / "build.py", *argv]
         done = subprocess.run(command, cwd=self.path / "docker", capture_output=True, text=True, env=os.environ | env)
-        assert not check or done.returncode == 0, done.stderr[-4000:]
+        assert done.returncode == code, done.stderr[-4000:]
         return done
+
+    def answer(self, *argv: str, **env: str) -> dict[str, Any]:
+        """Run build.py, and return what it says in JSON."""
+        return dict(json.loads(self.build(*argv, "--json", **env).stdout))
 
 
 def copy_repository(root: Path, place: Path) -> Repository:
@@ -44,8 +47,7 @@ def copy_repository(root: Path, place: Path) -> Repository:
         shutil.copy2(name, target, follow_symlinks=False)
     shutil.copytree(root / "third_party" / "maxtext", place / "third_party" / "maxtext", symlinks=True)
     (place / ".venv").symlink_to((root / ".venv").resolve())
-    for words in (("init", "-q"), ("add", "-A"), COMMIT):
-        subprocess.run(["git", "-C", place, *words], check=True)
+    commit(place, {})
     return Repository(place)
 
 
@@ -64,8 +66,8 @@ def changed(root: Path, tmp_path: Path) -> Repository:
 @pytest.fixture(scope="session")
 def image(repository: Repository, trixie: str) -> dict[str, Any]:
     """The CPU image that runs: built, checked by MaxText's CPU job, named; the answer of build.py --json."""
-    options = ["--accelerator", "cpu", "--base-image", trixie, "--repo", "multimesh-test", "--name", "image"]
-    return dict(json.loads(repository.build(*options, "--tag", "T", "--json").stdout))
+    place = ("--repo", "multimesh-test", "--name", "image", "--tag", "T")
+    return repository.answer("--accelerator", "cpu", "--base-image", trixie, *place)
 
 
 @pytest.fixture(scope="session")
@@ -73,37 +75,32 @@ def ask(trixie: str) -> Callable[..., Namespace]:
     """Ask for a target on the stand-in base."""
 
     def of(target: str, **changes: Any) -> Namespace:
-        plain = pipeline.parse(["--repo", NAME, "--tag", "T", "--accelerator", "cpu", "--base-image", trixie])
+        plain = pipeline.parse([*CPU, "--tag", "T", "--base-image", trixie])
         return Namespace(**vars(plain) | {"target": target} | changes)
 
     return of
 
 
+STANDALONE = """
+apt-get update -qq >&2 && apt-get install -y -qq --no-install-recommends python3-venv patchelf >&2
+from=/usr/lib/x86_64-linux-gnu to=/tmp/python
+mkdir -p $to/bin $to/lib $to/share
+cp -a /usr/lib/python3.13 $to/lib && cp -a /usr/share/python-wheels $to/share
+sed -i s,/usr/share/python-wheels,/opt/python/share/python-wheels, $to/lib/python3.13/_sysconfigdata*.py
+rm $to/lib/python3.13/EXTERNALLY-MANAGED
+cp -L $from/lib*.so.* $from/ld-linux-x86-64.so.2 $to/lib
+cp /usr/bin/python3.13 $to/bin && ln -s python3.13 $to/bin/python3
+there=/opt/python/lib
+patchelf --set-interpreter $there/ld-linux-x86-64.so.2 --force-rpath --set-rpath $there $to/bin/python3.13
+tar -C /tmp -cz python
+"""
+
+
 @pytest.fixture(scope="session")
-def archive(parts_folder: Path) -> Path:
+def archive(trixie: str, parts_folder: Path) -> Path:
     """A Python 3.13 with its own C library and pip, laid out as the pinned standalone one: Debian 13's."""
-    patchelf, debootstrap = packages.need("patchelf", "patchelf"), packages.need("debootstrap", "debootstrap")
-    system = parts_folder / "newer"
-    make = [debootstrap, "--variant=minbase", "--include=python3-venv", "trixie", system, packages.mirror()]
-    subprocess.run(packages.as_root(*make), check=True, capture_output=True)
-    python = parts_folder / "standalone" / "python"
-    (python / "bin").mkdir(parents=True)
-    shutil.copytree(system / "usr/lib/python3.13", python / "lib" / "python3.13", symlinks=True)
-    shutil.copytree(system / "usr/share/python-wheels", python / "share" / "python-wheels")
-    for settings in (python / "lib" / "python3.13").glob("_sysconfigdata*.py"):
-        text = settings.read_text().replace("/usr/share/python-wheels", f"{STANDALONE}/share/python-wheels")
-        settings.write_text(text)
-    (python / "lib" / "python3.13" / "EXTERNALLY-MANAGED").unlink()
-    for library in (system / "usr/lib/x86_64-linux-gnu").glob("lib*.so.*"):
-        shutil.copy(library, python / "lib" / library.name)
-    loader = next((system / "usr/lib/x86_64-linux-gnu").glob("ld-linux-x86-64.so.2"))
-    shutil.copy(loader, python / "lib" / loader.name)
-    shutil.copy(system / "usr/bin/python3.13", python / "bin" / "python3.13")
-    (python / "bin" / "python3").symlink_to("python3.13")
-    libraries = f"{STANDALONE}/lib"
-    paths = ["--set-interpreter", f"{libraries}/{loader.name}", "--force-rpath", "--set-rpath", libraries]
-    subprocess.run([patchelf, *paths, str(python / "bin" / "python3.13")], check=True)
     file = parts_folder / "python.tar.gz"
-    subprocess.run(["tar", "-czf", file, "-C", python.parent, "python"], check=True)
-    subprocess.run(packages.as_root("rm", "-r", system), check=True)
+    with file.open("wb") as output:
+        argv = ["docker", "run", "--rm", "--network=host", trixie, "sh", "-ec", STANDALONE]
+        subprocess.run(argv, check=True, stdout=output, stderr=subprocess.PIPE)
     return file

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from docker import DockerClient
-from tests.integration.image.conftest import NAME, Repository
+from tests.integration.image.conftest import CPU, NAME, Repository
+from tests.repositories import git
 from tooling.core import errors
-from tooling.image import build, smoke
+from tooling.image import build
+from tooling.image import engine as engines
 
 Docker = Callable[..., str]
 Asks = Callable[..., Namespace]
@@ -44,9 +46,7 @@ def test_it_runs_as_a_user_and_holds_only_what_runs(image: dict[str, Any], docke
 
 def test_labels_say_where_it_comes_from(image: dict[str, Any], docker: Docker, repository: Repository) -> None:
     labels = json.loads(docker("image", "inspect", "--format", "{{json .Config.Labels}}", image["id"]))
-    head = ["git", "-C", repository.path, "rev-parse", "HEAD"]
-    commit = subprocess.run(head, check=True, capture_output=True, text=True).stdout.strip()
-    assert labels["org.opencontainers.image.revision"] == commit
+    assert labels["org.opencontainers.image.revision"] == git(repository.path, "rev-parse", "HEAD")
     assert labels["io.github.multimesh-jax.python"].startswith("of the base, or standalone sha256:")
     assert labels["org.opencontainers.image.base.digest"] == "unpinned"
     inside = docker("run", "--rm", image["id"], "python3", "-c", "import jax; print(jax.__version__)")
@@ -74,6 +74,9 @@ def test_it_says_what_hardware_it_finds(image: dict[str, Any]) -> None:
     run = ["docker", "run", "--rm", "--env", "MULTIMESH_HARDWARE=1", image["id"], "echo", "and then"]
     done = subprocess.run(run, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "and then\n")
+    titles = {line[:12].strip() for line in done.stderr.splitlines()} - {""}
+    assert titles == {"GPUs", "packages", "NCCL", "verbs", "UCX", "InfiniBand", "container", "JAX sees"}
+    assert all(line[12:].strip() for line in done.stderr.splitlines())
     assert "no nvidia-smi; start with --gpus all" in done.stderr
     assert "JAX sees    cpu 0" in done.stderr
 
@@ -81,17 +84,17 @@ def test_it_says_what_hardware_it_finds(image: dict[str, Any]) -> None:
 def test_the_documented_docker_run_line_trains(image: dict[str, Any], docker: Docker, repository: Repository) -> None:
     scripts = repository.path / "docker" / "workspace" / "maxtext-scripts"
     mount = f"type=bind,source={scripts},target=/workspace,readonly"
-    options = ["--rm", "--entrypoint", "/opt/entrypoint.sh", "--mount", mount, "-w", "/workspace"]
-    options += ["--user", "12345:12345"]
-    lines = docker("run", *options, image["image"], "./validate-cpu.sh").splitlines()
+    options = ["--entrypoint", "/opt/entrypoint.sh", "--mount", mount, "-w", "/workspace", "--user", "12345:12345"]
+    lines = docker("run", "--rm", *options, image["image"], "./validate-cpu.sh").splitlines()
     assert lines[-1].startswith("ok: 3 steps")
 
 
 def test_a_rebuild_without_changes_does_nothing(image: dict[str, Any], repository: Repository, trixie: str) -> None:
-    options = ["--accelerator", "cpu", "--base-image", trixie, "--repo", NAME, "--tag", "T", "--json"]
-    again = json.loads(repository.build(*options).stdout)
-    assert again["id"] == image["id"]
-    assert again["check"] == image["check"]
+    for options in (("--base-image", trixie), ("--no-build",)):
+        again = repository.answer(*CPU, "--tag", "T", *options)
+        assert (again["id"], again["check"]) == (image["id"], image["check"])
+    done = repository.build(*CPU, "--no-build", "--tag", "never-built", code=errors.EngineError.exit_code)
+    assert f"{NAME}:never-built" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -117,7 +120,7 @@ def test_a_change_of_a_package_rebuilds_the_layers_from_there_on(
 
 
 def test_an_image_that_breaks_its_promise_gets_no_name(
-    image: dict[str, Any], repository: Repository, engine: DockerClient, docker: Docker, ask: Asks
+    image: dict[str, Any], repository: Repository, docker: Docker
 ) -> None:
     text = f"FROM {image['image']}\nUSER 0\nRUN cp /bin/true /usr/bin/gcc && echo s >/etc/pip.conf\n"
     text += "RUN touch /srv/libcublasLt.so.12\nENV LD_LIBRARY_PATH=/usr/local/nvidia/lib:/srv\n"
@@ -126,34 +129,22 @@ def test_an_image_that_breaks_its_promise_gets_no_name(
     text += "RUN echo 'def initialize(): raise RuntimeError(\"Outdated cuDNN\")' >old.py && mkdir old-1.dist-info && "
     text += "echo 'Name: old' >old-1.dist-info/METADATA && echo '[jax_plugins]' >old-1.dist-info/entry_points.txt && "
     text += "echo 'cuda = old' >>old-1.dist-info/entry_points.txt\nUSER 1000\n"
-    bad = docker("build", "-q", "-", stdin=text)
-    docker("tag", bad, f"{NAME}:bad")
-    done = repository.build(
-        "--no-build", "--accelerator", "cpu", "--repo", NAME, "--tag", "bad", "--latest", check=False
-    )
-    assert done.returncode == errors.SmokeError.exit_code
-    assert "/usr/bin/gcc" in done.stderr
-    assert "/etc/pip.conf" in done.stderr
-    assert "CUDA of another than JAX's own, in /srv of LD_LIBRARY_PATH" in done.stderr
-    assert "a plugin of JAX that cannot be used, cuda: Outdated cuDNN" in done.stderr
+    docker("build", "-q", "--tag", f"{NAME}:bad", "-", stdin=text)
+    done = repository.build(*CPU, "--no-build", "--tag", "bad", "--latest", code=errors.SmokeError.exit_code)
+    for fault in ("/usr/bin/gcc", "/etc/pip.conf", "CUDA of another than JAX's own, in /srv of LD_LIBRARY_PATH",
+                  "a plugin of JAX that cannot be used, cuda: Outdated cuDNN"):  # fmt: skip
+        assert fault in done.stderr
     assert docker("image", "ls", "-q", f"{NAME}:latest") == ""
 
 
 def test_an_image_of_root_or_with_a_label_that_is_not_true_is_refused(
-    image: dict[str, Any], repository: Repository, engine: DockerClient, docker: Docker, ask: Asks
+    image: dict[str, Any], repository: Repository, engine: DockerClient, docker: Docker
 ) -> None:
-    root_image = docker("build", "-q", "-", stdin=f"FROM {image['image']}\nUSER 0\n")
-    with pytest.raises(errors.SmokeError, match="runs as root"):
-        smoke.check(repository.path, engine.images.get(root_image), "runtime", "small")
     label = 'LABEL io.github.multimesh-jax.python="standalone sha256:12"'
-    other = docker("build", "-q", "-", stdin=f"FROM {image['image']}\n{label}\n")
-    with pytest.raises(errors.SmokeError, match="the Python of its base, and the label names the standalone one"):
-        smoke.check(repository.path, engine.images.get(other), "runtime", "none")
-
-
-def test_without_a_build_the_image_of_this_name_is_checked(image: dict[str, Any], repository: Repository) -> None:
-    options = ["--no-build", "--accelerator", "cpu", "--repo", NAME, "--json", "--tag"]
-    assert json.loads(repository.build(*options, "T").stdout)["id"] == image["id"]
-    done = repository.build(*options, "never-built", check=False)
-    assert done.returncode == errors.EngineError.exit_code
-    assert f"{NAME}:never-built" in done.stderr
+    for line, job, fault in (
+        ("USER 0", "small", "runs as root"),
+        (label, "none", "the Python of its base, and the label names the standalone one"),
+    ):
+        other = docker("build", "-q", "-", stdin=f"FROM {image['image']}\n{line}\n")
+        with pytest.raises(errors.SmokeError, match=fault):
+            engines.check(repository.path, engine.images.get(other), "runtime", job)

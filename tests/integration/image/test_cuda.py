@@ -34,7 +34,7 @@ def test_it_is_built_pushed_pulled_and_used(
     place = ["--repo", f"{registry}/team", "--name", "cuda"]
     base = ["--base-image", engines.base_image("jammy", parts_folder), "--python-archive", str(archive)]
     run = {"GITHUB_SERVER_URL": "https://github.com", "GITHUB_REPOSITORY": "some-lab/multimesh-jax"}
-    answer = json.loads(changed.build(*base, *place, "--tag", "T", "--upload", "--allow-dirty", "--json", **run).stdout)
+    answer = changed.answer(*base, *place, "--tag", "T", "--upload", "--allow-dirty", **run)
     assert answer["check"]["verdict"].startswith("ok: 3 steps")
     history = docker("history", "--no-trunc", "--human=false", "--format", "{{.Size}} {{.CreatedBy}}", answer["id"])
     layers = [(int(size), step) for size, _, step in (line.partition(" ") for line in history.splitlines())]
@@ -61,8 +61,7 @@ def test_it_is_built_pushed_pulled_and_used(
         site = "/opt/.venv/lib/python3.13/site-packages/nvidia/cudnn/lib"
         text = f"FROM {pull}\nUSER 0\nRUN rm {site}/libcudnn.so.9\nUSER 1000\n"
         docker("build", "-q", "--tag", f"{registry}/team/cuda:bad", "-", stdin=text)
-        done = changed.build("--no-build", *place, "--tag", "bad", check=False)
-        assert done.returncode == errors.SmokeError.exit_code
+        done = changed.build("--no-build", *place, "--tag", "bad", code=errors.SmokeError.exit_code)
         assert "a plugin of JAX that cannot be used, xla_cuda12: Unable to load cuDNN" in done.stderr
     finally:
         ids = docker("image", "ls", "-q", f"{registry}/team/cuda").split()

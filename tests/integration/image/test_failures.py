@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import os
 import re
 import shutil
@@ -10,18 +9,16 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
 from docker import DockerClient
-from tests.integration.image.conftest import NAME, Repository
-from tests.integration.parts import disks, processes
+from tests.integration.image.conftest import CPU, NAME, Repository
+from tests.integration.parts import disks, processes, proxy
 from tests.integration.parts import engine as engines
 from tooling.core import errors
 from tooling.image import build, engine
@@ -31,26 +28,13 @@ Docker = Callable[..., str]
 Asks = Callable[..., Namespace]
 
 
-def running(words: str) -> list[int]:
-    """Return the processes of this machine, containers' too, whose command line holds some words."""
-    numbers = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if words in command:
-            numbers.append(int(folder.name))
-    return numbers
-
-
 @pytest.mark.stand_in("a debootstrapped Debian 13 in place of the CUDA base")
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_killed_build_leaves_nothing_behind(
     repository: Repository, trixie: str, docker: Docker, signum: signal.Signals, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
-    options = ["--accelerator", "cpu", "--base-image", trixie, "--repo", NAME, "--tag", "killed"]
+    options = [*CPU, "--base-image", trixie, "--tag", "killed"]
     with log.open("wb") as output:
         process = subprocess.Popen(
             [repository.path / "docker" / "build.py", *options, "--no-docker-build-cache"],
@@ -59,11 +43,11 @@ def test_a_killed_build_leaves_nothing_behind(
             start_new_session=True,
         )
     step = "scripts/python.sh && "
-    processes.wait_for(lambda: bool(running(step)), "the first step runs", process=process, log=log)
+    processes.wait_for(lambda: bool(processes.find(step)), "the first step runs", process=process, log=log)
     process.send_signal(signum)
-    assert process.wait(30) == 130
+    assert process.wait(120) == 130
     assert "interrupted; run the same command again" in log.read_text()
-    processes.wait_for(lambda: not running(step), "the engine stopped the step")
+    processes.wait_for(lambda: not processes.find(step), "the engine stopped the step")
     assert docker("image", "ls", "-q", f"{NAME}:killed") == ""
     assert not list((repository.path / "build/image").glob("**/*.tar*"))
 
@@ -84,53 +68,31 @@ def test_a_full_disk_is_named(
             build.run(repository.path, client, ask("sources", base_image=None))
 
 
-class Index(SimpleHTTPRequestHandler):
-    """A package index that wants a password, as a company's does."""
-
-    served: ClassVar[list[str]] = []
-
-    def do_GET(self) -> None:
-        login = "Basic " + base64.b64encode(f"user:{PASSWORD}".encode()).decode()
-        if self.headers.get("Authorization") != login:
-            self.send_response(401)
-            self.send_header("WWW-Authenticate", "Basic")
-            self.end_headers()
-            return
-        self.served.append(self.path)
-        super().do_GET()
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
 @pytest.fixture
-def index(root: Path, tmp_path: Path) -> Iterator[str]:
-    """An index with what the installer needs; gives its address, with user and password."""
-    wheels = tmp_path / "wheels"
+def index(root: Path, tmp_path: Path) -> Iterator[proxy.FaultyProxy]:
+    """A package index with what the installer needs, which wants a password, as a company's does."""
+    wheels, config = tmp_path / "wheels", tmp_path / "httpd.conf"
     pip = [sys.executable, "-m", "pip", "download", "-q", "--require-hashes", "--only-binary=:all:", "--dest", wheels]
     subprocess.run([*pip, "-r", str(root / "requirements" / "tooling.txt")], check=True, capture_output=True)
     for wheel in list(wheels.glob("*.whl")):
-        folder = wheels / wheel.name.partition("-")[0].replace("_", "-").replace(".", "-").lower()
+        folder = wheels / re.sub("[_.]", "-", wheel.name.partition("-")[0]).lower()
         folder.mkdir(exist_ok=True)
         wheel.rename(folder / wheel.name)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), lambda *args: Index(*args, directory=str(wheels)))
-    Index.served.clear()
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield "http://" + f"user:{PASSWORD}@127.0.0.1:{server.server_port}/"
-    server.shutdown()
-    thread.join()
+        (folder / "index.html").write_text(f'<a href="{wheel.name}">{wheel.name}</a>\n')
+    config.write_text(f"/:user:{PASSWORD}\n")
+    with processes.web_server(wheels, "-c", str(config)) as address, proxy.running(address) as server:
+        yield server
 
 
 def test_a_companys_index_serves_the_build_and_its_password_stays_out(
-    changed: Repository, index: str, engine: DockerClient, docker: Docker, ask: Asks, tmp_path: Path
+    changed: Repository, index: proxy.FaultyProxy, engine: DockerClient, docker: Docker, ask: Asks, tmp_path: Path
 ) -> None:
     config = tmp_path / "pip.conf"
-    config.write_text(f"[global]\nindex-url = {index}\n")
+    config.write_text("[global]\nindex-url = http://" + f"user:{PASSWORD}@{index.address}/\n")
     locked = changed.path / "requirements" / "tooling.txt"
     locked.write_text(locked.read_text(encoding="utf-8") + f"# {tmp_path}\n", encoding="utf-8")  # no layer of before
     built = build.run(changed.path, engine, ask("installer", network="host", pip_config=config))
-    assert any(path.endswith(".whl") for path in Index.served)
+    assert index.count("GET .*[.]whl ")
     assert PASSWORD not in docker("image", "inspect", built.id)
     assert PASSWORD not in docker("history", "--no-trunc", built.id)
     find = f"! grep -rqsF {PASSWORD} /etc /opt /root /home /tmp /var /run"
@@ -150,11 +112,8 @@ def test_evil_names_stay_data(
 
 def test_a_base_that_nobody_has_is_named(repository: Repository, docker_engine: None) -> None:
     options = ["--accelerator", "cpu", "--base-image", "127.0.0.1:9/nobody/has:this", "--tag", "nobase"]
-    done = repository.build(*options, check=False)
-    assert done.returncode == errors.NotThereError.exit_code
-    words = (
-        r"error: step `[^`]* 127\.0\.0\.1:9/nobody/has:this`: the base image cannot be fetched; log in to its registry"
-    )
+    done = repository.build(*options, code=errors.NotThereError.exit_code)
+    words = r"error: step `[^`]* 127\.0\.0\.1:9/nobody/has:this`: the base image cannot be fetched; log in to its reg"
     assert re.match(words, done.stderr.splitlines()[-1])
 
 
@@ -165,9 +124,7 @@ def test_an_engine_that_takes_the_call_and_never_answers_is_named(
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(str(tmp_path / "silent.sock"))
         silent.listen()
-        command = [repository.path / "docker" / "build.py", "--accelerator", "cpu"]
-        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"DOCKER_HOST": place})
-    assert done.returncode == errors.EngineError.exit_code
+        done = repository.build("--accelerator", "cpu", code=errors.EngineError.exit_code, DOCKER_HOST=place)
     assert done.stderr.startswith(f"error: no engine answers at {place} within 5 s;")
     assert done.stderr.count("\n") == 1
 
@@ -180,5 +137,5 @@ def test_another_engine_is_that_of_a_docker_context(
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "config"))
     docker("context", "create", "big", "--docker", "host=unix:///var/run/docker.sock")
     monkeypatch.setenv("DOCKER_CONTEXT", "big")
-    repository.build("--accelerator", "cpu", "--base-image", trixie, "--repo", NAME, "--tag", "far")
+    repository.build(*CPU, "--base-image", trixie, "--tag", "far")
     assert docker("--context", "big", "image", "inspect", "--format", "{{.Id}}", f"{NAME}:far") == image["id"]

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from multimesh_maxtext.errors import LossNotFallingError
 
-from tests.integration.parts import processes, pyxis, slurm
+from tests.integration.parts import pyxis, slurm
+from tooling.core.files import ROOT
 
-ROOT = Path(__file__).parents[3]
 TINY = (
     *("--no-check", "--gpus=0", "--cpus=2", "--dp=1", "--tp=2", "--interleave=1", "--num-layers=2"),
     "--attention=dot_product",
@@ -61,11 +61,9 @@ def submitted(log: Path, *flags: str) -> str:
     done = subprocess.run(["sbatch", *options, str(job), *flags], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     try:
-        processes.wait_for(
-            lambda: slurm.ended(done.stdout.strip()) is not None, "the job ends", log=log, patience_s=600
-        )
+        code = slurm.wait(done.stdout.strip(), log)
     finally:
         subprocess.run(["scancel", "--quiet", done.stdout.strip()], check=False)
     text = log.read_text(errors="replace")
-    assert slurm.ended(done.stdout.strip()) in (0, LossNotFallingError.exit_code), text
+    assert code in (0, LossNotFallingError.exit_code), text
     return text

@@ -28,6 +28,6 @@ def small(place: Path, megabytes: int) -> Iterator[Path]:
         subprocess.run(packages.as_root("umount", "--lazy", place), check=True)
 
 
-def make_read_only(place: Path) -> None:
-    """Let nobody write to a small disk any more."""
-    subprocess.run(packages.as_root("mount", "-o", "remount,ro", place), check=True)
+def remount(place: Path, mode: str) -> None:
+    """Let everybody write to a small disk (``rw``), or nobody (``ro``)."""
+    subprocess.run(packages.as_root("mount", "-o", f"remount,{mode}", place), check=True)

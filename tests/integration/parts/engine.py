@@ -40,12 +40,14 @@ def running(folder: Path) -> Iterator[Callable[[], None]]:
     with _USERS.open("w") as users, ExitStack() as ours:
 
         def ensure() -> None:
-            if answers():
-                return
-            if log := [*folder.glob("engine/dockerd.log")]:
-                warnings.warn(f"the engine ended, and starts again: {log[0].read_text(errors='replace')[-2000:]}")
-            ours.close()
-            ours.enter_context(start(folder, root=Path("/var/lib/docker"), socket=Path("/var/run/docker.sock")))
+            with _USERS.with_suffix(".starts").open("w") as turn:  # of two runs that begin at once, one starts it
+                fcntl.flock(turn, fcntl.LOCK_EX)
+                if answers():
+                    return
+                if log := [*folder.glob("engine/dockerd.log")]:
+                    warnings.warn(f"the engine ended, and starts again: {log[0].read_text(errors='replace')[-2000:]}")
+                ours.close()
+                ours.enter_context(start(folder, root=Path("/var/lib/docker"), socket=Path("/var/run/docker.sock")))
 
         fcntl.flock(users, fcntl.LOCK_SH)
         ensure()

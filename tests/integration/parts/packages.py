@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -13,18 +14,12 @@ from pathlib import Path
 
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 UBUNTU = "http://archive.ubuntu.com/ubuntu"
+# One test run at a time reads apt's lists: apt itself waits for the lock of the packages only.
 _TURNS = Path(tempfile.gettempdir()) / "multimesh-apt.lock"
-"""One test run at a time reads apt's lists: apt itself waits for the lock of the packages only."""
 
 
 def as_root(*argv: str | Path, env: Mapping[str, str] | None = None) -> list[str]:
-    """Return a command that runs as root with these variables: by sudo, without a password, where we are somebody else.
-
-    Parameters
-    ----------
-    env
-        What it needs beside the caller's environment, which sudo leaves behind.
-    """
+    """Return a command that runs as root, by sudo where we are somebody else; that leaves all but ``env`` behind."""
     command = ["env", *(f"{name}={value}" for name, value in (env or {}).items()), *map(str, argv)]
     return command if os.geteuid() == 0 else ["sudo", "-n", *command]
 
@@ -33,40 +28,29 @@ def need(program: str, *packages: str) -> str:
     """Return the path of a program; install the packages that bring it if it is not there."""
     where = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
     if (path := shutil.which(program, path=where)) is None:
-        _update()
-        _apt("install", "-y", "-qq", "--no-install-recommends", *packages)
+        _install(*packages)
         path = shutil.which(program, path=where)
         assert path is not None, f"{packages} did not bring {program}"
     return path
 
 
-def from_sid(folder: Path, *packages: str, suite: str = "sid", architecture: str | None = None) -> Path:
-    """Unpack packages of another Debian release or machine in ``folder``, leaving the machine's own apt as it is."""
+def from_sid(folder: Path, *packages: str) -> Path:
+    """Unpack packages of Debian unstable in ``folder``, leaving the machine's own apt as it is."""
     state = folder / "apt"
     for name in ("lists/partial", "archives/partial"):
         (state / name).mkdir(parents=True)
     (state / "status").touch()
-    (state / "sources.list").write_text(f"deb [signed-by={KEYRING}] {mirror()} {suite} main\n")
+    (state / "sources.list").write_text(f"deb [signed-by={KEYRING}] {mirror()} sid main\n")
     config = state / "apt.conf"
     config.write_text(
         f'Dir::State "{state}";\nDir::State::status "{state}/status";\nDir::State::lists "{state}/lists";\n'
         f'Dir::Cache "{state}";\nDir::Etc::sourcelist "{state}/sources.list";\nDir::Etc::sourceparts "-";\n'
         'Acquire::Languages "none";\nAPT::Sandbox::User "root";\n'
-        + (f'APT::Architecture "{architecture}";\n' if architecture else "")
     )
     env = os.environ | {"APT_CONFIG": str(config)}
     _apt("update", "-qq", env=env)
-    return unpack(folder, *packages, env=env)
-
-
-def unpack(folder: Path, *packages: str, env: Mapping[str, str] | None = None) -> Path:
-    """Unpack packages in ``folder``, without installing them: the machine's, or those of apt with ``env``."""
-    if env is None:
-        _update()
-    folder.mkdir(exist_ok=True)
-    _apt("download", *packages, env=env or os.environ, cwd=folder)
-    for package in packages:
-        (file,) = folder.glob(f"{package}_*.deb")
+    _apt("download", *packages, env=env, cwd=folder)
+    for file in folder.glob("*.deb"):
         subprocess.run(["dpkg", "-x", file, folder], check=True)
         file.unlink()
     return folder
@@ -76,18 +60,15 @@ def unpack(folder: Path, *packages: str, env: Mapping[str, str] | None = None) -
 def mirror() -> str:
     """Return a Debian archive: the one that this machine's apt is told to use, or on Ubuntu Debian's own."""
     if not KEYRING.exists():
-        _update()
-        _apt("install", "-y", "-qq", "--no-install-recommends", "debian-archive-keyring")
+        _install("debian-archive-keyring")
     ask = ["apt-get", "indextargets", "--format", "$(LABEL) $(SITE)", "Created-By: Packages"]
-    lines = subprocess.run(ask, check=True, capture_output=True, text=True).stdout.splitlines()
-    return next(
-        (line.removeprefix("Debian ") for line in lines if line.startswith("Debian ")), "http://deb.debian.org/debian"
-    )
+    sites = re.findall("^Debian (.*)", subprocess.run(ask, check=True, capture_output=True, text=True).stdout, re.M)
+    return next(iter(sites), "http://deb.debian.org/debian")
 
 
-@functools.cache
-def _update() -> None:
-    _apt("update", "-qq")
+def _install(*packages: str) -> None:
+    _update()
+    _apt("install", "-y", "-qq", "--no-install-recommends", *packages)
 
 
 def _apt(*args: str, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> None:
@@ -99,3 +80,6 @@ def _apt(*args: str, env: Mapping[str, str] | None = None, cwd: Path | None = No
         fcntl.flock(turns, fcntl.LOCK_EX)
         done = subprocess.run(argv, env=env, cwd=cwd, capture_output=True, text=True)
     assert done.returncode == 0, f"{' '.join(argv)}: {done.stderr[-1000:]}"
+
+
+_update = functools.cache(functools.partial(_apt, "update", "-qq"))

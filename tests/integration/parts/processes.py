@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 from tests.integration.parts import packages
 
-_POLL_S = 0.1
 
-
-@contextmanager
+@contextlib.contextmanager
 def server(
     argv: Sequence[str],
     log: Path,
     *,
     healthy: Callable[[], bool],
     env: Mapping[str, str] | None = None,
-    patience_s=60.0,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a server for the length of a block; fail with the end of its log if it dies or never answers."""
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -32,10 +30,19 @@ def server(
             argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env, start_new_session=True
         )
     try:
-        wait_for(healthy, f"{argv[0]} is healthy", process=process, log=log, patience_s=patience_s)
+        wait_for(healthy, f"{argv[0]} is healthy", process=process, log=log)
         yield process
     finally:
         stop(process)
+
+
+@contextlib.contextmanager
+def web_server(folder: Path, *options: str, env: Mapping[str, str] | None = None) -> Iterator[str]:
+    """Have a folder, and the programs of its ``cgi-bin``, served by busybox for a block, as ``127.0.0.1:PORT``."""
+    port, program = free_port(), packages.need("busybox", "busybox-static")
+    argv = [program, "httpd", "-f", "-p", f"127.0.0.1:{port}", "-h", str(folder), *options]
+    with server(argv, folder.with_suffix(".log"), healthy=lambda: listens(port), env=env):
+        yield f"127.0.0.1:{port}"
 
 
 def wait_for(
@@ -44,16 +51,16 @@ def wait_for(
     *,
     process: subprocess.Popen[bytes] | None = None,
     log: Path | None = None,
-    patience_s: float = 60.0,
+    patience_s: float = 120.0,
 ) -> None:
-    """Return when a condition holds; raise when its process ended or patience did."""
+    """Return when a condition holds; raise when its process ended, or after a time that is long for a busy machine."""
     until = time.monotonic() + patience_s
     while not true():
-        ended = process is not None and process.poll() is not None
-        if ended or time.monotonic() > until:
+        late = time.monotonic() > until or (process is not None and process.poll() is not None)
+        if late and not true():
             said = log.read_text(errors="replace")[-2000:] if log and log.exists() else ""
             raise RuntimeError(f"waited in vain: {what}\n{said}")
-        time.sleep(_POLL_S)
+        time.sleep(0.1)
 
 
 def stop(process: subprocess.Popen[bytes], patience_s: float = 30.0) -> None:
@@ -74,6 +81,25 @@ def _signal(pid: int, signum: int) -> None:
         subprocess.run(packages.as_root("kill", f"-{signum}", "--", str(pid)), check=True)
 
 
+def write_program(path: Path, text: str) -> Path:
+    """Write a file that everybody may run."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def find(*words: str) -> list[int]:
+    """Return the processes of this machine, containers' too, whose command line has all of these among its words."""
+    numbers = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command = (folder / "cmdline").read_bytes().decode(errors="replace")
+            if all(word in command for word in words):
+                numbers.append(int(folder.name))
+    return numbers
+
+
 def runs(pid: int) -> bool:
     """Say whether a process has not ended."""
     try:
@@ -83,10 +109,11 @@ def runs(pid: int) -> bool:
 
 
 def free_port() -> int:
-    """Return a port of the loopback interface that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port of the loopback interface that nobody has: of those that the kernel gives to no connection."""
+    while True:
+        port = random.randrange(15_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def listens(port: int) -> bool:

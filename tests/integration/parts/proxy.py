@@ -1,4 +1,4 @@
-"""A proxy in front of a registry that answers some requests with errors and cuts others in the middle."""
+"""A proxy in front of a real server that answers some requests with errors and cuts others in the middle."""
 
 from __future__ import annotations
 
@@ -20,23 +20,32 @@ class Fault:
     Attributes
     ----------
     request
-        A pattern of method, path and the client's name, e.g. ``PUT .*/manifests/`` or ``GET .*python-requests``.
+        A pattern of method and path, e.g. ``PUT .*/manifests/``.
     status
-        Answer this in place of the registry.
+        Answer this in place of the server.
     cut_after
         Or pass this many bytes of the request's body on, then cut the connection; 0: cut it at once. Of no request
         that says its body is no longer.
+    cut_answer
+        Or pass this many bytes of the answer on, then cut the connection. Of no shorter answer.
     hold
-        Or set ``reached`` and wait for ``released``, then go on as if nothing had been.
+        Or set ``reached`` and wait for ``released``, then go on as if nothing had been; of an answer before it is cut.
     """
 
     request: str
     times: int = 1
     status: int | None = None
     cut_after: int | None = None
+    cut_answer: int | None = None
     hold: bool = False
     reached: threading.Event = field(default_factory=threading.Event)
     released: threading.Event = field(default_factory=threading.Event)
+
+    def wait(self) -> None:
+        """Stop here, if that is the fault."""
+        if self.hold:
+            self.reached.set()
+            self.released.wait(60)
 
 
 class FaultyProxy(socketserver.ThreadingTCPServer):
@@ -44,9 +53,9 @@ class FaultyProxy(socketserver.ThreadingTCPServer):
 
     daemon_threads = True
 
-    def __init__(self, upstream: int) -> None:
+    def __init__(self, upstream: str) -> None:
         super().__init__(("127.0.0.1", 0), _Request)
-        self.upstream, self.address = upstream, f"127.0.0.1:{self.server_address[1]}"
+        self.upstream, self.address = int(upstream.rpartition(":")[2]), f"127.0.0.1:{self.server_address[1]}"
         self.faults: list[Fault] = []
         self.requests: list[str] = []
 
@@ -58,7 +67,7 @@ class FaultyProxy(socketserver.ThreadingTCPServer):
         """Return what is to happen to a request."""
         for fault in self.faults:
             if fault.times > 0 and re.match(fault.request, line) and length > (fault.cut_after or -1):
-                fault.times -= 1
+                fault.times -= fault.cut_answer is None
                 return fault
         return Fault(line)
 
@@ -82,13 +91,11 @@ class _Request(socketserver.StreamRequestHandler):
         self.wfile.write(b"HTTP/1.1 %d Fault\r\nConnection: close\r\nContent-Length: 0\r\n\r\n" % status)
 
     def _decide(self, head: bytes) -> None:
-        agent, length = (re.search(rb"(?im)^%s: ([^\r]*)" % name, head) for name in (b"user-agent", b"content-length"))
-        line = b" ".join((head.split(b"\r\n", 1)[0], agent[1] if agent else b"")).decode()
+        line, length = head.split(b"\r\n", 1)[0].decode(), re.search(rb"(?im)^content-length: ([^\r]*)", head)
         self.server.requests.append(line)
         fault = self.server.find_fault(line, float(length[1]) if length else math.inf)
-        if fault.hold:
-            fault.reached.set()
-            fault.released.wait(60)
+        if fault.cut_answer is None:
+            fault.wait()
         if fault.status is not None:
             self._answer(fault.status)
         elif fault.cut_after != 0:
@@ -97,8 +104,7 @@ class _Request(socketserver.StreamRequestHandler):
                 sender = threading.Thread(target=self._send, args=(up, fault.cut_after))
                 sender.start()
                 with contextlib.suppress(OSError):
-                    while chunk := up.recv(65536):
-                        self.wfile.write(chunk)
+                    self._receive(up, fault)
                     self.connection.shutdown(socket.SHUT_RDWR)
                 sender.join()
 
@@ -112,11 +118,22 @@ class _Request(socketserver.StreamRequestHandler):
                     return
                 up.sendall(chunk)
 
+    def _receive(self, up: socket.socket, fault: Fault) -> None:
+        room = math.inf if fault.cut_answer is None else fault.cut_answer
+        while chunk := up.recv(65536):
+            room -= len(chunk)
+            if room < 0:
+                self.wfile.write(chunk[: int(room)])
+                fault.times -= 1
+                fault.wait()
+                return
+            self.wfile.write(chunk)
+
 
 @contextmanager
 def running(upstream: str) -> Iterator[FaultyProxy]:
     """Have a proxy in front of ``127.0.0.1:PORT`` for the length of a block."""
-    with FaultyProxy(int(upstream.rpartition(":")[2])) as proxy:
-        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+    with FaultyProxy(upstream) as proxy:
+        threading.Thread(target=proxy.serve_forever, args=(0.02,), daemon=True).start()
         yield proxy
         proxy.shutdown()

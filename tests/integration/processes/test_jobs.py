@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -18,8 +16,8 @@ from multimesh_maxtext.errors import InterruptedRunError, PreemptedError, Proces
 
 from tests.integration.parts import processes, slurm
 from tests.xla_flags import QUICK
+from tooling.core.files import ROOT
 
-ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.slurm
 
 TINY = (
@@ -62,12 +60,7 @@ class Submitted(NamedTuple):
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def wait(self, patience: float = 600.0) -> int:
-        """Return the code of a job that ended."""
-        until = time.monotonic() + patience
-        while (code := slurm.ended(self.number)) is None:
-            assert time.monotonic() < until, self.said
-            time.sleep(0.5)
-        return code
+        return slurm.wait(self.number, self.log, patience)
 
 
 @pytest.fixture
@@ -138,7 +131,8 @@ TRAINING = f"""--no-check --gpus=0 --cpus=1 --pp=2 --num-layers=2 --batch-size=8
 
 
 def losses(folder: Path) -> dict[int, float]:
-    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    records = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be half written
     return {record["step"]: record["learning/loss"] for record in records}
 
 
@@ -153,8 +147,8 @@ def trains(output: Path, after: int) -> bool:
 
 def requeued(job: Submitted) -> int:
     """How often Slurm has given the job another allocation."""
-    shown = subprocess.run(["scontrol", "show", "job", job.number], capture_output=True, text=True, check=True).stdout
-    return int(re.findall(r"Restarts=(\d+)", shown)[0])
+    (count,) = re.findall(r"Restarts=(\d+)", slurm.show(job.number)) or ["0"]
+    return int(count)
 
 
 MOMENTS: dict[str, Callable[[Path], bool]] = {
@@ -171,28 +165,18 @@ def test_a_job_whose_allocation_ends_goes_on_in_another_one_and_not_once_it_is_t
     text, output, checkpoints = ["--text", str(ROOT / "LICENSE")], tmp_path / "several", tmp_path / "ck"
     place = ["--output", str(output), "--checkpoint", str(checkpoints), "checkpoint_period=100000"]
     job = submit("slurm", 2, *TRAINING, "--num-steps=100000", *place, *text)
-    processes.wait_for(job.log.exists, "it runs", patience_s=60, log=job.log)
+    processes.wait_for(job.log.exists, "it runs")
     processes.wait_for(lambda: MOMENTS[moment](output), moment, patience_s=300, log=job.log)
     subprocess.run(["scancel", "--signal=USR1", "--batch", job.number], check=True)
-    processes.wait_for(lambda: requeued(job) == 1, "it is requeued", patience_s=120, log=job.log)
+    processes.wait_for(lambda: requeued(job) == 1, "it is requeued", patience_s=300, log=job.log)
     saved = newest(checkpoints)
-    assert (saved > 0) == (moment == "while it trains"), job.said
+    assert saved > 0 or moment == "while it starts", job.said  # it may train by the time that the signal comes
     processes.wait_for(lambda: trains(output, saved + 2), "it goes on", patience_s=400, log=job.log)
     subprocess.run(["scancel", "--signal=TERM", "--batch", job.number], check=True)
-    assert job.wait(120) == PreemptedError.exit_code, job.said
+    assert job.wait(300) == PreemptedError.exit_code, job.said
     assert requeued(job) == 1
     assert f"checkpoint {newest(checkpoints)} is complete" in job.said.splitlines()[-1] or newest(checkpoints) > saved
     assert [*losses(output)] == list(range(len(losses(output))))
-
-
-def trainer(metrics: Path) -> int:
-    """The process that writes them, and not the launcher that waits for it."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            words = (folder / "cmdline").read_text().split("\0")
-            if "multimesh_maxtext" in words and f"metrics_file={metrics}" in words:
-                return int(folder.name)
-    raise AssertionError(f"nobody writes {metrics}")
 
 
 @pytest.mark.full
@@ -203,7 +187,9 @@ def test_a_job_that_loses_a_process_is_requeued_and_has_the_losses_of_one_that_d
     place = ["--output", str(output), "--checkpoint", str(checkpoints), "checkpoint_period=2"]
     job = submit("slurm", 2, *TRAINING, *place, *text)
     processes.wait_for(lambda: newest(checkpoints) > 0, "a checkpoint", patience_s=300, log=job.log)
-    os.kill(trainer(output / "process-1/metrics.jsonl"), signal.SIGKILL)
+    # What writes the metrics, and not the launcher that waits for it.
+    trainer, *_ = processes.find("\0multimesh_maxtext\0", f"\0metrics_file={output}/process-1/metrics.jsonl\0")
+    os.kill(trainer, signal.SIGKILL)
     assert job.wait(900) == 0, job.said
     assert "a process was lost (srun ended with exit code 17)" in job.said
 
@@ -229,9 +215,7 @@ echo "0, 570.1, P0, 1980, 1980, 80000, 81559, ${errors:-0}, 0x0, 40, 16, 16"
 def test_a_node_that_the_check_finds_unfit_is_named(
     submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/nvidia-smi").write_text(SICK)
-    (tmp_path / "bin/nvidia-smi").chmod(0o755)
+    processes.write_program(tmp_path / "bin/nvidia-smi", SICK)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     checked = [flag for flag in TRAINING if flag != "--no-check"]
     job = submit("slurm", 2, *checked, "--num-steps=3", "--output", str(tmp_path / "out"))

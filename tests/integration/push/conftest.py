@@ -17,12 +17,12 @@ from docker.models.images import Image
 from docker import DockerClient
 from tests.integration.parts import engine as engine_parts
 from tests.integration.parts import proxy
+from tooling.core.files import ROOT
 from tooling.image import engine as engines
 from tooling.image import reference
 from tooling.image.reference import LABEL, OCI, Reference, name_candidate
 from tooling.image.registry import Manifest, Registry
 
-ROOT = Path(__file__).resolve().parents[3]
 VERSION = tomllib.loads((ROOT / "multimesh" / "pyproject.toml").read_text())["project"]["version"]
 PYTHON = json.loads((ROOT / "docker" / "images.lock").read_text())["files"]["python linux/amd64"]["sha256"]
 PINNED = {
@@ -34,6 +34,7 @@ PINNED = {
     f"{LABEL}.lock": "sha256:" + "12" * 32,
     f"{LABEL}.accelerator": "cuda12",
 }
+TOOLING = [sys.executable, "-m", "tooling"]
 
 
 @pytest.fixture
@@ -91,20 +92,20 @@ def send(engine: DockerClient, there: Registry, target: Reference) -> Callable[[
 
 
 @pytest.fixture
-def upload(target: Reference, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Upload an image of the engine with build.py's options; returns the process."""
+def uploading(target: Reference, tmp_path: Path) -> Callable[..., list[str]]:
+    """Name an image of the engine; return what the command line needs to upload it."""
 
-    def run(image: Image, *options: str) -> subprocess.CompletedProcess[str]:
+    def words(image: Image, *options: str) -> list[str]:
         image.tag(*target)
         place = ("--repo", target.repository, "--tag", "v1", "--release-file", str(tmp_path / "release.json"))
-        return tooling("image", "--no-build", "--upload", *place, *options)
+        return ["image", "--no-build", "--upload", *place, *options]
 
-    return run
+    return words
 
 
-def tooling(*args: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line; whatever happens, no user may see a traceback."""
-    argv = [sys.executable, "-m", "tooling", *args]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300)
+def tooling(*args: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run the command line, which ends with this code; whatever happens, no user may see a traceback."""
+    done = subprocess.run([*TOOLING, *args], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert "Traceback" not in done.stderr + done.stdout, done.stderr
+    assert (done.returncode, done.stdout if code else "") == (code, ""), done.stderr
     return done

@@ -6,24 +6,24 @@ import json
 import re
 import signal
 import subprocess
-import sys
 
 import pytest
 
-from tests.integration.parts import packages, processes
+from tests.integration.parts import packages
+from tests.integration.parts import registry as real
 from tests.integration.parts.proxy import Fault, FaultyProxy
 from tooling.core import errors
+from tooling.core.files import ROOT
 from tooling.image import engine
 from tooling.image import registry as registries
-from tooling.image.reference import Reference, list_tags, name_candidate
+from tooling.image.reference import OCI, Reference, list_tags, name_candidate
 from tooling.image.registry import Registry
 
-from .conftest import PINNED, ROOT, tooling
+from .conftest import PINNED, TOOLING, tooling
 
 MANIFEST = "PUT .*/manifests/"
 # A blob's bytes come by PATCH, and an empty PUT ends them; from an engine with containerd's store one PUT has them.
-BYTES, BLOB = "(PATCH|PUT) .*/blobs/uploads/", "PUT .*/blobs/uploads/"
-OCI = "org.opencontainers.image"
+BYTES = "(PATCH|PUT) .*/blobs/uploads/"
 pytestmark = pytest.mark.stand_in("a registry on this machine")
 
 
@@ -122,58 +122,51 @@ def test_tags_stay_with_the_highest_version(make_tiny, send, there: Registry, ta
     assert [move["tag"] for move in again] == ["v1", "v1.9.0"]
 
 
-def test_only_an_image_that_was_checked_here_is_promoted(make_tiny, upload, there: Registry, target: Reference) -> None:
+def test_only_an_image_that_was_checked_here_is_promoted(
+    make_tiny, uploading, there: Registry, target: Reference
+) -> None:
     """``promote R@DIGEST --tag v0.1`` moved the tag of a release to an empty image."""
-    assert upload(make_tiny(), "--release", f"v{PINNED[f'{OCI}.version']}").returncode == 0
+    tooling(*uploading(make_tiny(), "--release", f"v{PINNED[f'{OCI}.version']}"))
     line = f"v{PINNED[f'{OCI}.version'].rpartition('.')[0]}"
     before = there.digest(line)
     image = make_tiny("of somebody", labels={})
     image.tag(*target.tagged("theirs"))
     subprocess.run(["docker", "push", "-q", str(target.tagged("theirs"))], check=True)
-    unchecked = upload(make_tiny("unchecked", labels=PINNED | {f"{OCI}.revision": "cd" * 20}), "--validate", "none")
-    assert unchecked.returncode == 0, unchecked.stderr
-    for name, fault in (
-        (target.at(str(there.digest("theirs"))), "so it passed no check"),
-        (target.at(str(there.digest("v1"))), "so it passed no check"),
-        (target.at("sha256:" + "ab" * 32), "is not in its registry; push it first"),
+    unchecked = make_tiny("unchecked", labels=PINNED | {f"{OCI}.revision": "cd" * 20})
+    tooling(*uploading(unchecked, "--validate", "none"))
+    for name, tag, code, fault in (
+        (there.digest("theirs"), "main", 4, "so it passed no check"),
+        (there.digest("v1"), "main", 4, "so it passed no check"),
+        ("sha256:" + "ab" * 32, "main", 4, "is not in its registry; push it first"),
+        (before, line, 2, f"--tag {line}: is the tag of a release"),
     ):
-        done = tooling("promote", name, "--tag", "main")
-        assert (done.returncode, done.stdout) == (4, "")
-        assert fault in done.stderr
-    done = tooling("promote", target.at(str(before)), "--tag", line)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert f"--tag {line}: is the tag of a release" in done.stderr
+        assert fault in tooling("promote", target.at(name), "--tag", tag, code=code).stderr
     assert (there.digest(line), there.digest("main")) == (before, None)
 
 
-def test_failed_check_moves_nothing(make_tiny, send, upload, there: Registry, tmp_path) -> None:
+def test_failed_check_moves_nothing(make_tiny, send, uploading, there: Registry, tmp_path) -> None:
     before = send(make_tiny("good")).digest
     there.promote(before, ("v1",))
-    done = upload(make_tiny("bad", verdict="echo error: loss is NaN; exit 1"))
-    assert done.returncode == 5, done.stderr
+    done = tooling(*uploading(make_tiny("bad", verdict="echo error: loss is NaN; exit 1")), code=5)
     assert "loss is NaN" in done.stderr
     assert there.digest("v1") == before
     assert not (tmp_path / "release.json").exists()
 
 
 @pytest.mark.parametrize("step", [BYTES, "PUT .*/manifests/sha-", "PUT .*/manifests/v1"], ids=["bytes", "sha", "v1"])
-def test_interrupted_push(make_tiny, upload, there, target: Reference, faulty: FaultyProxy, tmp_path, step) -> None:
+def test_interrupted_push(make_tiny, uploading, there, faulty: FaultyProxy, tmp_path, step) -> None:
     image = make_tiny("good")
-    image.tag(*target)
-    place = ["--repo", target.repository, "--tag", "v1", "--release-file", str(tmp_path / "release.json")]
     hold = Fault(step, hold=True)
     faulty.faults = [hold]
-    argv = [sys.executable, "-m", "tooling", "image", "--no-build", "--upload", *place]
-    with subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert hold.reached.wait(60)
+    with subprocess.Popen([*TOOLING, *uploading(image)], cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        assert hold.reached.wait(120)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
     assert "Traceback" not in err
     assert (tmp_path / "release.json").exists() == ("v1" in step), "it is there before the first tag"
     hold.released.set()
-    again = upload(image)
-    assert again.returncode == 0, again.stderr
+    tooling(*uploading(image))
     document = json.loads((tmp_path / "release.json").read_text())
     assert there.digest("v1") == document["image"]["digest"]
     assert image.id in there.ids(there.get("v1"))
@@ -186,28 +179,12 @@ def test_the_right_to_push_is_asked_without_an_image(there: Registry, faulty: Fa
     assert faulty.count("DELETE .*/blobs/uploads/") == 1
 
 
-@pytest.fixture
-def encrypted(registry: str, tmp_path):
-    """A registry whose certificate no authority signed."""
-    ssl = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=r"]
-    ssl += ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(tmp_path / "key"), "-out", str(tmp_path / "crt")]
-    subprocess.run(ssl, check=True, capture_output=True)
-    port = processes.free_port()
-    config = tmp_path / "registry.yml"
-    config.write_text(
-        f"version: 0.1\nstorage: {{filesystem: {{rootdirectory: {tmp_path / 'data'}}}}}\n"
-        f'http: {{addr: "127.0.0.1:{port}", tls: {{certificate: {tmp_path / "crt"}, key: {tmp_path / "key"}}}}}\n'
-    )
-    argv = [packages.need("docker-registry", "docker-registry"), "serve", str(config)]
-    with processes.server(argv, tmp_path / "log", healthy=lambda: processes.listens(port)):
-        yield f"localhost:{port}"
-
-
-def test_an_unknown_certificate_is_named_at_once(encrypted: str, tmp_path, monkeypatch) -> None:
+def test_an_unknown_certificate_is_named_at_once(tmp_path, monkeypatch) -> None:
     monkeypatch.delenv("REQUESTS_CA_BUNDLE", raising=False)
-    with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(registries, "_LOOPBACK", re.compile("none"))  # as if it were another machine's
-        with pytest.raises(errors.EngineError, match="certificate cannot be verified"):
-            Registry(f"{encrypted}/team/x").check_push()
-    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "crt"))
-    Registry(f"{encrypted}/team/x").check_push()
+    with real.running(tmp_path, tls=True) as encrypted:
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr(registries, "_LOOPBACK", re.compile("none"))  # as if it were another machine's
+            with pytest.raises(errors.EngineError, match="certificate cannot be verified"):
+                Registry(f"{encrypted}/team/x").check_push()
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "crt"))
+        Registry(f"{encrypted}/team/x").check_push()

@@ -16,48 +16,35 @@ from tooling.image.registry import Registry
 
 from .conftest import PINNED, VERSION, tooling
 
+LINE = f"v{VERSION.rpartition('.')[0]}"
 pytestmark = pytest.mark.stand_in("a registry on this machine")
 
 
-def test_upload(make_tiny, upload, target: Reference, there: Registry, tmp_path: Path) -> None:
-    done = upload(make_tiny("words"))
-
-    assert done.returncode == 0, done.stderr
+def test_upload_of_a_clean_tree(make_tiny, uploading, target: Reference, there: Registry, tmp_path: Path) -> None:
+    dirty = make_tiny(labels=PINNED | {f"{OCI}.revision": "ab" * 20 + "-dirty"})
+    refused = tooling(*uploading(dirty), code=3).stderr
+    assert "this repository: has changes that are not committed" in refused
+    assert "--allow-dirty" in refused
+    assert there.digest("v1") is None
+    output = tooling(*uploading(make_tiny("words"))).stdout
     document = files.read_document(tmp_path / "release.json", release.SCHEMA)
     digest = document["image"]["digest"]
-    assert f"digest  {digest}" in done.stdout
-    assert re.search(r"^pushed  \d+\.\d MB to pull$", done.stdout, re.MULTILINE)
-    pull = re.search(r"^pull    (docker pull .*)$", done.stdout, re.MULTILINE)[1]
-    assert pull == f"docker pull {target.at(digest)}"
+    assert f"digest  {digest}" in output
+    assert re.search(r"^pushed  \d+\.\d MB to pull$", output, re.MULTILINE)
+    assert re.search(r"^pull    (.*)$", output, re.MULTILINE)[1] == f"docker pull {target.at(digest)}"
     assert there.digest("v1") == there.digest(document["image"]["candidate"]) == digest
 
 
-def test_a_dirty_tree_is_pushed_only_where_that_is_meant(make_tiny, there: Registry, target: Reference) -> None:
-    for labels, code in ((PINNED | {f"{OCI}.revision": "ab" * 20 + "-dirty"}, 3), (PINNED, 0)):
-        image = make_tiny(labels=labels)
-        image.tag(*target)
-        options = ("--no-build", "--upload", "--repo", target.repository, "--tag", "v1")
-        done = tooling("image", *options)
-        assert done.returncode == code, done.stderr
-        assert code == 0 or "this repository: has changes that are not committed" in done.stderr
-        assert code == 0 or "--allow-dirty" in done.stderr
-        assert (there.digest("v1") is None) == (code != 0)
-
-
-def test_push_now_promote_later(make_tiny, upload, target: Reference, there: Registry, faulty, tmp_path: Path) -> None:
-    done = upload(make_tiny("words"), "--no-promote", "--json")
-    assert done.returncode == 0, done.stderr
-    image = json.loads(done.stdout)["pushed"]["image"]
+def test_push_now_promote_later(make_tiny, uploading, target: Reference, there: Registry) -> None:
+    image = json.loads(tooling(*uploading(make_tiny("words"), "--no-promote", "--json")).stdout)["pushed"]["image"]
     assert image["tags"] == []
     assert there.digest("v1") is None
-    faulty.requests.clear()
 
     name = target.at(image["digest"])
     promoted = tooling("promote", name, "--tag", "main", "--latest", "--release", f"v{VERSION}")
 
-    assert promoted.returncode == 0, promoted.stderr
     tags = {line.partition(":")[0] for line in promoted.stdout.splitlines()}
-    assert tags == {"main", f"v{VERSION}", f"v{VERSION.rpartition('.')[0]}", "latest"}
+    assert tags == {"main", f"v{VERSION}", LINE, "latest"}
     assert {there.digest(tag) for tag in tags} == {image["digest"]}
     assert image["candidate"] == f"sha-abababababab-{image['id'][7:19]}"
     assert there.digest(image["candidate"]) == image["digest"]
@@ -71,41 +58,29 @@ def test_push_now_promote_later(make_tiny, upload, target: Reference, there: Reg
     ],
 )
 def test_release_conditions(
-    make_tiny, upload, target: Reference, there: Registry, faulty, labels, code: int, line: str
+    make_tiny, uploading, target: Reference, there: Registry, faulty, labels, code: int, line: str
 ) -> None:
-    done = upload(make_tiny(labels=PINNED | labels), "--release", f"v{VERSION}")
-    assert done.returncode == code, done.stderr
-    assert line in done.stderr
+    image, of_it = make_tiny(labels=PINNED | labels), ("--release", f"v{VERSION}")
+    assert line in tooling(*uploading(image, *of_it), code=code).stderr
     assert faulty.count("(POST|PUT|PATCH) ") == 0, "nothing was sent"
-    pushed = upload(make_tiny(labels=PINNED | labels), "--no-promote", "--json", "--allow-dirty")
-    name = target.at(json.loads(pushed.stdout)["pushed"]["image"]["digest"])
-    assert tooling("promote", name, "--tag", "main", "--release", f"v{VERSION}").returncode == code
+    pushed = tooling(*uploading(image, "--no-promote", "--json", "--allow-dirty")).stdout
+    name = target.at(json.loads(pushed)["pushed"]["image"]["digest"])
+    tooling("promote", name, "--tag", "main", *of_it, code=code)
     assert there.digest("main") is None
 
 
 def test_a_record_that_cannot_be_written_stops_before_anything_is_pushed(
-    make_tiny, upload, there: Registry, tmp_path
+    make_tiny, uploading, there: Registry, tmp_path: Path
 ) -> None:
-    if os.geteuid() == 0:
-        (tmp_path / "file").write_text("no folder")
-        place = tmp_path / "file" / "release.json"
-    else:
-        (tmp_path / "folder").mkdir(mode=0o500)
-        place = tmp_path / "folder" / "release.json"
-    done = upload(make_tiny(), "--release-file", str(place))
-    assert (done.returncode, done.stdout) == (1, ""), done.stderr
-    assert str(place.parent) in done.stderr
+    folder = tmp_path / "folder"
+    folder.write_text("no folder") if os.geteuid() == 0 else folder.mkdir(mode=0o500)
+    done = tooling(*uploading(make_tiny(), "--release-file", str(folder / "release.json")), code=1)
+    assert str(folder) in done.stderr
     assert there.digest("v1") is None
 
 
-def test_release(make_tiny, upload, target: Reference, there: Registry, tmp_path: Path) -> None:
-    done = upload(make_tiny(), "--release", f"v{VERSION}", "--json")
-    assert done.returncode == 0, done.stderr
-    document = json.loads((tmp_path / "release.json").read_text())
-    assert json.loads(done.stdout)["pushed"] == document
-    assert document["labels"] == PINNED
-    assert [move["tag"] for move in document["image"]["tags"]] == [
-        "v1",
-        f"v{VERSION}",
-        f"v{VERSION.rpartition('.')[0]}",
-    ]
+def test_release(make_tiny, uploading, tmp_path: Path) -> None:
+    pushed = json.loads(tooling(*uploading(make_tiny(), "--release", f"v{VERSION}", "--json")).stdout)["pushed"]
+    assert pushed == json.loads((tmp_path / "release.json").read_text())
+    assert pushed["labels"] == PINNED
+    assert [move["tag"] for move in pushed["image"]["tags"]] == ["v1", f"v{VERSION}", LINE]

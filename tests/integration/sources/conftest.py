@@ -1,4 +1,4 @@
-"""Miniature clones of this repository and the real git servers that they fetch from."""
+"""Miniature clones of this repository, and upstreams that a real git server serves."""
 
 from __future__ import annotations
 
@@ -14,68 +14,33 @@ from typing import Any
 
 import pytest
 
-from tests.integration.sources.git_server import GitServer
+from tests import repositories
+from tests.integration.parts import processes, proxy
+from tests.repositories import git
+from tooling.core.files import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
-TIMEOUT_S = 120
-AUTHOR = {
-    f"GIT_{role}_{field}": value
-    for role in ("AUTHOR", "COMMITTER")
-    for field, value in (("NAME", "Upstream"), ("EMAIL", "upstream@example.org"), ("DATE", "@1700000000 +0100"))
-}
+SOURCE = 3  # the exit code of what is wrong with sources, or not there
 MAIL = "From: Somebody <somebody@example.org>\nDate: Sat, 1 Jan 2000 00:00:00 +0000\nSubject: {}\n\n---\n"
-
-
-def git(cwd: Path, *args: str, stdin: bytes | None = None, env: dict[str, str] | None = None) -> str:
-    """Run git as a user would, but away from this machine's configuration."""
-    isolated = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, **AUTHOR, **(env or {})}
-    command = ["git", "-c", "init.defaultBranch=main", "-c", "protocol.file.allow=always", *args]
-    done = subprocess.run(command, cwd=cwd, input=stdin, capture_output=True, env=os.environ | isolated)
-    assert done.returncode == 0, f"{command}: {done.stderr.decode()}"
-    return done.stdout.decode().rstrip("\n")
 
 
 @dataclass
 class Upstream:
-    """A real repository that components are fetched from; ``bare`` is what servers serve."""
+    """A real repository that components are fetched from: a work tree, what the server serves, and where."""
 
-    name: str
     work: Path
     bare: Path
+    url: str
 
-    def commit(self, files: dict[str, str | None], message: str = "change", tag: str | None = None) -> str:
-        """Write (or with None delete) files and commit them."""
-        for path, text in files.items():
-            target = self.work / path
-            if text is None:
-                target.unlink()
-            else:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_text(text)
-        git(self.work, "add", "-A")
-        git(self.work, "commit", "-q", "--allow-empty", "-m", message)
+    def commit(self, files: dict[str, str | None], tag: str | None = None) -> str:
+        """Write (or with None delete) files, commit and serve them."""
+        repositories.commit(self.work, files)
         if tag:
             git(self.work, "tag", tag)
         git(self.work, "push", "-q", "--tags", "--force", str(self.bare), "HEAD:main")
-        return self.head
+        return self.find("HEAD")
 
-    @property
-    def head(self) -> str:
-        return git(self.work, "rev-parse", "HEAD")
-
-    def tree(self, revision: str = "HEAD", path: str = "") -> str:
-        return git(self.work, "rev-parse", f"{revision}:{path}")
-
-
-def run_tooling(root: Path, *args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run the command line of the clone at ``root``; whatever happens, no user may see a traceback."""
-    full = (
-        os.environ | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "GIT_CONFIG_NOSYSTEM": "1"} | (env or {})
-    )
-    command = [sys.executable, "-m", "tooling", *args]
-    done = subprocess.run(command, cwd=root, env=full, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert "Traceback" not in done.stderr + done.stdout, done.stderr
-    return done
+    def find(self, revision: str) -> str:
+        return git(self.work, "rev-parse", revision)
 
 
 @dataclass
@@ -95,14 +60,21 @@ class Clone:
         self.components[name] = {"url": url, "groups": ["run"]} | entry
         self.write()
 
+    def add_newest(self, name: str, upstream: Upstream, **entry: Any) -> None:
+        """Add a component that is pinned at the last commit of an upstream."""
+        self.add(name, upstream.url, upstream.find("HEAD"), upstream.find("HEAD^{tree}"), **entry)
+
+    def pin(self, name: str, **fields: str | None) -> dict[str, Any]:
+        """Change what the lock on disk says of a component; return it."""
+        if fields:
+            self.pins[name] |= fields
+            self.write()
+        return dict(json.loads((self.root / "sources.lock").read_text())["components"][name])
+
     def write(self) -> None:
         """Write manifest and lock (JSON is YAML)."""
         for file, entries in (("sources.yaml", self.components), ("sources.lock", self.pins)):
             (self.root / file).write_text(json.dumps({"format": 1, "components": entries}, indent=1) + "\n")
-
-    def pin(self, name: str) -> dict[str, Any]:
-        """What the lock on disk says of a component."""
-        return dict(json.loads((self.root / "sources.lock").read_text())["components"][name])
 
     def patch(self, name: str, **patches: str) -> None:
         """Replace the patches of a component; keywords are file names without ``.patch``."""
@@ -113,18 +85,30 @@ class Clone:
             head = MAIL.format(file) if text.startswith("diff ") else ""
             (folder / f"{file}.patch").write_text(head + text)
 
-    def run(self, *args: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        return run_tooling(self.root, *args, **options)
+    def start(self, *args: str, **env: str) -> subprocess.Popen[str]:
+        """Start the command line."""
+        settings = {"PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1", "GIT_CONFIG_NOSYSTEM": "1"}
+        command, pipe = [sys.executable, "-m", "tooling", *args], subprocess.PIPE
+        return subprocess.Popen(
+            command, cwd=self.root, env=os.environ | settings | env, stdout=pipe, stderr=pipe, text=True
+        )
 
-    def ok(self, *args: str, **options: Any) -> str:
+    def run(self, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+        """Run the command line; whatever happens, no user may see a traceback."""
+        with self.start(*args, **env) as process:
+            stdout, stderr = process.communicate(timeout=120)
+        assert "Traceback" not in stderr + stdout, stderr
+        return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+    def ok(self, *args: str, **env: str) -> str:
         """Run a command that must succeed; return what it printed."""
-        done = self.run(*args, **options)
+        done = self.run(*args, **env)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def refused(self, code: int, *args: str, **options: Any) -> str:
+    def refused(self, code: int, *args: str, **env: str) -> str:
         """Run a command that must fail with this exit code and one line on stderr that begins with ``error:``."""
-        done = self.run(*args, **options)
+        done = self.run(*args, **env)
         lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
         assert done.returncode == code, f"exit {done.returncode}: {done.stderr}"
         assert len(lines) == 1, done.stderr
@@ -162,8 +146,7 @@ def new_file(path: str, line: str, mode: str = "100644", newline: bool = True) -
 
 def make_clone(root: Path) -> Clone:
     """Copy what the tooling needs of this repository to ``root``."""
-    ignore = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "tooling", root / "tooling", ignore=ignore)
+    shutil.copytree(ROOT / "tooling", root / "tooling", ignore=shutil.ignore_patterns("__pycache__"))
     (root / "multimesh").mkdir()
     (root / "third_party").mkdir()
     return Clone(root)
@@ -184,41 +167,44 @@ def clone(tmp_path: Path) -> Clone:
     return make_clone(tmp_path / "my clone")
 
 
+@pytest.fixture(scope="session")
+def git_server(parts_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Git's own program for web servers, behind busybox, of all folders of this run; as ``127.0.0.1:PORT``."""
+    folder = parts_folder / "git"
+    settings = f"GIT_PROJECT_ROOT={tmp_path_factory.getbasetemp()} GIT_PROTOCOL=$HTTP_GIT_PROTOCOL"
+    script = f"#!/bin/sh\n{settings} GIT_HTTP_EXPORT_ALL=1 exec git http-backend\n"
+    processes.write_program(folder / "cgi-bin/git", script)
+    with processes.web_server(folder, env=os.environ | repositories.ALONE) as address:
+        yield address
+
+
 @pytest.fixture
-def make_upstream(tmp_path: Path) -> Callable[[str], Upstream]:
-    """Make named repositories under one served folder."""
+def server(git_server: str) -> Iterator[proxy.FaultyProxy]:
+    """The git server behind a proxy that counts, and can be told to fail."""
+    with proxy.running(git_server) as running:
+        yield running
+
+
+@pytest.fixture
+def make_upstream(tmp_path: Path, server: proxy.FaultyProxy) -> Callable[[str], Upstream]:
+    """Make named repositories that the server serves."""
 
     def make(name: str) -> Upstream:
         work, bare = tmp_path / "work" / name, tmp_path / "served" / f"{name}.git"
-        work.mkdir(parents=True)
-        bare.mkdir(parents=True)
-        git(work, "init", "-q")
-        git(bare, "init", "-q", "--bare")
-        return Upstream(name, work, bare)
+        for place, options in ((work, ()), (bare, ("--bare",))):
+            place.mkdir(parents=True)
+            git(place, "init", "-q", *options)
+        return Upstream(work, bare, f"http://{server.address}/cgi-bin/git/{tmp_path.name}/served/{name}.git")
 
     return make
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Any]:
-    """A smart-HTTP git server for the repositories of ``make_upstream``."""
-    (tmp_path / "served").mkdir(exist_ok=True)
-    with GitServer(tmp_path / "served") as running:
-        yield running
-
-
-@pytest.fixture
-def alpha(clone: Clone, make_upstream: Callable[[str], Upstream], server: Any) -> Upstream:
+def alpha(clone: Clone, make_upstream: Callable[[str], Upstream]) -> Upstream:
     """A component ``alpha`` of the clone: a whole repository of three commits, pinned at the last but one."""
     upstream = make_upstream("alpha")
-    upstream.commit({"README": "old\n"}, "first")
-    upstream.commit({"README": "hello\n", "src/a.txt": "one\n", "tool.sh": "#!/bin/sh\n"}, "second", tag="v1.0")
-    upstream.commit({"README": "later\n"}, "third", tag="v2.0")
-    clone.add(
-        "alpha",
-        f"{server.url}/alpha.git",
-        git(upstream.work, "rev-parse", "v1.0"),
-        upstream.tree("v1.0"),
-        tag="v{version}",
-    )
+    upstream.commit({"README": "old\n"})
+    commit = upstream.commit({"README": "hello\n", "src/a.txt": "one\n", "tool.sh": "#!/bin/sh\n"}, tag="v1.0")
+    upstream.commit({"README": "later\n"}, tag="v2.0")
+    clone.add("alpha", upstream.url, commit, upstream.find("v1.0^{tree}"), tag="v{version}")
     return upstream

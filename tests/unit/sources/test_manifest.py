@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from tooling.core import errors
-from tooling.sources import manifest, pins
+from tooling.sources import manifest
 
 BAD = sorted((Path(__file__).parent / "bad_manifests").glob("*.yaml"))
 
@@ -32,10 +33,11 @@ def test_manifest_and_lock_of_this_repository(root: Path, tmp_path: Path) -> Non
     assert {name: component.groups for name, component in sources.items()} == {
         "maxtext": ("run", "image"), "jax": ("source",), "xla": ("source",),
     }  # fmt: skip
-    assert sources["xla"].follows == "jax"
+    assert sources["xla"].commit.component == "jax"
     assert locked.keys() == {"maxtext", "jax"}, "the tree of jax names xla's commit"
     for name, pin in locked.items():
         assert manifest.make_recipe(root, sources[name], locked).pin == pin
+    shutil.copyfile(root / "sources.lock", tmp_path / "lock")
     manifest.save_lock(tmp_path / "lock", sources, locked)
     assert (tmp_path / "lock").read_text() == (root / "sources.lock").read_text()
 
@@ -43,7 +45,7 @@ def test_manifest_and_lock_of_this_repository(root: Path, tmp_path: Path) -> Non
 def test_the_locked_source_of_jax_is_that_of_the_locked_wheel(root: Path) -> None:
     """JAX's wheel says the commit that it was built from; so does the installed one, where it is the locked one."""
     pin = manifest.load_lock(root / "sources.lock")["jax"]
-    version, hashes = pins.find_newest(root, "jax")
+    version, hashes = manifest.find_newest(root, "jax")
     assert pin.version == version
     assert hashes
     installed = metadata.distribution("jax")
@@ -52,30 +54,18 @@ def test_the_locked_source_of_jax_is_that_of_the_locked_wheel(root: Path) -> Non
         assert f"_git_hash: str = '{pin.commit}'" in text
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("version", "--pre"),
-        ("version", "1\n--pre"),
-        ("commit", "main"),
-        ("commit", "990e6a0"),
-        ("tree", "-x"),
-        ("patched_commit", "A" * 40),
-    ],
-)
-def test_lock_takes_whole_hashes_only(root: Path, tmp_path: Path, field: str, value: str) -> None:
-    path = tmp_path / "sources.lock"
-    entry = {"version": "1", "commit": None, "tree": None}
-    path.write_text(json.dumps({"components": {"alpha": entry | {field: value}}}))
-
-    with pytest.raises(errors.SourceError, match=f"components.alpha.{field}: .* does not match .* with git"):
-        manifest.load_lock(path)
+WHOLE = [("version", "--pre"), ("version", "1\n--pre"), ("commit", "main"), ("commit", "990e6a0"), ("tree", "-x"),
+         ("patched_commit", "A" * 40)]  # fmt: skip
+ENTRY = {"version": "1", "commit": None, "tree": None}
+LOCKS = [
+    *((json.dumps({"components": {"alpha": ENTRY | {field: value}}}), f"components.alpha.{field}: .* does not match .*")
+      for field, value in WHOLE),
+    *((text, ".*") for text in ("", "[]", "{}", '{"components": {"a": {"commit": null}}}', '{"components": {"a": 1}}')),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"components": {"alpha": {"commit": null}}}', '{"components": {"a": 1}}']
-)
-def test_a_malformed_lock_is_named(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(("text", "says"), LOCKS)
+def test_a_lock_takes_whole_hashes_only_and_a_malformed_one_is_named(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "sources.lock").write_text(text)
-    with pytest.raises(errors.SourceError, match=r"sources\.lock: .*; restore it with git"):
+    with pytest.raises(errors.SourceError, match=rf"sources\.lock: {says}; restore it with git"):
         manifest.load_lock(tmp_path / "sources.lock")

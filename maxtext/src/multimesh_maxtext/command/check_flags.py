@@ -5,15 +5,20 @@ The needs of one flag, and the flags that it excludes, stand where it is declare
 
 from __future__ import annotations
 
+import difflib
+import functools
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 import multimesh
 from multimesh_maxtext.command.command_line import CommandLine
-from multimesh_maxtext.command.dataset import UNTOKENIZED, find_data_notes, find_missing_settings
+from multimesh_maxtext.command.dataset import UNTOKENIZED, find_missing_settings
 from multimesh_maxtext.command.environment import PLUGINS
 from multimesh_maxtext.command.flags import FLAGS, Flags
 from multimesh_maxtext.command.job import (
@@ -22,12 +27,10 @@ from multimesh_maxtext.command.job import (
     EXACT,
     UNLIKE,
     Job,
-    Model,
     describe_model,
-    interprets_experts,
+    has_package,
     make_job,
 )
-from multimesh_maxtext.command.settings import find_wrong_settings, has_package
 from multimesh_maxtext.command.translate import find_fixed_settings, quantizing_devices
 from multimesh_maxtext.errors import FileError, FlagError, LauncherError, MissingPartError, UnsupportedError, raise_all
 from multimesh_maxtext.handoff import find_schedule
@@ -69,12 +72,27 @@ _REASONS = {
 }
 """Why stages cannot run with other values, or with a block; else no pipeline was compared with one program there."""
 
-
 QWIX = ("int8", "int4", "fp4", "fp8_e4m3", "fp8_e5m2", "fp8_nanoo", "fp8_full")
 """Kinds of quantization by Qwix, ``use_qwix_quantization=true``, that pipelines were compared with."""
 
 AQT = ("int8",)
 """Kinds of quantization by AQT that pipelines were compared with, without experts."""
+
+_OF_CLOUD = (
+    *("enable_goodput_recording", "monitor_goodput", "enable_pathways_goodput", "goodput_job_name"),
+    *("report_heartbeat_metric_for_gcp_monitoring", "report_performance_metric_for_gcp_monitoring"),
+    *("use_vertex_tensorboard", "enable_checkpoint_cloud_logger", "managed_mldiagnostics"),
+)
+_OF_PATHWAYS = ("elastic_enabled", "enable_single_controller", "subslice_shape")
+_IDLE = {
+    **dict.fromkeys(_OF_CLOUD, "it is for Google Cloud; see --metrics-file and --metrics-hook"),
+    **dict.fromkeys(_OF_PATHWAYS, "it is for Pathways; a run with --resume goes on on another grid"),
+    "jax_distributed_initialization_timeout": "run.py starts the processes; use MULTIMESH_START_TIMEOUT",
+}
+"""Settings of MaxText that would be accepted and do nothing in a run, and why. Switched off they are no error."""
+
+_BUCKETS = {"gs": ("gcsfs", "google-cloud-storage"), "s3": ("s3fs", "s3fs")}
+"""Of each kind of bucket: the module by which paths in it are read, and what to install beside it."""
 
 
 def check_job(parsed: CommandLine, package: Path) -> Job:
@@ -91,33 +109,33 @@ def check_job(parsed: CommandLine, package: Path) -> Job:
         errors += [*find_wrong_sizes(job), *find_missing_settings(job), *_find_overrides(job)]
     except LauncherError as error:
         errors.append(error)
-    raise_all([*parsed.wrong, *(error for error in errors if not _follows(error, parsed.doubtful))])
+    # an error that names a flag which could not be read, as such or as an axis, may follow from that
+    doubtful = {flag.lstrip("-") for flag in parsed.doubtful}
+    words = ({word.strip(",.;:()").removeprefix("--") for word in str(error).split()} for error in errors)
+    raise_all([*parsed.wrong, *(error for error, said in zip(errors, words, strict=True) if not said & doubtful)])
     return job
 
 
 def find_job_notes(parsed: CommandLine, job: Job) -> Iterator[str]:
-    """Yield a line for each flag or setting of a job that became something else."""
+    """Yield a line for each flag or setting of a job that became something else, or has a price."""
     if parsed.flags.attention != job.flags.attention:
-        yield (
-            f"--attention {parsed.flags.attention} runs as {SUBSTITUTE}, the same kernels: TransformerEngine is missing"
-        )
+        yield f"--attention {parsed.flags.attention} runs as {SUBSTITUTE}, the same kernels, without TransformerEngine"
     if job.flags.verify and "dtype" not in job.flags.values:
         yield f"--verify trains in dtype={EXACT}, in which the two programs can agree"
-    yield from find_data_notes(job)
-    yield from describe_experts(job.flags, job.model)
-
-
-def describe_experts(o: Flags, model: Model) -> Iterator[str]:
-    """Yield how experts are multiplied on GPUs, where that is not MaxText's default."""
-    if interprets_experts(o, model.resolved):
+    if job.flags.checkpoint and (kind := job.flags.dataset) in ("hf", "tfds", "c4_mlperf"):
+        yield (
+            f"dataset_type={kind} has no position in checkpoints: a run that resumes reads from the beginning; "
+            "dataset_type=grain and --text go on where they stopped"
+        )
+    if job.flags.gpus and job.model.product == "megablox":
         yield (
             "experts are multiplied by MaxText's kernel for TPUs (megablox), which Pallas interprets on GPUs, tile by "
             "tile; leave out megablox=true and use_ring_of_experts=true"
         )
-    elif "megablox" in model.settings:
+    elif "megablox" in job.model.settings:
         yield (
             "experts are multiplied by lax.ragged_dot: MaxText's own kernel (megablox) is for TPUs. XLA multiplies all "
-            f"tokens by each of the {model.experts // o.ep} experts of a device: sparse_matmul=false "
+            f"tokens by each of the {job.model.experts // job.flags.ep} experts of a device: sparse_matmul=false "
             "capacity_factor=1.25 needs less but drops tokens, a larger --ep drops none"
         )
 
@@ -133,31 +151,18 @@ def _find_overrides(job: Job) -> Iterator[LauncherError]:
             yield FlagError(f"{key}= is decided by the flags ({key}={fixed[key]}); {remedy}")
 
 
-def _follows(error: LauncherError, doubtful: frozenset[str]) -> bool:
-    """Whether an error names a flag that could not be read, as such or as an axis."""
-    words = {word.strip(",.;:()").removeprefix("--") for word in str(error).split()}
-    return any(flag.lstrip("-") in words for flag in doubtful)
-
-
-def find_wrong_flags(flags: Flags) -> Iterator[LauncherError]:
+def find_wrong_flags(o: Flags) -> Iterator[LauncherError]:
     """Yield the errors of flags that do not depend on the model: first those that their declarations tell."""
-    for name in flags.used:
+    for name in o.used:
         flag = FLAGS[name]
-        if flag.pipeline and flags.backend != "multimesh" and not flags.compile:  # that compiles a pipeline too
-            yield UnsupportedError(
-                f"--backend {flags.backend} has no use for {flag.option}: {flag.pipeline}; leave it out"
-            )
-        elif flag.pipeline and flags.pp == 1 and not (name == "forecast" and flags.compile):
+        if flag.pipeline and o.backend != "multimesh" and not o.compile:  # that compiles a pipeline too
+            yield UnsupportedError(f"--backend {o.backend} has no use for {flag.option}: {flag.pipeline}; leave it out")
+        elif flag.pipeline and o.pp == 1 and not (name == "forecast" and o.compile):
             yield FlagError(f"{flag.option} is about pipeline stages; add --pp")
-        if flag.needs and not {*flag.needs} & {*flags.used}:
+        if flag.needs and not {*flag.needs} & {*o.used}:
             yield FlagError(f"{flag.option} needs {' or '.join(FLAGS[other].option for other in flag.needs)}; add it")
-        for other in flag.excludes.keys() & {*flags.used}:
+        for other in flag.excludes.keys() & {*o.used}:
             yield FlagError(f"{flag.option} and {FLAGS[other].option}: {flag.excludes[other]}; leave out one of them")
-    yield from _find_wrong_combinations(flags)
-
-
-def _find_wrong_combinations(o: Flags) -> Iterator[LauncherError]:
-    """Yield what no pair of flags says."""
     saves = o.checkpoint or o.values.get("enable_checkpointing")
     for wrong, text in (
         (o.backend == "cuda" and not o.gpus, "--backend cuda needs GPUs; add --gpus N or use --backend spmd"),
@@ -193,9 +198,42 @@ def _find_wrong_combinations(o: Flags) -> Iterator[LauncherError]:
         yield MissingPartError("--compile needs JAX's compiler for GPUs; run ./bootstrap.sh --group compile-gpu")
     if o.prometheus and not o.prometheus.absolute().parent.is_dir():
         yield FileError(f"--prometheus {o.prometheus}: there is no such folder; make it, or choose another")
-    for file in o.text:
-        if not file.is_file():
-            yield FileError(f"--text {file}: no such file")
+    yield from (FileError(f"--text {file}: no such file") for file in o.text if not file.is_file())
+
+
+@functools.cache
+def setting_names(package: Path) -> frozenset[str]:
+    """Return the names of MaxText's settings, by the source of its classes, as to import them imports JAX."""
+    text = (package / "configs/types.py").read_text(encoding="utf-8")
+    return frozenset(re.findall(r"^  (\w+): \S", text, re.MULTILINE))
+
+
+def find_wrong_settings(flags: Flags, package: Path) -> Iterator[LauncherError]:
+    """Yield errors of settings: unknown names, what would do nothing, and buckets that cannot be used."""
+    for setting in flags.settings:
+        try:
+            yaml.compose(setting.partition("=")[2])
+        except yaml.YAMLError:
+            yield FlagError(f"{setting}: the value is no YAML; put strings with special characters in quotes")
+    for key, value in flags.values.items():
+        if key not in (names := setting_names(package)):
+            near = " or ".join(difflib.get_close_matches(key, names, n=3, cutoff=0.75))
+            hint = f"did you mean {near}?" if near else f"its settings are in {package / 'configs/base.yml'}"
+            yield FlagError(f"{key}={value}: MaxText has no setting {key}; {hint}")
+        elif key in _IDLE and value:
+            yield FlagError(f"{key}={value} would do nothing here: {_IDLE[key]}; leave it out")
+    for name in flags.used:
+        paths = getattr(flags, name)
+        for path in paths if isinstance(paths, tuple) else (paths,):
+            if isinstance(path, Path) and path.parts and path.parts[0].removesuffix(":") in _BUCKETS:
+                yield UnsupportedError(
+                    f"{FLAGS[name].option} {path.parts[0]}//{'/'.join(path.parts[1:])}: this must be on a file "
+                    "system; mount the bucket, for example with gcsfuse or mountpoint-s3, and give the path there"
+                )
+    for key, kind in flags.buckets.items():
+        if not has_package(_BUCKETS[kind][0]):
+            packages = " ".join(dict.fromkeys(_BUCKETS[kind]))
+            yield MissingPartError(f"{key}={kind}://...: a package is missing; pip install {packages}")
 
 
 def find_wrong_sizes(job: Job) -> Iterator[LauncherError]:
@@ -203,14 +241,8 @@ def find_wrong_sizes(job: Job) -> Iterator[LauncherError]:
     o, rows = job.flags, job.flags.domains * job.flags.microbatch_size
     counted = o.batch_size or job.devices == o.parallelism  # the batch is known, or follows from the devices
     yield from _wrong_devices(o, job.devices)
-    yield from _wrong_model(o, job.model)
-    layers, group = job.model.layers, job.model.resolved.get("inhomogeneous_layer_cycle_interval") or 1
-    if job.scans_layers and o.pp == 1 and layers % group:
-        scanned = layers // group * group
-        yield FlagError(
-            f"{layers} layers are no multiple of inhomogeneous_layer_cycle_interval={group}: MaxText would scan over "
-            f"{scanned} of them; use --num-layers {scanned + group} or --no-scan-layers"
-        )
+    yield from _wrong_model(job)
+    yield from _wrong_attention(o, job.model.resolved)
     if job.batch % rows and counted:
         near = max(rows, round(job.batch / rows) * rows)
         yield FlagError(
@@ -296,7 +328,9 @@ def _wrong_devices(o: Flags, devices: int) -> Iterator[LauncherError]:
     yield FlagError(f"dp x fsdp x tp x cp x pp x ep = {product}, but there are {devices} devices; use {remedy}")
 
 
-def _wrong_model(o: Flags, model: Model) -> Iterator[LauncherError]:
+def _wrong_model(job: Job) -> Iterator[LauncherError]:
+    """Yield sizes of the model that the grid does not divide, and settings that it cannot have."""
+    o, model, settings = job.flags, job.model, job.model.resolved
     pieces = o.pp * o.interleave
     near = max(1, round(model.layers / pieces)) * pieces
     if isinstance(o.partition, tuple) and (len(o.partition), sum(o.partition)) != (pieces, model.layers):
@@ -310,7 +344,9 @@ def _wrong_model(o: Flags, model: Model) -> Iterator[LauncherError]:
             f"{model.layers} layers cannot be dealt to pp x interleave = {o.pp} x {o.interleave} = {pieces} pieces; "
             f"use --num-layers {near} or another --pp or --interleave"
         )
-    of_global = model.resolved.get("global_num_kv_heads") or 0  # gemma4's
+    of_global, group = settings.get("global_num_kv_heads") or 0, "inhomogeneous_layer_cycle_interval"
+    grouped = job.scans_layers and o.pp == 1  # else MaxText scans over as many layers as it can group
+    halves = 2 if settings.get("context_parallel_load_balance", True) and o.cp > 1 else 1
     for name, size, flag, parts, remedy in (
         ("attention heads", model.query_heads, "--tp", o.tp, "--num-heads"),
         ("key/value heads", model.kv_heads, "--tp", o.tp, "base_num_kv_heads="),
@@ -321,12 +357,23 @@ def _wrong_model(o: Flags, model: Model) -> Iterator[LauncherError]:
         ("attention heads", model.query_heads, "base_num_kv_heads", model.kv_heads, "--num-heads"),
         ("experts", model.experts, "--ep", o.ep, "num_experts="),
         ("sequence", o.sequence_length, "--tp", o.tp * o.cp if o.sequence_parallel else 1, "--sequence-length"),
+        ("sequence", o.sequence_length, f"{halves} x --cp", halves * o.cp, "--sequence-length"),
+        ("layers", model.layers, group, (grouped and settings.get(group)) or 1, "--num-layers or --no-scan-layers"),
     ):
         if size % parts:
             yield FlagError(f"{flag} {parts} does not divide the {name} ({size}); change {flag} or {remedy}")
-    yield from _wrong_context(o, model)
-    yield from _wrong_experts(o, model)
-    lora = model.resolved.get("lora")
+    exchanges, ring = o.ep > 1 and settings.get("sparse_matmul"), settings.get("use_ring_of_experts")
+    if exchanges and ring and model.product == "ragged_dot":
+        yield UnsupportedError(
+            f"--ep {o.ep}: MaxText's ring of experts multiplies by all groups, which lax.ragged_dot refuses for the "
+            "experts of one device; leave out megablox=false"
+        )
+    if exchanges and o.platform == "cpu" and not ring:
+        yield UnsupportedError(
+            f"--ep {o.ep}: with sparse_matmul=True experts exchange tokens by an operation that XLA lacks on CPU "
+            "devices; add use_ring_of_experts=true, which gathers them, or sparse_matmul=false"
+        )
+    lora = settings.get("lora")
     if isinstance(lora, dict) and lora.get("enable_lora"):  # the optimizer would find nothing to train, and say nothing
         yield UnsupportedError("lora: MaxText has adapters in its train_sft alone, which needs tunix; leave lora= out")
     if o.text and model.vocabulary < BYTE_TOKENS:
@@ -334,60 +381,35 @@ def _wrong_model(o: Flags, model: Model) -> Iterator[LauncherError]:
             f"--text needs {BYTE_TOKENS} tokens (bytes and the end of a document), the model has {model.vocabulary}; "
             f"use vocab_size={BYTE_VOCABULARY}"
         )
-    if o.attention == "cudnn_flash_jax":
-        windows = model.resolved.get("sliding_window_size") or 0
-        if windows > 0 or model.resolved.get("attention_type", "global") != "global":
-            yield UnsupportedError(
-                "--attention cudnn_flash_jax attends to all earlier tokens, and this model has windows; "
-                "use --attention dot_product, or install TransformerEngine for cudnn_flash_te"
-            )
-        if o.dataset not in UNTOKENIZED and model.resolved.get("packing", True):
-            yield UnsupportedError(
-                "--attention cudnn_flash_jax attends across documents that are packed into one sequence; add "
-                "packing=false, or install TransformerEngine for cudnn_flash_te"
-            )
 
 
-def _wrong_context(o: Flags, model: Model) -> Iterator[LauncherError]:
-    """Yield what of ``--cp`` the model, the attention or the devices cannot honour, and MaxText would not say."""
-    if o.cp == 1:
+def _wrong_attention(o: Flags, settings: Mapping[str, Any]) -> Iterator[LauncherError]:
+    """Yield what a kernel of attention cannot honour, and MaxText would not say."""
+    engine = "cudnn_flash_te"  # TransformerEngine's
+    if o.attention == SUBSTITUTE:
+        if (settings.get("sliding_window_size") or 0) > 0 or settings.get("attention_type", "global") != "global":
+            yield UnsupportedError(
+                f"--attention {SUBSTITUTE} attends to all earlier tokens, and this model has windows; use --attention "
+                f"dot_product, or install TransformerEngine for {engine}"
+            )
+        if o.dataset not in UNTOKENIZED and settings.get("packing", True):
+            yield UnsupportedError(
+                f"--attention {SUBSTITUTE} attends across documents that are packed into one sequence; add "
+                f"packing=false, or install TransformerEngine for {engine}"
+            )
+    if o.cp == 1 or not o.gpus or o.forecast:
         return
-    balanced, kernel = model.resolved.get("context_parallel_load_balance", True), "cudnn_flash_te"
-    parts = o.cp * (2 if balanced else 1)
-    if o.sequence_length % parts:
-        yield FlagError(
-            f"--cp {o.cp} cuts a sequence into {parts} parts, and {o.sequence_length} tokens are no multiple of them; "
-            f"use --sequence-length {max(1, round(o.sequence_length / parts)) * parts}"
-        )
-    if not o.gpus or o.forecast:
-        return
-    if o.attention not in (kernel, "dot_product"):
+    if o.attention not in (engine, "dot_product"):
         yield UnsupportedError(
             f"--attention {o.attention} attends within the part of a sequence that a device has; with --cp {o.cp} use "
-            f"--attention {kernel} or dot_product"
+            f"--attention {engine} or dot_product"
         )
-    elif not has_package("transformer_engine") and (balanced or o.attention == kernel):
+    elif not has_package("transformer_engine") and (
+        o.attention == engine or settings.get("context_parallel_load_balance", True)
+    ):
         yield MissingPartError(
             f"--cp {o.cp} on GPUs needs TransformerEngine, which orders the parts of sequences; install it, or use "
             "--attention dot_product context_parallel_load_balance=false"
-        )
-
-
-def _wrong_experts(o: Flags, model: Model) -> Iterator[LauncherError]:
-    """Yield how experts cannot exchange tokens on these devices."""
-    settings = model.resolved
-    if o.ep == 1 or not settings.get("sparse_matmul"):
-        return
-    ring = settings.get("use_ring_of_experts")
-    if ring and not (settings.get("megablox") or settings.get("use_tokamax_gmm")):
-        yield UnsupportedError(
-            f"--ep {o.ep}: MaxText's ring of experts multiplies by all groups, which lax.ragged_dot refuses for the "
-            "experts of one device; leave out megablox=false"
-        )
-    if o.platform == "cpu" and not ring:
-        yield UnsupportedError(
-            f"--ep {o.ep}: with sparse_matmul=True experts exchange tokens by an operation that XLA lacks on CPU "
-            "devices; add use_ring_of_experts=true, which gathers them, or sparse_matmul=false"
         )
 
 

@@ -17,8 +17,7 @@ from multimesh_maxtext.command.job import Job, Paths
 from multimesh_maxtext.errors import CheckpointError, FileError, FlagError, LauncherError
 
 RUNNING = ".running"
-"""A file that is locked while a run writes to an output folder. After a step of that it says where its checkpoints
-are."""
+"""A file that is locked while a run writes to an output folder. After a step it says where the checkpoints are."""
 
 
 @contextmanager
@@ -44,27 +43,19 @@ def writing(file: Path, flag: str, kind: type[LauncherError] = FileError) -> Ite
         yield
 
 
-def mark_run(folder: Path, checkpoints: Path | None) -> None:
-    """Note that an output folder holds a run from now on; one that failed before its first step leaves nothing."""
-    (folder / RUNNING).write_text(str(checkpoints.resolve()) if checkpoints else os.devnull)
-
-
 def make_way(o: Flags, first: Paths, paths: Paths) -> None:
     """Keep the files of another run, or remove them where a flag asks for that. Call it while `writing`."""
     folder, output, mark = o.checkpoint or Path(), first.output, first.output / RUNNING
     run = mark.read_text() if mark.is_file() else ""
-    steps = bool(o.resume and checkpoint_folder.look(folder).steps)
+    steps = bool(o.resume and checkpoint_folder.look(folder))
     goes_on = o.resume and (run == str(folder.resolve()) or (steps and not Path(run).exists()))  # it may be moved
     if run and not (goes_on or o.overwrite):
-        if o.resume:
-            raise FileError(
-                f"--output {output} holds a run that wrote no checkpoint to {folder}: --resume would write over it; "
-                "choose another --output"
-            )
         also = f"--checkpoint {run} --resume to go on with it, " if Path(run).is_dir() else ""
-        raise FileError(
-            f"--output {output} holds another run; add --overwrite to replace it, {also}or choose another folder"
-        )
+        remedy = f"another run; add --overwrite to replace it, {also}or choose another folder"
+        if o.resume:
+            over = f"a run that wrote no checkpoint to {folder}: --resume would write over it"
+            remedy = f"{over}; choose another --output"
+        raise FileError(f"--output {output} holds {remedy}")
     metrics = paths.metrics if o.metrics_file and paths == first and not (goes_on or steps or o.overwrite) else None
     if metrics and metrics.is_file() and metrics.stat().st_size:
         raise FileError(f"--metrics-file {metrics} has the steps of another run; remove it, or choose another file")
@@ -84,40 +75,28 @@ _POSITIONS = "iter"
 """Folder of a checkpoint in which each process keeps its position in the data."""
 
 
-_LOCK = ".writing"
-
-
 @contextmanager
-def beginning(job: Job, checkpoints: Path, *, first: bool = True) -> Iterator[int]:
+def beginning(job: Job, *, first: bool = True) -> Iterator[int]:
     """Reserve ``--checkpoint`` for this run, and yield the step that it begins with, which stderr tells.
 
-    ``checkpoints``: where MaxText keeps its checkpoints. Only the ``first`` of several processes reserves and prints.
+    Only the ``first`` of several processes reserves and prints.
     """
     o = job.flags
     _check_parameters(job)
     if o.checkpoint is None:
         yield 0
         return
-    lock = writing(o.checkpoint / _LOCK, "--checkpoint", CheckpointError)
-    with lock if first else nullcontext():
+    with writing(o.checkpoint / ".writing", "--checkpoint", CheckpointError) if first else nullcontext():
         if first:  # Orbax writes over a half-written step, but a run that goes on may save at others
             for half in o.checkpoint.glob("*.orbax-checkpoint-tmp*"):
                 shutil.rmtree(half, ignore_errors=True)
-        saved = checkpoint_folder.look(o.checkpoint)
-        if saved.steps:
-            _check_continues(job, saved)
-            _check_position(job, saved)
+        newest = max(checkpoint_folder.look(o.checkpoint), default=-1)
+        if newest >= 0:
+            _check_continues(job, newest, o.checkpoint / str(newest))
         if o.resume and first:
-            where = f"from checkpoint {saved.steps[-1]}" if saved.steps else "from step 0: there is no checkpoint yet"
+            where = f"from checkpoint {newest}" if newest >= 0 else "from step 0: there is no checkpoint yet"
             print(f"resuming {where}", file=sys.stderr)
-        checkpoints.parent.mkdir(parents=True, exist_ok=True)
-        if not checkpoints.is_symlink() or checkpoints.readlink() != o.checkpoint.resolve():  # others may look at it
-            if checkpoints.is_symlink():
-                checkpoints.unlink()
-            if checkpoints.exists():
-                raise FileError(f"{checkpoints} is in the way of the link to --checkpoint; choose another --output")
-            checkpoints.symlink_to(o.checkpoint.resolve())
-        yield saved.next_step
+        yield newest + 1
 
 
 def _check_parameters(job: Job) -> None:
@@ -135,48 +114,43 @@ def _check_parameters(job: Job) -> None:
     expected = scans if job.scans_layers else "unrolled"
     if not layers or stored == expected:
         return
-    flag = f"use --{'no-' if stored == 'unrolled' else ''}scan-layers"
-    remedy = (
-        flag if stored in ("unrolled", scans) else "write them anew: --checkpoint DIR --export DIR --no-scan-layers"
-    )
+    remedy = f"use --{'no-' if stored == 'unrolled' else ''}scan-layers"
+    if stored not in ("unrolled", scans):
+        remedy = "write them anew: --checkpoint DIR --export DIR --no-scan-layers"
     raise CheckpointError(f"{PARAMETERS}={source} has its layers {stored}, but this run has them {expected}; {remedy}")
 
 
-def _check_continues(job: Job, saved: checkpoint_folder.Checkpoints) -> None:
-    o, newest = job.flags, saved.steps[-1]
+def _check_continues(job: Job, newest: int, folder: Path) -> None:
+    """Refuse the newest checkpoint where this run cannot go on from it, or is not to."""
+    o = job.flags
     if not o.resume:
         raise FlagError(
-            f"--checkpoint {saved.folder} has checkpoints up to {newest}; add --resume to go on from it, or choose "
+            f"--checkpoint {o.checkpoint} has checkpoints up to {newest}; add --resume to go on from it, or choose "
             "another folder"
         )
-    stored, expected = checkpoint_folder.layout(saved.layers()), "scanned" if job.scans_layers else "unrolled"
+    layers = checkpoint_folder.layers_of(checkpoint_folder.leaf_paths(folder / "items"))
+    stored, expected = checkpoint_folder.layout(layers), "scanned" if job.scans_layers else "unrolled"
     in_groups = o.staged and stored == "scanned" and not job.uniform
-    if stored == expected or (o.staged and not in_groups):  # a pipeline takes layers of one kind in any layout
-        return
-    remedy = {
-        "scanned": "use --scan-layers",
-        "unrolled": "use --no-scan-layers",
-        "in stacks": "go on with --backend multimesh --no-scan-layers once, which writes them unrolled",
-    }[stored]
-    if in_groups:
-        expected, remedy = "in stages", "use --backend spmd --scan-layers with --fsdp or --tp in place of --pp"
-    raise CheckpointError(f"checkpoint {newest} has its layers {stored}, but this run has them {expected}; {remedy}")
-
-
-def _check_position(job: Job, saved: checkpoint_folder.Checkpoints) -> None:
-    """Refuse a position in the data that other processes had: each has its own part of the files."""
-    o, folder = job.flags, saved.folder / str(saved.steps[-1]) / _POSITIONS
-    files = sorted(folder.glob("process_*-of-*.json")) if o.dataset == "grain" else []
+    if stored != expected and (in_groups or not o.staged):  # a pipeline takes layers of one kind in any layout
+        remedy = {
+            "scanned": "use --scan-layers",
+            "unrolled": "use --no-scan-layers",
+            "in stacks": "go on with --backend multimesh --no-scan-layers once, which writes them unrolled",
+        }[stored]
+        if in_groups:
+            expected, remedy = "in stages", "use --backend spmd --scan-layers with --fsdp or --tp in place of --pp"
+        raise CheckpointError(
+            f"checkpoint {newest} has its layers {stored}, but this run has them {expected}; {remedy}"
+        )
+    files = sorted((folder / _POSITIONS).glob("process_*-of-*.json")) if o.dataset == "grain" else []
     if not files:
         return
     try:
         before = len(files), json.loads(files[0].read_text(encoding="utf-8")).get("readers", 1)
     except checkpoint_folder.UNREADABLE as error:
+        raise CheckpointError(f"{files[0]}: cannot be read ({error}); copy it again, or remove {folder}") from error
+    if before != (o.nodes, job.readers):  # each process has its own part of the files
         raise CheckpointError(
-            f"{files[0]}: cannot be read ({error}); copy it again, or remove {folder.parent}"
-        ) from error
-    if before != (o.nodes, job.readers):
-        raise CheckpointError(
-            f"checkpoint {saved.steps[-1]} has positions in the data of {before[0]} processes, {before[1]} of which "
+            f"checkpoint {newest} has positions in the data of {before[0]} processes, {before[1]} of which "
             f"read; this run has {o.nodes}, {job.readers} of which read; use the --nodes, --pp and devices that it had"
         )

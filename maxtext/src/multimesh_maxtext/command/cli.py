@@ -11,10 +11,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NoReturn
 
+from multimesh.launch import job_variables, process_variables
 from multimesh_maxtext.checkpoint_folder import look
 from multimesh_maxtext.command import report, suggesting
 from multimesh_maxtext.command.check_flags import check_job, find_job_notes
@@ -25,11 +26,10 @@ from multimesh_maxtext.command.environment import find_flag_notes, find_gpus, st
 from multimesh_maxtext.command.flags import Flags
 from multimesh_maxtext.command.forecasting import check_memory, inspect, show_size
 from multimesh_maxtext.command.job import Job, Paths, find_maxtext
-from multimesh_maxtext.command.member import SINGLE, Member, any_member, find_repeats, member
+from multimesh_maxtext.command.member import SINGLE, Member, find_launcher, find_members, find_repeats
 from multimesh_maxtext.command.report import Output, unblock_output
-from multimesh_maxtext.command.spawning import spawn
 from multimesh_maxtext.command.train_job import prepare_folders, train_job
-from multimesh_maxtext.command.training import SIGNALS, SPAWNED, interrupt, receiving, state_line
+from multimesh_maxtext.command.training import SIGNALS, Start, StopRequest, state_line
 from multimesh_maxtext.command.translate import Launch, forecasting, launch
 from multimesh_maxtext.errors import (
     CheckpointError,
@@ -50,43 +50,42 @@ def command(argv: Sequence[str], *, root: Path | None = None) -> NoReturn:
 
     ``root``: the repository, if this runs from one. It may hold ``third_party/maxtext``.
     """
-    code = 0
+    code, stop = 0, StopRequest()
+    for number in SIGNALS:
+        signal.signal(number, stop)
     try:
         unblock_output()
-        code = main(argv, root=root)
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+        code = main(argv, root=root, stop=stop)
+        stop.trains = True  # nothing interrupts the rest
         sys.stdout.flush()
     except BrokenPipeError:  # a program such as head has read what it wanted
         code = code or UnreadError.exit_code
     os._exit(code)  # Python itself would end by SIGINT if a string that it executed was interrupted
 
 
-def main(argv: Sequence[str], *, root: Path | None = None) -> int:
-    """Run the command line and return its exit code; nothing but ``--help`` and closed pipes leave by an exception."""
+def main(argv: Sequence[str], *, root: Path | None = None, stop: StopRequest | None = None) -> int:
+    """Run the command line and return its exit code; nothing but ``--help`` and closed pipes leave by an exception.
+
+    ``stop``: gets the signals, if anything does.
+    """
     this = SINGLE
-    with receiving(interrupt):
-        try:
-            parsed = read(argv)
-            this = any_member(parsed, os.environ)
-            maxtext = find_maxtext(root)
-            if parsed.flags.suggest:
-                return 0 if this.rank else suggesting.run(parsed, argv, maxtext)
-            job = check_job(parsed, maxtext / "maxtext")
-            flags = job.flags
-            if flags.spawn and flags.nodes > 1 and not (flags.dry_run or flags.forecast):
-                find_gpus(flags)
-                return spawn(argv, flags, root)
-            return run_job(job, find_job_notes(parsed, job), maxtext, root)
-        except KeyboardInterrupt:
-            if SPAWNED not in os.environ:  # who spawned this process says so for all
-                print(f"interrupted before it trained; {state_line(read(argv).flags.checkpoint)}", file=sys.stderr)
-            return InterruptedRunError.exit_code
-        except (LauncherError, OSError) as error:
-            shown = error if isinstance(error, LauncherError) else full_file(error)
-            if shown is None:
-                raise
-            return _print_error(shown, this, as_json="--json" in argv)
+    try:
+        parsed = read(argv)
+        if (parsed.flags.nodes > 1 or "--nodes" in parsed.doubtful) and not parsed.flags.spawn:
+            this = find_launcher(os.environ)[1]
+        maxtext = find_maxtext(root)
+        if parsed.flags.suggest:
+            return 0 if this.rank else suggesting.run(parsed, argv, maxtext)
+        job = check_job(parsed, maxtext / "maxtext")
+        return run_job(job, find_job_notes(parsed, job), maxtext, root, stop or StopRequest())
+    except KeyboardInterrupt:
+        print(f"interrupted before it trained; {state_line(read(argv).flags.checkpoint)}", file=sys.stderr)
+        return InterruptedRunError.exit_code
+    except (LauncherError, OSError) as error:
+        shown = error if isinstance(error, LauncherError) else full_file(error)
+        if shown is None:
+            raise
+        return _print_error(shown, this, as_json="--json" in argv)
 
 
 def _print_error(error: LauncherError, this: Member, *, as_json: bool) -> int:
@@ -107,23 +106,24 @@ def _print_error(error: LauncherError, this: Member, *, as_json: bool) -> int:
     return error.exit_code
 
 
-def run_job(job: Job, notes: Iterable[str], maxtext: Path, root: Path | None) -> int:
+def run_job(job: Job, notes: Iterable[str], maxtext: Path, root: Path | None, stop: StopRequest) -> int:
     """Do what the flags of a job ask for; return the exit code. ``notes``: lines about the job, to be shown."""
     flags, texts = job.flags, read_texts(job.flags.text)
-    this = member(flags, os.environ)
-    gpus = find_gpus(flags)
-    gpu_memory = min(gpus) if gpus else None
+    this, *others = find_members(flags, os.environ)
+    gpu_memory = min(find_gpus(flags) or (), default=None)
     if not flags.forecast and this.rank < job.readers:
         check_dataset(job)
-    stale = stale_parts(root) if root else ()
-    idle = find_flag_notes(flags, gpu_memory=gpu_memory)
+    stale, idle = stale_parts(root) if root else (), find_flag_notes(flags, gpu_memory=gpu_memory)
     for note in (*stale, *notes, *find_repeats(flags, os.environ), *idle) if this.rank == 0 else ():
         print(f"warning: {note}", file=sys.stderr)
-    first = _paths(flags, maxtext)
-    paths = first.of_process(this.rank)
-    if flags.forecast or flags.dump_only:  # beside a run that the output folder may hold
-        paths = paths.below("forecast" if flags.forecast else "dump-only")
-    start = launch(job, paths, inherited=os.environ, gpu_memory=gpu_memory, this=this)
+    first, starts = _paths(flags, maxtext), list[Start]()
+    shared = job_variables() if others else {}
+    for member in (this, *others):
+        paths = first.of_process(member.rank)
+        start = launch(job, paths, inherited=os.environ, gpu_memory=gpu_memory, this=member)
+        own = process_variables(member.rank, member.count) if others else {}
+        starts.append((replace(start, environment={**start.environment, **shared, **own}), paths))
+    start, paths = starts[0]
     if flags.dry_run:
         if flags.forecast:
             start = forecasting(job, paths, inherited=os.environ, gpu_memory=gpu_memory)
@@ -133,16 +133,17 @@ def run_job(job: Job, notes: Iterable[str], maxtext: Path, root: Path | None) ->
     if flags.export:
         return 0 if this.rank else _export(start, flags, flags.export)
     # Of several processes the first speaks for all, unless another fails.
-    console = Output(soft_wrap=True, highlight=False, markup=False, quiet=this.rank > 0)
+    console = Output(soft_wrap=True, highlight=False, markup=False, quiet=flags.json or this.rank > 0)
+    if not (flags.forecast or flags.dump_only):
+        return train_job(job, first, starts, texts, console, gpu_memory, this, stop)
     if flags.forecast and this.rank:
         return 0
-    if not (flags.forecast or flags.dump_only):
-        return train_job(job, first, start, texts, console, gpu_memory, this)
     with writing(paths.output / RUNNING, "--output"):
-        prepare_folders(job, paths, texts)
+        for _, place in starts:
+            prepare_folders(job, place, texts)
         check_memory(job, paths, console, gpu_memory)
         if flags.dump_only:
-            inspect(start, paths)
+            inspect(starts)
             if not this.rank:
                 print(json.dumps({"dump": str(flags.dump)}) if flags.json else f"compiled; the plan is in {flags.dump}")
     return 0
@@ -156,22 +157,22 @@ def _paths(flags: Flags, maxtext: Path) -> Paths:
     else:
         output = Path(tempfile.mkdtemp(prefix="multimesh-maxtext-"))
     metrics = flags.metrics_file.resolve() if flags.metrics_file else output / "metrics.jsonl"
-    return Paths(python=sys.executable, maxtext=maxtext.resolve(), output=output, metrics=metrics)
+    paths = Paths(python=sys.executable, maxtext=maxtext.resolve(), output=output, metrics=metrics)
+    beside = "forecast" if flags.forecast else "dump-only" if flags.dump_only else ""  # a run that the folder may hold
+    return paths.below(beside) if beside else paths
 
 
 def _export(start: Launch, flags: Flags, target: Path) -> int:
     """Write the parameters of the newest checkpoint for MaxText's tools, and say where they are."""
     folder = flags.checkpoint or Path()
-    steps = look(folder).steps
+    steps = look(folder)
     if not steps:
         raise CheckpointError(f"--checkpoint {folder}: there is no checkpoint to export; train first")
     if target.exists():
         raise FileError(f"--export {target}: it is there already; choose another folder")
-    unrolled = ["unrolled"] * (flags.scan_layers is False)
-    command = [*start.command[:3], "multimesh_maxtext", "export", str(folder.resolve()), str(steps[-1])]
-    command += [str(target.resolve()), *unrolled]
-    variables = {**os.environ, **start.environment}
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    words = "export", str(folder.resolve()), str(steps[-1]), str(target.resolve())
+    command = [*start.command[:3], "multimesh_maxtext", *words, *["unrolled"] * (flags.scan_layers is False)]
+    done = subprocess.run(command, env={**os.environ, **start.environment}, capture_output=True, text=True, check=False)
     if done.returncode:
         raise TrainerFailedError(done.stderr.strip().splitlines()[-1].removeprefix("error: "))
     result = json.loads(done.stdout)

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import yaml
+
 from multimesh_maxtext.command.flags import COMMON, DEFAULTS, FLAGS, GROUPS, Flag, Flags
-from multimesh_maxtext.command.values import is_plain
 from multimesh_maxtext.errors import FlagError, error_classes
 
 DESCRIPTION = """\
@@ -49,12 +50,6 @@ IGNORED = {
 }
 """The original's flags without effect here, by their purpose. A number, or another word without "=", is the value."""
 
-GONE = {
-    "--hlo": "read the file with XLA's own tools, such as hlo-opt",
-    "--dump-all-passes": "set XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_text --xla_dump_hlo_pass_re=.*'",
-}
-"""Flags of the original that are not here, and what to use in their place."""
-
 
 def _exit_codes() -> str:
     kinds = [kind for kind in error_classes().values() if "exit_code" in vars(kind)]
@@ -69,7 +64,7 @@ class _Setting(argparse.Action):
 
     def __call__(self, _parser: Any, namespace: Any, value: Any, name: str | None = None) -> None:
         key = SETTINGS[name or ""]
-        namespace.settings.append(key if "=" in key else f"{key}={value if is_plain(value) else json.dumps(value)}")
+        namespace.settings.append(key if "=" in key else argument(key, value))
         namespace.replaced.append(name)
 
 
@@ -139,8 +134,6 @@ def read(argv: Sequence[str]) -> CommandLine:
         name = word.split("=")[0]
         if purpose(name):
             ignored.append(name)
-        elif name in GONE:
-            wrong.append(FlagError(f"{name}: there is no such flag; {GONE[name]}"))
         elif name.startswith("-") and not re.fullmatch(r"-\d+(\.\d+)?", name):  # a negative number is a value
             near = difflib.get_close_matches(name, [flag.option for flag in FLAGS.values()], n=1, cutoff=0.7)
             hint = f"did you mean {near[0]}?" if near else "maxtext/run.py --help lists every flag"
@@ -197,3 +190,14 @@ def write_words(flags: Flags) -> list[str]:
 def purpose(name: str) -> str:
     """Return the purpose of a name that is ignored; empty for another."""
     return next((about for about, names in IGNORED.items() if re.fullmatch(names, name)), "")
+
+
+def argument(key: str, value: Any) -> str:
+    """Return ``key=value`` such that MaxText's YAML reader gives back the value, of the same type."""
+    if isinstance(value, bool) or value is None:
+        return f"{key}={json.dumps(value)}"
+    if isinstance(value, str) and value:
+        plain = value != "=" and frozenset("#:{}[],&*!|>'\"%@`\n").isdisjoint(value)
+        if not plain or yaml.safe_load(value) != value:
+            return f"{key}={json.dumps(value, ensure_ascii=False)}"
+    return f"{key}={value}"

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from multimesh_maxtext.command.job import END_OF_DOCUMENT, Job
-from multimesh_maxtext.command.settings import has_package
+from multimesh_maxtext.command.job import END_OF_DOCUMENT, Job, has_package
 from multimesh_maxtext.errors import FileError, FlagError, LauncherError, MissingPartError, UnsupportedError
 
 UNTOKENIZED = ("synthetic", "olmo_grain")
@@ -36,16 +35,7 @@ _OURS = {
 }
 """Settings that change which processes read, and how they end, with the value that leaves that to us."""
 
-_DTYPE = np.dtype("<u2")
-
-
-def find_data_notes(job: Job) -> Iterator[str]:
-    """Yield a line on data of which MaxText keeps no position in a checkpoint."""
-    if job.flags.checkpoint and (kind := job.flags.dataset) in ("hf", "tfds", "c4_mlperf"):
-        yield (
-            f"dataset_type={kind} has no position in checkpoints: a run that resumes reads from the beginning; "
-            "dataset_type=grain and --text go on where they stopped"
-        )
+_DTYPE, INDEX = np.dtype("<u2"), "index.json"
 
 
 def find_missing_settings(job: Job) -> Iterator[LauncherError]:
@@ -116,11 +106,5 @@ def write_corpus(texts: Sequence[str], folder: Path, *, sequence_length: int) ->
         "fingerprint": f"sha256:{hashlib.sha256(tokens.tobytes()).hexdigest()}",
         "files": [file],
     }
-    path = index_path(folder)
-    path.write_text(json.dumps(index, indent=1), encoding="utf-8")
-    return path
-
-
-def index_path(folder: Path) -> Path:
-    """Return where the index of a corpus in this folder lies."""
-    return folder.resolve() / "index.json"
+    data.with_name(INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+    return data.with_name(INDEX)

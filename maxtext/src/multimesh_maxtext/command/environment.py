@@ -15,21 +15,28 @@ from pathlib import Path
 import yaml
 
 from multimesh_maxtext.command.command_line import purpose
-from multimesh_maxtext.command.flags import FLAGS, Flags
-from multimesh_maxtext.command.job import Job, Paths
-from multimesh_maxtext.command.settings import find_buckets, has_package
-from multimesh_maxtext.command.values import DEVICES
+from multimesh_maxtext.command.flags import DEVICES, FLAGS, Flags
+from multimesh_maxtext.command.job import Job, Paths, has_package
 from multimesh_maxtext.errors import FlagError, MissingPartError
 
-JAX_FRACTION = 0.75
-"""Share of a GPU's memory that JAX takes by default."""
+CACHE, CACHE_SWITCH = "JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"
+"""JAX's variables for the folder of compiled programs; and that turns it off: 0 or false."""
 
-_PACKAGES = [
+CACHE_SIZE = 5 * 10**9
+"""Bytes of the folder; what was not read for longest goes first."""
+
+PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+"""Packages with JAX's compiler for GPUs."""
+
+_JAX_FRACTION = 0.75  # of a GPU's memory that JAX takes by default
+_LEAST_FRACTION = 0.05  # with less JAX cannot even load its libraries; a wrong unit is likely
+_MB_FROM = 1000  # --fbmem counts GB below this, and MB from here on
+
+_PACKAGES = [  # that the hooks import
     Path(spec.origin).resolve().parents[1]
     for spec in map(find_spec, ("multimesh_maxtext", "multimesh", "multimesh_planner"))
     if spec and spec.origin
 ]
-"""Folders of the packages that the hooks import."""
 
 _LOG_LEVELS = {
     "none": {"TF_CPP_MIN_LOG_LEVEL": "1"},
@@ -38,27 +45,8 @@ _LOG_LEVELS = {
     "spew": {"JAX_LOGGING_LEVEL": "DEBUG", "TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_MAX_VLOG_LEVEL": "1"},
 }
 
-_ONLY = {
-    "gpu": "GPUs",
-    "pipeline": "pipelines of MultiMesh",
-    "run": "a run: a forecast trains nothing",
-}
+_ONLY = {"gpu": "GPUs", "pipeline": "pipelines of MultiMesh", "run": "a run: a forecast trains nothing"}
 """What flags are for that have an effect in some jobs alone."""
-
-_MB_FROM = 1000
-"""``--fbmem`` counts GB below this, and MB from here on."""
-
-_LEAST_FRACTION = 0.05
-"""Least share of a GPU's memory. With less JAX cannot even load its libraries; a wrong unit is likely."""
-
-CACHE = "JAX_COMPILATION_CACHE_DIR"
-"""JAX's variable for the folder of compiled programs."""
-
-CACHE_SWITCH = "JAX_ENABLE_COMPILATION_CACHE"
-"""JAX's variable that turns the cache off: 0 or false."""
-
-CACHE_SIZE = 5 * 10**9
-"""Bytes of the folder; what was not read for longest goes first."""
 
 
 def environment(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_memory: int | None) -> dict[str, str]:
@@ -74,7 +62,7 @@ def environment(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_mem
     search = [str(paths.maxtext), *packages, *(installed if users else ()), *users]
     variables = {
         # Without Google Cloud MaxText also leaves out TensorBoard; else it takes what is installed.
-        "DECOUPLE_GCLOUD": str(not (values.get("enable_tensorboard") is True or find_buckets(values))).upper(),
+        "DECOUPLE_GCLOUD": str(not (values.get("enable_tensorboard") is True or flags.buckets)).upper(),
         "JAX_PLATFORMS": "cuda" if flags.gpus else "cpu",
         "PYTHONPATH": ":".join(search),
         "PYTHONUNBUFFERED": "1",
@@ -98,13 +86,11 @@ def environment(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_mem
 
 
 def xla_flags(flags: Flags, *, devices: int, users: str = "", process: str = "") -> list[str]:
-    """Return the flags for ``XLA_FLAGS``, for so many devices of this process.
+    """Return the flags for ``XLA_FLAGS``, for so many devices of this process, whose folder for dumps is ``process``.
 
-    Those of ``users`` win over our defaults, and the command line wins over them. ``process``: its folder for dumps.
+    Those of ``users`` win over our defaults, and the command line wins over them.
     """
-    words: list[str] = []
-    if flags.platform == "cpu":
-        words.append(f"--xla_force_host_platform_device_count={devices}")
+    words = [f"--xla_force_host_platform_device_count={devices}"] if flags.platform == "cpu" else []
     for name, flag in FLAGS.items() if flags.platform == "gpu" else ():
         chosen = getattr(flags, name)
         usual = None if flag.xla_staged and not flags.staged else flag.xla_default
@@ -121,7 +107,7 @@ def xla_flags(flags: Flags, *, devices: int, users: str = "", process: str = "")
 
 def memory_fraction(fbmem: int, device_memory: int) -> float:
     """Return JAX's memory fraction for ``--fbmem``, of a device's MiB; at most 1, and not next to nothing."""
-    fraction = round(min(1.0, _fbmem_mib(fbmem) / device_memory), 4)
+    fraction = round(min(1.0, _read_mib(fbmem) / device_memory), 4)
     if fraction < _LEAST_FRACTION:
         raise FlagError(
             f"--fbmem {fbmem} is {fraction} of a GPU's {device_memory} MiB, less than {_LEAST_FRACTION}; it counts GB "
@@ -130,7 +116,7 @@ def memory_fraction(fbmem: int, device_memory: int) -> float:
     return fraction
 
 
-def _fbmem_mib(fbmem: int) -> int:
+def _read_mib(fbmem: int) -> int:
     """Return ``--fbmem`` in MiB, as the original hands it to its runtime."""
     return fbmem if fbmem >= _MB_FROM else 1000 * fbmem
 
@@ -149,8 +135,8 @@ def usable_memory(flags: Flags, gpu_memory: int | None = None) -> int | None:
     if flags.device:
         gpu_memory = DEVICES[flags.device]
     if gpu_memory is None:
-        return _fbmem_mib(flags.fbmem) * 2**20 if flags.fbmem else None
-    fraction = memory_fraction(flags.fbmem, gpu_memory) if flags.fbmem is not None else JAX_FRACTION
+        return _read_mib(flags.fbmem) * 2**20 if flags.fbmem else None
+    fraction = memory_fraction(flags.fbmem, gpu_memory) if flags.fbmem is not None else _JAX_FRACTION
     return int(gpu_memory * 2**20 * fraction)
 
 
@@ -197,10 +183,6 @@ def find_flag_notes(flags: Flags, *, gpu_memory: int | None) -> list[str]:
         shown = "; ".join(f"{', '.join(names)} (for {reason})" for reason, names in idle.items())
         lines.append(f"without effect here: {shown}")
     return lines
-
-
-PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-"""Packages with JAX's compiler for GPUs."""
 
 
 def python() -> str:

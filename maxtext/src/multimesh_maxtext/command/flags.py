@@ -6,23 +6,66 @@ The parser, ``--help``, the reference, the checks of pairs of flags and the tran
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import functools
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from multimesh_maxtext.command.values import (
-    ATTENTION,
-    BACKENDS,
-    DEVICES,
-    REMAT,
-    SCHEDULES,
-    count,
-    parse_size,
-    partition,
-    read_values,
+import yaml
+
+from multimesh import planner, schedules
+
+BACKENDS = ("multimesh", "spmd", "cuda", "cpu", "legate")
+
+SCHEDULES = (*schedules.names(), "auto", "custom")
+
+ATTENTION = ("autoselected", "dot_product", "flash", "cudnn_flash_te", "cudnn_flash_jax")
+
+REMAT = (  # MaxText also reads "none", and recomputes everything
+    *("full", "minimal", "minimal_flash", "minimal_with_context", "minimal_with_quantization"),
+    *("minimal_with_context_and_quantization", "save_dot_with_context_except_mlp", "save_dot_except_mlpwi"),
+    *("save_dot_except_mlp", "save_qkv_proj", "save_out_proj", "qkv_proj_offloaded", "minimal_offloaded", "custom"),
 )
+
+DEVICES = {name: int(planner.device(name).memory) // 2**20 for name in planner.devices()}
+"""Accelerators, and MiB of their memory as their drivers show them."""
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", re.IGNORECASE)
+
+
+def count(minimum: int) -> Callable[[str], int]:
+    """Return the type of whole numbers of at least ``minimum``."""
+
+    def whole_number(text: str) -> int:
+        with contextlib.suppress(ValueError):
+            if (value := int(text)) >= minimum:
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}")
+
+    return whole_number
+
+
+def partition(text: str) -> str | tuple[int, ...]:
+    """Return the layers of each piece, or ``auto``."""
+    if text == "auto":
+        return text
+    if not re.fullmatch("[1-9][0-9]*(,[1-9][0-9]*)*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor numbers of layers; write e.g. 3,3,2")
+    return tuple(map(int, text.split(",")))
+
+
+def parse_size(text: str) -> int:
+    """Return bytes: ``80GiB``, ``24 GB``; ``1e9`` is none."""
+    match = _SIZE.fullmatch(text.strip())
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write e.g. 80GiB or 24GB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
 
 GROUPS = {
     "backend": ("processes and devices", ""),
@@ -36,10 +79,7 @@ GROUPS = {
 }
 """Groups of the help: the first flag of each, its name, and a line about it."""
 
-COMMON = (
-    *("model_name", "text", "num_steps", "batch_size", "nodes", "gpus", "dp", "tp", "pp"),
-    "output",
-)
+COMMON = ("model_name", "text", "num_steps", "batch_size", "nodes", "gpus", "dp", "tp", "pp", "output")
 """The flags on the first screen of the help."""
 
 GRID_AXES = ("dp", "fsdp", "tp", "cp", "pp", "ep", "interleave")
@@ -99,7 +139,6 @@ def _threshold(operations: str, xla: str, size: int) -> Any:
 
 
 _CIRCULAR = "it runs MaxText's own circular pipeline"
-_PLANLESS = "it has no plan to forecast from"
 _BATCH = ("gradient_accumulation_steps", "per_device_batch_size")
 _TENSOR = ("ici_tensor_parallelism", "ici_tensor_sequence_parallelism")
 
@@ -117,13 +156,11 @@ class Flags:
     nodes: int = _number("processes in all; one per GPU is usual on a cluster", 1)
     gpus: int = _number("GPUs per process; 0: train on CPU devices", 0, 0, decides=("hardware",))
     cpus: int | None = _number(
-        "CPU devices per process, where --gpus is 0 (default: as many as the parallelism asks for)",
-        decides=("hardware",),
+        "CPU devices per process without --gpus (default: as the parallelism asks for)", decides=("hardware",)
     )
     spawn: bool = _switch("start all --nodes processes here, not one of them under srun or mpirun", False)
     check: bool | None = _switch(
-        "train only if `python -m multimesh check --quick` passes in all processes; nodes at fault go to the file "
-        "unfit-nodes in --output (default off)",
+        "train only if `python -m multimesh check --quick` passes; --output gets the nodes at fault (default off)",
         excludes={"export": "that trains nothing"},
     )
 
@@ -137,8 +174,8 @@ class Flags:
     ep: int = _number("expert parallelism: experts split over devices", 1, setting="ici_expert_parallelism")
     interleave: int = _number("pieces per stage: less waiting, more transfers", 1, needs=("pp",), trainer="interleave")
     partition: tuple[int, ...] | str | None = _flag(
-        "layers of each piece; auto: about equal costs, with embedding and logits (default: equal numbers, or auto "
-        "where pp x interleave does not divide the layers)",
+        "layers of each piece; auto: about equal costs, with the logits (default: equal numbers, or auto where pp x "
+        "interleave does not divide the layers)",
         "auto|N,N,...",
         partition,
         pipeline="its pieces have as many layers each",
@@ -166,9 +203,7 @@ class Flags:
     num_steps: int = _number("optimizer steps", 10, setting="steps")
     batch_size: int | None = _number("sequences of a step over all devices (default: 2 x devices)", decides=_BATCH)
     microbatch_size: int = _number(
-        "sequences that a tensor-parallel domain works on at once: batch 1024, dp 8 and size 4 make 32 microbatches",
-        1,
-        decides=_BATCH,
+        "sequences a tensor-parallel domain works on at once: batch 1024, dp 8 and size 4 make 32", 1, decides=_BATCH
     )
     schedule: str | None = _name(
         "order of the microbatches in a pipeline (default 1f1b, with --interleave interleaved); auto measures kernels "
@@ -181,11 +216,7 @@ class Flags:
         pipeline=_CIRCULAR,
     )
     seed: int = _number(
-        "seed of parameters and of the order of the data",
-        0,
-        0,
-        setting="init_weights_seed",
-        decides=("data_shuffle_seed",),
+        "seed of parameters and of the data's order", 0, 0, setting="init_weights_seed", decides=("data_shuffle_seed",)
     )
 
     model_name: str | None = _name(
@@ -197,12 +228,10 @@ class Flags:
     )
     model_dims: int | None = _number("width of the model (default: the model's, or 256)", setting="base_emb_dim")
     mlp_dims: int | None = _number(
-        "width of the feed-forward blocks (default: 4 x --model-dims, else the model's, or 256)",
-        setting="base_mlp_dim",
+        "feed-forward width (default: 4 x --model-dims, else the model's, or 256)", setting="base_mlp_dim"
     )
     num_heads: int | None = _number(
-        "attention heads, also of keys and values but with base_num_kv_heads= (default: the model's, or 4)",
-        setting="base_num_query_heads",
+        "attention heads, also of keys and values (default: the model's, or 4)", setting="base_num_query_heads"
     )
     sequence_length: int = _number("tokens in a sequence", 128, setting="max_target_length")
     attention: str = _name(
@@ -220,8 +249,7 @@ class Flags:
         decides=("remat_policy",),
     )
     scan_layers: bool | None = _switch(
-        "compile one layer and scan over it, in a pipeline for each piece; draws other parameters from a seed "
-        "(default: unroll, but in MaxText's own pipeline, which can only scan)",
+        "compile one layer and scan over it: other parameters (default: unroll, but MaxText's own pipeline only scans)",
         decides=("scan_layers",),
     )
     text: tuple[Path, ...] = _path(
@@ -232,9 +260,7 @@ class Flags:
     )
 
     output: Path | None = _path(
-        "folder for metrics, log and all that MaxText writes (default: a fresh temporary one, which is printed)",
-        "DIR",
-        decides=("base_output_directory",),
+        "folder for all that is written (default: a fresh temporary one)", "DIR", decides=("base_output_directory",)
     )
     overwrite: bool = _switch(
         "remove the run that --output holds, and begin anew",
@@ -243,34 +269,26 @@ class Flags:
         excludes={"resume": "that goes on with the run which this removes"},
     )
     metrics_file: Path | None = _path(
-        "a JSON object a step: loss, gradient norms, times (default: metrics.jsonl in the output folder)",
-        decides=("metrics_file",),
+        "a JSON object for each step (default: metrics.jsonl in the output folder)", decides=("metrics_file",)
     )
     metrics_hook: str | None = _name(
-        "call this function with the record, a dictionary, of each step and evaluation",
-        value="MODULE:FUNCTION",
-        only="run",
+        "call this function with the record of each step and evaluation", value="MODULE:FUNCTION", only="run"
     )
     prometheus: Path | None = _path("write the newest step there, for node_exporter's textfile collector", "FILE.prom")
     dry_run: bool = _switch("print the exact command, environment and configuration, start nothing", False)
     json: bool = _switch("print one JSON object for machines instead of progress and table", False)
     verify: bool = _switch(
-        "train once more without the pipeline; loss and gradient norm of every step must agree to 1e-5, for which both "
-        "trainings have dtype=float32 unless dtype= says another",
+        "train once more without the pipeline, both in float32 unless dtype= is given; every step must agree to 1e-5",
         False,
         only="run",
         excludes={"checkpoint": "this trains twice from step 0 to compare"},
         pipeline="it is what a pipeline is compared with",
     )
     profile: bool | None = _switch(
-        "profile some steps (xplane, in the output folder); a pipeline draws timelines too (default off)",
-        only="run",
-        decides=("profiler",),
+        "profile some steps (xplane), and draw timelines (default off)", only="run", decides=("profiler",)
     )
     dump: Path | None = _path(
-        "write the plan of the step (text, JSON, SVG, Perfetto) and the program after every pass; else XLA's programs",
-        "DIR",
-        only="run",
+        "write the step's plan, and its program after every pass; without a pipeline XLA's programs", "DIR", only="run"
     )
     dump_only: bool | None = _switch(
         "with --dump: compile, dump, do not train (default off)",
@@ -284,20 +302,16 @@ class Flags:
     debug_nccl: bool | None = _switch("let NCCL log what it does", only="gpu")
 
     checkpoint: Path | None = _path(
-        "write checkpoints here (Orbax), every checkpoint_period= steps, 100 by default, and after the last; the "
-        "newest max_num_checkpoints_to_keep=, 5 by default, stay",
+        "write checkpoints here, every checkpoint_period=100 steps and at the end; max_num_checkpoints_to_keep=5 stay",
         "DIR",
         only="run",
         decides=("enable_autocheckpoint",),
     )
     resume: bool = _switch(
-        "go on from the newest checkpoint, with any grid or --backend; from step 0 if there is none",
-        False,
-        needs=("checkpoint",),
+        "go on from the newest checkpoint, with any grid or backend; or from step 0", False, needs=("checkpoint",)
     )
     export: Path | None = _path(
-        "write the parameters of the newest checkpoint to a new folder, for MaxText's to_huggingface and "
-        "load_parameters_path=, and train nothing; with --no-scan-layers layer by layer",
+        "write the newest checkpoint's parameters for MaxText's tools, train nothing; --no-scan-layers: layer by layer",
         "DIR",
         needs=("checkpoint",),
     )
@@ -308,8 +322,7 @@ class Flags:
         pipeline="no plan, but with --compile",
     )
     compile: bool = _switch(
-        "with --forecast: compile the kernels of every stage for the GPUs of --device, which need not be here, and "
-        "refuse what does not fit in their memory; with --backend spmd MaxText's own programs beside them",
+        "with --forecast: compile for --device, which need not be here; with --backend spmd MaxText's own programs too",
         False,
         needs=("forecast",),
     )
@@ -325,21 +338,17 @@ class Flags:
         needs=("forecast", "suggest"),
     )
     device_memory: int | None = _flag(
-        "refuse a run whose forecast needs more on a device, e.g. 80GiB (default: the part that JAX takes of a GPU "
-        "that is here, or of --device)",
+        "refuse a run whose forecast needs more on a device, e.g. 80GiB (default: what JAX takes of a GPU or --device)",
         "SIZE",
         parse_size,
-        pipeline=_PLANLESS,
+        pipeline="it has no plan to forecast from",
     )
     fbmem: int | None = _number(
-        "GPU memory to reserve, in GB below 1000, in MB from there on: becomes JAX's fraction (default: JAX's own)",
-        least=0,
-        only="gpu",
+        "GPU memory to reserve, in GB below 1000, else in MB (default: JAX's own share)", least=0, only="gpu"
     )
 
     replicate_small_params: bool | None = _switch(
-        "keep parameters with fewer elements than a batch has tokens whole on each device of a stage (default off)",
-        only="pipeline",
+        "keep parameters with fewer elements than a batch has tokens whole on devices (default off)", only="pipeline"
     )
     collective_matmul: int | None = _number(
         "overlap matrix products from this size with the gather or scatter of operands (default: do not)",
@@ -373,8 +382,18 @@ class Flags:
 
     @functools.cached_property
     def values(self) -> dict[str, Any]:
-        """The KEY=VALUE arguments as YAML reads them."""
-        return read_values(self.settings)
+        """The KEY=VALUE arguments as YAML reads them; what is no YAML stays as it is written."""
+        values: dict[str, Any] = {}
+        for key, value in (setting.split("=", 1) for setting in self.settings):
+            values[key] = value
+            with contextlib.suppress(yaml.YAMLError, ValueError):  # such as a date that is none
+                values[key] = yaml.safe_load(value)
+        return values
+
+    @property
+    def buckets(self) -> dict[str, str]:
+        """The settings that name a bucket, and its kind."""
+        return {key: str(value)[:2] for key, value in self.values.items() if str(value).startswith(("gs://", "s3://"))}
 
     @property
     def dataset(self) -> str:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -17,13 +15,12 @@ from rich.table import Table
 from multimesh import UsageError, schedules
 from multimesh_maxtext.command.check_flags import find_wrong_sizes
 from multimesh_maxtext.command.environment import memory_limit
-from multimesh_maxtext.command.flags import GRID_AXES, Flags
+from multimesh_maxtext.command.flags import DEVICES, GRID_AXES, Flags
 from multimesh_maxtext.command.job import Job, Model, Paths, make_job, transformer
 from multimesh_maxtext.command.report import make_table, progress, schedule_choice
 from multimesh_maxtext.command.steps import reference_job, tail
-from multimesh_maxtext.command.training import StopRequest, log_tail, receiving, trainer
-from multimesh_maxtext.command.translate import Launch, forecasting
-from multimesh_maxtext.command.values import DEVICES
+from multimesh_maxtext.command.training import Start, StopRequest, log_tail, run_trainers
+from multimesh_maxtext.command.translate import forecasting
 from multimesh_maxtext.errors import DoesNotFitError, TrainerFailedError
 from multimesh_maxtext.outcome import read as read_outcome
 from multimesh_planner import Configuration, band, step_time
@@ -160,10 +157,10 @@ def compile_programs(job: Job, paths: Paths, console: Console, gpu_memory: int |
         programs["pipeline"] = circular
     costs: dict[str, Costs] = {}
     for name, program in programs.items():
-        beside = paths.below(name)
-        beside.output.mkdir(parents=True, exist_ok=True)
-        cost = run_forecast(program, beside, gpu_memory, console, f"compiling MaxText's own {name}")
-        costs[name] = sum_costs([cost] * program.flags.pp)
+        text = f"compiling MaxText's own {name}"
+        costs[name] = sum_costs(
+            [run_forecast(program, paths.below(name), gpu_memory, console, text)] * program.flags.pp
+        )
     return costs
 
 
@@ -175,32 +172,33 @@ def sum_costs(devices: Sequence[Costs]) -> dict[str, float]:
 
 def run_forecast(job: Job, paths: Paths, gpu_memory: int | None, console: Console, text: str) -> dict[str, Any]:
     """Run the process that forecasts a job, and show how far it is, first a text; return what it writes."""
+    paths.output.mkdir(parents=True, exist_ok=True)
     paths.forecast.unlink(missing_ok=True)
-    with progress(console, text, quiet=job.flags.json) as tell:
-        inspect(forecasting(job, paths, inherited=os.environ, gpu_memory=gpu_memory), paths, tell)
+    with progress(console, text) as tell:
+        inspect([(forecasting(job, paths, inherited=os.environ, gpu_memory=gpu_memory), paths)], tell)
     return json.loads(paths.forecast.read_bytes())
 
 
-def inspect(start: Launch, paths: Paths, tell: Callable[[str], object] = lambda _: None) -> None:
-    """Run a process that ends before it trains. ``tell`` gets the newest line on compilation, about once a second.
+def inspect(starts: Sequence[Start], tell: Callable[[str], object] = lambda _: None) -> None:
+    """Run processes that end before they train. ``tell`` gets the newest line on compilation.
 
     Raises ``FlagError`` where MaxText refuses its settings, and ``TrainerFailedError`` where it fails otherwise.
     """
-    log, stop = tail(paths.log), StopRequest()
-    with receiving(stop), trainer(start, paths) as process:
-        while process.poll() is None and not stop.count:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(1)
-            if lines := [line for line in next(log) if line.startswith("compiling kernels: ")]:
-                tell(lines[-1])
-    if stop.count:
-        raise KeyboardInterrupt
-    if process.returncode:
+    log = tail(starts[0][1].log)
+
+    def look_on() -> bool:
+        if lines := [line for line in next(log) if line.startswith("compiling kernels: ")]:
+            tell(lines[-1])
+        return False
+
+    codes, _ = run_trainers(starts, look_on, StopRequest())
+    for code, (_, paths) in zip(codes, starts, strict=True):
         error = read_outcome(paths.outcome)
-        if error and not isinstance(error, TrainerFailedError):
+        if code and error and not isinstance(error, TrainerFailedError):
             raise error
-        print(log_tail(paths.log), file=sys.stderr)
-        raise TrainerFailedError(f"the trainer failed with exit code {process.returncode}; see {paths.log}")
+        if code:
+            print(log_tail(paths.log), file=sys.stderr)
+            raise TrainerFailedError(f"the trainer failed with exit code {code}; see {paths.log}")
 
 
 def _describe_forecast(job: Job, paths: Paths, values: Mapping[str, Any]) -> Iterator[str | Table]:
@@ -225,9 +223,8 @@ def _describe_forecast(job: Job, paths: Paths, values: Mapping[str, Any]) -> Ite
         most, step = max(values["host"], key=lambda calls: calls["seconds"]), values.get("seconds")
         share = f", {100 * most['seconds'] / step:.1f} % of the step" if step else ""
         yield (
-            f"the busiest process starts {most['kernels']:,} kernels a step with {most['arrays']:,} arrays, and "
-            f"{most['transfers']:,} arrays are sent or received: about {1e3 * most['seconds']:,.0f} ms of its main "
-            f"thread{share}"
+            f"the busiest process starts {most['kernels']:,} kernels a step with {most['arrays']:,} arrays; "
+            f"{most['transfers']:,} are sent or received: {1e3 * most['seconds']:,.0f} ms of its main thread{share}"
         )
         if step:
             yield (
@@ -306,7 +303,7 @@ def check_fits(needs: Sequence[Need], limit: int, job: Job) -> None:
 def _list_remedies(job: Job, needed: int, part: str) -> Iterator[str]:
     """Yield what the command line has not, and what makes the largest part of the memory smaller."""
     flags, is_state = job.flags, part in ("parameters", "optimizer", "gradients")
-    if not is_state and masks_groups(job.model):
+    if not is_state and job.model.product == "ragged_dot":
         yield DROPPING
     if part == "activations" and flags.remat != "full":
         yield "--remat full"
@@ -319,10 +316,3 @@ def _list_remedies(job: Job, needed: int, part: str) -> Iterator[str]:
     yield "more --pp, --tp or --fsdp" if is_state else "more --tp"
     if flags.device and flags.device_memory is None and needed <= 0.95 * 2**20 * DEVICES[flags.device]:
         yield f"--fbmem {-(-needed // 2**20) + 1} (MiB)"
-
-
-def masks_groups(model: Model) -> bool:
-    """Return whether XLA multiplies experts by `ragged_dot`, for which it copies all rows for each of them."""
-    settings = model.resolved
-    kernel = settings.get("megablox") or settings.get("use_tokamax_gmm")
-    return bool(model.experts > 1 and settings.get("sparse_matmul") and not kernel)

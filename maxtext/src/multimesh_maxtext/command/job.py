@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import importlib.util
 import itertools
 import sys
 from collections.abc import Mapping
@@ -16,7 +17,6 @@ from typing import Any
 import yaml
 
 import multimesh
-from multimesh.schedules import LayerCosts
 from multimesh_maxtext.command.flags import FLAGS, Flags
 from multimesh_maxtext.errors import FlagError, MissingPartError
 from multimesh_planner import Transformer
@@ -29,16 +29,14 @@ BYTE_TOKENS = 257
 BYTE_VOCABULARY = 384
 """Vocabulary for --text: BYTE_TOKENS rounded up to a multiple of 128, so that tensor parallelism divides it."""
 
-SMALL = {
-    "base_emb_dim": 256,
-    "base_mlp_dim": 256,
-    "base_num_query_heads": 4,
-    "base_num_kv_heads": 4,
-    "head_dim": 64,
-    "vocab_size": 1024,
-    "learning_rate": 1e-3,
-}
-"""Sizes of the model where none is named, in place of base.yml's 1.1 billion parameters."""
+_SIZES = (
+    *("base_num_decoder_layers", "base_emb_dim", "base_mlp_dim", "base_num_query_heads", "base_num_kv_heads"),
+    "vocab_size",
+)
+"""Settings without which a model has no size."""
+
+SMALL = {**dict(zip(_SIZES, (2, 256, 256, 4, 4, 1024), strict=True)), "head_dim": 64, "learning_rate": 1e-3}
+"""Sizes of the model where none is named, in place of base.yml's 1.1 billion parameters; layers follow the stages."""
 
 EXACT = "float32"
 """Type of the activations with ``--verify``, unless ``dtype=`` says another: two programs that round to bfloat16 differ
@@ -47,27 +45,13 @@ by 1e-4, with ``--zero`` and without."""
 ORIGINAL: dict[str, tuple[str, dict[str, int]]] = {
     "mixtral-small": (
         "mixtral-8x7b",
-        {
-            **{"base_emb_dim": 128, "base_mlp_dim": 512, "base_moe_mlp_dim": 512, "base_num_decoder_layers": 8},
-            **{"base_num_query_heads": 16, "base_num_kv_heads": 8, "head_dim": 32, "num_experts": 4, "vocab_size": 256},
-        },
+        dict(zip(_SIZES, (8, 128, 512, 16, 8, 256), strict=True))
+        | {"base_moe_mlp_dim": 512, "head_dim": 32, "num_experts": 4},
     ),
     "gpt3-24layers": ("gpt3-175b", {"base_num_decoder_layers": 24}),
-    "gpt3-xl": (
-        "gpt3-175b",
-        {
-            **{"base_emb_dim": 2048, "base_mlp_dim": 2048, "base_num_decoder_layers": 24, "vocab_size": 32768},
-            **{"base_num_query_heads": 24, "base_num_kv_heads": 24},
-        },
-    ),
+    "gpt3-xl": ("gpt3-175b", dict(zip(_SIZES, (24, 2048, 2048, 24, 24, 32768), strict=True))),
 }
 """Models that the original MultiMesh adds to MaxText: the model of MaxText that each is like, and its own sizes."""
-
-_SIZES = (
-    *("base_num_decoder_layers", "base_emb_dim", "base_mlp_dim", "base_num_query_heads", "base_num_kv_heads"),
-    "vocab_size",
-)
-"""Settings without which a model has no size."""
 
 RUN_NAME = "train"
 
@@ -93,21 +77,26 @@ class Model:
     experts = _size("num_experts")
     vocabulary = _size("vocab_size")
 
-    def layer_costs(self, sequence: int, *, shards: int = 1) -> list[LayerCosts]:
-        """Estimate what each decoder layer costs; the embedding counts to the first and the logits to the last.
+    @property
+    def product(self) -> str:
+        """The product of experts: ``tokamax``, ``megablox`` (for TPUs; Pallas interprets it on GPUs), ``ragged_dot``.
 
-        ``time`` is operations a token: six a parameter that it passes, and those of causal attention; to look an
-        embedding up takes none. ``held`` are bytes on each of ``shards`` devices: 16 a parameter, of itself, its
-        gradient and two moments.
+        XLA copies all rows for each expert in `ragged_dot`. Empty: a dense product of a fixed capacity, or no experts.
+        """
+        if self.experts == 1 or not self.resolved.get("sparse_matmul"):
+            return ""
+        kernels = {"tokamax": "use_tokamax_gmm", "megablox": "megablox"}
+        return next((name for name, setting in kernels.items() if self.resolved.get(setting)), "ragged_dot")
+
+    def layer_times(self, sequence: int) -> list[float]:
+        """Estimate the operations of each decoder layer for a token; those of the logits count to the last.
+
+        Six a parameter that it passes, and those of causal attention; to look an embedding up takes none.
         """
         sizes = transformer(self)
-        layers, ends = sizes.layers, sizes.embedding_parameters
-        times = [(sizes.operations(sequence) - 6.0 * ends) / layers] * layers
-        state = [16.0 * sizes.count_parameters(1.0) / layers / shards] * layers
-        times[-1] += 6.0 * ends
-        for end in (0, -1):
-            state[end] += 16.0 * ends / shards
-        return [LayerCosts(*costs) for costs in zip(times, state, strict=True)]
+        logits = 6.0 * sizes.embedding_parameters
+        layer = (sizes.operations(sequence) - logits) / sizes.layers
+        return [*[layer] * (sizes.layers - 1), layer + logits]
 
 
 _LATENT = {
@@ -161,6 +150,11 @@ def find_maxtext(root: Path | None) -> Path:
     raise MissingPartError("MaxText is not here (third_party/maxtext is empty); run ./bootstrap.sh --group run")
 
 
+def has_package(name: str) -> bool:
+    """Say whether a top-level package can be imported, without importing it."""
+    return importlib.util.find_spec(name) is not None
+
+
 _NUMBERS = {"global_num_kv_heads", "inhomogeneous_layer_cycle_interval", "sliding_window_size"}
 """Other settings that checks compute with."""
 
@@ -170,14 +164,19 @@ def describe_model(flags: Flags, package: Path) -> Model:
     base_file, values = flags.maxtext_config or package / "configs/base.yml", flags.values
     base = _read(base_file, package)
     name, sizes = ORIGINAL.get(flags.model_name or "", (flags.model_name or "", {}))
-    named = {**_load_model(name, package), **sizes} if name else {}
+    models = package / "configs/models"
+    if name and not (models / f"{name}.yml").is_file():
+        names = sorted([*(path.stem for path in models.glob("*.yml")), *ORIGINAL])
+        near = difflib.get_close_matches(name, names, n=3, cutoff=0.3) or names[:3]
+        raise FlagError(f"--model-name {name}: MaxText has no such model; near it are {', '.join(near)}")
+    named = {**_read(models / f"{name}.yml", package), **sizes} if name else {}
     settings = {**sizes, **_settings(flags, values, named, plain=not named and flags.maxtext_config is None)}
     resolved = {**base, **named, **settings, **values}
     if missing := [key for key in _SIZES if key not in resolved]:
         remedy = f"begin it with base_config: base.yml, or add {missing[0]}=N"
         raise FlagError(f"{base_file}: it has no {missing[0]}; {remedy}")
     for key in (*_SIZES, "head_dim", "num_experts"):
-        if not str(value := resolved.get(key, "" if key in _SIZES else 1)).isdecimal() or int(value) < 1:
+        if not str(value := resolved.get(key, 1)).isdecimal() or int(value) < 1:
             raise FlagError(f"{key}={value}: it is a size, a whole number of at least 1; write {key}=N")
     for key in _NUMBERS & resolved.keys():
         try:
@@ -187,16 +186,10 @@ def describe_model(flags: Flags, package: Path) -> Model:
     for key, kind in (("decoder_block", str), ("mlp_activations", list | str)):
         if not isinstance(resolved.get(key, ""), kind):
             raise FlagError(f"{key}={resolved[key]}: it is a name or a list of names; write one that MaxText has")
-    needs_kernel = resolved.get("use_ring_of_experts") or "megablox" in values
-    if interprets_experts(flags, resolved) and not needs_kernel:
+    model, needs_kernel = Model(name, settings, resolved), resolved.get("use_ring_of_experts") or "megablox" in values
+    if flags.gpus and model.product == "megablox" and not needs_kernel:
         settings["megablox"] = resolved["megablox"] = False
-    return Model(name, settings, resolved)
-
-
-def interprets_experts(flags: Flags, settings: Mapping[str, Any]) -> bool:
-    """Return whether Pallas interprets the kernel by which MaxText multiplies experts: on GPUs, as it is for TPUs."""
-    megablox = settings.get("sparse_matmul") and settings.get("megablox") and not settings.get("use_tokamax_gmm")
-    return bool(flags.gpus and int(settings.get("num_experts", 1)) > 1 and megablox)
+    return model
 
 
 def _settings(flags: Flags, values: Mapping[str, Any], named: Mapping[str, Any], *, plain: bool) -> dict[str, Any]:
@@ -224,16 +217,6 @@ def _settings(flags: Flags, values: Mapping[str, Any], named: Mapping[str, Any],
             raise FlagError(f"{heads} heads do not divide {dims} model dims; change --num-heads or --model-dims")
         settings["head_dim"] = dims // heads
     return settings
-
-
-def _load_model(name: str, package: Path) -> dict[str, Any]:
-    models = package / "configs/models"
-    file = models / f"{name}.yml"
-    if not file.is_file():
-        names = sorted([*(path.stem for path in models.glob("*.yml")), *ORIGINAL])
-        near = difflib.get_close_matches(name, names, n=3, cutoff=0.3) or names[:3]
-        raise FlagError(f"--model-name {name}: MaxText has no such model; near it are {', '.join(near)}")
-    return _read(file, package)
 
 
 @functools.lru_cache(maxsize=8)
@@ -286,12 +269,6 @@ class Job:
         return self.batch if self.flags.pp > 1 and not self.flags.staged else self.batch // self.microbatches
 
     @property
-    def evaluates(self) -> bool:
-        """Whether MaxText evaluates between the steps."""
-        interval = self.flags.values.get("eval_interval")
-        return isinstance(interval, int) and interval > 0
-
-    @property
     def schedule(self) -> str:
         """Name of the schedule: by default 1F1B, interleaved where stages have several pieces."""
         return self.flags.schedule or ("interleaved" if self.flags.interleave > 1 else "1f1b")
@@ -304,12 +281,8 @@ class Job:
             return flags.partition
         if flags.partition is None and layers % number == 0:
             return (layers // number,) * number
-        costs = self.model.layer_costs(flags.sequence_length, shards=flags.tp * flags.fsdp)
-        shape: dict[str, Any] = {"microbatches": self.microbatches, "chunks": flags.interleave}
-        cut = multimesh.schedules.partition
-        with contextlib.suppress(multimesh.UsageError):  # the forecast refuses it, with its numbers
-            return cut(costs, flags.pp, memory=flags.device_memory, **shape)
-        return cut(costs, flags.pp, **shape)
+        times, count = self.model.layer_times(flags.sequence_length), self.microbatches
+        return multimesh.schedules.partition(times, flags.pp, microbatches=count, chunks=flags.interleave)
 
     @functools.cached_property
     def route(self) -> tuple[int, ...]:
@@ -321,8 +294,8 @@ class Job:
         flags = self.flags
         if self.schedule != multimesh.schedules.Auto.name or flags.interleave != 2 or flags.pp == 1:
             return ()
-        layers = iter(self.model.layer_costs(flags.sequence_length))
-        times = [sum(layer.time for layer in itertools.islice(layers, size)) / 3 for size in self.pieces]
+        layers = iter(self.model.layer_times(flags.sequence_length))
+        times = [sum(itertools.islice(layers, size)) / 3 for size in self.pieces]
         costs = multimesh.schedules.StageCosts(
             tuple((time, time, time) for time in times), activations=tuple(map(float, self.pieces))
         )

@@ -1,7 +1,4 @@
-"""Functions that get the record of each step and evaluation: alerts, the file for Prometheus, a function of the user's.
-
-The file for Prometheus has a fixed number of lines, and no names of files, hosts or users.
-"""
+"""Functions that get each record of a run: alerts, the file for Prometheus, a function of the user's."""
 
 from __future__ import annotations
 
@@ -10,9 +7,8 @@ import math
 import statistics
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from multimesh_maxtext.command.flags import Flags
 from multimesh_maxtext.command.steps import Tell
@@ -59,17 +55,17 @@ class Monitor:
         """Look at a record, and write it; raises ``OSError`` where that cannot be."""
         if "learning/loss" not in record:
             return
-        loss, alert, text = record["learning/loss"], "", ""
+        loss, alert, more = record["learning/loss"], "", ""
         median = statistics.median(self._losses) if len(self._losses) >= _LEAST else math.inf
         if not math.isfinite(loss):
-            alert, text = "loss-not-finite", str(loss)
-        elif loss > SPIKE * median:
-            alert, text = "loss-spike", f"{loss:.4f} median={median:.4f}"
-        if math.isfinite(loss):
+            alert = "loss-not-finite"
+        else:
             self._losses.append(loss)
+            if loss > SPIKE * median:
+                alert, more = "loss-spike", f" median={median:.4f}"
         if alert and alert != self._alert:
             self._alerts[alert] += 1
-            print(f"alert: {alert} step={int(record['step'])} loss={text}", file=sys.stderr)
+            print(f"alert: {alert} step={int(record['step'])} loss={loss:.4f}{more}", file=sys.stderr)
         self._alert = alert
         if self._file:
             self._write(record, self._file)
@@ -79,7 +75,6 @@ class Monitor:
         self._began = ended - seconds if math.isnan(self._began) else self._began
         self._seconds.append(seconds)
         self._count += 1
-        good = self._count * statistics.median(self._seconds)
         values = (
             record["step"],
             self._steps,
@@ -90,38 +85,20 @@ class Monitor:
             record.get(UTILIZATION, math.nan),
             record.get(MEMORY, math.nan),
             ended,
-            good / (ended - self._began) if ended > self._began else math.nan,
+            self._count * statistics.median(self._seconds) / (ended - self._began) if ended > self._began else math.nan,
             *self._alerts.values(),
         )
         lines = list[str]()
         for (name, text), value in zip(GAUGES.items(), values, strict=True):
             if name == "multimesh_loss" or not math.isnan(value):  # a gauge that is not known is left out
                 kind = "counter" if name.endswith("_total") else "gauge"
-                shown = str(float(value)).replace("inf", "+Inf").replace("-+", "-").replace("nan", "NaN")
-                lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}", f"{name} {shown}"]
+                lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}", f"{name} {value}"]
         half = file.with_suffix(".new")
         half.write_text("\n".join([*lines, ""]))
         half.replace(file)
 
 
-def tell_once(name: str, tell: Callable[[Any], object]) -> Tell:
-    """Return a function that hands a copy of each record on. What that raises is told once, and ends nothing."""
-    failed = False
-
-    def listener(record: Mapping[str, Any]) -> None:
-        nonlocal failed
-        try:
-            tell(dict(record))
-        except Exception as error:  # noqa: BLE001 - whatever a user's code raises, training goes on
-            if not failed:
-                said = f"{type(error).__name__} at step {record['step']:g}: {error}"
-                print(f"warning: {name}: {said}; training goes on with its next record", file=sys.stderr, flush=True)
-            failed = True
-
-    return listener
-
-
-def load_hook(name: str) -> Callable[[Any], object]:
+def load_hook(name: str) -> Tell:
     """Import ``module:function``. The module may lie in the working folder."""
     module, _, function = name.partition(":")
     if not module or not function.isidentifier():
@@ -140,9 +117,9 @@ def load_hook(name: str) -> Callable[[Any], object]:
     return hook
 
 
-def make_listeners(flags: Flags) -> list[Tell]:
-    """Return the functions that get each record of a run, as flags say."""
-    listeners = [tell_once(f"--prometheus {flags.prometheus}", Monitor(flags.num_steps, flags.prometheus))]
+def make_listeners(flags: Flags) -> dict[str, Tell]:
+    """Return the functions that get each record of a run, by the flags that ask for them."""
+    listeners: dict[str, Tell] = {f"--prometheus {flags.prometheus}": Monitor(flags.num_steps, flags.prometheus)}
     if flags.metrics_hook:
-        listeners.append(tell_once(f"--metrics-hook {flags.metrics_hook}", load_hook(flags.metrics_hook)))
+        listeners[f"--metrics-hook {flags.metrics_hook}"] = load_hook(flags.metrics_hook)
     return listeners

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from multimesh.launch import ADDRESS, LAUNCHERS, Launcher
-from multimesh_maxtext.command.command_line import CommandLine
 from multimesh_maxtext.command.flags import Flags
 from multimesh_maxtext.errors import FlagError
 
@@ -25,13 +24,13 @@ SINGLE = Member()
 """The process of a job that has one."""
 
 
-def member(flags: Flags, environment: Mapping[str, str]) -> Member:
-    """Return which of ``--nodes`` processes this is; refuse a job that no launcher started so."""
-    if flags.nodes == 1:
-        return SINGLE
+def find_members(flags: Flags, environment: Mapping[str, str]) -> list[Member]:
+    """Return which of ``--nodes`` processes this is, or all with ``--spawn``; refuse a job that nobody started so."""
+    if flags.spawn or flags.nodes == 1:
+        return [Member(rank, flags.nodes, rank) for rank in range(flags.nodes)]
     (launcher, this), starts = find_launcher(environment), not (flags.dry_run or flags.forecast)
     if launcher is None and not starts:
-        return Member(count=flags.nodes)
+        return [Member(count=flags.nodes)]
     if launcher is None:
         raise FlagError(
             f"--nodes {flags.nodes}: no launcher started this process; use `srun --ntasks={flags.nodes} ...` or "
@@ -43,7 +42,7 @@ def member(flags: Flags, environment: Mapping[str, str]) -> Member:
         raise FlagError(
             f"{launcher.name} does not say where process 0 is; give all processes {ADDRESS}=HOST:PORT there"
         )
-    return this
+    return [this]
 
 
 def find_repeats(flags: Flags, environment: Mapping[str, str]) -> Iterator[str]:
@@ -55,12 +54,6 @@ def find_repeats(flags: Flags, environment: Mapping[str, str]) -> Iterator[str]:
                 f"{launcher.name} started {this.count} processes, and each that gets here runs this whole job; with "
                 f"--nodes {this.count} they train together"
             )
-
-
-def any_member(parsed: CommandLine, environment: Mapping[str, str]) -> Member:
-    """Return which process this is as far as that can be known from a command line that may be wrong."""
-    several = parsed.flags.nodes > 1 or "--nodes" in parsed.doubtful
-    return find_launcher(environment)[1] if several and not parsed.flags.spawn else SINGLE
 
 
 def find_launcher(environment: Mapping[str, str]) -> tuple[Launcher | None, Member]:

@@ -46,10 +46,10 @@ def headline(job: Job) -> str:
 
 
 @contextmanager
-def progress(console: Console, begin: str, *, quiet: bool) -> Iterator[Callable[[str], object]]:
-    """Show lines as they come: in one line on a terminal, each for itself elsewhere, and not at all if quiet."""
-    with console.status(begin) if console.is_terminal and not quiet else nullcontext() as status:
-        show = (lambda _line: None) if quiet else status.update if status else console.print
+def progress(console: Console, begin: str) -> Iterator[Callable[[str], object]]:
+    """Show lines as they come: in one line on a terminal, each for itself elsewhere."""
+    with console.status(begin) if console.is_terminal and not console.quiet else nullcontext() as status:
+        show = status.update if status else console.print
         show(begin)
         yield show
 
@@ -71,10 +71,7 @@ def make_table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
 
 
 def step_table(run: Run) -> Table:
-    """Return losses, gradient norms and speed of at most a dozen steps, the first and the last among them.
-
-    With ``--verify`` those of one program stand beside them.
-    """
+    """Return losses, norms and speed of at most a dozen steps, with ``--verify`` those of one program beside them."""
     last = len(run.steps) - 1
     count = min(_ROWS, last + 1)
     rows = []
@@ -102,16 +99,12 @@ def plan_text(command: Sequence[str], environment: Mapping[str, str], configurat
 
 def summary(run: Run, paths: Paths) -> dict[str, Any]:
     """Return the object that ``--json`` prints after a run. JSON has no NaN: a number that is not finite is null."""
-    verified = {"reference": list(map(asdict, run.reference)), "difference": max(run.differences, default=0.0)}
-    values = {
-        **schedule_choice(paths.schedule),
-        "steps": list(map(asdict, run.steps)),
-        "evaluations": run.evaluations,
-        **(verified if run.reference else {}),
-        **{"output": str(paths.output), "metrics_file": str(paths.metrics), "log": str(paths.log)},
-        "error": str(run.error) if run.error else None,
-        "exit_code": run.error.exit_code if run.error else 0,
-    }
+    values = schedule_choice(paths.schedule)
+    values |= {"steps": list(map(asdict, run.steps)), "evaluations": run.evaluations}
+    if run.reference:
+        values |= {"reference": list(map(asdict, run.reference)), "difference": max(run.differences)}
+    values |= {"output": str(paths.output), "metrics_file": str(paths.metrics), "log": str(paths.log)}
+    values |= {"error": run.error and str(run.error), "exit_code": run.error.exit_code if run.error else 0}
     return json.loads(json.dumps(values), parse_constant=lambda _name: None)
 
 

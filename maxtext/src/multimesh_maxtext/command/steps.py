@@ -6,11 +6,14 @@ import json
 import math
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from multimesh_maxtext import outcome
 from multimesh_maxtext.command.job import Job, Paths, make_job
 from multimesh_maxtext.errors import (
     MORE_MEMORY,
@@ -18,6 +21,7 @@ from multimesh_maxtext.errors import (
     DisagreementError,
     DoesNotFitError,
     FlagError,
+    InterruptedRunError,
     LauncherError,
     LossNotFallingError,
     LossNotFiniteError,
@@ -31,8 +35,7 @@ from multimesh_maxtext.handoff import SECONDS
 TOLERANCE = 1e-5
 """Largest relative difference of a loss or a gradient norm at which two runs agree; float32 needs less."""
 
-_NO_MEMORY = b"std::bad_alloc"
-"""The C++ library's word for a lack of memory, by which it ends a process."""
+_NO_MEMORY = b"std::bad_alloc"  # the C++ library's word for a lack of memory, by which it ends a process
 
 Tell = Callable[[Mapping[str, float]], object]
 """Called with the record of each step and evaluation."""
@@ -55,43 +58,34 @@ class Step:
 
 
 class Run:
-    """A training, whose records are read from its metrics file as the trainer writes them.
+    """A training, whose records are read from its metrics file as the trainer writes them."""
 
-    Attributes
-    ----------
-    before
-        Steps of the run that this one resumes, as far as they are known.
-    steps
-        Steps of this run.
-    evaluations
-        Of each evaluation of this run the optimizer ``step`` that it came after, and its mean ``loss`` in nats.
-    error
-        Why it ended; None for a success.
-    log
-        Log of the trainer that failed.
-    reference, differences
-        With ``--verify``, the steps of one program, and by how much those of this run differ: see `compare`.
-    """
-
-    error: LauncherError | None = None
+    error: LauncherError | None = None  # why it ended; None for a success
+    # reference, differences: with --verify the steps of one program, and for each step the larger of the relative
+    # differences of loss and gradient norm
     reference: Sequence[Step] = ()
     differences: Sequence[float] = ()
 
-    def __init__(self, paths: Paths, first: int = 0, tell: Sequence[Tell] = ()) -> None:
-        """Cut the ``first`` step and all that comes after it off the file; ``tell`` gets the records from then on."""
-        metrics, self.log = paths.metrics, paths.log
-        self._lines, self._tell = tail(metrics), tuple[Tell, ...]()
+    def __init__(self, paths: Paths, planned: range = range(0), listeners: Mapping[str, Tell] = {}) -> None:
+        """Cut the first planned step and all after it off the file; listeners get copies of the records from then on.
+
+        What one of them raises is told once, with its name, and ends nothing.
+        """
+        metrics, self.planned = paths.metrics, planned
+        self.log = paths.log  # of the trainer that failed
+        self._lines, self._failed, self._listeners = tail(metrics), set[str](), dict[str, Tell]()
+        # evaluations: for each the optimizer ``step`` that it came after, and its mean ``loss`` in nats
         self.steps, self.evaluations = list[Step](), list[dict[str, float]]()
         end = position = 0
         for line in metrics.read_bytes().splitlines(keepends=True) if metrics.exists() else ():
             position += len(line)
             record = _parse(line.decode("utf-8", "replace"))
-            if record.keys() & {"learning/loss", "eval/total_loss"} and record["step"] < first:
+            if record.keys() & {"learning/loss", "eval/total_loss"} and record["step"] < planned.start:
                 end = position
         if position > end:
             os.truncate(metrics, end)
-        self.before = self.read()
-        self.steps, self.evaluations, self._tell = [], [], tuple(tell)
+        self.before = self.read()  # steps of the run that this one resumes, as far as they are known
+        self.steps, self.evaluations, self._listeners = [], [], dict(listeners)
 
     def read(self) -> list[Step]:
         """Return the steps that were completed since the last call."""
@@ -101,8 +95,14 @@ class Run:
             # MaxText also writes the running means of an evaluation, which have no total.
             if not is_step and "eval/total_loss" not in record:
                 continue
-            for tell in self._tell:
-                tell(record)
+            for name, listener in self._listeners.items():
+                try:
+                    listener(dict(record))
+                except Exception as error:  # noqa: BLE001 - whatever a user's code raises, training goes on
+                    if name not in self._failed:
+                        said = f"{type(error).__name__} at step {record['step']:g}: {error}"
+                        print(f"warning: {name}: {said}; training goes on with its next record", file=sys.stderr)
+                    self._failed.add(name)
             number = int(record["step"])
             if is_step:
                 norm = record.get("learning/raw_grad_norm", record.get("learning/grad_norm", math.nan))
@@ -134,88 +134,101 @@ def tail(file: Path) -> Iterator[list[str]]:
         yield data[:end].decode("utf-8", "replace").splitlines()
 
 
-def judge(run: Run, returncode: int, ended: LauncherError | None, steps: range, *, several: bool = False) -> None:
-    """Return if every step ran and the loss fell: the mean of the last third of the steps is below that of the first.
+def judge(
+    run: Run, codes: Sequence[int | None], places: Sequence[Paths], stopped_by: str = "", *, several: bool = False
+) -> LauncherError | None:
+    """Return why a run is no success; None if every step ran and the loss fell.
 
-    A run of one step only needs a finite loss, and so does a resumed run whose earlier steps are not known.
+    It falls if the mean of the last third of the steps is below that of the first. A run of one step only needs a
+    finite loss, and so does a resumed run whose earlier steps are not known.
 
-    ``returncode``, ``ended``: of the trainer: its exit code, and the error that it wrote, if it did.
-    ``steps``: numbers of the steps that this run was to do.
-
-    Raises the ``LauncherError`` of the first class that fits; a diverged run may also end with an error.
+    ``codes``, ``places``: of its trainers, the exit codes, None for one that we ended, and where they wrote.
+    ``stopped_by``: the name of the signal that ended it, if one did.
+    ``several``: whether it is one of several processes.
     """
     for step in run.steps:
         if not math.isfinite(step.loss):
-            raise LossNotFiniteError(
+            return LossNotFiniteError(
                 f"the loss of step {step.number} is {step.loss}; lower learning_rate= or look at {run.log}"
             )
-    complete = [step.number for step in run.steps] == list(steps)
-    after, see = f"after {len(run.steps)} of {len(steps)} steps", f"; see {run.log}"
-    if ended and not (complete and returncode == 0):
-        message, separator, remedy = str(ended).partition("; ")
-        shown = "" if isinstance(ended, FlagError | CheckpointError) else f" {after}"
-        more = see if isinstance(ended, TrainerFailedError) else ""
-        raise type(ended)(f"{message}{shown}{separator}{remedy}{more}")
-    if returncode == -signal.SIGABRT and _NO_MEMORY in run.log.read_bytes():
-        raise DoesNotFitError(
-            f"the memory of this machine did not suffice {after} ({_NO_MEMORY.decode()}); {MORE_MEMORY}"
-        )
-    if returncode < 0:
-        hint = " (out of memory?)" if -returncode == signal.SIGKILL else ""
-        kind = ProcessKilledError if several else TrainerFailedError
-        raise kind(f"the trainer was killed by {signal.Signals(-returncode).name}{hint} {after}{see}")
-    if returncode:
-        kind = ProcessLostError if several and returncode == ProcessLostError.exit_code else TrainerFailedError
-        raise kind(f"the trainer failed with exit code {returncode} {after}{see}")
-    if not complete:
-        raise StoppedEarlyError(f"the trainer ended {after} without an error{see}")
+    complete = [step.number for step in run.steps] == list(run.planned)
+    if not complete or any(code != 0 for code in codes):
+        after = f"after {len(run.steps)} of {len(run.planned)} steps"
+        ends = [
+            (error, rank, paths.log)
+            for rank, (code, paths) in enumerate(zip(codes, places, strict=True))
+            if (error := _explain_end(code, paths, after, stopped_by, several=several))
+        ]
+        if not ends:
+            return StoppedEarlyError(f"the trainer ended without an error {after}; see {run.log}")
+        first, rank, run.log = min(ends, key=lambda end: end[0].doubt)
+        first.who = outcome.name_process(rank, len(codes)) if len(codes) > 1 else ""
+        return first
     losses = [step.loss for step in (*run.before, *run.steps)]
     third = max(1, len(losses) // 3)
-    if len(losses) > 1 and (run.before or not steps.start) and sum(losses[-third:]) >= sum(losses[:third]):
-        raise LossNotFallingError(
+    if len(losses) > 1 and (run.before or not run.planned.start) and sum(losses[-third:]) >= sum(losses[:third]):
+        return LossNotFallingError(
             f"the loss went from {losses[0]:.4f} to {losses[-1]:.4f}; "
             "train longer with --num-steps or change learning_rate="
         )
+    return None
+
+
+def _explain_end(code: int | None, paths: Paths, after: str, stopped_by: str, *, several: bool) -> LauncherError | None:
+    """Return the error of a trainer: the one that it wrote, else what its exit code says; None for a success."""
+    error = outcome.read(paths.outcome)
+    if error is None and stopped_by:
+        return InterruptedRunError(f"{stopped_by} ended the run")
+    if error is None and code == -signal.SIGABRT and _NO_MEMORY in paths.log.read_bytes():
+        error = DoesNotFitError(f"the memory of this machine did not suffice ({_NO_MEMORY.decode()}); {MORE_MEMORY}")
+    elif error is None and code:
+        hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+        how = f"was killed by {signal.Signals(-code).name}{hint}" if code < 0 else f"failed with exit code {code}"
+        lost = ProcessKilledError if code < 0 else ProcessLostError
+        kind = lost if several and (code < 0 or code == lost.exit_code) else TrainerFailedError
+        error = kind(f"the trainer {how}")
+    if error is None or isinstance(error, FlagError | CheckpointError):
+        return error
+    message, separator, remedy = str(error).partition("; ")
+    more = f"; see {paths.log}" if isinstance(error, TrainerFailedError) else ""
+    return type(error)(f"{message} {after}{separator}{remedy}{more}")
 
 
 def reference_job(job: Job) -> Job:
     """Return the job that a pipeline is compared with: one program in one process, on the devices of one stage."""
     o = job.flags
+    usual: dict[str, Any] = dict.fromkeys(("pp", "interleave", "nodes"), 1)
+    usual |= dict.fromkeys(("schedule", "custom_schedule_path", "partition"))
     single = replace(
         o,
+        **usual,
         backend="spmd",
-        pp=1,
         batch_size=job.batch,
         num_layers=job.model.layers,
-        schedule=None,
-        custom_schedule_path=None,
-        interleave=1,
-        partition=None,
         scan_layers=bool(o.scan_layers),
         cpus=None if o.gpus else job.mesh_devices,
         gpus=job.mesh_devices if o.gpus else 0,
-        nodes=1,
         zero=0,  # MaxText's own form of it rounds parameters and gradients to bfloat16
     )
     return make_job(single, job.model)
 
 
-def compare(steps: Sequence[Step], reference: Sequence[Step]) -> list[float]:
-    """Return, for each step of two complete runs, the larger of the relative differences of loss and gradient norm."""
+def compare(run: Run, reference: Sequence[Step], dtype: str) -> DisagreementError | None:
+    """Note the differences of two complete runs; return an error with the first step that differs by too much.
+
+    ``dtype``: of the activations of both.
+    """
 
     def differ(ours: float, theirs: float) -> float:
         difference = 0.0 if ours == theirs else abs(ours - theirs) / abs(theirs) if theirs else math.inf
         return difference if math.isfinite(difference) else math.inf
 
-    return [
-        max(differ(step.loss, other.loss), differ(step.gradient_norm, other.gradient_norm))
-        for step, other in zip(steps, reference, strict=True)
-    ]
-
-
-def find_disagreement(run: Run, *, dtype: str) -> DisagreementError | None:
-    """Return an error that names the first step where a run and its reference differ by more than `TOLERANCE`."""
-    for step, other, difference in zip(run.steps, run.reference, run.differences, strict=True):
+    pairs = list(zip(run.steps, reference, strict=True))
+    run.reference, run.differences = (
+        reference,
+        [max(differ(step.loss, other.loss), differ(step.gradient_norm, other.gradient_norm)) for step, other in pairs],
+    )
+    for (step, other), difference in zip(pairs, run.differences, strict=True):
         if difference > TOLERANCE:
             hint = "report it with both logs" if dtype == "float32" else f"{dtype} rounds; compare with dtype=float32"
             return DisagreementError(

@@ -15,20 +15,12 @@ from rich.console import Console
 
 import multimesh
 from multimesh import planner
-from multimesh_maxtext.command.check_flags import check_job
+from multimesh_maxtext.command.check_flags import check_job, find_wrong_settings
 from multimesh_maxtext.command.command_line import CommandLine, write_words
 from multimesh_maxtext.command.environment import usable_memory
-from multimesh_maxtext.command.flags import DEFAULTS, FLAGS, Flags
-from multimesh_maxtext.command.forecasting import (
-    DROPPING,
-    FIELDS,
-    masks_groups,
-    planner_fields,
-    run_forecast,
-)
+from multimesh_maxtext.command.flags import DEFAULTS, DEVICES, FLAGS, Flags
+from multimesh_maxtext.command.forecasting import DROPPING, FIELDS, planner_fields, run_forecast
 from multimesh_maxtext.command.job import UNLIKE, Model, Paths, describe_model, transformer
-from multimesh_maxtext.command.settings import find_wrong_settings
-from multimesh_maxtext.command.values import DEVICES
 from multimesh_maxtext.errors import (
     DoesNotFitError,
     FlagError,
@@ -59,11 +51,6 @@ class Request:
     console: Console = field(default_factory=lambda: Console(stderr=True, quiet=True))
     refused: list[str] = field(default_factory=list)  # errors of configurations that would be refused
 
-    @property
-    def devices(self) -> int:
-        """Devices of the job."""
-        return self.flags.nodes * self.flags.gpus
-
     def training(self, limit: float) -> planner.Training:
         """Return the planner's task. A device may use ``limit`` bytes; 0: JAX's usual part of its memory."""
         flags, names = self.flags, self.names & FIELDS.keys()
@@ -71,12 +58,12 @@ class Request:
             names -= {"dp"}  # in the planner it is that of dp and ep together; see `accepts`
         return planner.Training(
             transformer(self.model),
-            flags.batch_size or 2 * self.devices,
+            flags.batch_size or 2 * flags.nodes * flags.gpus,
             flags.sequence_length,
             planner.device(flags.device or "h100"),
             flags.gpus if flags.gpus > 1 else 0,  # one process per GPU says nothing of nodes
             planner_fields(flags, self.model, names),
-            replace(planner.software("maxtext"), masks_groups=masks_groups(self.model)),
+            replace(planner.software("maxtext"), masks_groups=self.model.product == "ragged_dot"),
             limit,
             planner.UNKNOWN if self.model.resolved.get("decoder_block") in UNLIKE else 0.0,
             POLICIES,
@@ -130,7 +117,7 @@ class Request:
 
     def list_remedies(self) -> Iterator[str]:
         """Yield flags and settings that save memory, and that the command line has not."""
-        if masks_groups(self.model):
+        if self.model.product == "ragged_dot":
             yield DROPPING
         if "remat" in self.names and self.flags.remat != "full":
             yield "--remat full"
@@ -146,7 +133,7 @@ def run(parsed: CommandLine, argv: Sequence[str], maxtext: Path) -> int:
     training = request.training(float(usable_memory(flags) or 0))
     try:
         with console.status("searching"):
-            suggestions = planner.suggest(training, request.devices, accepts=request.accepts)
+            suggestions = planner.suggest(training, flags.nodes * flags.gpus, accepts=request.accepts)
     except multimesh.UsageError as error:
         reason = f"; {request.refused[0]}" if request.refused else ""
         full = error.exit_code == DoesNotFitError.exit_code
@@ -178,7 +165,8 @@ def check_plans(request: Request, training: planner.Training, suggestions: Sugge
 
     Raises ``DoesNotFitError`` where none fits.
     """
-    limit, option, notes = float(usable_memory(request.flags) or 0), suggestions.best, list[str]()
+    flags, option, notes = request.flags, suggestions.best, list[str]()
+    limit, devices = float(usable_memory(flags) or 0), flags.nodes * flags.gpus
     checked: dict[Configuration, Option] = {}
 
     def accepts(how: Configuration) -> bool:
@@ -199,7 +187,7 @@ def check_plans(request: Request, training: planner.Training, suggestions: Sugge
             return replace(suggestions, simplest=option.how).changed(ranked, notes)
         less = limit * option.bytes / needed + training.workspace
         try:
-            option = planner.suggest(replace(training, limit=less), request.devices, accepts=accepts).best
+            option = planner.suggest(replace(training, limit=less), devices, accepts=accepts).best
         except multimesh.UsageError:  # estimates of unlike grids may be off by less
             grids = {how.shown() for how in checked}
             others = [other for other in suggestions.options if other.how.shown() not in grids]
@@ -208,8 +196,8 @@ def check_plans(request: Request, training: planner.Training, suggestions: Sugge
             option = min(others, key=lambda other: other.bytes)
     tried = "; ".join(f"{describe_how(how)}: {other.checked}" for how, other in checked.items())
     remedies = [*request.list_remedies(), "more --nodes"]
-    if request.flags.fbmem is None and request.flags.device_memory is None:
-        remedies.insert(-1, f"--fbmem {int(0.92 * DEVICES[request.flags.device or 'h100'])} (MiB)")
+    if flags.fbmem is None and flags.device_memory is None:
+        remedies.insert(-1, f"--fbmem {int(0.92 * DEVICES[flags.device or 'h100'])} (MiB)")
     raise DoesNotFitError(
         f"--suggest: by exact forecasts none fits into the {limit / 1e9:.1f} GB that JAX may use of a device "
         f"({tried}); use {' or '.join(remedies)}"

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from multimesh import planner
-from multimesh_maxtext.command.dataset import UNTOKENIZED, index_path
+from multimesh_maxtext.command.command_line import argument
+from multimesh_maxtext.command.dataset import INDEX, UNTOKENIZED
 from multimesh_maxtext.command.environment import CACHE_SWITCH, environment, memory_limit, xla_flags
 from multimesh_maxtext.command.flags import FLAGS, Flags
 from multimesh_maxtext.command.job import RUN_NAME, Job, Paths
 from multimesh_maxtext.command.member import SINGLE, Member
-from multimesh_maxtext.command.values import argument
-from multimesh_maxtext.handoff import Target, TrainerConfig
+from multimesh_maxtext.handoff import TrainerConfig
 
 DEFAULTS = {
     *("run_name", "jax_cache_dir", "enable_checkpointing", "enable_tensorboard", "grain_worker_count"),
@@ -32,10 +32,9 @@ CHECKPOINTS = {"checkpoint_period": 100, KEEP: 5}
 def configuration(job: Job, paths: Paths) -> dict[str, Any]:
     """Return MaxText's settings for a job, by MaxText's names: those that flags name, and those that follow."""
     flags, model = job.flags, job.model
-    named = {flag.setting: getattr(flags, name) for name, flag in FLAGS.items() if flag.setting}
     circular = flags.pp > 1 and not flags.staged
     settings: dict[str, Any] = {
-        **{key: value for key, value in named.items() if value is not None},
+        **_values_of("setting", flags),
         "run_name": RUN_NAME,
         "base_output_directory": str(paths.output),
         "metrics_file": str(paths.metrics),
@@ -56,16 +55,14 @@ def configuration(job: Job, paths: Paths) -> dict[str, Any]:
         "per_device_batch_size": per_device(job.rows, job.mesh_devices),
         "dataset_type": "synthetic",
     }
-    if (
-        flags.nodes > 1
-    ):  # one mesh over all processes, in the order of their ranks: the innermost axes stay on a machine
+    if flags.nodes > 1:  # one mesh over all processes in the order of ranks: the innermost axes stay on a machine
         settings["num_slices"] = 1
     if circular:
         settings["num_pipeline_microbatches"] = job.microbatches
         settings["num_pipeline_repeats"] = flags.interleave
         settings["num_layers_per_pipeline_stage"] = model.layers // (flags.pp * flags.interleave)
     if flags.text:
-        settings |= {"dataset_type": "olmo_grain", "olmo_index_path": str(index_path(paths.text))}
+        settings |= {"dataset_type": "olmo_grain", "olmo_index_path": str(paths.text.resolve() / INDEX)}
         settings |= {"olmo_apply_ngram_filter": False, "grain_worker_count": 0}
     if flags.staged and model.resolved.get("quantization"):
         # MaxText takes all devices of the process, among them those of other stages, and cuts a microbatch by them.
@@ -73,7 +70,7 @@ def configuration(job: Job, paths: Paths) -> dict[str, Any]:
     if flags.checkpoint:
         # enable_autocheckpoint: also where a signal says that the job is about to end
         settings |= {"enable_checkpointing": True, "enable_autocheckpoint": True, **CHECKPOINTS}
-    if job.evaluates:
+    if isinstance(interval := flags.values.get("eval_interval"), int) and interval > 0:
         settings["eval_steps"] = 4
         if job.rows % job.readers and flags.dataset not in UNTOKENIZED:  # each reader evaluates on as many rows
             rows = math.lcm(job.rows, job.readers)
@@ -84,6 +81,15 @@ def configuration(job: Job, paths: Paths) -> dict[str, Any]:
         settings |= {"profiler": "xplane", "skip_first_n_steps_for_profiler": min(1, flags.num_steps - 1)}
         settings["profiler_steps"] = max(1, min(5, flags.num_steps - 2))
     return settings
+
+
+def _values_of(attribute: str, flags: Flags) -> dict[str, Any]:
+    """Return the values of flags by what an attribute of their records names; but for those that are not given."""
+    return {
+        key: value
+        for name, flag in FLAGS.items()
+        if (key := getattr(flag, attribute)) and (value := getattr(flags, name)) is not None
+    }
 
 
 def find_fixed_settings(job: Job) -> dict[str, Any]:
@@ -157,42 +163,26 @@ def forecasting(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_mem
     For MaxText's own program of a job it is one that compiles that for GPUs.
     """
     flags = job.flags
-    single = replace(
-        flags,
-        settings=tuple(setting for setting in flags.settings if setting.split("=")[0] not in _OF_DATA),
-        nodes=1,
-        gpus=0,
-        cpus=job.devices,
-        checkpoint=None,
-        profile=None,
-        dump=None,
-        dump_only=None,
-    )
+    settings = tuple(setting for setting in flags.settings if setting.split("=")[0] not in _OF_DATA)
+    without: dict[str, Any] = dict.fromkeys(("checkpoint", "profile", "dump", "dump_only"))
+    single = replace(job, flags=replace(flags, settings=settings, nodes=1, gpus=0, cpus=job.devices, **without))
     target = _target(job) if flags.compile else None
-    start = launch(
-        replace(job, flags=single),
-        paths,
-        inherited=inherited,
-        gpu_memory=gpu_memory,
-        limit=_common_memory(flags, gpu_memory),
-        forecast=str(paths.forecast),
-        platform=flags.platform,
-        processes=flags.nodes,
-        target=target,
-    )
+    request: dict[str, Any] = {"forecast": str(paths.forecast), "limit": _common_memory(flags, gpu_memory)}
+    request |= {"platform": flags.platform, "processes": flags.nodes, "target": target}
+    start = launch(single, paths, inherited=inherited, gpu_memory=gpu_memory, **request)
     # with the flags of the run; the cache takes nothing that no device can load
     xla = [start.environment["XLA_FLAGS"], *xla_flags(flags, devices=flags.gpus, users=inherited.get("XLA_FLAGS", ""))]
     cache = {CACHE_SWITCH: "0"} if target else {}
     return replace(start, environment={**start.environment, "XLA_FLAGS": " ".join(dict.fromkeys(xla)), **cache})
 
 
-def _target(job: Job) -> Target:
+def _target(job: Job) -> dict[str, Any]:
     """Return the GPUs to compile for: with a process each, as many to a node as its fast link connects."""
     flags, device = job.flags, job.flags.device or ""
-    if flags.gpus > 1:
-        return Target(device, flags.nodes, flags.gpus, "node")
-    gpus = math.gcd(job.devices, planner.device(device).domain)
-    return Target(device, job.devices // gpus, gpus)
+    several = flags.gpus > 1
+    gpus = flags.gpus if several else math.gcd(job.devices, planner.device(device).domain)
+    nodes = job.devices // gpus
+    return {"device": device, "nodes": nodes, "gpus": gpus, "process_per": "node" if several else "gpu"}
 
 
 def _common_memory(flags: Flags, gpu_memory: int | None) -> int:
@@ -205,10 +195,9 @@ def _trainer_config(job: Job, paths: Paths, limit: int, this: Member) -> Trainer
     process = TrainerConfig(outcome=str(paths.outcome), rank=this.rank, count=flags.nodes)
     if not flags.staged:
         return process
-    values: dict[str, Any] = {flag.trainer: getattr(flags, name) for name, flag in FLAGS.items() if flag.trainer}
     return replace(
         process,
-        **{name: value for name, value in values.items() if value is not None},
+        **_values_of("trainer", flags),
         schedule=job.schedule,
         table=str(flags.custom_schedule_path.resolve()) if flags.custom_schedule_path else None,
         sizes=job.pieces,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from multimesh_maxtext.checkpoint_folder import look
-from multimesh_maxtext.errors import CheckpointError, FlagError, UnsupportedError
+from multimesh_maxtext.errors import FlagError, UnsupportedError
 from multimesh_maxtext.trainer import checkpointer, processes
 from multimesh_maxtext.trainer.processes import absent, everywhere, has_device, place
 
@@ -31,6 +32,7 @@ _EVALUATION = 0x1F1F1F1F
 
 def batches(config: Any, mesh: Mesh) -> tuple[Any, Any] | None:
     """Return iterators over the batches to train and to evaluate on (or None); ``None`` where MaxText's own serve."""
+    from maxtext.utils.maxtext_utils import get_shaped_batch
     from maxtext.utils.sharding import get_input_data_sharding
 
     if config.enable_checkpointing:
@@ -38,13 +40,16 @@ def batches(config: Any, mesh: Mesh) -> tuple[Any, Any] | None:
     layout = get_input_data_sharding(config, mesh)
     evaluates = config.eval_interval > 0
     if config.dataset_type == "olmo_grain":
-        first = look(Path(config.checkpoint_dir)).next_step if config.enable_checkpointing else 0
-        training = Text(config, layout, config.data_shuffle_seed, config.global_batch_size_to_load, first=first)
+        first = max(look(Path(config.checkpoint_dir)), default=-1) + 1 if config.enable_checkpointing else 0
+        training = read_text(config, layout, config.data_shuffle_seed, config.global_batch_size_to_load, first=first)
         seed, rows = config.data_shuffle_seed ^ _EVALUATION, config.global_batch_size_to_load_eval
-        return training, Text(config, layout, seed, rows) if evaluates else None
-    if config.dataset_type == "synthetic":
-        return None if mesh.local_devices else (Elsewhere(config, layout), Elsewhere(config, layout))
-    return Together(config, mesh, layout), Together(config, mesh, layout, evaluates=True) if evaluates else None
+        return training, read_text(config, layout, seed, rows) if evaluates else None
+    if config.dataset_type != "synthetic":
+        return Together(config, mesh, layout), Together(config, mesh, layout, evaluates=True) if evaluates else None
+    if mesh.local_devices:
+        return None
+    without_shards = {name: absent(like, layout) for name, like in get_shaped_batch(config).items()}
+    return (Batches(lambda: itertools.repeat(without_shards)),) * 2
 
 
 def place_state(abstract_state: Any, shardings: Any, checkpoints: Any) -> tuple[Any, Any, Any]:
@@ -54,58 +59,46 @@ def place_state(abstract_state: Any, shardings: Any, checkpoints: Any) -> tuple[
     return abstract_state, shardings, checkpoints
 
 
-class Text(Iterator[dict[str, jax.Array]]):
-    """Batches of tokens in the order of one process of MaxText, without an end; every process reads all rows.
+class Batches(Iterator[Any]):
+    """Batches without an end, which can begin anew."""
 
-    ``layout``: of each array of a batch, which has so many ``rows``.
-    ``seed``: of the order. Each pass over the text has another order.
-    ``first``: number of the first batch.
-    """
-
-    def __init__(self, config: Any, layout: Sharding, seed: int, rows: int, *, first: int = 0) -> None:
-        from maxtext.input_pipeline.olmo_data import load_index
-        from maxtext.input_pipeline.olmo_data_grain import make_olmo_grain_data_loader
-
-        index = load_index(config.olmo_index_path)
-        if index.sequence_length != config.max_target_length:
-            raise UnsupportedError(
-                f"{config.olmo_index_path} has sequences of {index.sequence_length} tokens, and the run of "
-                f"{config.max_target_length}; use --sequence-length {index.sequence_length}"
-            )
-        self._layout = layout
-        self._loader = make_olmo_grain_data_loader(
-            index,
-            seed=seed,
-            batch_size=rows,
-            shard_index=0,
-            shard_count=1,
-            apply_ngram_filter=config.olmo_apply_ngram_filter,
-            path_remap={config.olmo_path_remap_from: config.olmo_path_remap_to},
-            initial_step=first * rows,
-        )
+    def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
+        self._begin = begin
         self.reset()
 
-    def __next__(self) -> dict[str, jax.Array]:
-        return {name: place(x, self._layout) for name, x in next(self._batches).items()}
+    def __next__(self) -> Any:
+        return next(self._batches)
 
     def reset(self) -> None:
         """Begin anew."""
-        self._batches = iter(self._loader)
+        self._batches = self._begin()
 
 
-class Elsewhere(Iterator[Any]):
-    """MaxText's synthetic batches in a process that has no shard of them: arrays without shards, without an end."""
+def read_text(config: Any, layout: Sharding, seed: int, rows: int, *, first: int = 0) -> Batches:
+    """Return batches of tokens in the order of one process of MaxText, from the ``first``; all processes read all rows.
 
-    def __init__(self, config: Any, layout: Sharding) -> None:
-        from maxtext.utils.maxtext_utils import get_shaped_batch
+    Each pass over the text has another order, by the ``seed``.
+    """
+    from maxtext.input_pipeline.olmo_data import load_index
+    from maxtext.input_pipeline.olmo_data_grain import make_olmo_grain_data_loader
 
-        self._batch = {name: absent(like, layout) for name, like in get_shaped_batch(config).items()}
-
-    def __next__(self) -> Any:
-        return self._batch
-
-    def reset(self) -> None:
-        """Do nothing: all batches are alike."""
+    index = load_index(config.olmo_index_path)
+    if index.sequence_length != config.max_target_length:
+        raise UnsupportedError(
+            f"{config.olmo_index_path} has sequences of {index.sequence_length} tokens, and the run of "
+            f"{config.max_target_length}; use --sequence-length {index.sequence_length}"
+        )
+    loader = make_olmo_grain_data_loader(
+        index,
+        seed=seed,
+        batch_size=rows,
+        shard_index=0,
+        shard_count=1,
+        apply_ngram_filter=config.olmo_apply_ngram_filter,
+        path_remap={config.olmo_path_remap_from: config.olmo_path_remap_to},
+        initial_step=first * rows,
+    )
+    return Batches(lambda: ({name: place(x, layout) for name, x in batch.items()} for batch in loader))
 
 
 _ROWS = (
@@ -113,6 +106,9 @@ _ROWS = (
     *("global_batch_size_to_train_on", "global_batch_size_to_eval_on"),
 )
 """Settings with the rows of a batch. All rows that are loaded are used."""
+
+
+_MODULES = {"tfds": "tfds_data_processing", "c4_mlperf": "tfds_data_processing_c4_mlperf"}
 
 
 class _Changed:
@@ -128,11 +124,8 @@ class _Changed:
 class Together(Iterator[dict[str, jax.Array]]):
     """Batches of a dataset of MaxText, in all processes of a job, until one of its readers has no more.
 
-    A reader looks one batch ahead. So at each step all processes know whether there is one, without waiting.
-
-    ``mesh``: MaxText's. Processes with devices of it read; others get arrays without shards.
-    ``layout``: of each array of a batch.
-    ``evaluates``: whether the batches are those to evaluate on.
+    A reader looks one batch ahead. So at each step all processes know whether there is one, without waiting. Processes
+    with devices of MaxText's ``mesh`` read; others get arrays without shards.
     """
 
     def __init__(self, config: Any, mesh: Mesh, layout: Sharding, *, evaluates: bool = False) -> None:
@@ -150,7 +143,9 @@ class Together(Iterator[dict[str, jax.Array]]):
             # batches to evaluate on that are as large as those to train on.
             rows = config.global_batch_size_to_load_eval if evaluates else config.global_batch_size_to_load
             share = dict.fromkeys(_ROWS, rows * jax.process_count() // len(self._readers))
-            make = _make(config.dataset_type.value, evaluates=evaluates)
+            kind = config.dataset_type.value
+            module = importlib.import_module(f"maxtext.input_pipeline.{_MODULES.get(kind, f'{kind}_data_processing')}")
+            make = getattr(module, f"make_{kind}_{'eval' if evaluates else 'train'}_iterator")
             # MaxText wants a row for each device of the mesh that it gets.
             self._loader = make(_Changed(config, **share), Mesh(devices[:, 0], ("reader",)), self._readers)
         self._start()
@@ -208,15 +203,9 @@ class Together(Iterator[dict[str, jax.Array]]):
         return self._position
 
     def set_state(self, state: bytes) -> None:
-        """Go on from a position.
-
-        Raises ``CheckpointError`` where other processes read.
-        """
-        stored = json.loads(state)
-        if stored["readers"] != len(self._readers):
-            raise CheckpointError("the position in the data is of another number of processes that read")
+        """Go on from a position, of which the command knows that as many processes read."""
         if self._loader is not None:
-            self._loader.local_iterator.set_state(stored["position"])
+            self._loader.local_iterator.set_state(json.loads(state)["position"])
         self._start()
 
     def reset(self) -> None:
@@ -234,10 +223,3 @@ def _check_tokens(rows: dict[str, np.ndarray] | None, vocabulary: int) -> None:
             f"the data has token {largest}, and the model has {vocabulary} tokens; use vocab_size= with the number of "
             "tokens of your tokenizer, rounded up to a multiple of 128"
         )
-
-
-def _make(kind: str, *, evaluates: bool) -> Callable[..., Any]:
-    """Return MaxText's function that makes the reader of a kind of dataset."""
-    modules = {"tfds": "tfds_data_processing", "c4_mlperf": "tfds_data_processing_c4_mlperf"}
-    module = importlib.import_module(f"maxtext.input_pipeline.{modules.get(kind, f'{kind}_data_processing')}")
-    return getattr(module, f"make_{kind}_{'eval' if evaluates else 'train'}_iterator")

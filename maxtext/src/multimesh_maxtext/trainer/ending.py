@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +25,17 @@ from multimesh_maxtext.errors import (
     TrainerFailedError,
 )
 from multimesh_maxtext.handoff import TrainerConfig
-from multimesh_maxtext.outcome import full_file
+from multimesh_maxtext.outcome import first_line, full_file
 
-_LONGEST = 300
 _MORE_GPU_MEMORY = "use a smaller --microbatch-size, --remat full, or more --pp or --fsdp; --forecast shows the needs"
 
 
-def run_to_its_end(main: Callable[[], object], config: TrainerConfig) -> None:
-    """Run the trainer, and write its outcome."""
-    stops = list[BaseException]()
+@contextmanager
+def telling(config: TrainerConfig) -> Iterator[None]:
+    """Write the outcome of the trainer that runs meanwhile."""
+    stops = _note_stops()
     try:
-        _note_stops(stops)
-        main()
+        yield
     except Exception as error:
         _write(explain(error), config)
         raise
@@ -59,15 +58,16 @@ def end_process(error: LauncherError, config: TrainerConfig) -> None:
 
 def _write(error: LauncherError, config: TrainerConfig) -> None:
     with suppress(OSError):  # then the exit code has to do
-        outcome.write(error, Path(config.outcome), config.rank, config.count)
+        outcome.write(error, Path(config.outcome), outcome.name_process(config.rank, config.count))
 
 
-def _note_stops(stops: list[BaseException]) -> None:
-    """Note the exceptions by which MaxText leaves its loop of steps: it catches them itself."""
+def _note_stops() -> list[BaseException]:
+    """Return a list that gets the exceptions by which MaxText leaves its loop of steps: it catches them itself."""
+    stops = list[BaseException]()
     try:
         from maxtext.utils import exceptions
     except ImportError:
-        return
+        return stops
 
     class Stop(exceptions.StopTraining):
         def __init__(self, *arguments: Any) -> None:
@@ -75,6 +75,7 @@ def _note_stops(stops: list[BaseException]) -> None:
             stops.append(self)
 
     exceptions.StopTraining = Stop
+    return stops
 
 
 def explain_stop(stop: BaseException) -> LauncherError:
@@ -90,7 +91,7 @@ def explain_stop(stop: BaseException) -> LauncherError:
         )
     reason = explain(under) if under is not None else None
     kinds = NoSpaceError | DoesNotFitError | FlagError
-    return reason if isinstance(reason, kinds) else StoppedEarlyError(_first_line(stop))
+    return reason if isinstance(reason, kinds) else StoppedEarlyError(first_line(stop))
 
 
 def explain(error: BaseException) -> LauncherError:
@@ -101,7 +102,7 @@ def explain(error: BaseException) -> LauncherError:
         return next((full for full in full_disks if str(full).startswith("/")), full_disks[0])  # one knows the file
     return next(
         filter(None, map(_translate, chain)),
-        TrainerFailedError(f"the trainer failed with {type(error).__name__}: {_first_line(error)}"),
+        TrainerFailedError(f"the trainer failed with {type(error).__name__}: {first_line(error)}"),
     )
 
 
@@ -110,10 +111,6 @@ def list_causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0][:_LONGEST]
 
 
 def _translate(error: BaseException) -> LauncherError | None:
@@ -133,7 +130,7 @@ def _translate(error: BaseException) -> LauncherError | None:
     if isinstance(error, MemoryError) or full:
         on_gpu = full and os.environ.get("JAX_PLATFORMS", "") != "cpu"
         which, remedy = ("a GPU", _MORE_GPU_MEMORY) if on_gpu else ("this machine", MORE_MEMORY)
-        return DoesNotFitError(f"the memory of {which} did not suffice ({_first_line(error)}); {remedy}")
+        return DoesNotFitError(f"the memory of {which} did not suffice ({first_line(error)}); {remedy}")
     if type(error) is ValueError and str(error).startswith("Checkpoint does not match the model:"):
         first, *more = str(error).splitlines()[1:]
         others = f" and {len([line for line in more if line.startswith('  - ')])} more" if more else ""

@@ -11,7 +11,6 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ from typing import Any, NoReturn
 import jax
 
 import multimesh
-from multimesh_maxtext.handoff import Target, TrainerConfig
+from multimesh_maxtext.handoff import TrainerConfig
 from multimesh_maxtext.trainer.placement import lay_out, name_path
 
 _CALL_SECONDS = {"kernels": 11e-6, "arrays": 1e-6, "transfers": 51e-6}
@@ -30,13 +29,8 @@ _CALL_SECONDS = {"kernels": 11e-6, "arrays": 1e-6, "transfers": 51e-6}
 def forecast_stages(lowered: multimesh.Lowered, state: Any, config: TrainerConfig) -> dict[str, Any]:
     """Return the forecast of a step, as data, and draw its timeline beside the file that will have it.
 
-    ``forecast``: the memory of each stage, as `needs`.
-    ``bubble``: the share of a step that devices wait for each other, by operations of kernels.
-    ``host``: what the processes of each stage call in a step, as `count_calls`.
-    ``compiled``, ``calls``, ``costs``, ``compilation``: see `compile_stages`, for a config with a target.
-
-    ``lowered``: the train step.
-    ``state``: the train state, as for `needs`.
+    ``forecast`` is the memory of each stage, as `needs`; ``bubble`` the share of a step that devices wait for each
+    other, by operations of kernels; ``host`` as `count_calls`. With a target comes what `compile_stages` returns.
     """
     lowered = lowered.over(config.processes)
     timeline = lowered.plan.simulate(lowered.plan.estimate())
@@ -62,7 +56,7 @@ def count_calls(plan: multimesh.Plan) -> list[Mapping[str, float]]:
     return [{**count, "seconds": sum(count[name] * took for name, took in _CALL_SECONDS.items())} for count in calls]
 
 
-def compile_stages(lowered: multimesh.Lowered, state: Any, target: Target) -> dict[str, Any]:
+def compile_stages(lowered: multimesh.Lowered, state: Any, target: Mapping[str, Any]) -> dict[str, Any]:
     """Compile the kernels of all stages for GPUs that need not be here. The command reads the lines on progress.
 
     ``compiled``: the memory of each stage, with the workspace of kernels by XLA's buffer assignment.
@@ -74,19 +68,15 @@ def compile_stages(lowered: multimesh.Lowered, state: Any, target: Target) -> di
     log.setLevel(logging.INFO)
     log.addHandler(logging.StreamHandler(sys.stdout))
     log.propagate = False
-    devices = multimesh.topology(**asdict(target))
+    devices = multimesh.topology(**target)
     begin = time.perf_counter()
     compiled = lowered.on(devices).compile()
-    effort = {
-        "kernels": len(lowered.plan.kernels),
-        "compiled": sum(took > 0 for took in compiled.compile_seconds),
-        "seconds": time.perf_counter() - begin,
-    }
+    seconds, unlike = time.perf_counter() - begin, sum(took > 0 for took in compiled.compile_seconds)
     return {
         "compiled": needs(lowered, state, compiled.device_memory()),
         "calls": [dict(calls) for calls in compiled.custom_calls()],
         "costs": compiled.cost_analysis(),
-        "compilation": effort,
+        "compilation": {"kernels": len(lowered.plan.kernels), "compiled": unlike, "seconds": seconds},
     }
 
 
@@ -96,10 +86,6 @@ def needs(lowered: multimesh.Lowered, state: Any, memory: Sequence[Any]) -> list
     Held all the time are ``parameters``, ``optimizer``, and ``batch``: rows of the step and other arguments, copies of
     parameters for other stages among them. At the moment when most memory is in use there are ``gradients``, sums over
     microbatches; ``activations``, that the schedule keeps between kernels; ``workspace``, of the running kernel.
-
-    ``lowered``: the train step.
-    ``state``: the train state, arrays or their types, each leaf with its sharding: the first argument of the step.
-    ``memory``: the bytes on each device of each submesh.
     """
     sizes = collections.Counter[tuple[str, frozenset[jax.Device]]]()
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
@@ -115,14 +101,14 @@ def needs(lowered: multimesh.Lowered, state: Any, memory: Sequence[Any]) -> list
     return result
 
 
-def compile_program(target: Target, file: Path) -> None:
+def compile_program(target: Mapping[str, Any], file: Path) -> None:
     """Make this process, which is to be MaxText's trainer, end with the costs of its step in a file.
 
     MaxText builds its mesh of the devices of ``target``. Nothing is allocated on these, and no data is read.
     """
     from maxtext.utils import multimesh_hooks as hooks
 
-    devices = multimesh.topology(**asdict(target))
+    devices = multimesh.topology(**target)
 
     hooks.stage_devices = lambda _devices=None: devices
     hooks.first_device = lambda _mesh: SimpleNamespace(platform="gpu")

@@ -27,8 +27,6 @@ from multimesh_maxtext.trainer import placement, processes, step
 from multimesh_maxtext.trainer.checkpointer import telling
 
 _stages: placement.Stages | None = None
-_auto: multimesh.schedules.Auto | None = None
-"""The schedule of ``--schedule auto``, with the memory and the costs that are known by now."""
 _specs: dict[tuple[str, ...], P] = {}
 """Layout of each parameter, by its path in the model."""
 _layers: list[tuple[Any, Any, Any]] = []
@@ -88,7 +86,9 @@ def first_device(_mesh: AbstractMesh) -> Any:
 def place_state(abstract_state: Any, shardings: Any, checkpoints: Any) -> tuple[Any, Any, Any]:
     """Place the types and shardings of the train state by stage. A checkpoint may hold it in another layout."""
     stages, below = _current(), _config().replicate_below
-    _specs.update(placement.parameter_specs(shardings))
+    for path, sharding in jax.tree_util.tree_leaves_with_path(shardings):
+        of, *names = placement.name_path(path)
+        _specs.update({tuple(names): sharding.spec} if of == "model" else {})
     if _config().zero:  # each device keeps and updates its part of the moments, and XLA gathers parameters after that
 
         def spread(path: Any, x: Any, sharding: NamedSharding) -> NamedSharding:
@@ -104,9 +104,8 @@ def place_state(abstract_state: Any, shardings: Any, checkpoints: Any) -> tuple[
     return placement.lay_out(abstract_state, shardings), shardings, checkpoints and telling(checkpoints, stages.layers)
 
 
-def init_state(fn: Callable[[], Any], *, in_shardings: None, out_shardings: Any) -> Callable[[], Any]:
+def init_state(fn: Callable[[], Any], *, out_shardings: Any, **_: None) -> Callable[[], Any]:
     """Return a function that creates the train state, each leaf on its stage."""
-    del in_shardings
 
     def create() -> Any:
         if _config().forecast:
@@ -152,9 +151,8 @@ def layer(number: int, fn: Callable[..., Any]) -> Callable[..., Any]:
     return multimesh.task(fn, f"layer{number}", mesh=_current().of_layer(number))
 
 
-def stacks(length: int, rngs: Any = None) -> list[tuple[str, int, Any]]:
+def stacks(_length: int, rngs: Any = None) -> list[tuple[str, int, Any]]:
     """Return the stacks of scanned layers: one per piece of a stage, where MaxText alone has one of all layers."""
-    del length
     return placement.list_stacks(_current().pieces, rngs)
 
 
@@ -177,19 +175,15 @@ def stack(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def accumulate(
-    body: Callable[[Any, Any], tuple[Any, Any]],
-    init: dict[str, Any],
-    batch: Any,
-    *,
-    split: Callable[[Any], Any],
-    length: int,
+    body: Callable[[Any, Any], tuple[Any, Any]], init: dict[str, Any], batch: Any, *, length: int, **_split: Any
 ) -> tuple[dict[str, Any], Any]:
     """Run MaxText's accumulation over microbatches as the microbatch loop, which cuts as MaxText's ``split`` does."""
-    del split
     home = _current().of_path
     if _config().gather_once:
         init = {**init, step.PARAMETERS: placement.gather(init[step.PARAMETERS], _specs, home)}
-    return step.accumulate_microbatches(body, init, batch, length=length, home=home, schedule=_auto or _schedule())
+    return step.accumulate_microbatches(
+        body, init, batch, length=length, home=home, schedule=step.measured or _schedule()
+    )
 
 
 def gradient_layouts(gradients: Any, shardings: Any) -> Any:
@@ -202,10 +196,4 @@ def gradient_layouts(gradients: Any, shardings: Any) -> Any:
 
 def jit(fn: Callable[..., Any], *, donate_argnums: Any = (), **_shardings: Any) -> step.StepFunction:
     """Compile a step; arguments keep their layouts, and the new state takes that of the old."""
-
-    def set_auto(schedule: multimesh.schedules.Auto | None) -> None:
-        global _auto
-        _auto = schedule
-
-    set_auto(None)
-    return step.StepFunction(fn, donate_argnums, _config(), set_auto)
+    return step.StepFunction(fn, donate_argnums, _config())

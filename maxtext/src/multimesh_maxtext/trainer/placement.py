@@ -22,11 +22,8 @@ import multimesh
 from multimesh_maxtext.checkpoint_folder import split_layer_name
 from multimesh_maxtext.trainer.processes import absent, has_device
 
-_REPLICATED = "data"
-"""Axis of the mesh along which parameters are copies."""
-
-_GATHERED = "fsdp"
-"""MaxText's axis of the devices that share parameters, and rows of the batch."""
+_REPLICATED, _GATHERED = "data", "fsdp"
+"""MaxText's axes of the mesh along which parameters are copies, and along which devices share them."""
 
 _AFTER_LAYERS = {"decoder_norm", "logits_dense"}
 
@@ -119,10 +116,7 @@ class Share:
 
 
 def list_stacks(pieces: Sequence[range], rngs: nnx.Rngs | None) -> list[tuple[str, int, Share | None]]:
-    """Return the name of each piece's stack, by which `Stages.of_path` knows its stage, its layers, and their source.
-
-    The layers get the random numbers, and so the parameters, of one stack of all layers.
-    """
+    """Return the name of each piece's stack, which tells `Stages.of_path` its stage, its layers, and their source."""
     every = rngs.fork(split=pieces[-1].stop) if rngs else None
     return [(f"layers_{p.start}_{p.stop - 1}", len(p), Share(every, p) if every else None) for p in pieces]
 
@@ -132,15 +126,9 @@ def lay_out(types: Any, shardings: Any) -> Any:
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), types, shardings)
 
 
-def parameter_specs(shardings: Any) -> dict[tuple[str, ...], P]:
-    """Return the layout of each parameter of a train state, by its path in the model."""
-    named = ((name_path(path), leaf.spec) for path, leaf in jax.tree_util.tree_leaves_with_path(shardings))
-    return {name[1:]: spec for name, spec in named if name[0] == "model"}
-
-
 def spread_over_data(x: Any, sharding: NamedSharding) -> NamedSharding:
     """Return the layout of an array over the axis ``data`` too, or as it is if that divides no dimension of it."""
-    sizes = dict(sharding.mesh.shape)
+    sizes = sharding.mesh.shape
     axes = [*map(_axes, sharding.spec), *[()] * (x.ndim - len(sharding.spec))]
     for dim in sorted(range(x.ndim), key=lambda dim: len(axes[dim])):  # those that are whole first
         if x.shape[dim] % (math.prod(sizes[axis] for axis in axes[dim]) * sizes[_REPLICATED]) == 0:
@@ -150,11 +138,7 @@ def spread_over_data(x: Any, sharding: NamedSharding) -> NamedSharding:
 
 
 def gather(parameters: Any, specs: Mapping[tuple[str, ...], P], home: Callable[[Any], Mesh]) -> Any:
-    """Return parameters with each array whole along the axis ``fsdp``, gathered on its stage by a task.
-
-    ``specs``: layout of each, by its path.
-    ``home``: submesh of each, by its path.
-    """
+    """Return parameters with each array whole along the axis ``fsdp``, gathered by a task on its submesh, ``home``."""
 
     def gather_leaf(path: Any, x: Any) -> Any:
         spec = specs[name_path(path)]

@@ -38,8 +38,7 @@ class _Step:
             self.ended, self.at = time.monotonic(), time.time()
 
 
-_started: dict[int, _Step] = {}
-"""Steps without a record, by their numbers."""
+_started: dict[int, _Step] = {}  # steps without a record, by their numbers
 _last_end: float | None = None
 
 
@@ -58,10 +57,10 @@ def recording(metrics: dict[str, Any], step: int, kind: str) -> bool:
         return False
     started.thread.join()
     seconds = started.ended - (started.begun if _last_end is None else _last_end)
-    metrics["scalar"] |= {SECONDS: seconds, TIME: started.at}
-    metrics["scalar"] |= read_gauges(metrics["scalar"], started.logger.config, seconds)
+    config, scalars = started.logger.config, metrics["scalar"]
+    scalars |= {SECONDS: seconds, TIME: started.at} | _read_gauges(scalars, config, seconds)
     _last_end = started.ended
-    profile_on_request(Path(started.logger.config.base_output_directory), step)
+    profile_on_request(Path(config.base_output_directory), step)
     return True
 
 
@@ -72,17 +71,12 @@ def saving() -> None:
         step.logger.write_metrics(step.metrics, number)
 
 
-def read_gauges(scalars: dict[str, Any], config: Any, seconds: float) -> dict[str, float]:
-    """Return memory and utilization at the end of a step.
-
-    Memory is the most that a device of this process has had in use; on CPU devices, that the process has had.
-
-    ``scalars``: MaxText's record of the step. It divides a step's operations by the devices of its own mesh.
-    ``config``: MaxText's, which has the number of those.
-    ``seconds``: how long the step took.
-    """
+def _read_gauges(scalars: dict[str, Any], config: Any, seconds: float) -> dict[str, float]:
+    """Return memory and utilization at the end of a step that took so long."""
     used = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices()]
+    # on CPU devices the most that the process has had
     gauges = {MEMORY: float(max(used) or 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)}
+    # MaxText divides the operations by the devices of its own mesh
     operations, peak = 1e12 * scalars.get("perf/per_device_tflops", 0.0) * config.num_target_devices, _peak_rate()
     if operations and peak and seconds:
         gauges[UTILIZATION] = operations / (seconds * peak * jax.device_count())

@@ -37,6 +37,9 @@ _REDUCED = {
 _REPEATS = 2
 """``--schedule auto`` measures so many runs of a step for the costs of its kernels."""
 
+measured: multimesh.schedules.Auto | None = None
+"""The schedule ``auto`` with the costs that were measured, for later traces of the step."""
+
 _CALLS = ("jit", "checkpoint", "remat2")
 _IDENTITIES = ("multimesh_leave", "copy", "sharding_constraint")  # the first is how values leave a task
 
@@ -44,20 +47,17 @@ _IDENTITIES = ("multimesh_leave", "copy", "sharding_constraint")  # the first is
 class StepFunction:
     """A train or evaluation step, with those methods of a jitted function that MaxText calls."""
 
-    def __init__(
-        self, fn: Callable[..., Any], donate_argnums: Any, config: TrainerConfig, set_auto: Callable[[Any], None]
-    ) -> None:
-        """Make it; ``set_auto`` sets the schedule ``auto`` of later traces of ``fn``."""
-        self.__wrapped__ = fn
-        self._config = config
-        self._set_auto = set_auto
-        self._trains = donate_argnums != ()
+    def __init__(self, fn: Callable[..., Any], donate_argnums: Any, config: TrainerConfig) -> None:
+        """Make it; one that trains donates its state."""
+        global measured
+        measured = None
+        self.__wrapped__, self._config = fn, config
+        self._first = self._trains = donate_argnums != ()
         self._jitted: Any = multimesh.jit(fn, donate_argnums=donate_argnums)
-        self._first = True
 
     def __call__(self, state: Any, batch: Any) -> Any:
         """Run. The first call compiles; it writes the placement, and the plan and timelines that flags ask for."""
-        first, self._first = self._first and self._trains, False
+        first, self._first = self._first, False
         config = self._config
         with multimesh.context(autoshard=True):
             if first and config.chosen:
@@ -72,10 +72,12 @@ class StepFunction:
         return (result[0], everywhere(result[1])) if self._trains else everywhere(result)
 
     def lower(self, state: Any, batch: Any) -> SimpleNamespace:
-        """Stand in for a compilation of which MaxText only prints the memory. A run that does not train ends here."""
+        """Leave the compilation, of which MaxText only prints the memory, to the first call. Without one end here."""
         config = self._config
         if not (config.forecast or config.dump_only):
-            return leave_compilation()
+            ahead = SimpleNamespace(memory_analysis=lambda: None)
+            ahead.compile = lambda **_options: ahead
+            return ahead
         with multimesh.context(autoshard=True):
             lowered = self._jitted.lower(state, batch)
             if config.chosen:
@@ -88,6 +90,7 @@ class StepFunction:
 
     def _choose(self, state: Any, batch: Any) -> Any:
         """Choose the order of ``--schedule auto``; measure the kernels first where a second copy of the state fits."""
+        global measured
         compiled, limit = self._jitted.prepare(state, batch), self._config.limit
         (choice,) = compiled.plan.choices
         if limit and any(need.total + need.arguments > limit for need in compiled.lowered.memory_estimate()):
@@ -97,19 +100,12 @@ class StepFunction:
         better = schedule.choose(*choice.shape)
         if better.taken.table == choice.taken.table:
             return better
-        self._set_auto(schedule)
+        measured = schedule
         self._jitted.clear_cache()  # forgets the step, to make it with the other schedule
         return self._jitted.prepare(state, batch).plan.choices[0]
 
     def _write(self, choice: Any) -> None:
         Path(self._config.chosen).write_text(json.dumps({**choice.to_json(), "text": str(choice)}))
-
-
-def leave_compilation() -> SimpleNamespace:
-    """Return a compilation that is left to the first call; of its memory, which MaxText would print, it knows none."""
-    ahead = SimpleNamespace(memory_analysis=lambda: None)
-    ahead.compile = lambda **_options: ahead
-    return ahead
 
 
 @jax.custom_vjp
@@ -182,13 +178,10 @@ def accumulate_microbatches(
     A pipeline has no order in which one microbatch could hand its state to the next. But MaxText's state only counts,
     so microbatch i gets its counters from i.
 
-    ``body``: MaxText's, of carry and microbatch: the carry's sums grow, its parameters stay, the state counts.
-    ``init``: the carry; its sums are zero.
+    ``body``: MaxText's, of carry and microbatch: the carry's sums grow from zero, its parameters stay.
     ``batch``: arrays whose first dimension is the rows of the step. Microbatch i takes rows i, i + length, ..., in
-    MaxText as in `multimesh.microbatch`.
-    ``length``: number of microbatches.
+    MaxText as in `multimesh.microbatch`, which gets the arguments of the ``loop``.
     ``home``: submesh of a leaf of the state, by its path.
-    ``loop``: further arguments of `multimesh.microbatch`.
 
     Raises ``UnsupportedError`` where the state does more than count.
     """
@@ -235,19 +228,17 @@ def accumulate_microbatches(
 
 def _read_strides(traced: Any, arguments: Any, result: Any) -> list[int]:
     """Return by how much a traced microbatch advances each leaf of the state."""
-    leaves = jax.tree_util.tree_leaves_with_path(arguments)
-    state = [number for number, (path, _) in enumerate(leaves) if _in_state(path)]
-    counts = _count(traced.jaxpr, [(number, 0) for number in range(len(leaves))])
-    results = zip(jax.tree_util.tree_leaves_with_path(result), counts, strict=True)
-    advanced = [(path, count) for (path, _), count in results if _in_state(path)]
-    for leaf, (path, count) in zip(state, advanced, strict=True):
-        if count is None or count[0] != leaf:
-            name = jax.tree_util.keystr(path[2:])
+    tree = jax.tree.structure(arguments)
+    counts = _count(traced.jaxpr, [(number, 0) for number in range(tree.num_leaves)])
+    before = jax.tree.unflatten(tree, range(tree.num_leaves))[0][_STATE]
+    after = jax.tree.structure(before).flatten_up_to(jax.tree.unflatten(jax.tree.structure(result), counts)[0][_STATE])
+    for (path, number), count in zip(jax.tree_util.tree_leaves_with_path(before), after, strict=True):
+        if count is None or count[0] != number:
             raise UnsupportedError(
-                f"{name} changes with every microbatch, but counts nothing: stages cannot hand it on; "
-                "use --batch-size and --microbatch-size for one microbatch, or --backend spmd"
+                f"{jax.tree_util.keystr(path)} changes with every microbatch, but counts nothing: stages cannot hand "
+                "it on; use --batch-size and --microbatch-size for one microbatch, or --backend spmd"
             )
-    return [count[1] for _, count in advanced if count]
+    return [advance for _, advance in after]
 
 
 _Count = tuple[int, int] | None
@@ -274,8 +265,3 @@ def _count(jaxpr: Any, arguments: Sequence[_Count]) -> list[_Count]:
             results = [before and (before[0], before[1] + int(eqn.invars[1].val))]
         counters |= zip(eqn.outvars, results, strict=True)
     return [look(atom) for atom in jaxpr.outvars]
-
-
-def _in_state(path: Any) -> bool:
-    """Whether a leaf of ``(carry, ...)`` belongs to the state."""
-    return _STATE in (getattr(part, "key", None) for part in path[:2])

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import SequenceKey
 
@@ -169,6 +170,14 @@ class Parameters:
         if not chosen:
             return ()
         return tuple(i for i, key in enumerate((*range(len(values) - len(names)), *names)) if key in chosen)
+
+
+def flat_devices(devices: Any) -> tuple[jax.Device, ...]:
+    """Return devices in any nesting as one row."""
+    flat = tuple(np.asarray(devices, dtype=object).flat)
+    if not flat or not all(isinstance(device, jax.Device) for device in flat):
+        raise checks.refuse("devices=", "jax devices, in any nesting", devices)
+    return flat
 
 
 def leaf_names(tree: Any, parameters: Sequence[str]) -> tuple[str, ...]:

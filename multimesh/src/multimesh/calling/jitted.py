@@ -59,7 +59,7 @@ class Jitted(Generic[P, R]):
         parameters: Parameters | None = None,
         in_shardings: Any = None,
         out_shardings: Any = None,
-        devices: Sequence[jax.Device] | None = None,
+        devices: Any = None,
         *,
         autoshard: bool = False,
         layouts: Sequence[PartitionSpec | None] = (),
@@ -75,7 +75,7 @@ class Jitted(Generic[P, R]):
         self._parameters = parameters or Parameters(fn)
         self._in_shardings, self._out_shardings = in_shardings, out_shardings
         self._layouts, self._types = layouts, types
-        self._devices = tuple(devices) if devices is not None else None
+        self._devices = None if devices is None else arguments.flat_devices(devices)
         leaves, tree = jax.tree.flatten((in_shardings, out_shardings, layouts), is_leaf=arguments.is_sharding)
         key = (self._parameters.key, tuple(leaves), tree, self._devices, autoshard, types)
         self._cache = keep_with(fn, key, Cache)
@@ -363,7 +363,7 @@ def jit(
     static_argnames: str | Iterable[str] = (),
     in_shardings: Any = None,
     out_shardings: Any = None,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Any = None,
 ) -> Jitted[P, R]: ...
 @overload
 def jit(fn: None = None, **options: Any) -> _Decorator: ...
@@ -376,7 +376,7 @@ def jit(  # type: ignore[misc]  # the options are those of the first overload
     static_argnames: str | Iterable[str] = (),
     in_shardings: Any = None,
     out_shardings: Any = None,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Any = None,
 ) -> Any:
     """Compile a function whose tasks run on different submeshes.
 
@@ -398,7 +398,7 @@ def jit(  # type: ignore[misc]  # the options are those of the first overload
         submesh. By default arguments keep theirs, and new parameters take that of the old. A result is placed in the
         memory kind that its ``NamedSharding`` names.
     devices
-        The devices that tasks may use and that `register_task` callbacks count; by default all.
+        The devices, in any nesting, that tasks may use and that `register_task` callbacks count; by default all.
 
     Returns
     -------
@@ -426,13 +426,7 @@ def jit(  # type: ignore[misc]  # the options are those of the first overload
     static, donate = (static_argnums, static_argnames), (donate_argnums, donate_argnames)
 
     def jitted(fn: Callable[..., Any]) -> Jitted:
-        if not callable(fn):
-            raise UsageError(f"jit: expected a callable, got {type(fn).__name__}")
-        expected = "a sequence of jax devices"
-        if devices is not None and not all(
-            isinstance(d, jax.Device) for d in checks.many("jit: devices", devices, expected)
-        ):
-            raise checks.refuse("jit: devices", expected, devices)
+        checks.function("jit: the first argument", fn)
         return Jitted(fn, Parameters(fn, static, donate), **options)
 
     return jitted if fn is None else jitted(fn)

@@ -76,7 +76,7 @@ def parallelize(
             raise UsageError(f"parallelize: {name} must be callable, got {type(value).__name__}")
     if (get_input_batch is None) == (initial_batch is None):
         raise UsageError("parallelize: give either get_input_batch= or initial_batch=, not both or neither")
-    jitted = Jitted(fn, devices=_flat(devices), autoshard=True)
+    jitted = Jitted(fn, devices=devices, autoshard=True)
     if contexts.ignoring():
         return (jitted, init_params) if get_input_batch is None else (jitted, init_params, get_input_batch)
     params = _Initializer(init_params, "init_params")
@@ -151,12 +151,3 @@ def compile_initializers(closed: Any, shardings: Sequence[NamedSharding]) -> Ite
 
 def _types(tree: Any) -> list[Any]:
     return [(np.shape(x), jax.dtypes.result_type(x)) for x in jax.tree.leaves(tree)]
-
-
-def _flat(devices: Any) -> Sequence[jax.Device] | None:
-    if devices is None:
-        return None
-    flat = list(np.asarray(devices, dtype=object).flat)
-    if not flat or not all(isinstance(d, jax.Device) for d in flat):
-        raise UsageError("parallelize: devices= must be jax devices, in any nesting")
-    return flat

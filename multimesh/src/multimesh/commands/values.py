@@ -32,7 +32,6 @@ def at_least(least: float, kind: Callable[[str], float], noun: str) -> Callable[
 
 
 positive = at_least(1, int, "a whole number")
-amount = at_least(0, float, "a number")
 time = at_least(0, float, "a time")
 
 

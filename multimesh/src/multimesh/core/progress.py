@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-
-SWITCH = "MULTIMESH_PROGRESS"
-"""Variable of the environment; 0 turns the line off."""
 
 _QUIET = 1.0  # seconds: what is over by then is not told
 _PAUSE = 15.0  # seconds between two entries of a log
@@ -24,9 +20,6 @@ def progress(label: str, total: int) -> Iterator[Callable[[], None]]:
     A terminal gets one line on its standard error, which is taken away in the end. Elsewhere the logger ``multimesh``
     gets an entry at level INFO once a second has passed, one each quarter of a minute, and one in the end.
     """
-    if os.environ.get(SWITCH, "1") in ("", "0"):
-        yield lambda: None
-        return
     start, lock, done, shown, due = time.monotonic(), threading.Lock(), 0, 0, _QUIET
     terminal = sys.stderr.isatty()
     log = logging.getLogger("multimesh")

@@ -21,8 +21,8 @@ AxisMap = Mapping[str, "str | tuple[str, ...] | None"] | Sequence[tuple[str, "st
 class Placement:
     """A named submesh, and the axes of that submesh that logical axes stand for.
 
-    ``cuts`` has the stages of the function that `multimesh.pipeline` made this one of. ``types`` is the mesh in the
-    types of values inside, if that is not the submesh: of a function that is cut for submeshes of several shapes.
+    Of a stage that `multimesh.pipeline` made, ``cuts`` has all stages, and ``types`` is the mesh in types of values if
+    not ``mesh``. In loops each ``part`` of it has its own kernels, which equal parts of other stages share.
     """
 
     name: str
@@ -30,6 +30,7 @@ class Placement:
     logical_axes: tuple[tuple[str, tuple[str, ...]], ...] = ()
     cuts: Hashable = field(default=None, metadata=LOCAL)
     types: AbstractMesh | None = field(default=None, metadata=LOCAL)
+    part: int = 0
 
     def __repr__(self) -> str:
         return f"Placement({self.name!r}, {describe(self.mesh)})"
@@ -49,9 +50,7 @@ def match_mesh(mesh: Mesh, meshes: Iterable[Mesh]) -> Mesh | None:
     """Return the known mesh of the same devices, the mesh itself if it shares no device with any, or else None."""
     devices = set(mesh.devices.flat)
     shared = [other for other in meshes if not devices.isdisjoint(other.devices.flat)]
-    if not shared:
-        return mesh
-    return next((other for other in shared if devices == set(other.devices.flat)), None)
+    return next((other for other in shared if devices == set(other.devices.flat)), None) if shared else mesh
 
 
 def make_task(

@@ -282,9 +282,8 @@ def mjit(
         result = f(*_constrain("mjit", in_shardings, args, NamedSharding), **kwargs)
         return _constrain("mjit", out_shardings, result, NamedSharding)
 
-    among = mesh.devices if mesh is not None else devices
-    flat = None if among is None else list(np.asarray(among, dtype=object).flat)
-    return _jitted.jit(f if in_shardings is out_shardings is None else annotated, devices=flat, **more)
+    among = devices if mesh is None else mesh.devices
+    return _jitted.jit(f if in_shardings is out_shardings is None else annotated, devices=among, **more)
 
 
 def with_sharding_constraint(x: Any, axis_resources: Any) -> Any:

@@ -34,16 +34,8 @@ def task(
     logical_axes: AxisMap | None = None,
 ) -> F: ...
 @overload
-def task(
-    fn: None = None,
-    name: str | None = None,
-    *,
-    mesh: Mesh | None = None,
-    devices: Any = None,
-    device_axes: Sequence[str] | None = None,
-    logical_axes: AxisMap | None = None,
-) -> AbstractContextManager[None]: ...
-def task(
+def task(fn: None = None, name: str | None = None, **where: Any) -> AbstractContextManager[None]: ...
+def task(  # type: ignore[misc]  # the options are those of the first overload
     fn: Callable[..., Any] | None = None,
     name: str | None = None,
     *,

@@ -132,16 +132,18 @@ PASSES: Mapping[str, Callable[[Any, PassInputs], Any]] = {
     "split_weight_gradients": lambda parts, traced: parts.each_pipeline(
         lambda part: split_weight_gradients(part, traced.owner)
     ),
-    "join_forward_backward": _change_pipelines(join_forward_backward),
-    "recompute_residuals": lambda parts, traced: (
-        parts.each_pipeline(recompute_residuals) if traced.options.enable_recomputation else parts
-    ),
-    "order_cells": _change_pipelines(order_cells),
     "split_tasks": lambda parts, traced: split_tasks(
         parts,
         segments=not traced.options.enable_task_fusion or traced.options.only_fuse_loop_tasks,
         loops=not traced.options.enable_task_fusion,
     ),
+    "join_forward_backward": lambda parts, traced: (
+        parts.each_pipeline(join_forward_backward) if traced.options.enable_task_fusion else parts
+    ),
+    "recompute_residuals": lambda parts, traced: (
+        parts.each_pipeline(recompute_residuals) if traced.options.enable_recomputation else parts
+    ),
+    "order_cells": _change_pipelines(order_cells),
     "check_states": _change_pipelines(check_states),
     # planning
     "build_plan": lambda parts, traced: build_plan(parts, traced.donated, traced.replaced),

@@ -83,7 +83,12 @@ def costs_of(plan: PlanData, costs: Mapping[Any, float]) -> Costs:
         return sum(next((times[key] for key in fitting if key in times), 0.0) for fitting in keys.values())
 
     shown = ", ".join(f"{'.'.join(map(str, k)) if isinstance(k, tuple) else k} {v:g}" for k, v in times.items())
-    programs = tuple(time(runs[k]) if k in runs else 0.0 for k in range(len(plan.kernels)))
+    work = {k: 1.0 + count_flops(plan.kernels[k].ops) for k in runs}
+    total: collections.Counter[Any] = collections.Counter()  # of all parts of a stage, which share its time
+    for k, run in runs.items():
+        total[run.cell or k, run.task] += work[k]  # type: ignore[assignment]
+    times_of = {k: time(run) * work[k] / total[run.cell or k, run.task] for k, run in runs.items()}
+    programs = tuple(times_of.get(k, 0.0) for k in range(len(plan.kernels)))
     return Costs(programs, {}, times.get("transfer", 0.0), "", f"costs given: {shown}")
 
 
@@ -99,6 +104,7 @@ def stage_costs_of(plan: PlanData, costs: Costs, estimated: StageCosts) -> Stage
     """
     times = [[0.0] * len(PHASES) for _ in estimated.times]
     hops = [0.0] * (len(times) - 1)
+    seen: set[int] = set()  # kernels
     stage_of: dict[int, int] = {}  # slot to the stage that fills it
     sent: dict[int, tuple[int, float]] = {}  # slot to the stage that its array comes from, and the time of the transfer
     for _, item in items_in_time(plan):
@@ -112,11 +118,12 @@ def stage_costs_of(plan: PlanData, costs: Costs, estimated: StageCosts) -> Stage
                 if abs(origin - stage) == 1:
                     boundary = min(origin, stage)
                     hops[boundary] = max(hops[boundary], lasts)
-            covers = plan.covers[stage, item.cell.phase]
+            covers = plan.covers[stage, item.cell.phase] if item.kernel not in seen else ""
+            seen.add(item.kernel)
             total = estimated.of(stage, covers)
             for phase in covers:
                 share = estimated.of(stage, phase) / total if total else 1 / len(covers)
-                times[stage][PHASES.index(phase)] = costs.programs[item.kernel] * share
+                times[stage][PHASES.index(phase)] += costs.programs[item.kernel] * share
     measured = tuple((f, b, w) for f, b, w in times)
     note = costs.note.removeprefix("costs ")
     return StageCosts(measured, tuple(hops), estimated.activations, costs.unit, estimated.sizes, note, estimated.kept)

@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from multimesh.core import _compat
 from multimesh.core._compat import executables
+from multimesh.core.grouping import group
 from multimesh.processes.arrays import here
 
 Call = Callable[..., Sequence[Any]]
@@ -51,10 +52,8 @@ def plan_resharding(source: jax.sharding.Sharding, target: jax.sharding.Sharding
     grid = [math.lcm(a, b) for a, b in zip(before, after, strict=True)]
     cuts = tuple(g // a for g, a in zip(grid, before, strict=True))
     joins = tuple(g // b for g, b in zip(grid, after, strict=True))
-    holders: dict[tuple[int, ...], list[tuple[jax.Device, int]]] = collections.defaultdict(list)
-    for device, index in source.devices_indices_map(shape).items():
-        for number, at in enumerate(_places(index, shape, grid, cuts)):
-            holders[at].append((device, number))
+    pieces = ((d, _places(index, shape, grid, cuts)) for d, index in source.devices_indices_map(shape).items())
+    holders = group((at, (device, number)) for device, places in pieces for number, at in enumerate(places))
     turns: collections.Counter[tuple[int, ...]] = collections.Counter()
     copies = []
     for device, index in target.devices_indices_map(shape).items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from multimesh.core.grouping import group
 from multimesh.core.specs import axes_of, entry, strip
 
 T = TypeVar("T")
@@ -156,9 +156,7 @@ def split_array(x: Any, stack: Blocks, spec: PartitionSpec, move: Callable[[Any,
     elif not isinstance(x, jax.Array) or not x.committed or not x.sharding.is_equivalent_to(target, x.ndim):
         x = move(x, target)
     on = {device: n for n, mesh in enumerate(stack.meshes) for device in mesh.devices.flat}
-    shards: dict[int, list[Any]] = collections.defaultdict(list)
-    for shard in x.addressable_shards:
-        shards[on[shard.device]].append(shard.data)
+    shards = group((on[shard.device], shard.data) for shard in x.addressable_shards)
     shape = stack.cut(x.shape)
     return [
         jax.make_array_from_single_device_arrays(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from multimesh.core.grouping import group
 from multimesh.stages.partitioning import best_ends
 
 SLACK = 0.05
@@ -130,14 +131,10 @@ def _places(chain: Chain, stages: int) -> list[int]:
     number, before = len(chain.times), chain.ends
     if number <= max(_ALL, stages):
         return list(range(number + 1))
-    bins: dict[int, list[int]] = collections.defaultdict(list)
-    for i in range(1, number):
-        bins[int(before[i] / before[-1] * _BINS * stages) if before[-1] else i * _BINS * stages // number].append(i)
-    chosen = {
-        0,
-        number,
-        *(i for members in bins.values() for i in sorted(members, key=chain.alive.__getitem__)[:_PER_BIN]),
-    }
+    share = [time / before[-1] if before[-1] else i / number for i, time in enumerate(before)]
+    bins = group((int(share[i] * _BINS * stages), i) for i in range(1, number))
+    few = (i for members in bins.values() for i in sorted(members, key=chain.alive.__getitem__)[:_PER_BIN])
+    chosen = {0, number, *few}
     spare = (i for i in range(1, number) if i not in chosen)
     chosen.update(itertools.islice(spare, max(0, stages + 1 - len(chosen))))
     return sorted(chosen)
@@ -170,19 +167,16 @@ def _longest_run(
     kinds: Sequence[Hashable], times: Sequence[float], first: int, last: int
 ) -> tuple[int, int, int] | None:
     """Return start, end and period of the repetition with the most work between two operations."""
-    places: dict[Hashable, list[int]] = collections.defaultdict(list)
-    for i in range(first, last):
-        places[kinds[i]].append(i)
     weights: collections.Counter[int] = collections.Counter()
-    for at in places.values():
+    for at in group((kinds[i], i) for i in range(first, last)).values():
         for a, b in itertools.pairwise(at):
             weights[b - a] += times[a + 1] - times[a]  # type: ignore[assignment]
     best: tuple[float, int, int, int] | None = None
     for period, _ in weights.most_common(_PERIODS):
         repeats = (kinds[i] == kinds[i + period] for i in range(first, last - period))
         start = first
-        for equal, group in itertools.groupby(repeats):
-            count = len(list(group))
+        for equal, repeated in itertools.groupby(repeats):
+            count = len(list(repeated))
             if equal and count >= period:
                 work = times[start + count + period] - times[start]
                 if work > 0 and (best is None or (work, -period) > (best[0], -best[3])):
@@ -239,9 +233,21 @@ def _counts(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
         yield from ((first, *(inner for _ in range(stages - 2)), outer - first) for first in range(outer + 1))
 
 
+def split_stages(ends: Sequence[int], layers: Sequence[Layers], kinds: Sequence[Hashable]) -> list[list[int]]:
+    """Return the ends of the parts of each stage: layers that another stage has as well are a part by themselves."""
+    bounds = sorted({i for run in layers for i in (run[0], run[-1])})
+    stages = [[a, *(i for i in bounds if a < i < b), b] for a, b in itertools.pairwise(ends)]
+    count = collections.Counter(tuple(kinds[a:b]) for stage in stages for a, b in itertools.pairwise(stage))
+
+    def parts(stage: list[int]) -> list[int]:
+        shared = [count[tuple(kinds[a:b])] > 1 for a, b in itertools.pairwise(stage)]
+        inner = (i for i, sides in zip(stage[1:], itertools.pairwise(shared), strict=False) if any(sides))
+        return [stage[0], *inner, stage[-1]]
+
+    return [*map(parts, stages)]
+
+
 def equal_stages(stages: Sequence[tuple[Hashable, ...]]) -> tuple[tuple[int, ...], ...]:
     """Return groups of at least two stages with the same kinds of operations, by their numbers."""
-    groups: dict[tuple[Hashable, ...], list[int]] = collections.defaultdict(list)
-    for number, kinds in enumerate(stages):
-        groups[kinds].append(number)
+    groups = group((kinds, number) for number, kinds in enumerate(stages))
     return tuple(tuple(numbers) for numbers in groups.values() if len(numbers) > 1)

@@ -15,6 +15,7 @@ from typing import Any
 
 from multimesh import ir
 from multimesh.core import _compat
+from multimesh.core.grouping import group
 from multimesh.ir.flops import operations
 from multimesh.stages.balance import Chain
 from multimesh.stages.stage_cuts import Work
@@ -39,13 +40,8 @@ def orders(units: Units) -> Iterator[tuple[Unit, ...]]:
 def chain_of(units: Units, order: Sequence[Unit], works: Sequence[Work]) -> Chain:
     """Return the times of units in an order, by their ``works``, with the values that each reads and makes."""
     origin = _origins(units)
-    parts: dict[Any, list[Any]] = collections.defaultdict(list)
-    made_rows: dict[Any, list[Any]] = collections.defaultdict(list)
-    for unit in order:
-        for groups, values in ((parts, unit.reads), (made_rows, unit.makes)):
-            for v in values:
-                if isinstance(v, Rows):
-                    groups[v.of].append(v)
+    parts = group((v.of, v) for unit in order for v in unit.reads if isinstance(v, Rows))
+    made_rows = group((v.of, v) for unit in order for v in unit.makes if isinstance(v, Rows))
     reads, makes = [], []
     for unit in order:
         reads.append(tuple([v for y in unit.makes for v in made_rows[y]] if unit.joins else _read_by(unit, origin)))
@@ -71,17 +67,15 @@ def work_of(units: Units, order: Sequence[Unit]) -> list[Work]:
     """Return the work of units in a training step, with those backward passes that a gradient needs."""
     gradients = _gradients(units)
     weights = {*units.arguments, *(v for eqn in units.free for v in eqn.outvars)}
-    calls: dict[Any, list[Any]] = collections.defaultdict(list)
-    for unit in units.units:
-        if unit.within is not None:
-            calls[unit.within].append(unit.eqn)
+    calls = group((unit.within, unit.eqn) for unit in units.units if unit.within is not None)
     saved = {eqns[i] for within, eqns in calls.items() for i in find_residuals(eqns, within.params["policy"])}
     work_of_eqn: dict[Any, Work] = {}
     for unit in order:
         if unit.eqn not in work_of_eqn:
             again = unit.within is not None and unit.eqn not in saved
             work_of_eqn[unit.eqn] = count_work(unit.eqn, gradients, weights, again=again)
-    return [scale_work(work_of_eqn[unit.eqn], _share(unit)) for unit in order]
+    shares = (1.0 if unit.rows is None else len(unit.rows) / unit.eqn.params["length"] for unit in order)
+    return [scale_work(work_of_eqn[unit.eqn], share) for unit, share in zip(order, shares, strict=True)]
 
 
 def scan_over_time(units: Units, stages: Sequence[Sequence[Unit]]) -> str:
@@ -106,10 +100,6 @@ def rescale(chain: Chain, ends: Sequence[int], seconds: Sequence[float]) -> Chai
         total = sum(chain.times[start:end])
         times += [time * took / total if total else took / (end - start) for time in chain.times[start:end]]
     return replace(chain, times=tuple(times))
-
-
-def _share(unit: Unit) -> float:
-    return 1.0 if unit.rows is None else len(unit.rows) / unit.eqn.params["length"]
 
 
 def _base(value: Any) -> Any:
@@ -213,12 +203,6 @@ class Gradients:
     active: Set[Any]  # trained arguments, and what is computed from them
     needed: Set[Any]  # those of them whose cotangent a backward pass computes
 
-    def of(self, ins: Iterable[Any], outs: Iterable[Any]) -> list[Any]:
-        """Return the operands of an equation whose cotangents its backward pass computes."""
-        if not any(v in self.needed for v in outs):
-            return []
-        return [v for v in ins if not isinstance(v, _compat.Literal) and v in self.needed]
-
 
 def find_gradients(eqns: Sequence[Any], trained: Iterable[Any], outs: Iterable[Any]) -> Gradients:
     """Return which values have a gradient, by the ``trained`` arguments and the ``outs`` that have a cotangent."""
@@ -239,8 +223,8 @@ def count_work(eqn: Any, gradients: Gradients, weights: Set[Any], *, again: bool
     A product's gradient for one of the ``weights``, arguments and what is cheaply computed of them, is W and not B.
     """
     forward = operations(eqn.primitive.name, eqn.params, eqn.invars, eqn.outvars)
-    cotangents = gradients.of(eqn.invars, eqn.outvars)
-    if not cotangents:
+    cotangents = [v for v in eqn.invars if is_in(v, gradients.needed)]
+    if not cotangents or gradients.needed.isdisjoint(eqn.outvars):
         return Work(forward)
     name = eqn.primitive.name
     inner = [_count_inside(eqn, jaxpr, gradients, weights) for jaxpr in _compat.subjaxprs(eqn.params)]
@@ -259,11 +243,7 @@ def count_work(eqn: Any, gradients: Gradients, weights: Set[Any], *, again: bool
 
 def find_residuals(eqns: Sequence[Any], policy: Any) -> frozenset[int]:
     """Return the numbers of the equations that a policy of `jax.checkpoint` saves, or whose only readers it saves."""
-    readers: dict[Any, list[int]] = collections.defaultdict(list)
-    for i, eqn in enumerate(eqns):
-        for v in eqn.invars:
-            if not isinstance(v, _compat.Literal):
-                readers[v].append(i)
+    readers = group((v, i) for i, eqn in enumerate(eqns) for v in eqn.invars if not isinstance(v, _compat.Literal))
     saved: set[int] = set()
     for i, eqn in reversed([*enumerate(eqns)] if policy is not None else []):
         users = [r for v in eqn.outvars for r in readers[v]]

@@ -8,6 +8,7 @@ import itertools
 import linecache
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import eq
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
@@ -21,7 +22,8 @@ from multimesh.marking import contexts
 from multimesh.marking.flax_modules import refuse_changes
 from multimesh.marking.tracing import Change, in_a_mesh, in_loops, inside, is_partitioning, is_recording, note_mesh
 from multimesh.schedules.costs import cost
-from multimesh.stages.balance import SLACK, Chain, ChainCut, cut_between_layers, cut_chain, equal_stages, find_layers
+from multimesh.stages import balance
+from multimesh.stages.balance import SLACK, Chain, ChainCut, Layers
 from multimesh.stages.chains import add_work, chain_of, count_state, orders, rescale, scan_over_time, work_of
 from multimesh.stages.stage_cuts import Cuts, StageCut, Work
 from multimesh.stages.staged import run
@@ -70,12 +72,14 @@ class PipelinedFunction(Generic[P, R]):
         if cuts.remark:
             _compat.warn_at(cuts.over_time, cuts.remark.removeprefix(f"{cuts.over_time}: "))
         meshes = self.meshes * self.interleave
+        tasks = (make_task(f"stage{s}", mesh=mesh, logical_axes=self.logical_axes) for s, mesh in enumerate(meshes))
         places = [
-            replace(make_task(f"stage{s}", mesh=mesh, logical_axes=self.logical_axes), cuts=cuts, types=self._types)
-            for s, mesh in enumerate(meshes)
+            replace(task, cuts=cuts, types=self._types, part=n)
+            for task, parts in zip(tasks, stages, strict=True)
+            for n in range(len(parts))
         ]
         with self._on_types():
-            results = run(units, stages, places, traced.arrays)
+            results = run(units, [*itertools.chain(*stages)], places, traced.arrays)
         if self._types is not None:
             results = [_compat.enter_mesh(x, outer) for x in results]
         return jax.tree.unflatten(traced.tree, results)
@@ -154,12 +158,13 @@ class PipelinedFunction(Generic[P, R]):
     def _name(self) -> str:
         return f"pipeline: {getattr(self.fn, '__name__', 'the function')}"
 
-    def _cut(self, traced: _Trace) -> tuple[Units, tuple[tuple[Unit, ...], ...], Cuts]:
+    def _cut(self, traced: _Trace) -> tuple[Units, list[list[tuple[Unit, ...]]], Cuts]:
+        """Return the units of a function, the parts of its stages, and what they cost."""
         number = len(self.meshes) * self.interleave
         units = read(traced.closed, number, traced.trained)
         candidates = [self._cut_order(units.forward, order, number) for order in orders(units.forward)]
         best = functools.reduce(lambda old, new: new if _worth(new[0], old[0]) else old, candidates)
-        cut, chain, order, works, finer = best
+        cut, chain, order, works, finer, layers = best
         pieces = list(itertools.pairwise(cut.ends))
         stages = tuple(order[a:b] for a, b in pieces)
         cuts = (
@@ -167,13 +172,18 @@ class PipelinedFunction(Generic[P, R]):
             for stage, held, (a, b) in zip(stages, count_state(units.forward, stages), pieces, strict=True)
         )
         name = getattr(self.fn, "__name__", "pipeline")
-        equal = equal_stages(tuple(tuple(map(kind_of, stage)) for stage in stages))
-        return units, stages, Cuts(tuple(cuts), name, equal, finer, scan_over_time(units, stages))
+        kinds = [*map(kind_of, order)]
+        equal = balance.equal_stages([tuple(kinds[a:b]) for a, b in pieces])
+        described = Cuts(tuple(cuts), name, equal, finer, scan_over_time(units, stages))
+        ends = balance.split_stages(cut.ends, layers, kinds)
+        parts = [[order[a:b] for a, b in itertools.pairwise(stage)] for stage in ends]
+        meshes = self.meshes * self.interleave
+        return units, [[s] for s in stages] if any(map(eq, meshes, meshes[1:])) else parts, described
 
     def _cut_order(
         self, function: Units, order: tuple[Unit, ...], number: int
-    ) -> tuple[ChainCut, Chain, tuple[Unit, ...], list[Work], float]:
-        """Return the cut of an order, what it cuts, and the slowest stage if cuts inside of layers were taken."""
+    ) -> tuple[ChainCut, Chain, tuple[Unit, ...], list[Work], float, Sequence[Layers]]:
+        """Return the cut of an order, what it cuts, the slowest stage of cuts inside of layers, and the layers."""
         if not order:
             raise UsageError(f"{self._name} computes nothing from its arrays that it returns; return the result")
         if len(order) < number:
@@ -183,18 +193,18 @@ class PipelinedFunction(Generic[P, R]):
             )
         works = work_of(function, order)
         chain = chain_of(function, order, works)
-        cut, finer = self._cut_chain(chain, order, number)
+        cut, finest, layers = self._cut_chain(chain, order, number)
         if self.seconds:
             chain = rescale(chain, cut.ends, self.seconds)
-            cut, finer = self._cut_chain(chain, order, number)
-        return cut, chain, order, works, finer
+            cut, finest, layers = self._cut_chain(chain, order, number)
+        return cut, chain, order, works, finest, layers
 
-    def _cut_chain(self, chain: Chain, order: Sequence[Unit], number: int) -> tuple[ChainCut, float]:
-        """Return the cut of a chain, and the time of the slowest stage if cuts inside of layers were taken."""
-        anywhere = cut_chain(chain, number)
-        layers = () if self.within_layers else find_layers(chain, [*map(kind_of, order)])
-        between = cut_between_layers(chain, number, layers, anywhere) if layers else None
-        return between or anywhere, anywhere.slowest
+    def _cut_chain(self, chain: Chain, order: Sequence[Unit], number: int) -> tuple[ChainCut, float, Sequence[Layers]]:
+        """Return the cut of a chain, the time of the slowest stage of cuts inside of layers, and the layers."""
+        anywhere = balance.cut_chain(chain, number)
+        layers = () if self.within_layers else balance.find_layers(chain, [*map(kind_of, order)])
+        between = balance.cut_between_layers(chain, number, layers, anywhere) if layers else None
+        return between or anywhere, anywhere.slowest, layers
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from multimesh.core.grouping import group
 from multimesh.core.text import amount, columns
 
 WIDTH = 120  # columns of a table
@@ -155,11 +156,6 @@ class Cuts:
 
 def _name_numbers(numbers: Sequence[int]) -> str:
     """Return numbers in order as text, ranges of at least three as ``2 to 5``."""
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][-1] + 1:
-            runs[-1].append(n)
-        else:
-            runs.append([n])
+    runs = group((n - place, n) for place, n in enumerate(numbers)).values()
     parts = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
     return ", ".join(parts)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import tomllib
-from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import resources
-from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
 
 from multimesh.core import checks
 from multimesh.errors import UsageError
+
+from multimesh_planner import tables
 
 PRECISIONS = ("bf16", "fp8", "fp4")
 
@@ -90,8 +87,9 @@ class Device:
         A precision without a share of its own has that of the next wider one.
         """
         rates = self.rates
-        wider = {"bf16": (), "fp8": (rates.matmul_fp8,), "fp4": (rates.matmul_fp4, rates.matmul_fp8)}
-        return self.peak(precision) * self.clock * next(filter(None, wider[precision]), rates.matmul_bf16)
+        fp8 = rates.matmul_fp8 or rates.matmul_bf16
+        share = {"bf16": rates.matmul_bf16, "fp8": fp8, "fp4": rates.matmul_fp4 or fp8}[precision]
+        return self.peak(precision) * self.clock * share
 
 
 def check_positive(label: str, value: object) -> None:
@@ -102,7 +100,7 @@ def check_positive(label: str, value: object) -> None:
 
 def device_names() -> tuple[str, ...]:
     """Return the names of the devices in the table that comes with MultiMesh."""
-    return tuple(name for name in _table() if name != "fitted")
+    return tuple(name for name in tables.read_table("hardware/devices.toml") if name != "fitted")
 
 
 def device(name: str | Device, file: str | Path | None = None) -> Device:
@@ -116,41 +114,28 @@ def device(name: str | Device, file: str | Path | None = None) -> Device:
     """
     if isinstance(name, Device):
         return name
-    tables = _table() if file is None else {**_table(), **_read(Path(file))}
-    names = [name for name in tables if name != "fitted"]
-    lower = checks.string("device", name).lower()
-    if lower not in names:
+    devices, name = tables.read_table("hardware/devices.toml"), checks.string("device", name).lower()
+    if file is not None:
+        try:
+            devices = devices | tomllib.loads(Path(file).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UsageError(f"devices: {file} cannot be read: {error}") from None
+    if name not in devices or name == "fitted":
         raise UsageError(
-            f"device: there is no {name!r}; known are {', '.join(names)}; or describe it in a TOML file, of which "
-            "python -m multimesh suggest --help has an example"
+            f"device: there is no {name!r}; known are {', '.join(n for n in devices if n != 'fitted')}; or describe it "
+            "in a TOML file, of which python -m multimesh suggest --help has an example"
         )
-    return _make(lower, tables)
-
-
-def _make(name: str, tables: Mapping[str, Any]) -> Device:
-    fields = dict(tables[name])
-    like = fields.pop("like", None)
-    if like is not None:
-        if like not in tables or "like" in tables[like]:
+    fields = dict(devices[name])
+    if like := fields.pop("like", ""):
+        if like not in devices or "like" in devices[like]:
             raise UsageError(f"device {name}: like = {like!r} names no device of the table")
-        fields = {**tables[like], **fields}
+        fields = {**devices[like], **fields}
     generation, rates = fields.pop("generation", None), fields.pop("rates", None)
-    if rates is None and generation not in tables["fitted"]:
-        raise UsageError(f"device {name}: generation must be one of {', '.join(tables['fitted'])}, or give rates")
+    fitted = devices["fitted"]
+    if rates is None and generation not in fitted:
+        raise UsageError(f"device {name}: generation must be one of {', '.join(fitted)}, or give rates")
     try:
-        shares = Rates(**(rates or tables["fitted"][generation]))
+        shares = Rates(**(rates or fitted[generation]))
         return Device(name=name, rates=shares, generation="own" if rates else generation, **fields)
     except TypeError as error:
         raise UsageError(f"device {name}: {str(error).split('__init__() ')[-1]}; see the fields of Device") from None
-
-
-@functools.cache
-def _table() -> Mapping[str, Any]:
-    return _read(resources.files("multimesh_planner.hardware").joinpath("devices.toml"))
-
-
-def _read(file: Traversable) -> Mapping[str, Any]:
-    try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"devices: {file} cannot be read: {error}") from None

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import tomllib
-from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import resources
-from typing import Any
 
 from multimesh.errors import UsageError
+
+from multimesh_planner import tables
 
 
 @dataclass(frozen=True)
@@ -64,29 +61,15 @@ class Software:
 def software(name: str | Software) -> Software:
     """Look a class of software up; a `Software` is returned as it is.
 
-    Raises
-    ------
-    UsageError
-        If the table has none of this name.
+    Raises ``UsageError`` if the table has none of this name.
     """
     if isinstance(name, Software):
         return name
-    classes = _classes()
-    if name not in classes:
-        raise UsageError(f"software: there is no {name!r}; choose one of {', '.join(classes)}")
-    return classes[name]
+    if name not in software_names():
+        raise UsageError(f"software: there is no {name!r}; choose one of {', '.join(software_names())}")
+    return Software(name, **tables.read_table("hardware/software.toml")[name])
 
 
 def software_names() -> tuple[str, ...]:
     """Return the names of the classes."""
-    return tuple(_classes())
-
-
-@functools.cache
-def _classes() -> Mapping[str, Software]:
-    text = resources.files("multimesh_planner.hardware").joinpath("software.toml").read_text(encoding="utf-8")
-    tables = tomllib.loads(text)
-    fields: dict[str, dict[str, Any]] = {}
-    for name, table in tables.items():  # `like` names a table before
-        fields[name] = {**fields.get(table.pop("like", ""), {}), **table}
-    return {name: Software(name, **values) for name, values in fields.items()}
+    return tuple(tables.read_table("hardware/software.toml"))

@@ -13,8 +13,6 @@ from multimesh.core._compat import versions
 from multimesh.core._compat.versions import *
 
 with versions.check_version():
-    from multimesh.core._compat.calls import call_primitive as call_primitive
-    from multimesh.core._compat.equations import *
     from multimesh.core._compat.erase import erase as erase
     from multimesh.core._compat.jaxprs import *
     from multimesh.core._compat.lines import *

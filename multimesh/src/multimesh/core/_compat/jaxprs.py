@@ -1,4 +1,4 @@
-"""Traced functions: their primitives, parts of them, and values of a trace."""
+"""Traced functions: their primitives, equations and parts, and values of a trace."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ copy_p = primitives.copy_p
 jaxpr_as_fun: Callable[[Any], Callable[..., Any]] = core.jaxpr_as_fun
 
 
+_CALLED = {"closed_call": "call_jaxpr", "core_call": "call_jaxpr", "eval_jaxpr": "call_jaxpr"}
+
+
 def _primitive_of(fn: Callable[..., Any], size: int) -> Any:
     """Return the primitive that a function binds, if JAX does not name it in public."""
     return jax.make_jaxpr(fn)(jax.ShapeDtypeStruct((size,), np.float32)).jaxpr.eqns[0].primitive
@@ -49,6 +52,38 @@ def subjaxprs(params: dict[str, Any]) -> Iterator[Any]:
         for jaxpr in value if isinstance(value, tuple | list) else (value,):
             if isinstance(jaxpr, core.Jaxpr | core.ClosedJaxpr):
                 yield getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def variable(aval: Any) -> Any:
+    """Make a new variable."""
+    return core.Var(aval)
+
+
+def row_aval(aval: Any) -> Any:
+    """Return the abstract value of one row of a stack."""
+    return jax.core.ShapedArray(aval.shape[1:], aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+def callee_of(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
+    """Return the traced function that an equation calls once, and its constants; None for any other equation."""
+    if eqn.primitive is jit_p or eqn.primitive is remat_p:
+        inner = eqn.params["jaxpr"]
+    elif eqn.primitive.name in _CALLED:
+        inner = eqn.params[_CALLED[eqn.primitive.name]]
+    else:
+        return None
+    return getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
+
+
+def rename(eqn: Any, names: Mapping[Any, Any], calls: Sequence[Any] = ()) -> Any:
+    """Return the equation with its operands replaced, and new results. Its scopes start with those of ``calls``."""
+    source = eqn.source_info
+    for call in reversed(calls):
+        source = source.replace(name_stack=call.source_info.name_stack + source.name_stack)
+        if source.traceback is None:
+            source = source.replace(traceback=call.source_info.traceback)
+    ins = [a if isinstance(a, Literal) else names[a] for a in eqn.invars]
+    return eqn.replace(invars=ins, outvars=[core.Var(o.aval) for o in eqn.outvars], source_info=source)
 
 
 def replace_meshes(params: Mapping[str, Any], change: Callable[[Mesh], Mesh]) -> dict[str, Any]:

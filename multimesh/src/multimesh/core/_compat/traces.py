@@ -9,11 +9,12 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.extend import core
+from jax.extend import core, source_info_util
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from multimesh.core._compat import versions
+from multimesh.core._compat.jaxprs import without_layout
 from multimesh.errors import UsageError
 
 AnyMesh = TypeVar("AnyMesh", Mesh, AbstractMesh)
@@ -214,3 +215,61 @@ def bind_once(prim: Any, params: dict[str, Any], args: Sequence[Any]) -> Sequenc
     """Evaluate an equation of a traced function, and return its results."""
     out = prim.bind(*args, **prim.get_bind_params(params))
     return out if prim.multiple_results else [out]
+
+
+def evaluate(
+    eqn: Any, params: dict[str, Any], args: Sequence[Any], mesh: Mesh | AbstractMesh | None = None
+) -> Sequence[Any]:
+    """Evaluate an equation with parameters of its primitive, in its scopes; on ``mesh``, in its context too."""
+    source = eqn.source_info
+    scopes = source_info_util.current_name_stack() + source.name_stack
+    with source_info_util.user_context(source.traceback, name_stack=scopes):
+        if mesh is not None:
+            return bind(eqn.primitive, params, eqn.ctx, args, mesh)
+        return bind_once(eqn.primitive, params, args)
+
+
+def call_primitive(name: str) -> Any:
+    """Return the primitive that calls the traced function in its parameter ``jaxpr``, by way of ``call``.
+
+    That has a method for each use: ``run`` on arrays, ``function`` inside another program, and ``linearize``,
+    ``transposed`` and ``batched``, which return functions of the same kind. See `multimesh.calling.transforms.Call`.
+    """
+    prim = core.Primitive(name)
+    prim.multiple_results = True
+    prim.def_impl(lambda *args, jaxpr, call: call.run(*args))
+    prim.def_effectful_abstract_eval(lambda *_, jaxpr, call: ([*map(without_layout, jaxpr.out_avals)], jaxpr.effects))
+    inlined = mlir.lower_fun(lambda *args, jaxpr, call: call.function(*args), multiple_results=True)
+    mlir.register_lowering(prim, inlined)
+    ad.primitive_jvps[prim] = _jvp
+    ad.primitive_transposes[prim] = _transpose
+    batching.primitive_batchers[prim] = _batch
+    return prim
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, call: Any) -> tuple[list[Any], list[Any]]:
+    moving = tuple(type(t) is not ad.Zero and t.dtype != jax.dtypes.float0 for t in tangents)
+    forward, push, moved = call.linearize(moving)
+    outputs = forward(*primals)
+    results, residuals = [*map(fit_to_mesh, outputs[: len(moved)])], outputs[len(moved) :]
+    nonzero = (t for t, moves in zip(tangents, moving, strict=True) if moves)
+    pushed = iter(push(*residuals, *nonzero) if any(moved) else ())
+    zeros = (ad.Zero(without_layout(aval).to_tangent_aval()) for aval in jaxpr.out_avals)
+    return results, [next(pushed) if flag else zero for flag, zero in zip(moved, zeros, strict=True)]
+
+
+def _transpose(cotangents: Sequence[Any], *args: Any, jaxpr: Any, call: Any) -> list[Any]:
+    """Return the cotangents of linear arguments, in the types of these (JAX compares them), and None for the others."""
+    linear = tuple(map(ad.is_undefined_primal, args))
+    types = [x.aval for x in args if ad.is_undefined_primal(x)]
+    transposed = call.transposed(linear, tuple(map(explicit_spec, types)))
+    fixed = (x for x in args if not ad.is_undefined_primal(x))
+    typed = map(fit_to_type, transposed(*fixed, *map(ad.instantiate_zeros, cotangents)), types)
+    return [next(typed) if flag else None for flag in linear]
+
+
+def _batch(args: Sequence[Any], dims: Sequence[Any], *, jaxpr: Any, call: Any) -> tuple[Sequence[Any], list[Any]]:
+    """Batch a call. Unbatched results stay so, unless a mesh is in force: then JAX can't broadcast them later."""
+    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+    batched, rows = call.batched(size, tuple(dims), jax.sharding.get_abstract_mesh().empty)
+    return batched(*args), [0 if flag else None for flag in rows]

@@ -21,10 +21,15 @@ from multimesh.passes.cutting.parts import Fragment, Parts, Pipeline, Segment, w
 _Key = tuple[Mesh, str | None, int]
 
 
-def cut_operations(ops: Sequence[ir.Op], results: Iterable[ir.Atom], *, phased: bool) -> tuple[Fragment, ...]:
-    """Cut placed operations into fragments, ordered by level; if ``phased``, forward and backward pass apart."""
+def cut_operations(
+    ops: Sequence[ir.Op], results: Iterable[ir.Atom], *, phased: bool, rows: Iterable[ir.Value] = ()
+) -> tuple[Fragment, ...]:
+    """Cut placed operations into fragments, ordered by level; if ``phased``, forward and backward pass apart.
+
+    ``rows`` are the inputs that each iteration has for itself.
+    """
     results = set(ir.values(results))
-    keys = _keys(ops, phased)
+    keys = _keys(ops, phased, set(rows))
     groups = group((key, i) for i, key in enumerate(keys))
     _coalesce(ops, groups)
     ordered = sorted(groups.items(), key=lambda item: (item[0][1] == "B", item[0][2], item[1][0]))
@@ -32,11 +37,12 @@ def cut_operations(ops: Sequence[ir.Op], results: Iterable[ir.Atom], *, phased: 
     return with_interfaces(fragments, results)
 
 
-def _keys(ops: Sequence[ir.Op], phased: bool) -> list[_Key]:
+def _keys(ops: Sequence[ir.Op], phased: bool, rows: set[ir.Value]) -> list[_Key]:
     """Return the submesh, phase and level of each operation.
 
     An operation on inputs only (a cast of a weight) joins the first fragment of its submesh that uses it, a
-    forward one if there is any: so no forward fragment ever waits for a backward one.
+    forward one if there is any: so no forward fragment ever waits for a backward one. What a stage that
+    `multimesh.pipeline` made computes from rows stays in its forward fragment, as in the stages that get an activation.
     """
     maker = {o: i for i, op in enumerate(ops) for o in op.outs}
     readers: dict[int, list[int]] = collections.defaultdict(list)
@@ -56,6 +62,10 @@ def _keys(ops: Sequence[ir.Op], phased: bool) -> list[_Key]:
             keys[j][2] + (keys[j][:2] != (op.mesh, phase)) for j, near in zip(before, local, strict=True) if not near
         ]
         keys.append((op.mesh, phase, max(levels, default=0)))
+    for i, op in enumerate(ops):
+        if any(v in rows for v in op.reads):
+            rows.update(op.outs)
+            source[i] = source[i] and (op.task is None or not op.task.cuts)
     for i in reversed(range(len(ops))):
         if source[i] and readers[i] and all(ops[j].mesh == ops[i].mesh for j in readers[i]):
             keys[i] = min((keys[j] for j in readers[i]), key=lambda key: (key[1] == "B", key[2]))
@@ -100,7 +110,9 @@ def cut_fragments(program: ir.Program) -> Parts:
     parts: list[Segment | Pipeline] = [segment(0)]
     for number, loop in enumerate(program.loops):
         results = {*ir.values(loop.leaves), *(o for op in loop.ops for o in op.outs if o in rows)}
-        parts.append(Pipeline(loop, cut_operations(loop.ops, results, phased=True), frozenset(results)))
+        parts.append(
+            Pipeline(loop, cut_operations(loop.ops, results, phased=True, rows=loop.slices), frozenset(results))
+        )
         parts.append(segment(number + 1))
     for part in parts:
         _check_refs(part.fragments)

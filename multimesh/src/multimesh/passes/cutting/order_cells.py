@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from multimesh.core.grouping import group
 from multimesh.errors import UsageError, internal_error
-from multimesh.passes.cutting.parts import Fragment, Pipeline, with_interfaces
+from multimesh.passes.cutting.parts import Pipeline, with_interfaces
 from multimesh.passes.cutting.split_weight_gradients import find_adjacent
 from multimesh.schedules.scheduler import run
 
+_Turn = tuple[str | None, int | None, int]  # phase and stage; of what is late also the number of the fragment
+_Cell = tuple[_Turn, int]  # of a microbatch
+
 
 def join_forward_backward(pipeline: Pipeline) -> Pipeline:
-    """Merge the forward and the backward fragment of a stage where the table always runs them back to back.
+    """Merge the last forward and the first backward fragment of a stage where the table runs them back to back.
 
     In 1f1b that is the last stage; its activations then never leave the program. The joined fragment counts as phase B.
     """
@@ -21,57 +25,54 @@ def join_forward_backward(pipeline: Pipeline) -> Pipeline:
     present = {(part.phase, part.stage) for part in fragments}
     table = tuple(tuple(c for c in row if (c.phase, c.stage) in present) for row in pipeline.table)
     for number in sorted(find_adjacent(table, "F", "B")):
-        first, second = (next(f for f in fragments if (f.phase, f.stage) == (phase, number)) for phase in "FB")
-        if not set(first.outs).isdisjoint(v for f in fragments if f.stage != number for v in f.needs):
+        first, second = ([f for f in fragments if (f.phase, f.stage) == (phase, number)] for phase in "FB")
+        if any(v in first[-1].outs for f in fragments if f.stage != number for v in f.needs):
             continue  # another stage reads what the forward makes, and so waits for no more than that
-        joined = replace(second, ops=first.ops + second.ops)
-        fragments = tuple(joined if f is second else f for f in fragments if f is not first)
-        table = tuple(tuple(c for c in row if c.stage != number or c.phase != "F") for row in table)
+        joined = replace(second[0], ops=first[-1].ops + second[0].ops)
+        fragments = tuple(joined if f is second[0] else f for f in fragments if f is not first[-1])
     return replace(pipeline, fragments=with_interfaces(fragments, set(pipeline.results)), table=table)
 
 
 def order_cells(pipeline: Pipeline) -> Pipeline:
-    """Return the loop with its cells in one global order: that of the schedule's fronts, or else of start times."""
+    """Return the loop with its cells in one global order: that of the schedule's fronts, or else of start times.
+
+    All fragments of a phase of a stage are one turn.
+    """
     schedule, fragments = pipeline.loop.mark.schedule, pipeline.fragments
-    index = {(f.phase, f.stage): i for i, f in enumerate(fragments)}
-    table = [[c for c in row if (c.phase, c.stage) in index] for row in pipeline.table]
-    queues = [[(index[c.phase, c.stage], c.microbatch) for c in row] for row in table]
-    late = [(i, k) for k in range(pipeline.loop.mark.count) for i, f in enumerate(fragments) if f.phase == "L"]
-    sizes = len(pipeline.submeshes), pipeline.chunks
-    front = {(index[c.phase, c.stage], c.microbatch): schedule.front(c, *sizes) for c in itertools.chain(*table)}
+    turns = group(((f.phase, f.stage, i if f.phase == "L" else 0), i) for i, f in enumerate(fragments))
+    table = [[c for c in row if (c.phase, c.stage, 0) in turns] for row in pipeline.table]
+    queues: list[list[_Cell]] = [[((c.phase, c.stage, 0), c.microbatch) for c in row] for row in table]
+    late: list[_Cell] = [(turn, k) for k in range(pipeline.loop.mark.count) for turn in turns if turn[0] == "L"]
+    cells, sizes = itertools.chain(*table), (len(pipeline.submeshes), pipeline.chunks)
+    front = dict(zip(itertools.chain(*queues), (schedule.front(c, *sizes) for c in cells), strict=True))
+    maker = {o: turn for turn, numbers in turns.items() for i in numbers for o in fragments[i].values}
+    read = {turn: (v for i in numbers for v in fragments[i].needs) for turn, numbers in turns.items()}
+    needs = {turn: {maker[v] for v in values if v in maker} - {turn} for turn, values in read.items()}
     if None in front.values():
-        return replace(pipeline, cells=_by_start(fragments, queues, late))
-    needs = _needs(fragments)
-    for i, k in late:
-        front[i, k] = max(front[j, k] for j in needs[i])
-    position = {cell: (rank, n) for rank, queue in enumerate([*queues, late]) for n, cell in enumerate(queue)}
-    cells = tuple(sorted(front, key=lambda cell: (front[cell], *position[cell])))
-    return replace(pipeline, cells=cells, fronts=tuple(map(front.__getitem__, cells)), ahead=schedule.ahead or 0)
+        order, fronts = _by_start(queues, late, needs), None
+    else:
+        for turn, k in late:
+            front[turn, k] = max(front[other, k] or 0 for other in needs[turn])
+        position = {cell: (rank, n) for rank, queue in enumerate([*queues, late]) for n, cell in enumerate(queue)}
+        order = sorted(front, key=lambda cell: (front[cell], *position[cell]))
+        fronts = tuple(front[cell] for cell in order for _ in turns[cell[0]])
+    numbers = tuple((i, k) for turn, k in order for i in turns[turn])
+    return replace(pipeline, cells=numbers, fronts=fronts, ahead=schedule.ahead or 0)
 
 
-def _needs(fragments: Sequence[Fragment]) -> list[set[int]]:
-    """Return for each fragment the numbers of the fragments whose values it reads."""
-    maker = {o: i for i, f in enumerate(fragments) for o in f.values}
-    return [{maker[v] for v in f.needs if v in maker} - {i} for i, f in enumerate(fragments)]
-
-
-def _by_start(
-    fragments: Sequence[Fragment], rows: Sequence[Sequence[tuple[int, int]]], late: Sequence[tuple[int, int]]
-) -> tuple[tuple[int, int], ...]:
+def _by_start(rows: Sequence[Sequence[_Cell]], late: Sequence[_Cell], needs: Mapping[_Turn, set[_Turn]]) -> list[_Cell]:
     """Merge the orders of submeshes, and late cells, into one global order by the time each cell could start."""
-    needs = _needs(fragments)
-    split = {f.stage for f in fragments if f.phase == "W"}
-    lasts = [1.0 + (f.phase == "B" and f.stage not in split) for f in fragments]  # relative, for the order only
+    split = {stage for phase, stage, _ in needs if phase == "W"}
     times = run(
         rows,
         needs=lambda cell: [(source, cell[1]) for source in needs[cell[0]]],
-        cost=lambda cell: lasts[cell[0]],
+        cost=lambda cell: 1.0 + (cell[0][0] == "B" and cell[0][1] not in split),  # relative, for the order only
     )
     if len(times) < sum(map(len, rows)):
         raise internal_error("stages wait for each other although the table is valid")
-    for i, k in late:
-        times[i, k] = (max(times[j, k][1] for j in needs[i]),) * 2
-    return tuple(sorted(times, key=lambda cell: times[cell][0]))
+    for turn, k in late:
+        times[turn, k] = (max(times[source, k][1] for source in needs[turn]),) * 2
+    return sorted(times, key=lambda cell: times[cell][0])
 
 
 def check_states(pipeline: Pipeline) -> Pipeline:

@@ -13,7 +13,9 @@ from multimesh.passes.trimming.recompute_values import Localiser, Maker, firm_va
 def recompute_residuals(pipeline: Pipeline) -> Pipeline:
     """Repeat operations of a submesh in its fragments that use their results, where that keeps fewer bytes between."""
     fragments = pipeline.fragments
-    maker: Maker = {o: ((part.level, i), op) for part in fragments for i, op in enumerate(part.ops) for o in op.outs}
+    maker: Maker = {
+        o: ((n, i), op) for n, part in enumerate(fragments) for i, op in enumerate(part.ops) for o in op.outs
+    }
     inputs = group((part.mesh, v) for part in fragments for v in part.ins if v not in maker)  # that it reads anyway
     parts: list[Fragment] = []
     for part in fragments:

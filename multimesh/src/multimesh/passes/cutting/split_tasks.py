@@ -1,72 +1,52 @@
-"""One kernel per task, the opposite of task fusion.
-
-The schedule has ordered the fragments before: the pieces of one run one after the other in its place.
-"""
+"""Kernels for parts of a fragment: for each part of a stage, or for each task, the opposite of task fusion."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 
 from multimesh import ir
 from multimesh.core.submesh import Placement
 from multimesh.ir import graph
-from multimesh.passes.cutting.parts import Fragment, Parts, Pipeline, Segment, with_interfaces
+from multimesh.passes.cutting.parts import Fragment, Parts, Pipeline, with_interfaces
 
 
 def split_tasks(parts: Parts, *, segments: bool, loops: bool) -> Parts:
-    """Return parts with one fragment for each task, in ``segments``, in ``loops`` or in both."""
+    """Return parts with one fragment for each task, in ``segments``, in ``loops`` or in both.
 
-    def cut(part: Segment | Pipeline) -> Segment | Pipeline:
+    In other loops each part of a stage that `multimesh.pipeline` made has a fragment.
+    """
+    split = []
+    for part in parts.parts:
+        by: Callable[[Placement], Hashable] | None = (lambda task: task) if segments else None
         if isinstance(part, Pipeline):
-            return _loop(part) if loops else part
-        return replace(part, fragments=tuple(p for f in part.fragments for p in cut_by_tasks(f))) if segments else part
-
-    return replace(parts, parts=tuple(map(cut, parts.parts)))
-
-
-def _loop(pipeline: Pipeline) -> Pipeline:
-    """Return the loop with one fragment for each task. A stage's merged forward and backward are separated as well."""
-    turns = {(f.stage, f.phase) for f in pipeline.fragments}
-    cut: list[list[Fragment]] = []
-    for part in pipeline.fragments:
-        joined = part.phase == "B" and (part.stage, "F") not in turns
-        cut.append(
-            [
-                replace(f, phase="F") if joined and not any(op.backward for op in f.ops) else f
-                for f in cut_by_tasks(part, joined)
-            ]
-        )
-    first = [sum(map(len, cut[:i])) for i in range(len(cut))]
-    cells = tuple((first[index] + k, m) for index, m in pipeline.cells for k in range(len(cut[index])))
-    sizes = [len(cut[index]) for index, _ in pipeline.cells]
-    fronts = pipeline.fronts and tuple(f for f, size in zip(pipeline.fronts, sizes, strict=True) for _ in range(size))
-    return replace(pipeline, fragments=tuple(f for fragments in cut for f in fragments), cells=cells, fronts=fronts)
+            by = (lambda task: task) if loops else (lambda task: task.part)
+        if by is not None:
+            part = replace(part, fragments=tuple(p for f in part.fragments for p in cut_by_tasks(f, by)))
+        split.append(part)
+    return replace(parts, parts=tuple(split))
 
 
-def cut_by_tasks(part: Fragment, joined: bool = False) -> tuple[Fragment, ...]:
-    """Cut a fragment by tasks; with ``joined`` also between forward and backward operations.
+def cut_by_tasks(part: Fragment, by: Callable[[Placement], Hashable]) -> tuple[Fragment, ...]:
+    """Cut a fragment into pieces of operations whose tasks are equal ``by`` a function.
 
     A piece only reads from earlier ones. Unmarked operations go with what they read, or else with their first reader;
     so do forward operations that the backward pass repeats.
     """
-    kinds: list[tuple[Placement | None, bool]] = []  # task and pass of each piece; unmarked operations join any task
+    kinds: list[Hashable] = []  # of each piece
     piece_of: dict[ir.Value, int] = {}
-    turned: set[ir.Value] = set()
     chosen: list[int | None] = []
     for op in part.ops:
         before = [piece_of[v] for v in op.needs if v in piece_of]
-        back = joined and (op.backward or any(v in turned for v in op.reads))
-        if back:
-            turned.update(op.outs)
-        repeated = part.phase == "B" and not joined and not op.backward
+        repeated = part.phase == "B" and not op.backward
         if (op.task is None or repeated) and not before:
             chosen.append(None)
             continue
         at = max(before, default=0)
-        while at < len(kinds) and not (kinds[at][1] == back and op.task in (None, kinds[at][0])):
+        while op.task is not None and at < len(kinds) and kinds[at] != by(op.task):
             at += 1
         if at == len(kinds):
-            kinds.append((op.task, back))
+            kinds.append(op.task and by(op.task))
         piece_of.update(dict.fromkeys(op.outs, at))
         chosen.append(at)
     if len(kinds) < 2:

@@ -1,4 +1,6 @@
-"""The search for the fastest configurations that fit: best bound first, until no bound is below what was found.
+"""The search for the fastest configurations that fit, which ``python -m multimesh suggest`` prints.
+
+It tries what has the best bound first, until no bound is below what was found.
 
 A mesh has a lower bound of its seconds, and each of its configurations has one of its seconds and bytes. Only meshes
 whose bounds are below what was found so far are searched, and only such configurations are simulated, each once, so
@@ -7,32 +9,43 @@ the result is that of simulating all.
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from multimesh.errors import UsageError
+from multimesh.core import checks
+from multimesh.core.text import amount
+from multimesh.errors import DoesNotFitError, UsageError
 
 from multimesh import schedules
-from multimesh_planner import bands, footprint, pipeline_seconds, stage_layers, step
+from multimesh_planner import bands, footprint, layer_seconds, step
 from multimesh_planner.configuration import Configuration
-from multimesh_planner.space import Space
-from multimesh_planner.stage_layers import LayerParts
-from multimesh_planner.step import Step
+from multimesh_planner.hardware.devices import device, device_names
+from multimesh_planner.layer_seconds import LayerParts
+from multimesh_planner.space import Space, Training, spread
+from multimesh_planner.suggestions import Option, Suggestions, describe_how
 
 T = TypeVar("T")
 Where = Callable[[Configuration], bool]
 Progress = Callable[[int, str], None]
 
+EQUAL = 0.05
+"""Two configurations of one model and cluster whose forecasts differ by less are about as fast."""
+
 _CLOSE = 1e-3  # a partition that is faster by less is not worth a flag
-_DATA = (
-    *("how", "seconds", "band", "tokens_per_second", "utilization", "bubble", "bytes", "shares", "checked"),
-    *("memory_band", "memory_parts"),
+_SIMPLE: tuple[Where, ...] = (
+    lambda how: how.pp == how.tp == how.cp == 1 and how.recompute == "none",
+    lambda how: how.pp == how.tp == how.cp == 1,
+    lambda how: how.pp == 1,
+    lambda how: how.interleave == 1 and how.schedule == "1f1b",
 )
-"""What an option is as data, in its order."""
+"""What is simple, the simplest first."""
+
+_TIMES = (2, 4, 8, 16, 32, 64)  # so many times the devices are tried to find out what would fit
 
 
 class Candidate(NamedTuple):
@@ -43,46 +56,87 @@ class Candidate(NamedTuple):
     bytes: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Option(Step):
-    """A simulated configuration: its `Step`, and how far it may be off."""
+def suggest(
+    job: Training, devices: int, *, count: int = 10, accepts: Where = lambda how: True, progress: Progress | None = None
+) -> Suggestions:
+    """Find the ``count`` fastest configurations of a training on so many devices that fit into memory.
 
-    # band, memory_band: half the width of the band around ``seconds``, and around ``bytes``, relative
-    band: float
-    memory_band: float
-    checked: str = ""  # further remarks, such as that the plan of the whole step needs as many bytes
+    ``accepts`` is asked last, whether a configuration can be run. ``progress`` is called with the number of simulations
+    so far, and what is looked for.
 
-    @property
-    def memory_parts(self) -> dict[str, float]:
-        """Parts of ``bytes``, by name."""
-        return vars(max(self.memory, key=lambda part: part.total))
+    Raises ``DoesNotFitError`` if none fits, with the nearest, and what would make it fit; ``UsageError`` if what is
+    fixed, the batch and the devices leave no configuration.
+    """
+    search = Search(spread(job, checks.integer("suggest: devices", devices, 1)), accepts, progress)
+    if not search.considered:
+        raise UsageError(f"suggest: {search.space.impossible()}")
+    options = search.best(count)
+    if not options:
+        raise DoesNotFitError(_too_large(job, devices, search))
+    simple, roomy = _simplest(search, options[0]), list[Option]()
+    if simple.may_not_fit(search.limit):
+        roomy = search.best(1, memory=search.limit / (1 + simple.memory_band), goal="more room")
+    options = sorted(dict.fromkeys((*options, simple, *roomy)), key=lambda option: option.seconds)
+    title = f"{job.model.name} on {devices} {job.device.name}, batch {job.batch} x {job.sequence} tokens"
+    counts, room = (search.considered, search.simulated), roomy[0].how if roomy else None
+    return Suggestions(title, tuple(options), job.bytes, *counts, simplest=simple.how, roomy=room)
 
-    def may_not_fit(self, limit: float) -> bool:
-        """Return whether the memory is within its own error of the limit."""
-        return self.bytes * (1 + self.memory_band) > limit
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the option as data for JSON."""
-        data = {name: getattr(self, name) for name in _DATA}
-        parts = tuple(self.memory_parts.items())
-        return data | {"how": asdict(self.how), "shares": dict(self.shares), "memory_parts": parts}
+def _simplest(search: Search, fastest: Option) -> Option:
+    """Return the fastest of the simplest configurations that are about as fast as the fastest of all."""
+    for simple in _SIMPLE:
+        if simple(fastest.how):
+            return fastest
+        if options := search.best(1, simple, within=(1 + EQUAL) * fastest.seconds, goal="the simplest"):
+            return options[0]
+    return fastest
+
+
+def _too_large(job: Training, devices: int, search: Search) -> str:
+    """Say which configuration is nearest to fit, and by which change it would."""
+    nearest, limit = search.nearest(), amount(search.limit, "bytes")
+    if nearest is None or nearest[1] <= search.limit:
+        return f"suggest: nothing that fits into {limit} can be run; fix fewer fields"
+    how, needed = nearest
+    remedies = " or ".join(_remedies(job, devices, needed)) or "a smaller model, or fix fewer fields"
+    return (
+        f"suggest: nothing fits into {limit} of a device; the nearest, {describe_how(how)}, "
+        f"needs {amount(needed, 'bytes')}, {amount(needed - search.limit, 'bytes')} too many; use {remedies}"
+    )
+
+
+def _remedies(job: Training, devices: int, needed: float) -> Iterator[str]:
+    def fits(job: Training, devices: int) -> bool:
+        search = Search(spread(job, devices))
+        return any(c.bytes <= job.bytes and search.needed(c.how) <= job.bytes for c in search.list_frugal())
+
+    if more := next((devices * times for times in _TIMES if fits(job, devices * times)), None):
+        yield f"{more} devices"
+    offload, memory = job.flags
+    if offload and not job.offloads and fits(dataclasses.replace(job, offloads=True), devices):
+        yield f"the host's memory ({offload})"
+    share = job.bytes / job.device.memory
+    if larger := [name for name in device_names() if share * device(name).memory >= needed]:
+        yield f"devices with more memory ({', '.join(larger)})"
+    if (share := (needed + job.workspace) / job.device.memory) <= 0.95:
+        yield f"more of the memory ({memory}; {math.ceil(100 * share)} % of it would do)"
 
 
 class Search:
     """All candidates of a space, each simulated at most once.
 
     Bounds of their seconds and bytes are below what any table of a schedule can reach, and need no simulation.
-    ``progress`` is called with the number of simulations so far, and what is looked for.
+    ``accepts`` and ``progress`` are as in `suggest`.
     """
 
-    def __init__(self, space: Space, progress: Progress | None = None) -> None:
-        self.space, self.software, self.limit, self.progress = space, space.software, space.bytes, progress
-        self.simulated = 0
+    def __init__(self, space: Space, accepts: Where = lambda how: True, progress: Progress | None = None) -> None:
+        self.space, self.software, self.limit = space, space.software, space.bytes
+        self.accepts, self.progress = accepts, progress
+        self.simulated = self.considered = 0
         self._computed: dict[tuple[object, ...], Any] = {}  # by its name, and the fields that it depends on
         self._bounded: list[Candidate] = []  # the fastest first
         self._numbers = itertools.count()  # order what is equally fast
         self._queue: list[tuple[float, int, Candidate | Configuration]] = []  # beside these: a heap, also of meshes
-        self.considered = 0
         for grid in space.grids():
             hows = tuple(space.within(grid))
             self.considered += len(hows)
@@ -93,8 +147,6 @@ class Search:
         self,
         count: int,
         where: Where = lambda how: True,
-        *,
-        accepts: Where = lambda how: True,
         within: float = float("inf"),
         memory: float | None = None,
         goal: str = "the best",
@@ -102,7 +154,7 @@ class Search:
         """Find the ``count`` fastest options that fit into memory, the fastest first.
 
         Options that differ only in schedule, recomputation or layers of their stages are one: the fastest of them.
-        ``where`` says which configurations; ``accepts`` is asked last, of those that are fast and fit. They take
+        ``where`` says which configurations; `accepts` is asked last, of those that are fast and fit. They take
         ``within`` seconds and ``memory`` bytes at most, by default the limit. ``goal`` is for the progress.
         """
         limit = self.limit if memory is None else memory
@@ -116,7 +168,7 @@ class Search:
             if slow or candidate.bytes > limit or not where(candidate.how):
                 continue
             option = self.simulate(candidate.how, limit, goal)
-            if option is None or option.seconds > worst or not accepts(option.how):
+            if option is None or option.seconds > worst or not self.accepts(option.how):
                 continue
             if key not in best or option.seconds < best[key].seconds:
                 best[key] = option
@@ -180,7 +232,7 @@ class Search:
         for how, parts in {id(parts): (how, parts) for how in hows if (parts := self._find_parts(how))}.values():
             work = parts.layer.total * (model.layers - model.dense_layers) + parts.first.total * model.dense_layers
             work += parts.embedding.total + parts.head.total + 2 * parts.blocked * how.stages
-            least = min(least, how.microbatches * work / how.pp * self._stragglers(how) + self._beside(how))
+            least = min(least, self._finish(how, how.microbatches * work / how.pp))
         return least
 
     def _bound(self, grid: Configuration) -> Iterator[Candidate]:
@@ -197,16 +249,10 @@ class Search:
 
     def _bound_seconds(self, how: Configuration) -> float:
         """Return a lower bound of a step."""
-        model, parts, count = self.space.model, self._find_parts(how), how.microbatches
-        stages = stage_layers.times(model, how, parts)
-        if how.pp == 1:
-            loop = count * sum(stage.total for stage in stages)
-        else:
-            loop = pipeline_seconds.least_seconds(how.schedule, how.pp, count, stages, parts.hop, parts.blocked)
-        return loop * self._stragglers(how) + self._beside(how)
-
-    def _stragglers(self, how: Configuration) -> float:
-        return 1 + step.stragglers(how, self.space.device, self.software)
+        parts = self._find_parts(how)
+        stages = layer_seconds.times(self.space.model, how, parts)
+        shape = how.schedule, how.pp, how.microbatches
+        return self._finish(how, step.least_seconds(*shape, stages, parts.hop, parts.blocked))
 
     def _once(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
         """Return the result of the first call with such a key: a name, and the fields that the result depends on."""
@@ -222,13 +268,15 @@ class Search:
             *(how.recompute, how.precision, how.offload, how.microbatches if how.gather_once else 0),
             *(how.sequence_parallel, how.dp if how.sharded == "parameters" else 0),
         )
-        return self._once(key, lambda: stage_layers.parts(self.space.model, how, self.space.device, self.software))
+        return self._once(key, lambda: layer_seconds.parts(self.space.model, how, self.space.device, self.software))
 
-    def _beside(self, how: Configuration) -> float:
-        parts, axes = self._find_parts(how), (how.dp, how.fsdp, how.cp, how.pp)
+    def _finish(self, how: Configuration, loop: float) -> float:
+        """Return the seconds of a step with a loop of so many."""
+        model, on, parts = self.space.model, self.space.device, self._find_parts(how)
+        axes = how.dp, how.fsdp, how.cp, how.pp
         key = ("beside", *axes, how.sharded, how.offload_optimizer, how.microbatches, id(parts))
-        model, on = self.space.model, self.space.device
-        return self._once(key, lambda: sum(step.after(model, how, on, self.software, parts)))
+        beside = self._once(key, lambda: sum(step.after(model, how, on, self.software, parts)))
+        return loop * (1 + step.stragglers(how, on, self.software)) + beside
 
     def _least(self, how: Configuration, in_flight: int) -> float:
         """Return the fewest bytes of the fullest device among the first and the last submesh."""
@@ -265,7 +313,7 @@ class Search:
             return
         route, parts = schedules.get(how.schedule).placement(how.pp), self._find_parts(how)
         key = "balanced", id(parts), how.pp, how.interleave, route
-        sizes = self._once(key, lambda: stage_layers.balance(self.space.model, how, parts, route))
+        sizes = self._once(key, lambda: layer_seconds.balance(self.space.model, how, parts, route))
         if over or set(sizes) != {number}:
             yield how.with_policy(layers=sizes)
 
