@@ -176,9 +176,12 @@ def _peak(
     copies = tuple(list_group_copies(ops, origins, lambda v: _size(v, axes, mesh), late=bool(sums)))
     copied = {copy.array: copy.first for copy in copies}
     starts, last, makers = _live_ranges(ops, axes, bodies, mesh, outside, results, sums, beside, origins, copied)
+    device_sums, joined, added = (set(), set(), set()) if beside else _find_device_sums(ops, axes, mesh)
+    summed_at = max((n for n, op in enumerate(ops) if not device_sums.isdisjoint(op.outs)), default=-1)
+    last = {**last, **{v: max(last.get(v, 0), summed_at) for v in device_sums}}  # all are on their way at once
     ranges = {v: (n, last[v]) for n, values in enumerate(starts) for v in values if last.get(v, -1) > n}
     lenders = {v: n for v, n in makers.items() if v not in taken}
-    lent = set[ir.Value]() if beside else _lend(ranges, lenders, lambda v: _size(v, axes, mesh))
+    lent = set[ir.Value]() if beside else added | _lend(ranges, lenders, lambda v: _size(v, axes, mesh))
     ending: dict[int, int] = collections.defaultdict(int)  # bytes that the operation of this number reads last
     beginning: dict[int, int] = collections.defaultdict(int)  # bytes of operands that it gathers first
     uses = group((copy, n) for n, exchange in enumerate(exchanges) for copy in exchange.gathered)
@@ -189,7 +192,6 @@ def _peak(
     for copy in copies:
         beginning[copy.first] += copy.nbytes
         ending[copy.last] += copy.nbytes
-    joined = {} if beside else _find_joined_sums(ops, axes, mesh)
     alive = peak = 0
     for n, op in enumerate(ops):
         alive += beginning[n]
@@ -203,23 +205,31 @@ def _peak(
         part = exchanges[n].part  # summed in place, unless it is larger than the result or added to a sum
         if part and op.outs[0] not in sums and part <= _size(op.outs[0], axes, mesh):
             part = 0
-        part += max(0, joined.get(n, 0) - ending[n])  # what is read at once is read from the buffer
+        if n == summed_at:  # those that are read later are copied out of the buffer in which XLA joined them
+            part += sum(_size(v, axes, mesh) for v in joined if last[v] > n)
         peak = max(peak, alive + nested_peak + part)
         alive -= ending[n]
     return peak
 
 
-def _find_joined_sums(ops: Sequence[ir.Op], axes: ValueAxes, mesh: Mesh) -> dict[int, int]:
-    """Return the bytes of the buffer in which XLA joins sums over devices, by the number of the last of them."""
+def _find_device_sums(
+    ops: Sequence[ir.Op], axes: ValueAxes, mesh: Mesh
+) -> tuple[set[ir.Value], set[ir.Value], set[ir.Value]]:
+    """Return the sums over devices on GPUs, those that XLA joins, and those that it adds to another one before."""
+    sums = {
+        op.outs[0]: _size(op.outs[0], axes, mesh)
+        for op in ops
+        if op.prim.name == "reduce_sum" and op.ins[0] in axes and any(axes[op.ins[0]][d] for d in op.params["axes"])
+    }
+    pairs = [[*op.reads] for op in ops if op.prim.name in ("add", "add_any")]
+    added = {pair[1] for pair in pairs if len(pair) == 2 and sums.keys() >= {*pair}}
     flag = re.search(rf"--{_THRESHOLD[0]}=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    most, total, last = int(flag[1]) if flag else _THRESHOLD[1], 0, {}
-    for n, op in enumerate(ops):
-        summed = op.params["axes"] if op.prim.name == "reduce_sum" and op.ins[0] in axes else ()
-        size = sum(_size(o, axes, mesh) for o in op.outs)
-        if any(axes[op.ins[0]][d] for d in summed) and total + size <= most:
+    most, total, joined = int(flag[1]) if flag else _THRESHOLD[1], 0, set[ir.Value]()
+    for v, size in sums.items():
+        if v not in added and total + size <= most:
             total += size
-            last = {n: total}
-    return last
+            joined.add(v)
+    return sums.keys() - added, joined if len(joined) > 1 else set(), added
 
 
 def _lend(
