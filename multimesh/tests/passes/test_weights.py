@@ -65,7 +65,21 @@ def with_rows(w, x):
     return x + rows.mean(0)
 
 
-STACKS = (unrolled, unrolled_and_checkpointed, scanned, checkpointed, shared, nested, with_rows)
+def normed(w, x):
+    """Layers that scale a norm of their product, as attention does with queries and keys."""
+
+    @jax.checkpoint
+    def layer(w, x):
+        hidden = x @ w["up"]
+        hidden *= w["bias"] / (1 + jnp.mean(hidden**2, axis=-1, keepdims=True))
+        return x + jnp.tanh(hidden)[:, :WIDTH]
+
+    for i in range(LAYERS):
+        x = layer(jax.tree.map(lambda a, i=i: a[i], w), x)
+    return x
+
+
+STACKS = (unrolled, unrolled_and_checkpointed, scanned, checkpointed, shared, nested, with_rows, normed)
 
 
 def loss(stack, placed_on):
@@ -119,6 +133,13 @@ def dots(ops):
                 yield eqn.outvars[0].aval.shape
             elif "jaxpr" in eqn.params:
                 pending.append(getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"]))
+
+
+def test_a_gradient_that_is_a_small_sum_is_made_in_b():
+    """That of a norm's scale: W would compute the product again whose rows are summed."""
+    shapes = {phase: [*dots(part.ops)] for phase, part in fragments(normed).items()}
+    assert shapes["W"] == [(HIDDEN, WIDTH)] * LAYERS
+    assert shapes["B"].count((2, HIDDEN)) == LAYERS
 
 
 def test_b_of_a_scan_has_only_the_products_that_carry_the_cotangent():

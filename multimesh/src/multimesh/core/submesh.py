@@ -21,8 +21,8 @@ AxisMap = Mapping[str, "str | tuple[str, ...] | None"] | Sequence[tuple[str, "st
 class Placement:
     """A named submesh, and the axes of that submesh that logical axes stand for.
 
-    Of a stage that `multimesh.pipeline` made, ``cuts`` has all stages, and ``types`` is the mesh in the types of values
-    if not ``mesh``. In loops each ``part`` of it has its own kernels, which equal parts of other stages share.
+    Of a stage that `multimesh.pipeline` made, ``cuts`` has all stages, and ``types`` is the mesh in types of values if
+    not ``mesh``. In loops each ``part`` of it has its own kernels, which equal parts of other stages share.
     """
 
     name: str

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import math
+import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 
@@ -19,6 +21,9 @@ from multimesh.passes.planning.fix_layouts import Inner, ValueAxes, kernel_axes,
 from multimesh.passes.planning.share_gathers import find_exchanges
 from multimesh.plan.instructions import Run
 from multimesh.plan.plan import Plan
+
+_THRESHOLD = "xla_gpu_all_reduce_combine_threshold_bytes", 32 << 20
+"""XLA's flag for the bytes up to which it joins sums over devices, and its default."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -67,8 +72,8 @@ def estimate_memory(plan: Plan, platform: str | None = None) -> tuple[MemoryEsti
     """Return the bytes on each device of each submesh, as the compiler of a platform would need them."""
     platform = platform or plan.submeshes[0].devices.flat[0].platform
     kernels, bodies = kernel_axes(plan)
-    beside = platform == "cpu"
-    work = {n: _workspace(plan, plan.first_runs[n], axes, bodies, beside) for n, axes in kernels.items()}
+    beside, args = platform == "cpu", {slot: arg for arg, slot in plan.inputs}
+    work = {n: _workspace(plan, plan.first_runs[n], axes, bodies, args, beside) for n, axes in kernels.items()}
     return _forecasts(plan, _sizes(plan), work)
 
 
@@ -137,7 +142,9 @@ def _find_takeovers(plan: Plan, run: Run, args: Mapping[int, int]) -> set[int]:
     return {slot for slot in run.outs if plan.like.get(slot) in donated}
 
 
-def _workspace(plan: Plan, run: Run, axes: ValueAxes, bodies: Mapping[ir.Op, Inner], beside: bool) -> int:
+def _workspace(
+    plan: Plan, run: Run, axes: ValueAxes, bodies: Mapping[ir.Op, Inner], args: Mapping[int, int], beside: bool
+) -> int:
     """Return the most bytes of arrays within a kernel that are alive at once.
 
     GPUs compute a product into the sum that it is added to, unless devices sum it first. CPUs have it beside the sum.
@@ -145,8 +152,10 @@ def _workspace(plan: Plan, run: Run, axes: ValueAxes, bodies: Mapping[ir.Op, Inn
     kernel = plan.kernels[run.kernel]
     mesh = plan.submeshes[kernel.submesh]
     outside = {*kernel.ins, *kernel.rows, *kernel.outs}
-    sums = frozenset(ir.values(kernel.sums))
-    return _peak(kernel.ops, axes, bodies, outside, kernel.outs, mesh, sums, beside)
+    sums, takeovers = frozenset(ir.values(kernel.sums)), _find_takeovers(plan, run, args)
+    outs = zip(kernel.outs, run.outs[len(kernel.sums) :], strict=True)
+    taken = frozenset(out for out, slot in outs if slot in takeovers)
+    return _peak(kernel.ops, axes, bodies, outside, kernel.outs, mesh, sums, taken, beside)
 
 
 def _peak(
@@ -157,17 +166,22 @@ def _peak(
     results: Iterable[ir.Atom],
     mesh: Mesh,
     sums: frozenset[ir.Value] = frozenset(),
+    taken: frozenset[ir.Value] = frozenset(),
     beside: bool = False,
 ) -> int:
-    """Return the most bytes of results alive at once."""
+    """Return the most bytes of results alive at once. ``taken``: results in the buffers of donated arguments."""
     ops = list(_inline(ops, bodies))
     exchanges = [find_exchanges(op, axes, mesh) for op in ops]
     origins = _find_origins(ops, axes)
     copies = tuple(list_group_copies(ops, origins, lambda v: _size(v, axes, mesh), late=bool(sums)))
     copied = {copy.array: copy.first for copy in copies}
     starts, last, makers = _live_ranges(ops, axes, bodies, mesh, outside, results, sums, beside, origins, copied)
+    device_sums, joined, added = (set(), set(), set()) if beside else _find_device_sums(ops, axes, mesh)
+    summed_at = max((n for n, op in enumerate(ops) if not device_sums.isdisjoint(op.outs)), default=-1)
+    last = {**last, **{v: max(last.get(v, 0), summed_at) for v in device_sums}}  # all are on their way at once
     ranges = {v: (n, last[v]) for n, values in enumerate(starts) for v in values if last.get(v, -1) > n}
-    lent = set[ir.Value]() if beside else _lend(ranges, makers, lambda v: _size(v, axes, mesh))
+    lenders = {v: n for v, n in makers.items() if v not in taken}
+    lent = set[ir.Value]() if beside else added | _lend(ranges, lenders, lambda v: _size(v, axes, mesh))
     ending: dict[int, int] = collections.defaultdict(int)  # bytes that the operation of this number reads last
     beginning: dict[int, int] = collections.defaultdict(int)  # bytes of operands that it gathers first
     uses = group((copy, n) for n, exchange in enumerate(exchanges) for copy in exchange.gathered)
@@ -191,9 +205,31 @@ def _peak(
         part = exchanges[n].part  # summed in place, unless it is larger than the result or added to a sum
         if part and op.outs[0] not in sums and part <= _size(op.outs[0], axes, mesh):
             part = 0
+        if n == summed_at:  # those that are read later are copied out of the buffer in which XLA joined them
+            part += sum(_size(v, axes, mesh) for v in joined if last[v] > n)
         peak = max(peak, alive + nested_peak + part)
         alive -= ending[n]
     return peak
+
+
+def _find_device_sums(
+    ops: Sequence[ir.Op], axes: ValueAxes, mesh: Mesh
+) -> tuple[set[ir.Value], set[ir.Value], set[ir.Value]]:
+    """Return the sums over devices on GPUs, those that XLA joins, and those that it adds to another one before."""
+    sums = {
+        op.outs[0]: _size(op.outs[0], axes, mesh)
+        for op in ops
+        if op.prim.name == "reduce_sum" and op.ins[0] in axes and any(axes[op.ins[0]][d] for d in op.params["axes"])
+    }
+    pairs = [[*op.reads] for op in ops if op.prim.name in ("add", "add_any")]
+    added = {pair[1] for pair in pairs if len(pair) == 2 and sums.keys() >= {*pair}}
+    flag = re.search(rf"--{_THRESHOLD[0]}=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    most, total, joined = int(flag[1]) if flag else _THRESHOLD[1], 0, set[ir.Value]()
+    for v, size in sums.items():
+        if v not in added and total + size <= most:
+            total += size
+            joined.add(v)
+    return sums.keys() - added, joined if len(joined) > 1 else set(), added
 
 
 def _lend(
@@ -290,7 +326,7 @@ def _live_ranges(
                 at = first_readers[v]
                 starts[at].append(v)
                 last |= {operand: max(at, last.get(operand, at)) for operand in through}
-            elif beside and buffer == "fused" and users[v] > 1:
+            elif users[v] > 1 and buffer == "fused" and (beside or _joins(v, through, axes, mesh)):
                 starts[n].append(v)
             else:
                 made_of[v] = through
@@ -300,6 +336,12 @@ def _live_ranges(
                 last[v] = at + 1
     last |= dict.fromkeys(arrays(results), len(ops))
     return starts, last, makers
+
+
+def _joins(value: ir.Value, arrays: Iterable[ir.Value], axes: ValueAxes, mesh: Mesh) -> bool:
+    """Return whether a result is made of several arrays of its size: computed once more, it reads them all again."""
+    size = _size(value, axes, mesh)
+    return sum(_size(array, axes, mesh) >= size for array in arrays) > 1
 
 
 def _find_origins(ops: Iterable[ir.Op], axes: ValueAxes) -> Mapping[ir.Value, ir.Value]:

@@ -2,7 +2,8 @@
 
 A scan over layers makes both. Its body is split likewise, into a scan that carries the cotangents and one, in W, that
 makes the weight gradients from what the first stacks. W computes again what needs no cotangent, as the forward that
-`jax.checkpoint` repeats. Every operation reads the values that it read before.
+`jax.checkpoint` repeats. B also has gradients that are small sums over what it computes, as of the scale of a norm: for
+them W would need, or compute again, all that is summed. Every operation reads the values that it read before.
 
 Where another process waits for a backward, its result leaves before W, which fills the time of the transfer. Such a W
 follows its B at once, also in schedules without W: no submesh holds more microbatches than without it.
@@ -19,7 +20,8 @@ import jax
 from multimesh import ir
 from multimesh.core import _compat
 from multimesh.ir import graph
-from multimesh.ir.flops import count_flops
+from multimesh.ir.flops import count_flops, product_sizes
+from multimesh.ir.primitives import lookup
 from multimesh.passes.cutting.parts import Fragment, Pipeline, with_interfaces
 from multimesh.schedules import Cell
 
@@ -128,9 +130,17 @@ def _find_repeats(ops: Sequence[ir.Op], cotangents: set[ir.Value]) -> set[ir.Val
 def _split(
     ops: Sequence[ir.Op], needed: set[ir.Value], cotangents: set[ir.Value], repeatable: set[ir.Value]
 ) -> tuple[tuple[ir.Op, ...], tuple[ir.Op, ...]]:
-    """Split operations: those that make ``needed`` values, and the others with copies of ``repeatable`` ones."""
-    needed = set(needed)
+    """Split operations: those that make ``needed`` values or small sums, the others with copies of ``repeatable``."""
     tainted = _taint(ops, cotangents)
+    here, later = _divide(ops, needed, tainted)
+    if here and (sums := _find_small_sums(later)):
+        here, later = _divide(ops, needed | sums, tainted)
+    return tuple(here), _with_copies(here, later, repeatable)
+
+
+def _divide(ops: Sequence[ir.Op], needed: set[ir.Value], tainted: set[ir.Value]) -> tuple[list[ir.Op], list[ir.Op]]:
+    """Divide operations into those that make ``needed`` values, and the others."""
+    needed = set(needed)
     here: list[ir.Op] = []
     later: list[ir.Op] = []
     for op in reversed(ops):
@@ -147,9 +157,27 @@ def _split(
             later.append(parts[1])
         here.append(op)
         needed.update(op.needs)
-    here.reverse()
-    later.reverse()
-    return tuple(here), _with_copies(here, later, repeatable)
+    return here[::-1], later[::-1]
+
+
+def _find_small_sums(later: Sequence[ir.Op]) -> set[ir.Value]:
+    """Return values of ``later`` that are sums, at most half as large as what is summed, without a matrix product."""
+    late, sums = set[ir.Value](), set[ir.Value]()
+    for op in later:
+        if not late.isdisjoint(op.reads) or not _is_light(op):
+            late.update(op.outs)
+        else:
+            most = max((v.aval.size // (1 if v in sums else 2) for v in op.reads), default=0)
+            sums.update(o for o in op.outs if o.aval.size <= most)
+    return sums
+
+
+def _is_light(op: ir.Op) -> bool:
+    """Whether an operation takes no longer than its operands take to be read."""
+    if op.prim.name == "dot_general":
+        _, rows, _, columns = product_sizes(op.params, op.ins)
+        return min(rows, columns) == 1
+    return not op.effects and (lookup(op).cheap or op.prim.name.startswith("reduce_"))
 
 
 def _split_body(

@@ -3,9 +3,10 @@
 Arguments, results and what replaces arguments have the layout that was asked for. Elsewhere a result takes the axes of
 the constraint that it reaches through cheap operations, then those of its operands (`primitives.links`) in the order of
 the plan; what is still open takes those of its readers. Where one axis divides two operands and the result can have it
-once, the operand with more bytes on a device keeps it, so that the compiler gathers the other; a broadcast has the
-bytes of its operand, and what the kernel gathered before, for another operation, has none. Layouts never change a
-result, but the compiler must obey those of a kernel's results: a wrong one costs collectives, time and memory.
+once, that operand keeps it which has it as the sum over microbatches to which the result is added, or else the one with
+more bytes on a device, so that the compiler gathers the other; a broadcast has the bytes of its operand, and what the
+kernel gathered before, for another operation, has none. Layouts never change a result, but the compiler must obey those
+of a kernel's results: a wrong one costs collectives, time and memory.
 """
 
 from __future__ import annotations
@@ -151,9 +152,14 @@ class Flow:
         """Propagate axes to open dimensions, from results to operands too."""
         spread([(array, d) for array in self._all for d, axes in enumerate(array.axes) if axes])
 
-    def operations(self, ops: Sequence[ir.Op], env: dict[ir.Value, Array], mesh: Mesh) -> None:
-        """Propagate axes forward through operations. ``env`` has their operands and receives their results."""
-        nearest = _find_constraints(ops)
+    def operations(
+        self, ops: Sequence[ir.Op], env: dict[ir.Value, Array], mesh: Mesh, sums: Mapping[ir.Value, Array] | None = None
+    ) -> None:
+        """Propagate axes forward through operations. ``env`` has their operands and receives their results.
+
+        ``sums`` has the arrays to which results are added.
+        """
+        nearest, added = _find_constraints(ops), _find_constraints(ops, sums) if sums else {}
         for op in ops:
             ins = [env[atom] if isinstance(atom, ir.Value) else None for atom in op.ins]
             outs = [self.new(out, mesh) for out in op.outs]
@@ -186,7 +192,16 @@ class Flow:
                 results = set(op.outs)
                 groups = list(links(op)) or list(_link_equal_places(op))
                 others = results.union([*op.reads][:1] if op.prim.name == "gather" else ())  # rows lie as their numbers
-                for group in sorted(groups, key=lambda group: -self._gathered(group, env, others)):
+                sums_axes = {(o, d): axes for o in op.outs for d, axes in added.get(o, ())}
+                for group in sorted(
+                    groups,
+                    key=lambda group: (
+                        not any(
+                            sums_axes.get(at) == env[v].axes[d] for at in group for v, d in group if v not in results
+                        ),
+                        -self._gathered(group, env, others),
+                    ),
+                ):
                     nodes = [(env[atom], d) for atom, d in group if atom not in results]
                     self._flow(nodes, [(env[atom], d) for atom, d in group if atom in results] or nodes[1:])
                 self._note_gathers(groups, env, results)
@@ -259,8 +274,10 @@ class Flow:
         return [env[v] if isinstance(v, ir.Value) else None for v in inner.outputs]
 
 
-def _find_constraints(ops: Sequence[ir.Op]) -> dict[ir.Value, list[tuple[int, Axes]]]:
-    """Map values to the dimensions and axes of the nearest constraint that cheap operations lead to."""
+def _find_constraints(
+    ops: Sequence[ir.Op], sums: Mapping[ir.Value, Array] | None = None
+) -> dict[ir.Value, list[tuple[int, Axes]]]:
+    """Map values to dimensions and axes of the nearest constraint, or of ``sums``, that cheap operations lead to."""
     nearest: dict[ir.Value, list[tuple[int, Axes]]] = {}
     distance: dict[ir.Value, int] = {}
 
@@ -268,8 +285,10 @@ def _find_constraints(ops: Sequence[ir.Op]) -> dict[ir.Value, list[tuple[int, Ax
         if isinstance(atom, ir.Value) and dimensions and steps < distance.get(atom, steps + 1):
             nearest[atom], distance[atom] = dimensions, steps
 
+    for value, total in (sums or {}).items():
+        note(value, [(d, axes) for d, axes in enumerate(total.divided) if axes], 0)
     for op in reversed(ops):
-        fixed = constraint(op)
+        fixed = None if sums else constraint(op)
         if fixed is not None:
             note(op.ins[0], [(d, axes) for d, axes in fixed if axes], 0)
         elif is_cheap(op.prim) and (dimensions := {(o, d): axes for o in op.outs for d, axes in nearest.get(o, ())}):
@@ -370,7 +389,7 @@ class _Slots(Flow):
                 inputs = inputs[1 + len(kernel.rows) :]
             env.update(zip(kernel.ins, inputs, strict=True))
             self.gathers.clear()
-            self.operations(kernel.ops, env, mesh)
+            self.operations(kernel.ops, env, mesh, dict(zip(kernel.sums, operands, strict=False)))
         else:
             env.update((value, self.new(value, mesh)) for value in kernel.outs)
             for row in operands:
