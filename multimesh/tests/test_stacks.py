@@ -146,7 +146,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.longer
-@pytest.mark.telling("ratios", "clip, decay", "several steps")
+@pytest.mark.telling("ratios", "clip, decay", "several steps", "muon")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_run_where_rows_are(name):
     """Muon's loop over all layers runs on one stage; what it makes returns to the rows."""

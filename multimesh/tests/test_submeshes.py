@@ -36,7 +36,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.telling("sizes 4 + 2", "overlapping", "same devices, other order", "every other")
+@pytest.mark.telling("sizes 4 + 2", "overlapping", "same devices, other order", "every other", "3 to 5, backwards")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout(layout):
     check_gradient(MLP, Split(LAYOUTS[layout]), 2, rows=8, size=2, laid_out=False)
