@@ -50,6 +50,7 @@ class _Picture:
 
     def __init__(self, timeline: Spans) -> None:
         lengths = sorted(span.duration for span in timeline.spans if span.phases and span.duration)
+        lengths = [length for length in lengths if length > lengths[-1] / 20]  # a loss has no room for a label
         short = timeline.makespan / lengths[len(lengths) // 10] if lengths else 0.0
         readable = min(short * _ROOMY, max(_PAGE, short * _TIGHT))
         self.timeline = timeline
