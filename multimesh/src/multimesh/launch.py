@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import signal
 import socket
@@ -20,10 +19,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import FrameType
-from typing import IO, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO
 
 from multimesh.errors import MissingPartError, UsageError
 from multimesh.processes.launchers import ADDRESS, LAUNCHERS, Launcher
@@ -41,7 +38,6 @@ __all__ = [
 
 _POLL = 0.1  # seconds between looks at the processes
 _PATIENCE = 10.0  # seconds that the others get to end when one has failed, and that all get when told to end
-_SAME = 2.0  # seconds within which signals are one: a closed terminal or a batch system may tell all processes
 _HELD = 1.0  # seconds that a process outside of the job, which inherited a pipe, may hold up the end
 _PR_SET_PDEATHSIG = 1
 _writing = threading.Lock()
@@ -82,14 +78,12 @@ def run_together(
     variables: Sequence[Mapping[str, str]],
     *,
     labels: Sequence[str] | None = None,
-    passed_on: Collection[int] = (),
 ) -> int:
     """Run commands at once, and wait for all. The first that fails ends all.
 
     The others then get 10 seconds to end by themselves; who is left gets SIGTERM, and 10 seconds later SIGKILL. If a
-    signal ended the first, a line says so: it could not itself. An
-    exception such as ``KeyboardInterrupt`` ends them in the same way. On Linux they are killed when this process dies,
-    and also when the thread that called ends.
+    signal ended the first, a line says so: it could not itself. An exception such as ``KeyboardInterrupt`` ends them in
+    the same way. On Linux they are killed when this process dies, and also when the thread that called ends.
 
     Parameters
     ----------
@@ -101,9 +95,6 @@ def run_together(
         Text before each line that a command prints, for each command. Lines are then written whole, through this
         process. Without labels commands write to our output themselves, as a terminal's progress bar needs it, and
         lines that are printed at the same time may run into each other.
-    passed_on
-        Numbers of signals that are handed on to all commands, which then end by themselves. A second signal is treated
-        as without this.
 
     Returns
     -------
@@ -130,9 +121,8 @@ def run_together(
             started.append(_start(command, env, None if labels is None else subprocess.PIPE))
             if labels is not None:
                 forwarders += _forward(started[-1], labels[number].encode())
-        with _passing(passed_on, started):
-            while None in (codes := [process.poll() for process in started]) and not any(codes):
-                time.sleep(_POLL)
+        while None in (codes := [process.poll() for process in started]) and not any(codes):
+            time.sleep(_POLL)
         code = next(filter(None, codes), 0)
         if code < 0:
             process, name = started[codes.index(code)], signal.Signals(-code).name
@@ -179,27 +169,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-@contextmanager
-def _passing(numbers: Collection[int], processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Hand signals on to processes: the first one, and those that come at the same time by another way."""
-    first = math.inf
-
-    def hand_on(number: int, frame: FrameType | None) -> None:
-        nonlocal first
-        first = min(first, time.monotonic())
-        if time.monotonic() - first > _SAME:
-            before[number](number, frame)
-        for process in processes:
-            process.send_signal(number)
-
-    before: dict[int, Any] = {number: signal.signal(number, hand_on) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _start(command: Sequence[str], env: Mapping[str, str], pipe: int | None) -> subprocess.Popen[bytes]:

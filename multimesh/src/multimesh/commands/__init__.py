@@ -1,1 +1,1 @@
-"""The commands: demonstration, forecasts, suggestions, processes."""
+"""The commands: forecasts, and checks of processes and devices."""
