@@ -23,9 +23,10 @@ TINY = (
 """CPU devices in place of GPUs and their attention, and a small model; all else is the folder's own."""
 
 
+@pytest.mark.full
 @pytest.mark.slurm
 @pytest.mark.stand_in("two Slurm nodes on one machine, CPU devices; containers of the real engine in place of pyxis")
-@pytest.mark.parametrize("by", ["docker", pytest.param("pyxis", marks=pytest.mark.full)])
+@pytest.mark.parametrize("by", ["docker", "pyxis"])
 def test_a_job_in_containers_leaves_its_files_and_goes_on_from_them(
     image: dict[str, Any], cluster: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:

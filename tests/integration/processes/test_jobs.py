@@ -87,8 +87,8 @@ def submit(gpu_cluster: dict[str, str], tmp_path: Path, monkeypatch: pytest.Monk
         subprocess.run(["scancel", "--quiet", job.number], check=False)
 
 
+@pytest.mark.full
 @pytest.mark.stand_in("two Slurm nodes on one machine, CPU devices, tiny dimensions: the folders' scripts as they are")
-@pytest.mark.telling("perlmutter")
 @pytest.mark.parametrize("folder", SCALED)
 def test_a_folder_trains(submit: Submit, folder: str, tmp_path: Path) -> None:
     """Its own script, on devices that are fewer; losses are those of MaxText without the pipeline."""
