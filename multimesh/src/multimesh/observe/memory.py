@@ -154,8 +154,8 @@ def _workspace(
     outside = {*kernel.ins, *kernel.rows, *kernel.outs}
     sums, takeovers = frozenset(ir.values(kernel.sums)), _find_takeovers(plan, run, args)
     outs = zip(kernel.outs, run.outs[len(kernel.sums) :], strict=True)
-    taken = frozenset(out for out, slot in outs if slot in takeovers)
-    return _peak(kernel.ops, axes, bodies, outside, kernel.outs, mesh, sums, taken, beside)
+    aliases = frozenset(out for out, slot in outs if slot in takeovers)
+    return _peak(kernel.ops, axes, bodies, outside, kernel.outs, mesh, sums, aliases, beside)
 
 
 def _peak(
@@ -166,10 +166,10 @@ def _peak(
     results: Iterable[ir.Atom],
     mesh: Mesh,
     sums: frozenset[ir.Value] = frozenset(),
-    taken: frozenset[ir.Value] = frozenset(),
+    aliases: frozenset[ir.Value] = frozenset(),
     beside: bool = False,
 ) -> int:
-    """Return the most bytes of results alive at once. ``taken``: results in the buffers of donated arguments."""
+    """Return the most bytes of results alive at once. ``aliases``: results in the buffers of donated arguments."""
     ops = list(_inline(ops, bodies))
     exchanges = [find_exchanges(op, axes, mesh) for op in ops]
     origins = _find_origins(ops, axes)
@@ -180,7 +180,7 @@ def _peak(
     summed_at = max((n for n, op in enumerate(ops) if not device_sums.isdisjoint(op.outs)), default=-1)
     last = {**last, **{v: max(last.get(v, 0), summed_at) for v in device_sums}}  # all are on their way at once
     ranges = {v: (n, last[v]) for n, values in enumerate(starts) for v in values if last.get(v, -1) > n}
-    lenders = {v: n for v, n in makers.items() if v not in taken}
+    lenders = {v: n for v, n in makers.items() if v not in aliases}
     lent = set[ir.Value]() if beside else added | _lend(ranges, lenders, lambda v: _size(v, axes, mesh))
     ending: dict[int, int] = collections.defaultdict(int)  # bytes that the operation of this number reads last
     beginning: dict[int, int] = collections.defaultdict(int)  # bytes of operands that it gathers first
