@@ -128,7 +128,7 @@ def test_what_moved_within_an_object_of_jax_is_named_once():
     [
         pytest.param(("test_jit", "test_explicit", "test_contexts", "test_resharding", "test_submeshes"), id="calls"),
         pytest.param(
-            ("test_transforms", "test_schedules", "test_training", "passes/test_weights", "passes/test_primitives"),
+            ("test_transforms", "test_schedules", "test_optimizers", "passes/test_weights", "passes/test_primitives"),
             id="programs",
         ),
     ],

@@ -8,7 +8,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 from models import MLP, WIDTH, plain
 from pipelines import Split, assert_at_home, assert_same, foreign_inputs, gradient, microbatched, submeshes
-from test_training import ROWS, SIZE, moments_of
+from test_optimizers import ROWS, SIZE, moments_of
 
 import multimesh as mm
 
