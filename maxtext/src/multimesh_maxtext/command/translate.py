@@ -170,10 +170,12 @@ def forecasting(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_mem
     request: dict[str, Any] = {"forecast": str(paths.forecast), "limit": _common_memory(flags, gpu_memory)}
     request |= {"platform": flags.platform, "processes": flags.nodes, "target": target}
     start = launch(single, paths, inherited=inherited, gpu_memory=gpu_memory, **request)
+    if flags.platform != "gpu":
+        return start
     # with the flags of the run; the cache takes nothing that no device can load
     xla = [start.environment["XLA_FLAGS"], *xla_flags(flags, devices=flags.gpus, users=inherited.get("XLA_FLAGS", ""))]
     cache = {CACHE_SWITCH: "0"} if target else {}
-    return replace(start, environment={**start.environment, "XLA_FLAGS": " ".join(dict.fromkeys(xla)), **cache})
+    return replace(start, environment={**start.environment, "XLA_FLAGS": " ".join(xla), **cache})
 
 
 def _target(job: Job) -> dict[str, Any]:
