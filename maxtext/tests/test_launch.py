@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -165,16 +166,29 @@ def test_two_processes_train_what_one_does(maxtext: Path, tmp_path: Path):
 
 
 def followed(paths: Paths, *programs: str, saves: bool = False) -> tuple[list[int | None], str, int]:
-    """Exit codes of trainers that are lines of a shell, the signal that ended them, how many came to us meanwhile."""
-    starts, stop = [], StopRequest()
+    """Exit codes of trainers that are lines of a shell, the signal that ended them, how many came to us meanwhile.
+
+    A trainer that writes its number to ``$ENDED`` has ended when we get a signal, and nobody has looked since.
+    """
+    starts, stop, file = [], StopRequest(), paths.output / "ended"
     stop.trains = True
     for rank, program in enumerate(programs):
         place = paths.of_process(rank)
         place.output.mkdir(parents=True, exist_ok=True)
-        starts.append((Launch(("sh", "-c", program), {}, {}), place))
+        starts.append((Launch(("sh", "-c", program), {"ENDED": str(file)}, {}), place))
+
+    def look_on() -> bool:
+        number = file.read_text() if file.exists() and not stop.count else ""
+        if number:
+            state = Path(f"/proc/{number.strip()}/stat")
+            while state.exists() and state.read_text().rpartition(") ")[2][0] != "Z":
+                time.sleep(0.01)
+            os.kill(ME, signal.SIGTERM)
+        return saves
+
     before = {number: signal.signal(number, stop) for number in SIGNALS}
     try:
-        return *run_trainers(starts, lambda: saves, stop), stop.count
+        return *run_trainers(starts, look_on, stop), stop.count
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -198,8 +212,8 @@ ME = os.getpid()
             2,
         ),
         ([f"trap 'exit 0' TERM; kill -USR1 {ME}; sleep 600 & wait"], False, [None], "SIGUSR1", 1),  # nothing to save
-        ([f"kill -TERM {ME}; kill -TERM $$"], False, [-15], "SIGTERM", 1),  # Slurm ends both
-        ([f"kill -TERM {ME}; exit 17"], False, [17], "", 1),  # it had failed
+        (["echo $$ >$ENDED; kill -TERM $$"], False, [-15], "SIGTERM", 1),  # Slurm ends both
+        (["echo $$ >$ENDED; exit 17"], False, [17], "", 1),  # it had failed
         (["exit 3", "sleep 600"], False, [3, None], "", 0),
         (["sleep 0.3", "exit 0"], False, [0, 0], "", 0),
     ],

@@ -77,6 +77,7 @@ def run_trainers(
             saves = look_on()
             if None not in codes or now > until or stop.count > 1 or (stop.count and not saves):
                 # A signal that came when they had ended changes nothing, but Slurm may send it to them as well.
+                codes = [process.poll() for process in processes]
                 stopped = has_asked or any(code is None or code < 0 for code in codes)
                 return codes, stop.name if stopped else ""
             if any(codes):
