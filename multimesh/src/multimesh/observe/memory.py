@@ -178,7 +178,8 @@ def _peak(
     starts, last, makers = _live_ranges(ops, axes, bodies, mesh, outside, results, sums, beside, origins, copied)
     device_sums, joined, added = (set(), set(), set()) if beside else _find_device_sums(ops, axes, mesh)
     summed_at = max((n for n, op in enumerate(ops) if not device_sums.isdisjoint(op.outs)), default=-1)
-    last = {**last, **{v: max(last.get(v, 0), summed_at) for v in device_sums}}  # all are on their way at once
+    copied_out = {v for v in joined if last.get(v, 0) > summed_at + 1}  # of the buffer in which XLA joins them
+    last = {**last, **{v: max(last.get(v, 0), summed_at + 1) for v in device_sums}}  # all are on their way at once
     ranges = {v: (n, last[v]) for n, values in enumerate(starts) for v in values if last.get(v, -1) > n}
     lenders = {v: n for v, n in makers.items() if v not in aliases}
     lent = set[ir.Value]() if beside else added | _lend(ranges, lenders, lambda v: _size(v, axes, mesh))
@@ -205,8 +206,8 @@ def _peak(
         part = exchanges[n].part  # summed in place, unless it is larger than the result or added to a sum
         if part and op.outs[0] not in sums and part <= _size(op.outs[0], axes, mesh):
             part = 0
-        if n == summed_at:  # those that are read later are copied out of the buffer in which XLA joined them
-            part += sum(_size(v, axes, mesh) for v in joined if last[v] > n)
+        if n == summed_at:
+            part += sum(_size(v, axes, mesh) for v in copied_out)
         peak = max(peak, alive + nested_peak + part)
         alive -= ending[n]
     return peak
