@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from multimesh import ir
 from multimesh.core import _compat
@@ -64,8 +64,11 @@ def find_exchanges(op: ir.Op, value_axes: ValueAxes, mesh: Mesh) -> Exchanges:
 
 
 def share_gathers(plan: Plan) -> Plan:
-    """Return the plan with a constraint of each array that several products of a kernel read gathered."""
-    if all(mesh.size == 1 for mesh in plan.submeshes):
+    """Return the plan with a constraint of each array that several products of a kernel read gathered.
+
+    Where all axes are Explicit, types say how arrays lie.
+    """
+    if all(mesh.size == 1 or AxisType.Auto not in mesh.axis_types for mesh in plan.submeshes):
         return plan
     values, _ = kernel_axes(plan)
     kernels = (
