@@ -52,17 +52,19 @@ def _add_commands(parser: argparse.ArgumentParser, level: str, commands: dict[st
     for name, entry in commands.items():
         text, form = entry["help"], argparse.RawDescriptionHelpFormatter
         shown = "\n".join([*(f"  {line}" for line in entry.get("examples", ())), "", f"{text[0].upper()}{text[1:]}."])
-        own = subparsers.add_parser(name, help=text, description=shown, formatter_class=form, **entry.get("parser", {}))
-        own.set_defaults(run=entry.get("run"), parser=own, **entry.get("defaults", {}))
+        command = subparsers.add_parser(
+            name, help=text, description=shown, formatter_class=form, **entry.get("parser", {})
+        )
+        command.set_defaults(run=entry.get("run"), parser=command, **entry.get("defaults", {}))
         for group in (options[group] for group in entry.get("options", ())):
             titles = {key: value for key, value in group.items() if isinstance(value, str)}
-            place = own.add_argument_group(**titles) if titles else own
+            place = command.add_argument_group(**titles) if titles else command
             for flags, settings in group.items():
                 if flags not in titles:
                     kinds = {key: _KINDS[settings[key]] for key in ("type", "action") if settings.get(key) in _KINDS}
                     place.add_argument(*flags.split(), **settings | kinds)
         if "commands" in entry:
-            _add_commands(own, "step", entry["commands"], options)
+            _add_commands(command, "step", entry["commands"], options)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

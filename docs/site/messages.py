@@ -74,8 +74,8 @@ def collect(package: str) -> Iterator[tuple[str, str, list[Message]]]:
     for path in folder.rglob("complaints.toml"):  # what it says of a program that failed
         rows = tomllib.loads(path.read_text(encoding="utf-8"))["complaint"]
         texts = [(row["error"], re.sub(r"\{(\w+)\}", rf"{GAP}\1{GAP}", row["message"])) for row in rows]
-        found = [Message(kind, text) for kind, text in texts if _has_words(text)]
-        yield f"{folder.name}.core.complaints", "What git, pip or a build complains of.", list(dict.fromkeys(found))
+        messages = [Message(kind, text) for kind, text in texts if _has_words(text)]
+        yield f"{folder.name}.core.complaints", "What git, pip or a build complains of.", list(dict.fromkeys(messages))
 
 
 def _messages(call: ast.Call) -> Iterator[Message]:

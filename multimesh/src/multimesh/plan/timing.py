@@ -104,7 +104,7 @@ def stage_costs_of(plan: PlanData, costs: Costs, estimated: StageCosts) -> Stage
     """
     times = [[0.0] * len(PHASES) for _ in estimated.times]
     hops = [0.0] * (len(times) - 1)
-    seen: set[int] = set()  # kernels
+    kernels: set[int] = set()  # whose phases are listed
     stage_of: dict[int, int] = {}  # slot to the stage that fills it
     sent: dict[int, tuple[int, float]] = {}  # slot to the stage that its array comes from, and the time of the transfer
     for _, item in items_in_time(plan):
@@ -118,8 +118,8 @@ def stage_costs_of(plan: PlanData, costs: Costs, estimated: StageCosts) -> Stage
                 if abs(origin - stage) == 1:
                     boundary = min(origin, stage)
                     hops[boundary] = max(hops[boundary], lasts)
-            covers = plan.covers[stage, item.cell.phase] if item.kernel not in seen else ""
-            seen.add(item.kernel)
+            covers = plan.covers[stage, item.cell.phase] if item.kernel not in kernels else ""
+            kernels.add(item.kernel)
             total = estimated.of(stage, covers)
             for phase in covers:
                 share = estimated.of(stage, phase) / total if total else 1 / len(covers)

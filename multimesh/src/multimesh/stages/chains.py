@@ -41,10 +41,10 @@ def chain_of(units: Units, order: Sequence[Unit], works: Sequence[Work]) -> Chai
     """Return the times of units in an order, by their ``works``, with the values that each reads and makes."""
     origin = _origins(units)
     parts = group((v.of, v) for unit in order for v in unit.reads if isinstance(v, Rows))
-    made_rows = group((v.of, v) for unit in order for v in unit.makes if isinstance(v, Rows))
+    results = group((v.of, v) for unit in order for v in unit.makes if isinstance(v, Rows))
     reads, makes = [], []
     for unit in order:
-        reads.append(tuple([v for y in unit.makes for v in made_rows[y]] if unit.joins else _read_by(unit, origin)))
+        reads.append(tuple([v for y in unit.makes for v in results[y]] if unit.joins else _read_by(unit, origin)))
         makes.append(tuple(part for v in unit.makes for part in (v, *parts.get(v, ()))))
     sizes = {v: ir.nbytes(v) for group in (*reads, *makes) for v in group}
     return Chain(tuple(map(sum, works)), tuple(reads), tuple(makes), sizes)

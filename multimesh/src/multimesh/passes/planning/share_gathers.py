@@ -68,14 +68,20 @@ def share_gathers(plan: Plan) -> Plan:
 
     Where all axes are Explicit, types say how arrays lie.
     """
-    if all(mesh.size == 1 or AxisType.Auto not in mesh.axis_types for mesh in plan.submeshes):
+    if not any(map(_leaves_open, plan.submeshes)):
         return plan
     values, _ = kernel_axes(plan)
     kernels = (
-        replace(kernel, ops=tuple(_share(kernel.ops, values.get(n, {}), plan.submeshes[kernel.submesh])))
+        replace(kernel, ops=tuple(_share(kernel.ops, values.get(n, {}), mesh))) if _leaves_open(mesh) else kernel
         for n, kernel in enumerate(plan.kernels)
+        for mesh in (plan.submeshes[kernel.submesh],)
     )
     return replace(plan, kernels=tuple(kernels))
+
+
+def _leaves_open(mesh: Mesh) -> bool:
+    """Return whether a mesh divides arrays, and a constraint may leave to the compiler how."""
+    return mesh.size > 1 and AxisType.Auto in mesh.axis_types
 
 
 def _share(ops: Sequence[ir.Op], axes: ValueAxes, mesh: Mesh) -> Iterator[ir.Op]:
