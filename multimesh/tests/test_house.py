@@ -63,7 +63,7 @@ BUDGETS = {
     "multimesh/src": 24_870,
     "planner/src": 2_969,
     "numerics/src": 3_290,
-    "maxtext/src": 5_945,
+    "maxtext/src": 5_848,
     "tooling/ci": 82,
     "tooling/core": 291,
     "tooling/environment": 171,
