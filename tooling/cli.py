@@ -19,8 +19,6 @@ from typing import Any, NoReturn
 
 from tooling.core import errors, proc
 
-INTERRUPTED = 130
-
 
 def parse_port(text: str) -> int:
     """Read the number of a port."""
@@ -50,11 +48,10 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_commands(parser: argparse.ArgumentParser, level: str, commands: dict[str, Any], options: Any) -> None:
     subparsers = parser.add_subparsers(dest=level, metavar=level.upper(), required=True)
     for name, entry in commands.items():
-        text, form = entry["help"], argparse.RawDescriptionHelpFormatter
+        text = entry["help"]
         shown = "\n".join([*(f"  {line}" for line in entry.get("examples", ())), "", f"{text[0].upper()}{text[1:]}."])
-        command = subparsers.add_parser(
-            name, help=text, description=shown, formatter_class=form, **entry.get("parser", {})
-        )
+        words = {"help": text, "description": shown, "formatter_class": argparse.RawDescriptionHelpFormatter}
+        command = subparsers.add_parser(name, **words | entry.get("parser", {}))
         command.set_defaults(run=entry.get("run"), parser=command, **entry.get("defaults", {}))
         for group in (options[group] for group in entry.get("options", ())):
             titles = {key: value for key, value in group.items() if isinstance(value, str)}
@@ -98,7 +95,7 @@ def main(argv: Sequence[str] | None = None, inner: Callable[[Sequence[str]], int
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        return _fail("interrupted; run the same command again to go on", code=INTERRUPTED)
+        return _fail("interrupted; run the same command again to go on", code=128 + signal.SIGINT)
     except BrokenPipeError:
         _drop_output()  # its reader is gone (`... | head`)
         return 128 + signal.SIGPIPE

@@ -131,6 +131,7 @@ def test_stages_are_compiled_for_gpus_that_are_not_there(run: Run, tmp_path: Pat
         assert compiled["total"] == sum(size for name, size in compiled.items() if name != "total")
 
 
+@pytest.mark.full  # that program is compiled above too, beside a pipeline
 @pytest.mark.compile_gpu
 def test_one_program_is_compiled_without_a_pipeline(run: Run, tmp_path: Path):
     job = ("--nodes", 2, "--gpus", 1, "--tp", 2, *JOB[6:])

@@ -192,7 +192,7 @@ def run_lock(args: argparse.Namespace) -> None:
         raise errors.OptionError(f"{name}: sources.lock has no version of it; give one behind the name")
     pins[name] = pin = _try(component, pins[name])
     manifest.save_lock(LOCK, sources, pins)
-    print(f"{name}: {pin.version} is {pin.commit}; run `{TOOLING} sync` to bring it in")
+    print(f"{name}: {pin.version} is {pin.commit or f'tree {pin.tree}'}; run `{TOOLING} sync` to bring it in")
 
 
 def _try(component: Component, pin: Pin) -> Pin:

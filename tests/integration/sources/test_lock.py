@@ -67,13 +67,14 @@ def test_another_version_moves_everything(clone: Clone, alpha: Upstream) -> None
 def test_a_version_that_cannot_be_had_changes_nothing(clone: Clone, alpha: Upstream) -> None:
     clone.patch("alpha", only=patch_text("README", "hello", "patched"))
     clone.ok("lock", "alpha")
-    before = (clone.root / "sources.lock").read_bytes()
-    for version, code, says in (
-        ("2.0", SOURCE, "only.patch: does not apply"),
-        ("9.9", SOURCE, "has no tag v9.9"),
-        ("../9", 2, "is no version"),
+    before, nowhere = (clone.root / "sources.lock").read_bytes(), {"MULTIMESH_MIRROR": "http://127.0.0.1:9"}
+    for version, code, says, env in (
+        ("2.0", SOURCE, "only.patch: does not apply", {}),
+        ("9.9", SOURCE, "has no tag v9.9", {}),
+        ("9.9", SOURCE, "check the network and the url, or set MULTIMESH_MIRROR", nowhere),
+        ("../9", 2, "is no version", {}),
     ):
-        assert says in clone.refused(code, "lock", "alpha", version)
+        assert says in clone.refused(code, "lock", "alpha", version, **env)
         assert (clone.root / "sources.lock").read_bytes() == before
         assert clone.leftovers == []
 
