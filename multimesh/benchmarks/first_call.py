@@ -108,7 +108,7 @@ def maxtext() -> Model:
     sizes = {"base_num_decoder_layers": LAYERS, "base_emb_dim": WIDTH, "base_mlp_dim": 4 * WIDTH, "vocab_size": VOCAB}
     sizes |= {"base_num_query_heads": HEADS, "base_num_kv_heads": 1, "head_dim": WIDTH // HEADS}
     options = {"max_target_length": LENGTH, "per_device_batch_size": ROWS, "dtype": "float32", "scan_layers": False}
-    options |= {"attention": "dot_product", "hardware": "cpu", "skip_jax_distributed_system": True}
+    options |= {"attention": "dot_product", "hardware": "cpu", "skip_jax_distributed_system": True, "jax_cache_dir": ""}
     argv = [f"{key}={value}" for key, value in {**sizes, **options, "run_name": "first_call"}.items()]
     config = pyconfig.initialize(["", str(MAXTEXT / "maxtext" / "configs" / "base.yml"), *argv])
     mesh = maxtext_utils.get_mesh_from_config(config, devices=jax.devices()[:1])
@@ -123,7 +123,6 @@ def maxtext() -> Model:
 def measure(name: str, make: Callable[[], Model], repeats: int) -> report.Row:
     """Cut a model, and compare its first call and its gradients with those of plain ``jax.jit``."""
     loss, params, batch = make()
-    jax.config.update("jax_enable_compilation_cache", False)  # MaxText turns it on
     meshes = [Mesh(np.array([device]), ("data",)) for device in jax.devices()[:STAGES]]
     times: tuple[list[float], list[float]] = ([], [])
     piped = mm.pipeline(loss, meshes)
