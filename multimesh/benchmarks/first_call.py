@@ -44,8 +44,8 @@ Model = tuple[Callable[[Any, Any], Any], Any, Any]
 
 def tokens() -> dict[str, np.ndarray]:
     """Rows of text: no token is 0, which means padding to some of the models."""
-    drawn = DRAW.integers(1, VOCAB, (ROWS, LENGTH + 1)).astype(np.int32)
-    return {"text": drawn[:, :-1], "target": drawn[:, 1:]}
+    text = DRAW.integers(1, VOCAB, (ROWS, LENGTH + 1)).astype(np.int32)
+    return {"text": text[:, :-1], "target": text[:, 1:]}
 
 
 def mean_loss(logits: Any, labels: Any) -> Any:
@@ -171,8 +171,8 @@ def first_call(step: Any, params: Any, batch: Any) -> tuple[Any, float]:
 
 def differences(gradients: Any, reference: Any) -> float:
     """Return the largest, relative to the largest element. Some biases have no gradient but rounding."""
-    ours, theirs = ([*map(np.asarray, jax.tree.leaves(tree))] for tree in (gradients, reference))
-    return float(max(map(lambda a, b: np.abs(a - b).max(), ours, theirs)) / max(np.abs(b).max() for b in theirs))
+    actual, expected = ([*map(np.asarray, jax.tree.leaves(tree))] for tree in (gradients, reference))
+    return float(max(map(lambda a, b: np.abs(a - b).max(), actual, expected)) / max(np.abs(b).max() for b in expected))
 
 
 def main() -> None:
