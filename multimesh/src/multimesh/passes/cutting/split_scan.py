@@ -29,9 +29,8 @@ def split_scan(op: ir.Op, needed: set[ir.Value], tainted: set[ir.Value], cut: Cu
     late_carries = [c for c in body.carries if c not in carries]
     here, later = cut(body.ops, set(ir.values(leaves)), inner, {*late_carries})
     made_here, made_later = ({o for part in ops for o in part.outs} for ops in (here, later))
-    late_stacks = {
-        out: leaf for out, leaf in body.stacks.items() if isinstance(leaf, ir.Value) and leaf in made_later - made_here
-    }
+    late = (made_later - made_here).union(late_carries)
+    late_stacks = {out: leaf for out, leaf in body.stacks.items() if isinstance(leaf, ir.Value) and leaf in late}
     if not late_stacks and not late_carries:
         return None
     last = [*late_stacks.values(), *(body.carries[c].leaf for c in late_carries)]

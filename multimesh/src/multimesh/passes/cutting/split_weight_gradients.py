@@ -12,7 +12,7 @@ follows its B at once, also in schedules without W: no submesh holds more microb
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 import jax
@@ -82,13 +82,12 @@ def find_adjacent(table: Sequence[Sequence[Cell]], first: str, second: str) -> s
     return {c.stage for c in cells} - separate
 
 
-def split_weights(fragments: Sequence[Fragment], stages: Iterable[int], results: Values) -> tuple[Fragment, ...]:
+def split_weights(fragments: Sequence[Fragment], stages: Collection[int], results: Values) -> tuple[Fragment, ...]:
     """Split the backward fragments of ``stages``. If nothing waits for a fragment, as for the first, it is all W."""
-    stage_numbers = set(stages)
     last = max((part.level for part in fragments if part.phase != "L"), default=0)
     split: list[Fragment] = []
     for part in fragments:
-        if part.phase != "B" or part.stage not in stage_numbers:
+        if part.phase != "B" or part.stage not in stages:
             split.append(part)
             continue
         others = [f for f in fragments if f is not part and f.phase != "L"]  # what is late can wait for W
@@ -142,8 +141,7 @@ def _split(ops: Sequence[ir.Op], needed: Values, cotangents: Values, repeatable:
 def _divide(ops: Sequence[ir.Op], needed: Values, tainted: Values) -> tuple[list[ir.Op], list[ir.Op]]:
     """Divide operations into those that make ``needed`` values, and the others."""
     needed = set(needed)
-    here: list[ir.Op] = []
-    later: list[ir.Op] = []
+    here, later = list[ir.Op](), list[ir.Op]()
     for op in reversed(ops):
         if not op.effects and not any(o in needed for o in op.outs):
             later.append(op)
