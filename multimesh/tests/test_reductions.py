@@ -99,6 +99,12 @@ def test_a_masked_loss_is_the_ratio_of_sums(where, mask):
     assert_same(step(PARAMS, (X, mask)), jax.jit(jax.value_and_grad(reference))(PARAMS, mask))
 
 
+@pytest.mark.parametrize("result", [lambda x: x.sum(), lambda x: (x.sum(),) * 3, lambda x: (x.sum(), x[0])])
+def test_a_ratio_is_of_a_pair_with_a_scalar(result):
+    with pytest.raises(mm.UsageError, match=r"takes \(numerators, a scalar\), not results of shapes"):
+        mm.jit(mm.microbatch(result, size=2, reduce=mm.Ratio()))(X)
+
+
 @dataclasses.dataclass(frozen=True)
 class Moments:
     """The mean and the variance of a result over microbatches (Welford)."""

@@ -1,5 +1,7 @@
 """zb-h1 makes weight gradients apart from what other stages wait for, also where a stage scans its layers."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,6 +56,19 @@ def shared(w, x):
     return jax.lax.scan(lambda x, _: (layer(jax.tree.map(lambda a: a[0], w), x), None), x, length=LAYERS)[0]
 
 
+def one_bias(w, x):
+    """Layers with one bias for all: its gradient is a small sum, carried from row to row by W alone."""
+    bias, rows = w["bias"][0], {k: w[k] for k in ("up", "down")}
+    return jax.lax.scan(lambda x, row: (layer({**row, "bias": bias}, x), None), x, rows)[0]
+
+
+@functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
+def recurrent(w, x):
+    """A scan over time, of whose repetition W alone needs the carries as rows."""
+    square = w["up"][0] @ w["down"][0]
+    return jax.lax.scan(lambda h, row: (jnp.tanh(h @ square + row),) * 2, x, jnp.stack([x] * 3))[1].sum(0)
+
+
 def nested(w, x):
     """A scan over blocks of layers, each a scan."""
     return jax.lax.scan(lambda x, _: (scanned(w, x), None), x, length=2)[0]
@@ -79,7 +94,18 @@ def normed(w, x):
     return x
 
 
-STACKS = (unrolled, unrolled_and_checkpointed, scanned, checkpointed, shared, nested, with_rows, normed)
+STACKS = (
+    unrolled,
+    unrolled_and_checkpointed,
+    scanned,
+    checkpointed,
+    shared,
+    one_bias,
+    recurrent,
+    nested,
+    with_rows,
+    normed,
+)
 
 
 def loss(stack, placed_on):

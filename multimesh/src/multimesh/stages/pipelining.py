@@ -187,7 +187,7 @@ class PipelinedFunction(Generic[P, R]):
     ) -> tuple[ChainCut, Chain, tuple[Unit, ...], list[Work], float, Sequence[Layers]]:
         """Return the cut of an order, what it cuts, the slowest stage of cuts inside of layers, and the layers."""
         if not order:
-            raise UsageError(f"{self._name} computes nothing from its arrays that it returns; return the result")
+            raise UsageError(f"{self._name} returns nothing of its arrays that is worth a stage; return the result")
         if len(order) < number:
             raise UsageError(
                 f"pipeline: {len(order)} operations cannot make {number} stages ({len(self.meshes)} submeshes x "
