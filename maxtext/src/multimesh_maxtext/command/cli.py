@@ -38,7 +38,7 @@ HOLD = 5.0
 """Seconds that the others wait for the first process, which tells: Slurm ends all as soon as one ends with an error."""
 
 
-def command(argv: Sequence[str], *, root: Path | None = None) -> NoReturn:
+def command(argv: Sequence[str], *, root: Path | str = "") -> NoReturn:
     """Run the command line, and end this process with its exit code, which says more than a signal would.
 
     ``root``: the repository, if this runs from one. It may hold ``third_party/maxtext``.
@@ -48,7 +48,7 @@ def command(argv: Sequence[str], *, root: Path | None = None) -> NoReturn:
         signal.signal(number, stop)
     try:
         unblock_output()
-        code = main(argv, root=root, stop=stop)
+        code = main(argv, root=Path(root) if root else None, stop=stop)
         stop.trains = True  # nothing interrupts the rest
         sys.stdout.flush()
     except BrokenPipeError:  # a program such as head has read what it wanted
@@ -57,10 +57,7 @@ def command(argv: Sequence[str], *, root: Path | None = None) -> NoReturn:
 
 
 def main(argv: Sequence[str], *, root: Path | None = None, stop: StopRequest | None = None) -> int:
-    """Run the command line and return its exit code; nothing but ``--help`` and closed pipes leave by an exception.
-
-    ``stop``: gets the signals, if anything does.
-    """
+    """Return the exit code of a command line; only ``--help`` and closed pipes leave by an exception."""
     this = SINGLE
     try:
         parsed = read(argv)
