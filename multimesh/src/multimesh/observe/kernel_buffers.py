@@ -1,0 +1,292 @@
+"""The buffers of the arrays within a kernel, as XLA's compilers for CPUs and GPUs assign them."""
+
+from __future__ import annotations
+
+import collections
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from jax.sharding import Mesh
+
+from multimesh import ir
+from multimesh.core import _compat
+from multimesh.core.grouping import group
+from multimesh.core.specs import Axes
+from multimesh.ir.primitives import lookup as facts
+from multimesh.observe.group_copies import list_group_copies
+from multimesh.passes.planning.fix_layouts import Inner, ValueAxes, ways
+from multimesh.passes.planning.share_gathers import Exchanges, find_exchanges
+
+_THRESHOLD = "xla_gpu_all_reduce_combine_threshold_bytes", 32 << 20
+"""XLA's flag for the bytes up to which it joins sums over devices, and its default."""
+
+
+@dataclass(frozen=True)
+class Body:
+    """The operations of a kernel, or of one iteration of a loop, on a CPU or a GPU.
+
+    ``inner`` has the jaxprs that operations run, and ``outside`` the values in buffers of arguments and results. A
+    value of ``sums`` is added to a sum over microbatches that these axes divide. ``aliases`` are results in the
+    buffers of donated arguments.
+    """
+
+    ops: tuple[ir.Op, ...]
+    results: tuple[ir.Atom, ...]
+    axes: ValueAxes
+    mesh: Mesh
+    inner: Mapping[ir.Op, Inner]
+    cpu: bool
+    outside: frozenset[ir.Value]
+    sums: Mapping[ir.Value, tuple[Axes, ...]]
+    aliases: frozenset[ir.Value]
+
+    def size(self, value: ir.Value) -> int:
+        """Return the bytes of a value on a device."""
+        return value.nbytes // ways(self.axes.get(value, ()), self.mesh)
+
+    def moves(self, op: ir.Op) -> bool:
+        """Return whether a sharding constraint gives its operand another layout, and so a buffer of its own."""
+        if op.prim is not _compat.sharding_constraint_p or not isinstance(op.ins[0], ir.Value):
+            return False
+        return self.axes.get(op.ins[0]) != self.axes.get(op.outs[0])
+
+    def buffer(self, op: ir.Op) -> str:
+        """Return where the results of an operation are, as `Primitive.buffer`. A function is fused if all in it is."""
+        inner = self.inner.get(op)
+        if _is_transposed_matrix(op):
+            return "fused"
+        within = inner is not None and any(self.buffer(nested) == "own" for nested in inner.ops)
+        return "own" if within or self.moves(op) else facts(op).buffer
+
+    @cached_property
+    def origins(self) -> Mapping[ir.Value, ir.Value]:
+        """The arrays of the values that only name them anew."""
+        origins: dict[ir.Value, ir.Value] = {}
+        for op in self.ops:
+            if facts(op).buffer == "operand" and not self.moves(op):
+                pairs = zip(op.ins, op.outs, strict=True)
+                origins |= {o: origins.get(i, i) for i, o in pairs if isinstance(i, ir.Value)}
+        return origins
+
+    def split_reads(self, op: ir.Op, copied: Mapping[ir.Value, int]) -> tuple[Sequence[ir.Value], Sequence[ir.Value]]:
+        """Return the arrays that an operation reads, and those of which it reads copies for groups."""
+        reads = list(dict.fromkeys(self.origins.get(v, v) for v in ir.values(op.ins)))
+        copies = [v for v in reads if v in copied] if op.prim.name == "ragged_dot_general" else []
+        return [v for v in reads if v not in copies], copies
+
+    def shrinks(self, op: ir.Op) -> bool:
+        """Return whether an operation reduces what it reads on a device, and what it reads is computed within it."""
+        largest = max(map(self.size, op.reads), default=0)
+        return facts(op).absorbs and sum(map(self.size, op.outs)) < largest
+
+    def joins(self, value: ir.Value, arrays: Iterable[ir.Value]) -> bool:
+        """Return whether a result is made of several arrays of its size: made again, it reads them all again."""
+        return sum(self.size(array) >= self.size(value) for array in arrays) > 1
+
+
+def peak_bytes(body: Body) -> int:
+    """Return the most bytes of arrays alive at once, those of arguments and results left out.
+
+    GPUs compute a product into the sum that it is added to, unless devices sum it first. CPUs have it beside the sum.
+    """
+    body = replace(body, ops=tuple(_inline(body.ops, body.inner)))
+    scattered = {} if body.cpu else _find_scattered(body)
+    wide = {v: body.size(v) for v in scattered}  # before devices sum them
+    body = replace(body, axes={**body.axes, **scattered})
+    exchanges = [find_exchanges(op, body.axes, body.mesh) for op in body.ops]
+    copies = tuple(list_group_copies(body.ops, body.origins, body.size, late=bool(body.sums)))
+    first_gather = _find_first_gather(body, exchanges)
+    ranges, makers = _live_ranges(body, {copy.array: copy.first for copy in copies}, first_gather)
+    device_sums, joined, added = (set(), set(), set()) if body.cpu else _find_device_sums(body)
+    summed_at = max((n for n, op in enumerate(body.ops) if not device_sums.isdisjoint(op.outs)), default=-1)
+    # XLA copies these out of the buffer in which it joins them. All are on their way at once.
+    copied_out = {v for v in joined if v in ranges and ranges[v][1] > summed_at + 1}
+    ranges |= {v: (ranges[v][0], max(ranges[v][1], summed_at + 1)) for v in device_sums & ranges.keys()}
+    lenders = {v: n for v, n in makers.items() if v not in body.aliases}
+    lent = set[ir.Value]() if body.cpu else added | _lend(body, ranges, lenders)
+    spans = [(*ends, body.size(v)) for v, ends in ranges.items() if v not in lent]
+    spans += [(copy.first, copy.last, copy.nbytes) for copy in copies]
+    uses = group((copy, n) for n, exchange in enumerate(exchanges) for copy in exchange.gathered)
+    for (gathered, staying), numbers in uses.items():
+        spans.append((min(first_gather, numbers[0]), numbers[-1], gathered.nbytes // ways(staying, body.mesh)))
+    change = [0] * (len(body.ops) + 2)
+    for begin, end, size in spans:
+        change[begin] += size
+        change[end + 1] -= size
+    alive = peak = 0
+    for n, op in enumerate(body.ops):
+        alive += change[n]
+        nested_peak = 0  # of one iteration of a scan, or of a branch
+        if (nested := body.inner.get(op)) is not None:
+            within = replace(body, ops=nested.ops, results=nested.outputs, outside=frozenset(nested.inputs))
+            nested_peak = peak_bytes(replace(within, sums={}, aliases=frozenset()))
+        part = exchanges[n].part + sum(wide.get(v, 0) for v in op.outs)
+        if part and op.outs[0] not in body.sums and part <= body.size(op.outs[0]):
+            part = 0  # summed in place, unless it is larger than the result or added to a sum
+        if n == summed_at:
+            part += sum(map(body.size, copied_out))
+        peak = max(peak, alive + nested_peak + part)
+    return peak
+
+
+def _find_first_gather(body: Body, exchanges: Sequence[Exchanges]) -> int:
+    """Return the number of the first gather where none waits for another one, since XLA joins them then."""
+    first, derived = len(body.ops), set[ir.Value]()
+    for n, (op, exchange) in enumerate(zip(body.ops, exchanges, strict=True)):
+        gathered = [v for v, _ in exchange.gathered] + [v for v in op.reads if body.moves(op)]
+        if not derived.isdisjoint(gathered):
+            return len(body.ops)
+        if gathered:
+            first = min(first, n)
+        if gathered or not derived.isdisjoint(op.reads):
+            derived.update(op.outs)
+    return first
+
+
+def _find_scattered(body: Body) -> dict[ir.Value, tuple[Axes, ...]]:
+    """Return rows scattered on several devices, which sum them and divide them as the sum to which they are added."""
+    reached = dict(body.sums)
+    scattered: dict[ir.Value, tuple[Axes, ...]] = {}
+    for op in reversed(body.ops):
+        axes = next((reached[v] for v in op.outs if v in reached), None)
+        if axes is None:
+            continue
+        if op.prim.name == "scatter-add":
+            indices = op.ins[1]
+            if body.axes.get(op.outs[0]) != axes and isinstance(indices, ir.Value) and any(body.axes.get(indices, ())):
+                scattered[op.outs[0]] = axes
+        elif op.prim.name in ("add", "add_any", "convert_element_type"):
+            reached |= {v: axes for v in op.reads if ir.shape(v) == ir.shape(op.outs[0])}
+    return scattered
+
+
+def _find_device_sums(body: Body) -> tuple[set[ir.Value], set[ir.Value], set[ir.Value]]:
+    """Return the sums over devices on GPUs, those that XLA joins, and those that it adds to another one before."""
+    axes = body.axes
+    sums = {
+        op.outs[0]: body.size(op.outs[0])
+        for op in body.ops
+        if op.prim.name == "reduce_sum" and op.ins[0] in axes and any(axes[op.ins[0]][d] for d in op.params["axes"])
+    }
+    pairs = [[*op.reads] for op in body.ops if op.prim.name in ("add", "add_any")]
+    added = {pair[1] for pair in pairs if len(pair) == 2 and sums.keys() >= {*pair}}
+    flag = re.search(rf"--{_THRESHOLD[0]}=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    most, total, joined = int(flag[1]) if flag else _THRESHOLD[1], 0, set[ir.Value]()
+    for v, size in sums.items():
+        if v not in added and total + size <= most:
+            total += size
+            joined.add(v)
+    return sums.keys() - added, joined if len(joined) > 1 else set(), added
+
+
+def _lend(body: Body, ranges: Mapping[ir.Value, tuple[int, int]], makers: Mapping[ir.Value, int]) -> set[ir.Value]:
+    """Return the arrays that lie in the buffers of results until these are made, the largest first, as in XLA.
+
+    ``ranges`` has the first and the last operation that each array is alive in, ``makers`` the one that makes a result.
+    """
+    loans: dict[ir.Value, list[tuple[int, int]]] = {result: [] for result in sorted(makers, key=makers.__getitem__)}
+    lent = set[ir.Value]()
+    for v in sorted(ranges, key=body.size, reverse=True):
+        begin, end = ranges[v]
+        for result, others in loans.items():
+            disjoint = all(end < first or begin > last for first, last in others)
+            if end < makers[result] and body.size(result) >= body.size(v) and disjoint:
+                others.append((begin, end))
+                lent.add(v)
+                break
+    return lent
+
+
+def _inline(ops: Iterable[ir.Op], inner: Mapping[ir.Op, Inner]) -> Iterator[ir.Op]:
+    """Yield operations with those of nested functions in their place, as XLA sees them; loops and branches stay.
+
+    Barriers give the arguments and results of such a function both their names.
+    """
+    for op in ops:
+        nested = inner.get(op)
+        if nested is None or facts(op).control:
+            yield op
+            continue
+        yield ir.Op(_compat.PRIMITIVES["optimization_barrier"], {}, op.ins, nested.inputs)
+        yield from _inline(nested.ops, inner)
+        yield ir.Op(_compat.PRIMITIVES["optimization_barrier"], {}, nested.outputs, op.outs)
+
+
+def _live_ranges(
+    body: Body, copied: Mapping[ir.Value, int], first_gather: int
+) -> tuple[dict[ir.Value, tuple[int, int]], Mapping[ir.Value, int]]:
+    """Return the operations from and up to which each array is alive, and the one that makes each result.
+
+    A result that is fused away keeps its operands alive. CPUs keep an element-wise result that several operations read.
+    GPUs compute it again in each, unless a product or the like reads it: it is then made right before the first one,
+    in the buffer of an operand. A product itself converts a matrix, unless it sums over its last dimension. There
+    results of the kernel and reductions are computed as soon as their operands are known.
+    """
+    ops, origins, cpu = body.ops, body.origins, body.cpu
+    readers = (op for op in ops if not origins.keys() & set(op.outs))
+    users = collections.Counter(origins.get(v, v) for op in readers for v in set(op.reads))
+    outside = body.outside | {origins.get(v, v) for v in body.outside}
+    first_readers: dict[ir.Value, int] = {}  # what is read as an array to the number of its first reader, on GPUs
+    for n, op in enumerate(() if cpu else ops):
+        if body.buffer(op) == "own" and not facts(op).absorbs:
+            first_readers = dict.fromkeys(body.split_reads(op, copied)[0], n) | first_readers
+    made_of: dict[ir.Value, tuple[ir.Value, ...]] = {}
+
+    def arrays(atoms: Iterable[ir.Atom]) -> Iterator[ir.Value]:
+        for v in ir.values(atoms):
+            origin = origins.get(v, v)
+            yield from made_of.get(origin, (origin,))
+
+    last: dict[ir.Value, int] = {}
+    begin: dict[ir.Value, int] = {}
+    makers: dict[ir.Value, int] = {}
+    within = set[ir.Value]()  # arrays of which one operation is the whole life
+    for n, op in enumerate(ops):
+        reads, copies = body.split_reads(op, copied)
+        for v in copies:
+            last |= {array: max(copied[v] - 1, last.get(array, 0)) for array in arrays((v,))}
+        through = tuple(dict.fromkeys(arrays(reads)))
+        buffer = body.buffer(op)
+        soon = body.shrinks(op) if buffer == "own" else outside.intersection(op.outs)
+        now = max((min(begin.get(v, -1) + 1, n) for v in through), default=0) if soon and not cpu else n
+        if cpu or soon or buffer == "own" or not body.sums.keys().isdisjoint(op.outs):
+            last |= {v: max(now, last.get(v, now)) for v in through}
+        for v in op.outs:
+            if v in outside:
+                makers |= {v: now} if v not in body.sums and v not in origins else {}
+                begin[v] = now
+            elif buffer == "own":
+                begin[v] = min(now, first_gather) if body.moves(op) else now
+            elif v in first_readers and buffer != "operand" and not _is_transposed_matrix(op):
+                begin[v] = first_readers[v]
+                last |= {operand: max(begin[v] - 1, last.get(operand, 0)) for operand in through}
+                if _is_array(op, ops[begin[v]], v, origins):
+                    within.add(v)
+            elif users[v] > 1 and buffer == "fused" and (cpu or body.joins(v, through)):
+                begin[v] = n
+            else:
+                made_of[v] = through
+                continue
+            made_of[v] = (v,)
+            if cpu and v in body.sums:
+                last[v] = begin[v] + 1
+    last |= dict.fromkeys(arrays(body.results), len(ops))
+    inside = {v: n for v, n in begin.items() if v not in outside}
+    return {v: (n, last[v]) for v, n in inside.items() if last.get(v, -1) >= n + (v not in within)}, makers
+
+
+def _is_transposed_matrix(op: ir.Op) -> bool:
+    """Return whether a product reads the operand of this one as well as the result."""
+    return op.prim.name == "transpose" and len(ir.shape(op.outs[0])) == 2
+
+
+def _is_array(op: ir.Op, product: ir.Op, value: ir.Value, origins: Mapping[ir.Value, ir.Value]) -> bool:
+    """Return whether an operation writes what a product reads; else the product computes it where it reads it."""
+    if product.prim.name != "dot_general" or op.prim.name != "convert_element_type":
+        return product.prim.name == "dot_general"
+    contracted, _ = product.params["dimension_numbers"]
+    pairs = zip(ir.values(product.ins), contracted, strict=True)
+    return any(origins.get(v, v) is value and len(ir.shape(v)) - 1 in dims for v, dims in pairs)
