@@ -26,14 +26,14 @@ DEVICES = "import jax; print(', '.join(f'{d.platform} {d.id} ({d.device_kind})' 
 def gpus() -> Iterator[str]:
     """Yield what the driver says."""
     try:
-        done = subprocess.run(QUERY, capture_output=True, text=True, timeout=60)
+        process = subprocess.run(QUERY, capture_output=True, text=True, timeout=60)
     except FileNotFoundError:
         yield "no nvidia-smi; start with --gpus all, on a machine with NVIDIA's driver and container toolkit"
         return
     except subprocess.TimeoutExpired:
         yield "nvidia-smi does not answer; look at the driver's messages on the machine (dmesg)"
         return
-    yield from done.stdout.splitlines() or [f"nvidia-smi fails: {(done.stderr or done.stdout).strip()}"]
+    yield from process.stdout.splitlines() or [f"nvidia-smi fails: {(process.stderr or process.stdout).strip()}"]
 
 
 def packages() -> Iterator[str]:
@@ -72,15 +72,15 @@ def verbs() -> Iterator[str]:
 def ucx() -> Iterator[str]:
     """Yield the version of UCX and the ways that it finds to other processes."""
     try:
-        done = subprocess.run(["ucx_info", "-v", "-d"], capture_output=True, text=True, timeout=60)
+        process = subprocess.run(["ucx_info", "-v", "-d"], capture_output=True, text=True, timeout=60)
     except FileNotFoundError:
         yield "not installed (Debian: libucx0, ucx-utils)"
         return
-    version = re.search(r"version=(\S+)", done.stdout)
+    version = re.search(r"version=(\S+)", process.stdout)
     if version is None:
-        yield f"ucx_info fails: {(done.stderr or done.stdout).strip()}"
+        yield f"ucx_info fails: {(process.stderr or process.stdout).strip()}"
     else:
-        yield f"{version[1]}: {', '.join(sorted(set(re.findall(r'Transport: (.+)', done.stdout))))}"
+        yield f"{version[1]}: {', '.join(sorted(set(re.findall(r'Transport: (.+)', process.stdout))))}"
 
 
 def ports() -> Iterator[str]:
@@ -108,8 +108,8 @@ def limits() -> Iterator[str]:
 
 def devices() -> Iterator[str]:
     """Yield what JAX sees, asked in a process of its own: it takes the memory of the GPUs."""
-    done = subprocess.run([sys.executable, "-c", DEVICES], capture_output=True, text=True)
-    yield done.stdout.strip() or (done.stderr.strip().splitlines() or ["nothing"])[-1]
+    process = subprocess.run([sys.executable, "-c", DEVICES], capture_output=True, text=True)
+    yield process.stdout.strip() or (process.stderr.strip().splitlines() or ["nothing"])[-1]
 
 
 def main() -> None:

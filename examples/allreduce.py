@@ -50,8 +50,8 @@ def foo(arr):
 
 a = jnp.zeros((3, 3))
 result = foo(a)
-here = np.asarray(result.addressable_data(0))
-np.testing.assert_array_equal(here, np.full((3, 3), sum(range(jax.device_count()))))
+total = np.asarray(result.addressable_data(0))
+np.testing.assert_array_equal(total, np.full((3, 3), sum(range(jax.device_count()))))
 if job.rank == 0:
-    print(here)
+    print(total)
     print(f"ok: the sum over {jax.device_count()} devices of {jax.process_count()} processes")

@@ -67,7 +67,7 @@ def main():
     n = int(sys.argv[1]) if len(sys.argv) > 1 else 64
     path = sys.argv[2] if len(sys.argv) > 2 else "density_field.png"
     noise = np.random.default_rng(0).standard_normal((n, n, n)).astype(np.float32)
-    scale, found = 1.5, []
+    scale, results = 1.5, []
     for devices in (jax.local_devices()[:1], jax.devices()):
         mesh = Mesh(np.array(devices), ("x",))
         placed = jax.device_put(noise, NamedSharding(mesh, P("x")))
@@ -81,10 +81,10 @@ def main():
             )
         if int(lost) == 0:
             np.testing.assert_allclose(total, 1, rtol=1e-5)
-        found.append((field, float(slope)))
-    (one, expected), (field, slope) = found
+        results.append((field, float(slope)))
+    (one, expected), (field, slope) = results
     one = np.asarray(one)
-    difference = max(np.abs(np.asarray(each.data) - one[each.index]).max() for each in field.addressable_shards)
+    difference = max(np.abs(np.asarray(shard.data) - one[shard.index]).max() for shard in field.addressable_shards)
     np.testing.assert_allclose(slope, expected, rtol=1e-4)
     # Displacements beyond the halo are counted, not lost silently.
     lost = int(density(placed, 20 * scale, mesh)[1])

@@ -56,13 +56,13 @@ def largest(x, expected):
 
 
 spectrum = fft3d(arr)
-back = ifft3d(spectrum)
+restored = ifft3d(spectrum)
 one_device = np.asarray(jnp.fft.fftn(noise)).transpose(2, 1, 0)
 scale = np.abs(one_device).max()
 error = largest(mm.fft.unpad(spectrum, one_device.shape), one_device) / scale
-returned = largest(mm.fft.unpad(back, arr.shape), noise)
+roundtrip = largest(mm.fft.unpad(restored, arr.shape), noise)
 if job.rank == 0:
     print(f"{size}^3 on {mesh.devices.size} devices: {arr.sharding.spec} -> {spectrum.sharding.spec}")
-    print(f"largest difference to one device {error:.1e} of the largest value; there and back {returned:.1e}")
-if not (error < 1e-5 and returned < 1e-4):
+    print(f"largest difference to one device {error:.1e} of the largest value; there and back {roundtrip:.1e}")
+if not (error < 1e-5 and roundtrip < 1e-4):
     raise SystemExit("the transforms differ")

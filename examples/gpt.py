@@ -41,8 +41,8 @@ class Block(nnx.Module):
     def __call__(self, x, rngs):
         """From ``[rows, length, width]`` to the same; without ``rngs`` nothing is dropped."""
         still = {"deterministic": rngs is None, "rngs": rngs}
-        seen = self.attention(self.before(x), mask=nnx.make_causal_mask(x[..., 0]))
-        x = x + self.dropout(seen, **still)
+        attended = self.attention(self.before(x), mask=nnx.make_causal_mask(x[..., 0]))
+        x = x + self.dropout(attended, **still)
         return x + self.dropout(self.down(nnx.gelu(self.up(self.between(x)))), **still)
 
 
@@ -118,8 +118,8 @@ class Metrics:
     def add(self, number, **values):
         """Write the values of a step, and print them."""
         if not jax.process_index():
-            told = (f"{name} {values[name]:.6f}" for name in COLUMNS if name in values)
-            print(f"step {number}: {', '.join(told)}", flush=True)
+            texts = (f"{name} {values[name]:.6f}" for name in COLUMNS if name in values)
+            print(f"step {number}: {', '.join(texts)}", flush=True)
         if self.table:
             with open(self.table, "a", newline="") as file:
                 csv.writer(file).writerow((number, *(values.get(name, "") for name in COLUMNS)))
@@ -139,16 +139,16 @@ def main():
     flags.add_argument("--processes", type=int, default=1, help="how many there are (default: %(default)s)")
     flags.add_argument("--process", type=int, default=0, help="which one this is (default: %(default)s)")
     flags.add_argument("--coordinator", default="localhost:6000", help="where process 0 listens (default: %(default)s)")
-    given = flags.parse_args()
+    args = flags.parse_args()
 
     # 4. Devices: virtual ones, so that it runs anywhere; with accelerators delete the first line. Each row of the grid
     #    is a submesh, which is a stage with data parallelism.
-    mm.virtual_devices(max(1, given.stages * given.data // given.processes))
-    if given.processes > 1:
-        mm.distributed.initialize(given.coordinator, given.processes, given.process)
-    grid = np.array(jax.devices()[: given.stages * given.data]).reshape(given.stages, given.data)
+    mm.virtual_devices(max(1, args.stages * args.data // args.processes))
+    if args.processes > 1:
+        mm.distributed.initialize(args.coordinator, args.processes, args.process)
+    grid = np.array(jax.devices()[: args.stages * args.data]).reshape(args.stages, args.data)
     meshes = [Mesh(row, ("data",)) for row in grid]
-    (params, state), step, evaluate, loss = functions(given.layers, meshes if given.stages > 1 else None)
+    (params, state), step, evaluate, loss = functions(args.layers, meshes if args.stages > 1 else None)
 
     # 5. Data: the first nine tenths are for training. The first stage reads tokens, the last one what follows each.
     text = np.frombuffer("".join(path.read_text() for path in TEXT).encode(), np.uint8)
@@ -158,25 +158,25 @@ def main():
 
     # 6. Go on from the newest checkpoint. A leaf without a place is moved to its stage by the first step.
     first = 0
-    if given.save and any(Path(given.save).glob("step-*")):
+    if args.save and any(Path(args.save).glob("step-*")):
         like = {"params": params, "state": state, "step": 0}
-        found = mm.distributed.restore(given.save, like)
-        params, state, first = found["params"], found["state"], found["step"]
+        saved = mm.distributed.restore(args.save, like)
+        params, state, first = saved["params"], saved["state"], saved["step"]
 
-    if given.stages > 1 and not jax.process_index():
+    if args.stages > 1 and not jax.process_index():
         print(loss.cuts(params, jax.tree.map(lambda x: x[:MICRO], train(0)), jax.random.key(0)))
-    metrics = Metrics(given.save, first)
-    for number in range(first, given.steps):
+    metrics = Metrics(args.save, first)
+    for number in range(first, args.steps):
         key = jax.random.fold_in(jax.random.key(1), number)
         params, state, value, norm = step(params, state, jax.device_put(train(number), rows), key)
         values = {"loss": value, "gradient": norm}
-        last = number + 1 == given.steps
-        if last or (number + 1) % given.every == 0:
+        last = number + 1 == args.steps
+        if last or (number + 1) % args.every == 0:
             values["evaluation"] = evaluate(params, jax.device_put(test(0), rows))
         metrics.add(number, **mm.distributed.gather(values))  # every process asks, since a loss lies on the last stage
-        if last and given.save:
+        if last and args.save:
             mm.distributed.save(
-                f"{given.save}/step-{given.steps}", {"params": params, "state": state, "step": number + 1}
+                f"{args.save}/step-{args.steps}", {"params": params, "state": state, "step": number + 1}
             )
 
 

@@ -35,10 +35,10 @@ def experts(chosen, up, down, x):
     """On each device: send tokens to the devices of their experts, apply these, and send the results back."""
     slots = jax.nn.one_hot(chosen, EXPERTS, dtype=x.dtype)  # [tokens, experts]
     sent = jnp.einsum("te,td->etd", slots, x)  # one row for each token and expert, zero but for the chosen
-    mine = jax.lax.all_to_all(sent, "expert", split_axis=0, concat_axis=1, tiled=True)
-    made = jnp.einsum("etf,efd->etd", jax.nn.gelu(jnp.einsum("etd,edf->etf", mine, up)), down)
-    back = jax.lax.all_to_all(made, "expert", split_axis=1, concat_axis=0, tiled=True)
-    return jnp.einsum("te,etd->td", slots, back)
+    received = jax.lax.all_to_all(sent, "expert", split_axis=0, concat_axis=1, tiled=True)
+    outputs = jnp.einsum("etf,efd->etd", jax.nn.gelu(jnp.einsum("etd,edf->etf", received, up)), down)
+    returned = jax.lax.all_to_all(outputs, "expert", split_axis=1, concat_axis=0, tiled=True)
+    return jnp.einsum("te,etd->td", slots, returned)
 
 
 def layer(w, x):
@@ -76,8 +76,8 @@ def train(gradients, params, batch):
 
     def update(p, g):
         spec = jax.typeof(p).sharding.spec
-        whole = spec.update(reduced=frozenset())
-        return reshard(reshard(p, whole) - RATE / COUNT * reshard(g, whole), spec)
+        replicated = spec.update(reduced=frozenset())
+        return reshard(reshard(p, replicated) - RATE / COUNT * reshard(g, replicated), spec)
 
     return value / COUNT, jax.tree.map(update, params, grads)
 
@@ -102,16 +102,16 @@ def main():
     def weights(*shape):
         return (draw.normal(size=shape) / np.sqrt(shape[-2])).astype(np.float32)
 
-    made = {"embed": weights(VOCAB, WIDTH), "layers": []}
+    initial = {"embed": weights(VOCAB, WIDTH), "layers": []}
     for _ in range(LAYERS):
         up, down = weights(EXPERTS, WIDTH, HIDDEN), weights(EXPERTS, HIDDEN, WIDTH)
-        made["layers"].append({"router": weights(WIDTH, EXPERTS), "up": up, "down": down})
+        initial["layers"].append({"router": weights(WIDTH, EXPERTS), "up": up, "down": down})
     batch = draw.integers(0, VOCAB, (ROWS, LENGTH + 1)).astype(np.int32)
 
     def place(mesh_of):
-        whole = {"embed": 0, "layers": [dict.fromkeys(w, n * 2 // LAYERS) for n, w in enumerate(made["layers"])]}
-        layouts = jax.tree.map(lambda spec, stage: NamedSharding(mesh_of(stage), spec), SPECS, whole)
-        return jax.device_put(made, layouts), jax.device_put(batch, NamedSharding(meshes[0], P()))
+        stages = {"embed": 0, "layers": [dict.fromkeys(w, n * 2 // LAYERS) for n, w in enumerate(initial["layers"])]}
+        layouts = jax.tree.map(lambda spec, stage: NamedSharding(mesh_of(stage), spec), SPECS, stages)
+        return jax.device_put(initial, layouts), jax.device_put(batch, NamedSharding(meshes[0], P()))
 
     params, rows = place(lambda stage: meshes[stage])
     gradients = mm.microbatch(jax.value_and_grad(mm.pipeline(loss, meshes)), size=SIZE, argnum=1)
@@ -124,9 +124,9 @@ def main():
     params, rows = place(lambda stage: meshes[0])
     plain = []
     with jax.set_mesh(meshes[0]):
-        alone = jax.jit(functools.partial(train, in_turn(jax.value_and_grad(loss))))
+        single_program = jax.jit(functools.partial(train, in_turn(jax.value_and_grad(loss))))
         for _ in range(STEPS):
-            value, params = alone(params, rows)
+            value, params = single_program(params, rows)
             plain.append(float(value))
 
     print("step  pipeline  jax.jit")

@@ -76,12 +76,12 @@ x = draw((32, 16)).astype(np.float32)
 total, grads = mm.jit(step)(w, x)
 
 with mm.context(ignore_transforms=True):
-    expected, wanted = jax.jit(step)(w, x)
+    expected, slopes = jax.jit(step)(w, x)
 for name, grad in grads.items():
     local = [f"{s.data.shape} on {s.device}" for s in grad.addressable_shards]
     print(f"gradient of {name}: {', '.join(local) if local else 'elsewhere'}")
     for shard in grad.addressable_shards:
-        np.testing.assert_allclose(shard.data, wanted[name][shard.index], rtol=0, atol=1e-5 * abs(wanted[name]).max())
+        np.testing.assert_allclose(shard.data, slopes[name][shard.index], rtol=0, atol=1e-5 * abs(slopes[name]).max())
 total = mm.distributed.gather(total)  # it lies on the last stage
 np.testing.assert_allclose(total, expected, rtol=1e-5)
 print(f"loss {total:.6f}, as on one device")

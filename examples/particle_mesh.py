@@ -56,10 +56,10 @@ def cost(positions, velocities, shape, mesh):
 @functools.partial(jax.jit, static_argnames="mesh")
 def grown(noise, mesh):
     """The density at the start and after ``STEPS`` steps, and how many particles left the halos at the end."""
-    shape, moved = noise.shape, displacements(noise, 0.5, mesh)
+    shape, offsets = noise.shape, displacements(noise, 0.5, mesh)
     cells = jnp.stack(jnp.meshgrid(*map(jnp.arange, shape), indexing="ij"), -1)
     paint = functools.partial(mm.grids.paint, shape=shape, mesh=mesh, spec=SPEC, halo=FAR)
-    start = cells + moved, moved  # without expansion, growing modes of small waves grow as exp(t)
+    start = cells + offsets, offsets  # without expansion, growing modes of small waves grow as exp(t)
     end, _ = jax.lax.fori_loop(0, STEPS, lambda _, state: step(*state, shape, mesh, 0.1, FAR), start)
     density, lost = paint(end)
     return paint(start[0])[0], density, lost
@@ -68,14 +68,14 @@ def grown(noise, mesh):
 def draw(path, n, job):
     """The picture: what eight devices and one make of the same noise."""
     noise = np.random.default_rng(0).standard_normal((n, n, n)).astype(np.float32)
-    found = []
+    results = []
     for devices in (jax.devices(), jax.local_devices()[:1]):
         mesh = Mesh(np.array(devices), ("x",))
         *densities, lost = grown(jax.device_put(noise, NamedSharding(mesh, SPEC)), mesh)
         np.testing.assert_equal(int(lost), 0)
-        whole = mm.distributed.gather(densities) if len(devices) > 1 else densities
-        found.append([np.asarray(x).sum(2) for x in whole])
-    (start, many), (_, one) = found
+        images = mm.distributed.gather(densities) if len(devices) > 1 else densities
+        results.append([np.asarray(x).sum(2) for x in images])
+    (start, many), (_, one) = results
     difference = np.abs(many - one).max()
     np.testing.assert_allclose(many, one, rtol=1e-2, atol=1e-2)
     if job.rank == 0:
@@ -99,7 +99,7 @@ def main():
     shape, rng = (n, n, n), np.random.default_rng(0)
     cells = np.stack(np.meshgrid(*map(np.arange, shape), indexing="ij"), -1)
     start = (cells + rng.uniform(-0.4, 0.4, cells.shape)).astype(np.float32)
-    found = []
+    results = []
     for devices in (jax.local_devices()[:1], jax.devices()):
         mesh = Mesh(np.array(devices), ("x",))
         positions = jax.device_put(start, NamedSharding(mesh, SPEC))
@@ -107,13 +107,13 @@ def main():
         (value, lost), slopes = run(positions, jnp.zeros_like(positions))
         if job.rank == 0:
             print(f"{len(devices)} devices: variance {float(value):.6f}, {int(lost)} particles left the halos")
-        found.append((float(value), slopes))
-    (expected, one), (value, slopes) = found
+        results.append((float(value), slopes))
+    (expected, one), (value, slopes) = results
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     one = np.asarray(one)
     largest = np.abs(one).max()
-    for each in slopes.addressable_shards:
-        np.testing.assert_allclose(each.data, one[each.index], atol=1e-4 * largest)
+    for shard in slopes.addressable_shards:
+        np.testing.assert_allclose(shard.data, one[shard.index], atol=1e-4 * largest)
     if job.rank == 0:
         print(f"ok: gradients by {one.size} coordinates are those of one device")
     if args.picture:

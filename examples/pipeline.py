@@ -84,10 +84,10 @@ def main():
 
     # 6. Everything stays where it is used.
     for name, mesh in (("front", front), ("back", back)):
-        found = {device.id for w in params[name].values() for device in w.devices()}
-        if found != {device.id for device in mesh.devices.flat}:
-            raise SystemExit(f"parameters of {name} left their submesh: they are on devices {sorted(found)}")
-        print(f"parameters of {name} are on devices {sorted(found)}")
+        devices = {device.id for w in params[name].values() for device in w.devices()}
+        if devices != {device.id for device in mesh.devices.flat}:
+            raise SystemExit(f"parameters of {name} left their submesh: they are on devices {sorted(devices)}")
+        print(f"parameters of {name} are on devices {sorted(devices)}")
 
     # 7. Each kernel is measured alone; the page shows when it would run on submeshes that run at the same time.
     train.profile(params, batch).simulated.to_html("timeline.html")

@@ -54,7 +54,7 @@ A = jax.device_put(
     jnp.diag(jnp.arange(1, jax.device_count() + 1, dtype=jnp.float32)),
     NamedSharding(mesh2d, P(None, ("x", "y"))),
 )
-whole = A
+replicated = A
 for shard in A.addressable_shards:
     print(f"shard\n {shard.data}")
 
@@ -72,10 +72,10 @@ out = potrs(
 )
 
 # The same over all devices of all processes: nothing is gathered, and N may be what no process could hold.
-out_whole = potrs(whole, jnp.ones((jax.device_count(), 1), dtype=jnp.float32))
+out_all = potrs(replicated, jnp.ones((jax.device_count(), 1), dtype=jnp.float32))
 
 expected = 1 / np.arange(1, jax.device_count() + 1)
-for name, x in (("gathered into each process", out), ("over all devices", out_whole)):
-    found = np.asarray(x.addressable_data(0))[:, 0]
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
-    print(f"ok: {name}: {found}")
+for name, x in (("gathered into each process", out), ("over all devices", out_all)):
+    values = np.asarray(x.addressable_data(0))[:, 0]
+    np.testing.assert_allclose(values, expected, rtol=1e-6)
+    print(f"ok: {name}: {values}")

@@ -39,13 +39,13 @@ def write(x):
         ts.open(spec, dtype=x.dtype, shape=x.shape, create=True, delete_existing=True).result()
     multihost_utils.sync_global_devices("made")
     store = ts.open(spec, open=True).result()
-    written = [store[s.index].write(np.asarray(s.data)) for s in x.addressable_shards if s.replica_id == 0]
-    for each in written:
-        each.result()
+    writes = [store[s.index].write(np.asarray(s.data)) for s in x.addressable_shards if s.replica_id == 0]
+    for future in writes:
+        future.result()
     multihost_utils.sync_global_devices("written")
 
 
-def read(sharding):
+def load(sharding):
     """Read the shards of this process."""
     store = ts.open({"driver": "zarr3", "kvstore": f"file://{path}/"}, open=True).result()
     return jax.make_array_from_callback(store.shape, sharding, lambda index: store[index].read().result())
@@ -54,11 +54,11 @@ def read(sharding):
 noise = np.random.default_rng(0).standard_normal((size, size, size), dtype=np.float32)
 field = jax.device_put(noise, NamedSharding(mesh, P("x", "y")))
 write(field)
-back = read(NamedSharding(mesh, P(None, ("y", "x"))))
-same = all((np.asarray(shard.data) == noise[shard.index]).all() for shard in back.addressable_shards)
-if not same:
+copy = load(NamedSharding(mesh, P(None, ("y", "x"))))
+equal = all((np.asarray(shard.data) == noise[shard.index]).all() for shard in copy.addressable_shards)
+if not equal:
     raise SystemExit(f"process {job.rank}: what was read differs from what was written")
-spectrum = mm.fft.fftn(read(field.sharding))  # straight from the file into a transform
+spectrum = mm.fft.fftn(load(field.sharding))  # straight from the file into a transform
 if job.rank == 0:
     mean = float(np.asarray(spectrum.addressable_shards[0].data)[0, 0, 0].real) / size**3
-    print(f"ok: {size}^3 in {path.name} as {field.sharding.spec}, read as {back.sharding.spec}; its mean is {mean:.6f}")
+    print(f"ok: {size}^3 in {path.name} as {field.sharding.spec}, read as {copy.sharding.spec}; its mean is {mean:.6f}")

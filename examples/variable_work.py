@@ -109,13 +109,13 @@ def pad(batch, rows):
     return jax.tree.map(lambda x: np.pad(x, ((0, rows - len(x)), (0, 0))), batch)
 
 
-def compare(name, ours, plain, params, batch, alone=None):
-    """Print a line of both losses; ``alone`` is the batch of plain ``jax.jit`` if that needs no padding."""
+def compare(name, ours, plain, params, batch, reference_batch=None):
+    """Print a line of both losses; ``reference_batch`` is the batch of plain ``jax.jit`` if that needs no padding."""
     value, grads = ours(params, batch)
-    wanted, expected = plain(jax.device_get(params), batch if alone is None else alone)
+    reference, expected = plain(jax.device_get(params), batch if reference_batch is None else reference_batch)
     pairs = zip(jax.tree.leaves(jax.device_get(grads)), jax.tree.leaves(jax.device_get(expected)), strict=True)
     error = max(np.abs(a - b).max() for a, b in pairs)
-    print(f"{name:<22} {value:.6f} {wanted:.6f} {error:.1e}")
+    print(f"{name:<22} {value:.6f} {reference:.6f} {error:.1e}")
 
 
 def main():
@@ -139,8 +139,8 @@ def main():
         return score(params, batch), jnp.sum(batch["weights"])
 
     value = mm.jit(as_pipeline(scored))(trained, held_out)
-    wanted, _ = plain(jax.device_get(trained), held_out)
-    print(f"{'evaluation':<22} {value:.6f} {wanted:.6f} -")
+    reference, _ = plain(jax.device_get(trained), held_out)
+    print(f"{'evaluation':<22} {value:.6f} {reference:.6f} -")
     print(f"{len(train.compiled)} programs for two numbers of rows")
 
 

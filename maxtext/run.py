@@ -12,9 +12,9 @@ sys.path[:] = OWN + sorted(sys.path[1:], key=lambda place: os.path.abspath(place
 if sys.prefix != VENV and os.path.exists(f"{VENV}/bin/python"):
     os.execv(f"{VENV}/bin/python", [f"{VENV}/bin/python", *sys.argv])  # noqa: S606
 try:
-    from pathlib import Path
-
     from multimesh_maxtext.command.cli import command
 except ImportError as missing:
     sys.exit(f"{missing.name} is not installed here; run: {ROOT}/bootstrap.sh --group run")
-command(sys.argv[1:], root=Path(ROOT))
+except KeyboardInterrupt:
+    sys.exit(130)
+command(sys.argv[1:], root=ROOT)

@@ -59,11 +59,11 @@ def ratio(rows: list[dict[str, Any]], stages: int, column: str) -> str:
 def summary() -> Iterator[str]:
     """Yield the figures of README: a step beside one program, peers, and forecasts of sources left out of the fit."""
     run, ratios, dates = step_run(), peer_ratios(), {row["jax"]: row["date"] for row in load(PEERS)["runs"]}
-    here = f"MultiMesh, jax {run['jax']}, {run['date']}"
-    rows = [(here, *(ratio(run["tables"][STEPS], stages, "ratio") for stages in (2, 4)))]
-    for who, jax in (("MultiMesh", "0.10.2"), ("SpectraX 0.1.4", "0.10.2"), ("JaxPP 0.9.2", "0.9.2")):
-        figures = (ratio(ratios[jax], stages, who.split()[0]) for stages in (2, 4))
-        rows.append((f"{who}, jax {jax}, {dates[jax]}", *figures))
+    name = f"MultiMesh, jax {run['jax']}, {run['date']}"
+    rows = [(name, *(ratio(run["tables"][STEPS], stages, "ratio") for stages in (2, 4)))]
+    for library, jax in (("MultiMesh", "0.10.2"), ("SpectraX 0.1.4", "0.10.2"), ("JaxPP 0.9.2", "0.9.2")):
+        figures = (ratio(ratios[jax], stages, library.split()[0]) for stages in (2, 4))
+        rows.append((f"{library}, jax {jax}, {dates[jax]}", *figures))
     yield table(("CPU time of a step, x one SPMD program", "2 stages", "4 stages"), rows)
     yield ""
     names = {"nvidia, dense": "NVIDIA's software", "pytorch, dense": "PyTorch", "maxtext, dense": "MaxText"}
@@ -93,9 +93,9 @@ def peers() -> Iterator[str]:
     ratios = peer_ratios()
     rows = []
     for number, row in enumerate(ratios["0.10.2"]):
-        figures = (f"{ratios[jax][number][who]:.2f}" for who, jax in columns)
+        figures = (f"{ratios[jax][number][library]:.2f}" for library, jax in columns)
         rows.append((row["d"], row["pp"], row["schedule"], *figures))
-    yield table(("width", "stages", "schedule", *(f"{who}, jax {jax}" for who, jax in columns)), rows)
+    yield table(("width", "stages", "schedule", *(f"{library}, jax {jax}" for library, jax in columns)), rows)
 
 
 def forecasts() -> Iterator[str]:
@@ -108,21 +108,21 @@ def forecasts() -> Iterator[str]:
     yield table(head, rows)
 
 
-def beside() -> Iterator[str]:
+def compare_best() -> Iterator[str]:
     """Yield suggestions beside the fastest published runs, by ``planner/benchmarks/beside.py --json``."""
     head = ("model, devices", "published: s (forecast)", "suggested: s", "because")
     rows = []
     for row in load("planner/benchmarks/runs/beside.json")["tables"]["Beside the best published"]:
         published = f"{row['published']}: {row['published s']:.4g} ({row['its forecast s']:.4g})"
-        suggested = f"{row['suggested']}: {row['suggested s']:.4g} ± {row['band %']:.0f} %"
-        rows.append((f"{row['model']}, {row['on']}", published, suggested, row["because"]))
+        text = f"{row['suggested']}: {row['suggested s']:.4g} ± {row['band %']:.0f} %"
+        rows.append((f"{row['model']}, {row['on']}", published, text, row["because"]))
     yield table(head, rows)
 
 
-MAKERS = {"summary": summary, "steps": steps, "peers": peers, "forecasts": forecasts, "beside": beside}
+MAKERS = {"summary": summary, "steps": steps, "peers": peers, "forecasts": forecasts, "beside": compare_best}
 
 
-def renewed(page: str) -> str:
+def renew(page: str) -> str:
     """Return the text of a page with the figures of the runs on file."""
     return BLOCK.sub(lambda match: f"{match[1]}{match[2]}" + "\n".join(MAKERS[match[1]]()), page)
 
@@ -131,7 +131,7 @@ def main() -> None:
     """Renew the pages."""
     for name in PAGES:
         path = ROOT / name
-        path.write_text(renewed(path.read_text(encoding="utf-8")), encoding="utf-8")
+        path.write_text(renew(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

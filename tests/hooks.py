@@ -28,9 +28,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             cases[item.nodeid.partition("[")[0], mark.args].add(item.callspec.id)
             if item.callspec.id not in mark.args:
                 item.add_marker(pytest.mark.full)
-    for (test, named), ids in cases.items():
-        if len(ids) > 1 and not ids.issuperset(named):  # one alone was asked for by its name
-            raise pytest.UsageError(f"{test}: telling names {sorted({*named} - ids)}, which are no cases of it")
+    for (test, names), ids in cases.items():
+        if len(ids) > 1 and not ids.issuperset(names):  # one alone was asked for by its name
+            raise pytest.UsageError(f"{test}: telling names {sorted({*names} - ids)}, which are no cases of it")
 
 
 def pytest_collection_finish() -> None:
@@ -43,8 +43,8 @@ def pytest_collection_finish() -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test that needs JAX's compiler for GPUs, which `.ci/run compile-gpu` has, where it is not installed."""
-    needed = ("jax_cuda12_plugin", "nvidia.cuda_nvcc")
+    modules = ("jax_cuda12_plugin", "nvidia.cuda_nvcc")
     if item.get_closest_marker("compile_gpu") and not (
-        importlib.util.find_spec("nvidia") and all(map(importlib.util.find_spec, needed))
+        importlib.util.find_spec("nvidia") and all(map(importlib.util.find_spec, modules))
     ):
         pytest.skip("needs ./bootstrap.sh --group compile-gpu")

@@ -27,12 +27,12 @@ def bottom_up(imported: Mapping[str, set[str]]) -> list[str]:
     return list(graphlib.TopologicalSorter(imported).static_order())
 
 
-def of_file(path: Path, package: str, listed: Container[str]) -> Iterator[str]:
+def of_file(path: Path, package: str, modules: Container[str]) -> Iterator[str]:
     """Yield the modules of a package that a file imports: of those known, else what holds them."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package:
             module = (node.module or "").partition(".")[2]
             for name in (".".join(filter(None, (module, alias.name))) for alias in node.names):
-                yield name if name in listed else module or "__init__"
+                yield name if name in modules else module or "__init__"
         elif isinstance(node, ast.Import):
             yield from (a.name.partition(".")[2] or "__init__" for a in node.names if a.name.split(".")[0] == package)

@@ -15,8 +15,8 @@ FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 def names() -> list[str]:
     """Return the Markdown files that git tracks."""
     argv = ["git", "-C", str(ROOT), "ls-files", "-z", "--", "*.md"]
-    listed = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
-    return [name for name in listed.split("\0") if name]
+    output = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+    return [name for name in output.split("\0") if name]
 
 
 def blocks(name: str, language: str) -> list[str]:

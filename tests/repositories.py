@@ -16,9 +16,9 @@ ALONE = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull} | {
 def git(cwd: Path, *args: str, stdin: bytes | None = None) -> str:
     """Run git in a folder; return what it prints."""
     command = ["git", "-c", "init.defaultBranch=main", "-c", "protocol.file.allow=always", *args]
-    done = subprocess.run(command, cwd=cwd, input=stdin, capture_output=True, env=os.environ | ALONE)
-    assert done.returncode == 0, f"{command}: {done.stderr.decode()}"
-    return done.stdout.decode().rstrip("\n")
+    process = subprocess.run(command, cwd=cwd, input=stdin, capture_output=True, env=os.environ | ALONE)
+    assert process.returncode == 0, f"{command}: {process.stderr.decode()}"
+    return process.stdout.decode().rstrip("\n")
 
 
 def commit(place: Path, files: dict[str, str | None], message: str = "change") -> str:

@@ -104,11 +104,11 @@ def main() -> int:
             raise Refused("third_party/jax is not there; run ./bootstrap.sh --group source")
         version = (args.sources / "jax" / ".bazelversion").read_text(encoding="utf-8").strip()
         fetch_bazel(os.environ["BAZEL_URL"], os.environ.get("BAZEL_SHA256", ""), version, bazel, secrets / "ca.pem")
-    except Refused as refused:
-        print(f"error: {refused}", file=sys.stderr)
+    except Refused as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
-    done = subprocess.run([sys.executable, str(program), *arguments], cwd=args.sources / "jax", check=False)
-    return done.returncode
+    process = subprocess.run([sys.executable, str(program), *arguments], cwd=args.sources / "jax", check=False)
+    return process.returncode
 
 
 if __name__ == "__main__":

@@ -32,13 +32,13 @@ def api(names: str) -> Iterator[str]:
     """Yield the reference of these names, from their docstrings."""
     for name in names.split():
         module, _, last = f"multimesh.{name}".rpartition(".")
-        found = getattr(find_module(module), last)
-        if inspect.isclass(found):
+        value = getattr(find_module(module), last)
+        if inspect.isclass(value):
             kind, options = "autoclass", ["   :members:"]
-            if issubclass(found, Exception):
+            if issubclass(value, Exception):
                 kind, options = "autoexception", ["   :show-inheritance:"]
         else:
-            kind, options = ("autofunction", []) if callable(found) else ("autodata", [])
+            kind, options = ("autofunction", []) if callable(value) else ("autodata", [])
         yield from ("```{eval-rst}", f".. {kind}:: {module}.{last}", *options, "```", "")
 
 
@@ -51,13 +51,13 @@ def find_module(name: str) -> Any:
 
 def errors(package: str) -> Iterator[str]:
     """Yield a table of the messages for each module of a package."""
-    for module, subject, found in messages.collect(package):
+    for module, subject, entries in messages.collect(package):
         title, _, more = subject.partition(". ")
         if package == "multimesh":  # a note below a message links here (multimesh/errors.py)
             yield f"({re.sub(r'[._]', '-', module.partition('.')[2])})="
         yield from (f"#### {title.rstrip('.')}", "", f"{more} Module `{module.partition('.')[2]}`.".strip(), "")
         yield from ("| message | what to do |", "|---|---|")
-        yield from (f"| {each.cause} (`{each.kind}`) | {each.remedy} |" for each in found)
+        yield from (f"| {error.cause} (`{error.kind}`) | {error.remedy} |" for error in entries)
         yield ""
 
 
@@ -72,19 +72,19 @@ def codes(package: str) -> Iterator[str]:
 
 def flags(_: str) -> Iterator[str]:
     """Yield a table for each group of flags of ``maxtext/run.py``, and one of flags that are settings of MaxText."""
-    records, known = (importlib.import_module(name) for name in ("multimesh_maxtext.command.flags", "original"))
+    records, original = (importlib.import_module(name) for name in ("multimesh_maxtext.command.flags", "original"))
     for name, flag in records.FLAGS.items():
         if name in records.GROUPS:
             title, about = records.GROUPS[name]
             yield from ("", f"## {title.capitalize()}", "", messages.plain(about), "")
             yield from ("| flag | what it does | in the original |", "|---|---|---|")
-        shown = " ".join(filter(None, (flag.option, flag.value))) if flag.value else _switch(name, records)
-        default = known.DEFAULTS.get(flag.option)
-        there = f"the same; default: {messages.plain(default)}" if default else "the same"
+        usage = " ".join(filter(None, (flag.option, flag.value))) if flag.value else _switch(name, records)
+        default = original.DEFAULTS.get(flag.option)
+        entry = f"the same; default: {messages.plain(default)}" if default else "the same"
         cells = (
-            f"`{shown}`".replace("|", r"\|"),
+            f"`{usage}`".replace("|", r"\|"),
             messages.plain(flag.help),
-            there if flag.option in known.FLAGS else "",
+            entry if flag.option in original.FLAGS else "",
         )
         yield f"| {' | '.join(cells)} |"
     settings = importlib.import_module("multimesh_maxtext.command.command_line").SETTINGS
@@ -95,7 +95,7 @@ def flags(_: str) -> Iterator[str]:
         "These flags of the original are settings of MaxText; both are accepted.",
     )
     yield from ("", "| flag | setting |", "|---|---|")
-    yield from (f"| `{flag}` | `{setting}` |" for flag, setting in settings.items() if flag in known.FLAGS)
+    yield from (f"| `{flag}` | `{setting}` |" for flag, setting in settings.items() if flag in original.FLAGS)
     yield ""
 
 
@@ -106,11 +106,11 @@ def _switch(name: str, records: Any) -> str:
 
 def timelines(uses: str) -> Iterator[str]:
     """Yield links to the pages that `draw_timelines` makes, by use: ``use: name name; use: name``."""
-    named = {use.strip(): names.split() for use, _, names in (each.partition(":") for each in uses.split(";"))}
-    if sorted(name for names in named.values() for name in names) != sorted(_forecasts()):
+    names_of = {use.strip(): names.split() for use, _, names in (part.partition(":") for part in uses.split(";"))}
+    if sorted(name for names in names_of.values() for name in names) != sorted(_forecasts()):
         raise ExtensionError(f"timelines: {uses!r} does not name each schedule once: {', '.join(_forecasts())}")
     yield "<p>Look at them as pages that explain each box you point at:</p><ul>"
-    for use, names in named.items():
+    for use, names in names_of.items():
         links = ", ".join(f'<a href="../timelines/{name}.html">{name}</a>' for name in names)
         yield f"<li>{use}: {links}</li>"
     yield "</ul>"
@@ -148,8 +148,8 @@ def names(page: str) -> Iterator[str]:
 def version(_: str) -> Iterator[str]:
     """Yield the version of the library, and where its repository is if the build knows that."""
     release = tomllib.loads((messages.ROOT / "multimesh" / "pyproject.toml").read_text(encoding="utf-8"))
-    where = os.environ.get("GITHUB_REPOSITORY")
-    link = f" · [repository](https://github.com/{where})" if where else ""
+    repository = os.environ.get("GITHUB_REPOSITORY")
+    link = f" · [repository](https://github.com/{repository})" if repository else ""
     yield f"Version {release['project']['version']}{link}"
 
 
@@ -168,12 +168,12 @@ MAKERS = {
 def fill(app: Sphinx, page: str, source: list[str]) -> None:
     """Replace the marks of a page."""
 
-    def made(match: re.Match[str]) -> str:
+    def generate(match: re.Match[str]) -> str:
         if match[1] not in MAKERS:
             raise ExtensionError(f"{page}: nothing makes {match[1]!r}; there are {', '.join(MAKERS)}")
         return "\n".join(MAKERS[match[1]](match[2]))
 
-    source[0] = MADE.sub(made, source[0])
+    source[0] = MADE.sub(generate, source[0])
 
 
 def mark_words(app: Sphinx, tree: nodes.document) -> None:
@@ -185,7 +185,7 @@ def mark_words(app: Sphinx, tree: nodes.document) -> None:
         if max(map(len, code.astext().split()), default=0) > LONG:
             code["classes"].append("long")
             first, *others = map(nodes.Text, BREAK.split(code.astext()))
-            pairs = ((nodes.raw("", "<wbr>", format="html"), each) for each in others)
+            pairs = ((nodes.raw("", "<wbr>", format="html"), other) for other in others)
             code.children = []
             code.extend([first, *itertools.chain.from_iterable(pairs)])
     for entry in tree.findall(nodes.entry):
@@ -194,18 +194,18 @@ def mark_words(app: Sphinx, tree: nodes.document) -> None:
         for text in list(entry.findall(nodes.Text)):
             if not isinstance(text.parent, nodes.literal):
                 pieces = enumerate(NUMBER.split(text))
-                kept = [nodes.inline("", each, classes=["number"]) if i % 2 else nodes.Text(each) for i, each in pieces]
-                text.parent.replace(text, kept)
+                runs = [nodes.inline("", part, classes=["number"]) if i % 2 else nodes.Text(part) for i, part in pieces]
+                text.parent.replace(text, runs)
 
 
-def hide_constructor(app: Sphinx, what: str, name: str, *_: Any) -> tuple[str, None] | None:
+def hide_constructor(app: Sphinx, kind: str, name: str, *_: Any) -> tuple[str, None] | None:
     """Leave out how objects are made that users only receive; a schedule may be theirs."""
-    return ("", None) if what == "class" and ".schedules." not in name else None
+    return ("", None) if kind == "class" and ".schedules." not in name else None
 
 
-def mend(app: Sphinx, what: str, name: str, found: Any, options: Any, lines: list[str]) -> None:
+def mend(app: Sphinx, kind: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
     """Undo what napoleon, which runs before, reads into docstrings: types of properties, and several names as one."""
-    if what == "property" and lines and lines[-1].startswith(":type: "):
+    if kind == "property" and lines and lines[-1].startswith(":type: "):
         lines[:] = [f"{lines[-1].removeprefix(':type: ')}: {' '.join(lines[:-1]).strip()}"]
     several = [re.match(r":(?:ivar|vartype) ([^:]*, [^:]*):", line) for line in lines]
     lines[:] = [

@@ -42,8 +42,8 @@ class Message:
     @property
     def parts(self) -> tuple[str, str]:
         """Return what is wrong and the remedy, which comes last: behind a semicolon, or as an order behind a colon."""
-        found = _REMEDY.fullmatch(self.text)
-        return (found[1], found[2]) if found else (self.text, "")
+        match = _REMEDY.fullmatch(self.text)
+        return (match[1], match[2]) if match else (self.text, "")
 
     @property
     def cause(self) -> str:
@@ -66,11 +66,11 @@ def collect(package: str) -> Iterator[tuple[str, str, list[Message]]]:
     folder = PACKAGES[package]
     for path in sorted(folder.rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        found = [message for node in ast.walk(tree) if isinstance(node, ast.Call) for message in _messages(node)]
-        if found:
+        collected = [message for node in ast.walk(tree) if isinstance(node, ast.Call) for message in _messages(node)]
+        if collected:
             name = ".".join(path.relative_to(folder.parent).with_suffix("").parts).removesuffix(".__init__")
             about = (ast.get_docstring(tree) or "").partition("\n\n")[0]
-            yield name, plain(about), list(dict.fromkeys(found))
+            yield name, plain(about), list(dict.fromkeys(collected))
     for path in folder.rglob("complaints.toml"):  # what it says of a program that failed
         rows = tomllib.loads(path.read_text(encoding="utf-8"))["complaint"]
         texts = [(row["error"], re.sub(r"\{(\w+)\}", rf"{GAP}\1{GAP}", row["message"])) for row in rows]
@@ -81,8 +81,8 @@ def collect(package: str) -> Iterator[tuple[str, str, list[Message]]]:
 def _messages(call: ast.Call) -> Iterator[Message]:
     kind = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     if kind == "refuse" and len(call.args) == 3:
-        what, wanted = (_template(arg) for arg in call.args[:2])
-        yield Message("UsageError", f"{what} must be {wanted}, got {GAP}value{GAP}")
+        name, expected = (_template(arg) for arg in call.args[:2])
+        yield Message("UsageError", f"{name} must be {expected}, got {GAP}value{GAP}")
     elif (kind.endswith("Error") and kind not in NOT_FOR_USERS) or kind == "Refused":
         for arg in call.args[:1]:
             for choice in (arg.body, arg.orelse) if isinstance(arg, ast.IfExp) else (arg,):
@@ -111,10 +111,10 @@ def _template(node: ast.expr) -> str:
 
 def plain(text: str) -> str:
     """Markdown that shows a text as it is, on one line: its holes in italics, what looks like code as code."""
-    shown = []
+    parts = []
     for number, piece in enumerate(" ".join(text.replace("`", "").split()).split(GAP)):
         for code, part in enumerate([piece] if number % 2 else _CODE.split(piece)):
-            shown.append(f"`{part}`" if code % 2 else _SPECIAL.sub(r"\\\1", part))
+            parts.append(f"`{part}`" if code % 2 else _SPECIAL.sub(r"\\\1", part))
         if number % 2:
-            shown[-1] = f"*{shown[-1]}*"
-    return "".join(shown)
+            parts[-1] = f"*{parts[-1]}*"
+    return "".join(parts)

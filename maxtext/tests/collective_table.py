@@ -58,10 +58,10 @@ def gathered_weights(record: Record) -> Iterator[str]:
     """Yield the collectives in the loop of a case that make an array of a parameter's shape and nobody asked for."""
     matrices = {_sorted(shape) for shape in record["parameters"] if math.prod(shape) >= _MATRIX}
     for kernel in record["kernels"]:
-        for each in kernel["collectives"] if kernel["looped"] else ():
-            asked = SHARDS_WEIGHTS.intersection(each["axes"])
-            if not asked and not matrices.isdisjoint(map(_sorted, each["shapes"])):
-                yield f"{kernel['name']}: {each['kind']} {each['shapes']} over {', '.join(each['axes'])}"
+        for op in kernel["collectives"] if kernel["looped"] else ():
+            weight_axes = SHARDS_WEIGHTS.intersection(op["axes"])
+            if not weight_axes and not matrices.isdisjoint(map(_sorted, op["shapes"])):
+                yield f"{kernel['name']}: {op['kind']} {op['shapes']} over {', '.join(op['axes'])}"
 
 
 def _sorted(shape: Iterable[int]) -> tuple[int, ...]:
@@ -70,13 +70,13 @@ def _sorted(shape: Iterable[int]) -> tuple[int, ...]:
 
 def rows(record: Record) -> dict[str, dict[str, int]]:
     """Return the bytes of each kind of collective in each kernel of the loop."""
-    found: dict[str, dict[str, int]] = {}
+    totals: dict[str, dict[str, int]] = {}
     for kernel in record["kernels"]:
         if kernel["looped"]:
-            total = found.setdefault(kernel["name"], dict.fromkeys(KINDS, 0))
-            for each in kernel["collectives"]:
-                total[each["kind"]] += each["bytes"]
-    return found
+            total = totals.setdefault(kernel["name"], dict.fromkeys(KINDS, 0))
+            for op in kernel["collectives"]:
+                total[op["kind"]] += op["bytes"]
+    return totals
 
 
 def table(records: Iterable[Record]) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def table(records: Iterable[Record]) -> dict[str, Any]:
     }
 
 
-def stored() -> dict[str, Any]:
+def load_table() -> dict[str, Any]:
     """Return the tables on file."""
     return dict(json.loads(FILE.read_text(encoding="utf-8")))
 

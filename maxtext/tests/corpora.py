@@ -65,9 +65,9 @@ def json_lines(folder: Path, texts: Sequence[str], files: int = 2) -> str:
 def mixture(folder: Path, texts: Sequence[str]) -> Path:
     """Write two sets of ArrayRecord files, and a file that says in which shares they are mixed; return that."""
     parts = {}
-    for name, weight, some in (("often", 3, texts[::2]), ("seldom", 1, texts[1::2])):
+    for name, weight, part in (("often", 3, texts[::2]), ("seldom", 1, texts[1::2])):
         (folder / name).mkdir()
-        parts[name] = {"path": array_records(folder / name, some), "weight": weight}
+        parts[name] = {"path": array_records(folder / name, part), "weight": weight}
     (config := folder / "mixture.json").write_text(json.dumps(parts), encoding="utf-8")
     return config
 
@@ -105,17 +105,17 @@ def huggingface(folder: Path, texts: Sequence[str]) -> Path:
     """Train a tokenizer, and write it as Hugging Face's libraries read it."""
     import tokenizers
 
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
     names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=TOKENS, special_tokens=list(names.values()), show_progress=False
     )
-    made.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     (folder / "hf").mkdir()
-    made.save(str(folder / "hf/tokenizer.json"))
-    described = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
-    (folder / "hf/tokenizer_config.json").write_text(json.dumps(described), encoding="utf-8")
+    tokenizer.save(str(folder / "hf/tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
+    (folder / "hf/tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder / "hf"
 
 

@@ -103,7 +103,10 @@ COMBINED = {
     "qwen3-30b-a3b, fsdp x ep": (
         f"--cpus 8 --fsdp 2 --ep 2 --pp 2 --num-layers 2 --model-name qwen3-30b-a3b {_NARROW} {_AS_WIDE}"
     ),
-    "deepseek3, ep": UNLIKE["deepseek"].replace("--cpus 4 --pp 4", "--cpus 8 --dp 2 --ep 2 --pp 2"),
+    "deepseek3-tiny, ep": (
+        "--cpus 8 --dp 2 --ep 2 --pp 2 --num-layers 4 --model-name deepseek3-tiny first_num_dense_layers=1 "
+        "sparse_matmul=false vocab_size=384"
+    ),
     "muon, zero 2": f"{_EIGHT} --num-layers 2 --zero 2 opt_type=muon",
     "skip on spikes": f"{_EIGHT} --num-layers 2 skip_step_on_spikes=true",
     "gemma3": UNLIKE["gemma3"].replace(_FOUR, _EIGHT),

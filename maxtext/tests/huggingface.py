@@ -57,10 +57,10 @@ def settings(kind: str) -> list[str]:
         "head_dim": "head_dim",
         "vocab_size": "vocab_size",
     }
-    found = [f"{name}={SIZES[key]}" for key, name in names.items()]
+    words = [f"{name}={SIZES[key]}" for key, name in names.items()]
     wide = SIZES["intermediate_size"]
     moe = [f"base_moe_mlp_dim={wide}", "num_experts=4", "num_experts_per_tok=2", "sparse_matmul=false"]
-    return found + (moe if kind == "mixtral" else [])
+    return words + (moe if kind == "mixtral" else [])
 
 
 def make(kind: str, folder: Path) -> None:
@@ -101,12 +101,12 @@ def logits(kind: str, folder: Path, parameters: Path, scan: str) -> None:
     words += [f"load_parameters_path={parameters}", f"scan_layers={scan}", "skip_jax_distributed_system=true"]
     words += ["hardware=cpu", "attention=dot_product", f"max_target_length={LENGTH}", f"per_device_batch_size={ROWS}"]
     config = pyconfig.initialize([*words, "run_name=logits", "enable_checkpointing=true", "matmul_precision=highest"])
-    found = model_creation_utils.from_pretrained(config)
-    model = found[0] if isinstance(found, tuple) else found
+    result = model_creation_utils.from_pretrained(config)
+    model = result[0] if isinstance(result, tuple) else result
     tokens = jnp.asarray(np.load(folder / "logits.npz")["tokens"], jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(LENGTH), tokens.shape)
-    made = model(tokens, positions, decoder_segment_ids=jnp.ones_like(tokens), enable_dropout=False)
-    np.save(folder / "maxtext.npy", np.asarray(made))
+    values = model(tokens, positions, decoder_segment_ids=jnp.ones_like(tokens), enable_dropout=False)
+    np.save(folder / "maxtext.npy", np.asarray(values))
 
 
 def loss(folder: Path, rows: Path) -> None:
@@ -131,9 +131,9 @@ def sample(folder: Path, tokenizer: Path, text: Path) -> None:
     prompt = words("A pipeline", return_tensors="pt", add_special_tokens=False).input_ids
     tokens = words(text.read_text(), return_tensors="pt", add_special_tokens=False).input_ids[:, : 2 * LENGTH]
     with torch.no_grad():
-        made = model.generate(prompt, max_new_tokens=40, do_sample=True, top_k=20, pad_token_id=0)
-        found = model(tokens, labels=tokens).loss
-    print(json.dumps({"text": words.decode(made[0]), "loss": float(found)}))
+        continuation = model.generate(prompt, max_new_tokens=40, do_sample=True, top_k=20, pad_token_id=0)
+        value = model(tokens, labels=tokens).loss
+    print(json.dumps({"text": words.decode(continuation[0]), "loss": float(value)}))
 
 
 def to_huggingface(maxtext: Path, parameters: Path, target: Path, tokenizer: Path, scan: str = "false") -> None:
@@ -149,7 +149,7 @@ def to_huggingface(maxtext: Path, parameters: Path, target: Path, tokenizer: Pat
 
 def flags(words: Sequence[str]) -> list[str]:
     """The sizes among settings of MaxText, as the flags of ``run.py`` that decide them."""
-    decided = {
+    flag_of = {
         "base_emb_dim": "--model-dims",
         "base_mlp_dim": "--mlp-dims",
         "base_num_decoder_layers": "--num-layers",
@@ -157,7 +157,7 @@ def flags(words: Sequence[str]) -> list[str]:
     }
     pairs = [word.partition("=") for word in words if not word.startswith("base_moe_mlp_dim=")]  # as --mlp-dims
     return [
-        part for key, _, value in pairs for part in ([decided[key], value] if key in decided else [f"{key}={value}"])
+        part for key, _, value in pairs for part in ([flag_of[key], value] if key in flag_of else [f"{key}={value}"])
     ]
 
 
@@ -168,8 +168,8 @@ def _base() -> str:
 
 
 if __name__ == "__main__":
-    part, first, *rest = sys.argv[1:]
+    part, first, *arguments = sys.argv[1:]
     if part in ("loss", "sample"):
-        {"loss": loss, "sample": sample}[part](*map(Path, (first, *rest)))
+        {"loss": loss, "sample": sample}[part](*map(Path, (first, *arguments)))
     else:
-        {"make": make, "convert": convert, "logits": logits}[part](first, *map(Path, rest[:2]), *rest[2:])
+        {"make": make, "convert": convert, "logits": logits}[part](first, *map(Path, arguments[:2]), *arguments[2:])

@@ -89,9 +89,14 @@ class Job:
         """What the newest run printed."""
         return (self.folder / "said").read_text()
 
-    def processes(self) -> list[int]:
-        """All processes whose command line names the folder."""
-        return [pid for pid, words in command_lines() if str(self.folder) in words]
+    def processes(self, patience: float = 0.0) -> list[int]:
+        """All processes whose command line names the folder, where some do not go in time."""
+        deadline = time.monotonic() + patience
+        while True:
+            pids = [pid for pid, words in command_lines() if str(self.folder) in words]
+            if not pids or time.monotonic() > deadline:
+                return pids
+            time.sleep(0.05)
 
     def checkpoints(self) -> list[int]:
         """Complete checkpoints."""

@@ -50,9 +50,9 @@ def names(package: Path) -> list[str]:
 
 def tiny(name: str, package: Path) -> list[str]:
     """Return the flags of a tiny pipeline of a model."""
-    own = yaml.safe_load((package / f"configs/models/{name}.yml").read_text(encoding="utf-8"))
-    wide = own.get("base_moe_mlp_dim") == own.get("base_mlp_dim", 0)  # then --mlp-dims decides both
-    small = {key: value for key, value in _SMALL.items() if own.get(key, 1) not in (-1, 0, 1)}
+    config = yaml.safe_load((package / f"configs/models/{name}.yml").read_text(encoding="utf-8"))
+    wide = config.get("base_moe_mlp_dim") == config.get("base_mlp_dim", 0)  # then --mlp-dims decides both
+    small = {key: value for key, value in _SMALL.items() if config.get(key, 1) not in (-1, 0, 1)}
     settings = [f"{key}={value}" for key, value in small.items() if not (wide and key == "base_moe_mlp_dim")]
     return ["--model-name", name, *TINY.split(), *settings, "dtype=float32", "sparse_matmul=false"]
 
@@ -63,22 +63,22 @@ def verdict(name: str, package: Path) -> tuple[str, str]:
     try:
         return str(check_job(parsed, package).model.resolved.get("decoder_block")), ""
     except LauncherError as error:
-        plain = check_job(read(["--backend", "spmd", "--cpus", "1", "--model-name", name]), package)
-        return str(plain.model.resolved.get("decoder_block")), str(error)
+        one_program = check_job(read(["--backend", "spmd", "--cpus", "1", "--model-name", name]), package)
+        return str(one_program.model.resolved.get("decoder_block")), str(error)
 
 
-def alike(package: Path) -> dict[tuple[str, str], list[str]]:
+def group_all(package: Path) -> dict[tuple[str, str], list[str]]:
     """Return the models of each decoder block and verdict; those that run come first."""
-    found: dict[tuple[str, str], list[str]] = {}
+    groups: dict[tuple[str, str], list[str]] = {}
     for name in names(package):
-        found.setdefault(verdict(name, package), []).append(name)
-    return dict(sorted(found.items(), key=lambda item: (bool(item[0][1]), item[0])))
+        groups.setdefault(verdict(name, package), []).append(name)
+    return dict(sorted(groups.items(), key=lambda item: (bool(item[0][1]), item[0])))
 
 
 def _rows(package: Path) -> Iterator[str]:
-    for (block, refusal), found in alike(package).items():
-        said = "; ".join(_WHY.sub(r"`\1`: \2", line) for line in refusal.splitlines()) or "runs"
-        yield f"| {block} | {', '.join(found)} | {said} |"
+    for (block, refusal), group in group_all(package).items():
+        text = "; ".join(_WHY.sub(r"`\1`: \2", line) for line in refusal.splitlines()) or "runs"
+        yield f"| {block} | {', '.join(group)} | {text} |"
 
 
 def table() -> str:
@@ -93,5 +93,5 @@ def documented() -> str:
 
 
 if __name__ == "__main__" and "--write" in sys.argv:
-    before, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)
-    DOCUMENT.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    before, _, tail = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)
+    DOCUMENT.write_text(f"{before}{BEGIN}\n{table()}\n{END}{tail.partition(END)[2]}", encoding="utf-8")

@@ -78,9 +78,6 @@ FLAGS = [
 ]
 """Every flag that one of its releases had."""
 
-GONE = ["--dump-all-passes", "--hlo"]
-"""Those that are not here; docs/migrating.md says what to use."""
-
 DEFAULTS = {
     "--gpus": "8",
     "--cpus": "4",

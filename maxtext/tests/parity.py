@@ -55,16 +55,16 @@ class Result:
 
     def gap(self, key: str) -> float:
         """Largest relative difference of a metric over all steps."""
-        return max(_relative(ours[key], theirs[key]) for ours, theirs in self.steps)
+        return max(_relative(actual[key], expected[key]) for actual, expected in self.steps)
 
     @property
     def parameter_gap(self) -> float:
         """Largest relative difference of the norm of any parameter after any step."""
-        assert all(ours.keys() == theirs.keys() for ours, theirs in self.parameters)
+        assert all(actual.keys() == expected.keys() for actual, expected in self.parameters)
         return max(
-            _relative(norm, theirs[name])
-            for ours, theirs in self.parameters
-            for name, norm in ours.items()
+            _relative(norm, expected[name])
+            for actual, expected in self.parameters
+            for name, norm in actual.items()
             if not any(part in name for part in GRADIENTLESS)
         )
 
@@ -81,12 +81,12 @@ def compare(cases: Mapping[str, str], folder: Path, *, steps: int = 20) -> dict[
     jobs = {name: small_job(flags.split(), steps, folder) for name, flags in cases.items()}
     assert len({job.devices for job in jobs.values()}) == 1, "one process has one number of devices"
     pipelines = _run(jobs, folder / "pipelines", find_maxtext(ROOT))
-    alone = {name: reference_job(job) for name, job in jobs.items()}
-    first = {name: next(other for other in alone if alone[other] == alone[name]) for name in alone}
+    references = {name: reference_job(job) for name, job in jobs.items()}
+    first = {name: next(other for other in references if references[other] == references[name]) for name in references}
     programs, unpatched = dict[str, dict[str, Any]](), published(folder / "published")
-    for devices in sorted({job.devices for job in alone.values()}):
-        mine = {name: alone[name] for name in first.values() if alone[name].devices == devices}
-        programs |= _run(mine, folder / f"programs-{devices}", unpatched)
+    for devices in sorted({job.devices for job in references.values()}):
+        group = {name: references[name] for name in first.values() if references[name].devices == devices}
+        programs |= _run(group, folder / f"programs-{devices}", unpatched)
     return {name: _result(pipelines[name], programs[first[name]], shared=name != first[name]) for name in cases}
 
 
@@ -97,17 +97,17 @@ def small_job(flags: Sequence[str], steps: int, folder: Path) -> Job:
     """
     argv = [*SMALL.split(), *flags, "--num-steps", str(steps), "--text", str(CORPUS)]
     if "TABLE" in argv:
-        here = argv.index("TABLE")
-        plain = _checked([*argv[: here - 1], *argv[here + 1 :], "--schedule", "wavefront"])
-        argv[here] = str(_write_table(plain, folder))
-    job = _checked(argv)
+        index = argv.index("TABLE")
+        base = _check([*argv[: index - 1], *argv[index + 1 :], "--schedule", "wavefront"])
+        argv[index] = str(_write_table(base, folder))
+    job = _check(argv)
     if job.rows >= job.mesh_devices:
         return job
     sizes = ["--microbatch-size", str(job.mesh_devices), "--batch-size", str(job.mesh_devices * job.microbatches)]
-    return _checked([*argv, *sizes])
+    return _check([*argv, *sizes])
 
 
-def _checked(argv: Sequence[str]) -> Job:
+def _check(argv: Sequence[str]) -> Job:
     return check_job(read(argv), find_maxtext(ROOT) / "maxtext")
 
 
@@ -155,20 +155,20 @@ def run_cases(kind: str, jobs: Mapping[str, Job], folder: Path, maxtext: Path) -
 
 
 def _run(jobs: Mapping[str, Job], folder: Path, maxtext: Path) -> dict[str, dict[str, Any]]:
-    found = run_cases("train", jobs, folder, maxtext)
-    for number, record in enumerate(found):
+    records = run_cases("train", jobs, folder, maxtext)
+    for number, record in enumerate(records):
         metrics = folder / str(number) / "metrics.jsonl"
         record["steps"] = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
         placement = folder / str(number) / "placement.json"
-        written = json.loads(placement.read_text()) if placement.exists() else {}
-        record["placement"] = {when: state["arrays"] for when, state in written.items()}
-    return {record["name"]: record for record in found}
+        placements = json.loads(placement.read_text()) if placement.exists() else {}
+        record["placement"] = {when: state["arrays"] for when, state in placements.items()}
+    return {record["name"]: record for record in records}
 
 
-def _result(ours: dict[str, Any], theirs: dict[str, Any], *, shared: bool) -> Result:
-    seconds = ours["seconds"] + (0 if shared else theirs["seconds"])
-    error = ours["error"] or (theirs["error"] and f"one program: {theirs['error']}")
+def _result(pipeline: dict[str, Any], reference: dict[str, Any], *, shared: bool) -> Result:
+    seconds = pipeline["seconds"] + (0 if shared else reference["seconds"])
+    error = pipeline["error"] or (reference["error"] and f"one program: {reference['error']}")
     if error:
         return Result(error, [], [], {}, seconds)
-    steps, parameters = (list(zip(ours[key], theirs[key], strict=True)) for key in ("steps", "parameters"))
-    return Result(None, steps, parameters, ours["placement"], seconds)
+    steps, parameters = (list(zip(pipeline[key], reference[key], strict=True)) for key in ("steps", "parameters"))
+    return Result(None, steps, parameters, pipeline["placement"], seconds)

@@ -58,13 +58,13 @@ def compile_case(name: str, folder: Path) -> dict[str, Any]:
         *["--forecast", "--compile", "--backend", "spmd", "--json"],
         *job,
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{name}: {done.stderr}")
-    told = json.loads(done.stdout)
-    needs = zip(told["forecast"], told["compiled"], strict=True)
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise RuntimeError(f"{name}: {process.stderr}")
+    document = json.loads(process.stdout)
+    needs = zip(document["forecast"], document["compiled"], strict=True)
     memory = [round(forecast["total"] / need["total"] - 1, 3) for forecast, need in needs]
-    return {"programs": {name: select(costs) for name, costs in told["programs"].items()}, "memory": memory}
+    return {"programs": {name: select(costs) for name, costs in document["programs"].items()}, "memory": memory}
 
 
 def select(costs: dict[str, float]) -> dict[str, float]:
@@ -83,11 +83,11 @@ def select(costs: dict[str, float]) -> dict[str, float]:
 
 def ratios(record: dict[str, Any], to: str = "program") -> dict[str, float]:
     """Return the sizes of a case as multiples of those of one of MaxText's own programs."""
-    ours, theirs = record["programs"]["multimesh"], record["programs"].get(to)
-    return {size: round(ours[size] / theirs[size], 3) for size in SIZES if theirs[size]} if theirs else {}
+    costs, reference = record["programs"]["multimesh"], record["programs"].get(to)
+    return {size: round(costs[size] / reference[size], 3) for size in SIZES if reference[size]} if reference else {}
 
 
-def stored() -> dict[str, Any]:
+def load_table() -> dict[str, Any]:
     """Return the table on file."""
     return dict(json.loads(FILE.read_text(encoding="utf-8"))) if FILE.exists() else {}
 
@@ -98,7 +98,7 @@ def main(names: Iterable[str]) -> None:
         with tempfile.TemporaryDirectory(prefix="programs-") as folder:
             record = compile_case(name, Path(folder))
         print(name, ratios(record), ratios(record, "pipeline"), record["memory"], flush=True)
-        table = stored() | {"jax": version("jax"), name: record}
+        table = load_table() | {"jax": version("jax"), name: record}
         order = {key: table[key] for key in ("jax", *CASES) if key in table}
         FILE.write_text(json.dumps(order, indent=1) + "\n", encoding="utf-8")
 

@@ -36,8 +36,8 @@ WAYS = (  # --pp in both processes
 def chain(node: ast.expr) -> list[str]:
     """``a.b.c`` as its names; empty for anything else."""
     if isinstance(node, ast.Attribute):
-        front = chain(node.value)
-        return [*front, node.attr] if front else []
+        names = chain(node.value)
+        return [*names, node.attr] if names else []
     return [node.id] if isinstance(node, ast.Name) else []
 
 
@@ -55,14 +55,14 @@ def private_uses(source: str) -> Iterator[str]:
             yield from (a.name for a in node.names if a.name.startswith("multimesh.") and a.name not in PUBLIC)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "multimesh":
             for a in node.names:
-                whole = f"{node.module}.{a.name}"
-                if whole in PUBLIC:
-                    bound[a.asname or a.name] = whole
+                path = f"{node.module}.{a.name}"
+                if path in PUBLIC:
+                    bound[a.asname or a.name] = path
                 if a.name not in PUBLIC.get(node.module or "", ()):
-                    yield whole
+                    yield path
         elif isinstance(node, ast.ImportFrom | ast.Import):
-            own = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-            yield from (own + a.name for a in node.names if any(map(hidden, (own + a.name).split("."))))
+            prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            yield from (prefix + a.name for a in node.names if any(map(hidden, (prefix + a.name).split("."))))
     for node in ast.walk(tree):
         if not isinstance(node, ast.Attribute):
             continue
@@ -99,8 +99,8 @@ def test_what_is_private_is_found(source: str):
 def test_a_page_names_every_module():
     table = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## MaxText's launcher")[2]
     table = table.partition("\n## ")[0]
-    named = set(re.findall(r"`(\w+)`", table))
-    assert sorted({path.stem for path in SOURCES} - {"__init__", "__main__"} - named) == []
+    page_modules = set(re.findall(r"`(\w+)`", table))
+    assert sorted({path.stem for path in SOURCES} - {"__init__", "__main__"} - page_modules) == []
 
 
 def test_imports_go_one_way():
@@ -117,6 +117,6 @@ def test_imports_go_one_way():
 def test_the_command_and_the_trainer_meet_in_the_handoff_alone():
     graph = imports.graph(FOLDER)
     room = {name: name.split(".")[0] for name in graph}
-    apart = {"command": {"trainer"}, "trainer": {"command"}, "__main__": set()}
-    refused = {name: apart.get(room[name], {"command", "trainer"}) for name in graph}
-    assert [f"{a} imports {b}" for a, others in graph.items() for b in others if room[b] in refused[a]] == []
+    other_rooms = {"command": {"trainer"}, "trainer": {"command"}, "__main__": set()}
+    forbidden = {name: other_rooms.get(room[name], {"command", "trainer"}) for name in graph}
+    assert [f"{a} imports {b}" for a, others in graph.items() for b in others if room[b] in forbidden[a]] == []

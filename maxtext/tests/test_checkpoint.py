@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multimesh_maxtext.checkpoint_folder import aside, going_back, layers_of, leaf_paths, look
-from multimesh_maxtext.command.checkpoint import beginning, writing
+from multimesh_maxtext.checkpoint_folder import aside, layers_of, leaf_paths, look
+from multimesh_maxtext.command.checkpoint import beginning, prepare_folders, writing
 from multimesh_maxtext.command.job import Job, Paths
 from multimesh_maxtext.command.steps import Run
-from multimesh_maxtext.command.train_job import prepare_folders
-from multimesh_maxtext.errors import CheckpointError, DamagedCheckpointError, FlagError
+from multimesh_maxtext.errors import CheckpointError, FlagError
 from multimesh_maxtext.trainer.checkpointer import check_same, find_sources, is_stack, layers_in
 
 Check = Callable[[Sequence[str]], Job]
@@ -181,18 +180,13 @@ def test_a_folder_belongs_to_one_run_until_its_trainer_has_ended(tmp_path: Path)
         pass
 
 
-def test_a_run_goes_back_from_a_damaged_checkpoint(tmp_path: Path):
-    wrong = DamagedCheckpointError(f"{tmp_path}/9/items/_METADATA: gone")
+def test_no_run_goes_on_from_a_damaged_checkpoint(tmp_path: Path):
     for step in (6, 9, 9):
         write(tmp_path, step)
         if step == 9:
             aside(tmp_path / "9")
     assert look(tmp_path) == [6]
     assert {path.name for path in tmp_path.iterdir()} == {"6", "9.damaged", "9.damaged2"}
-    assert "_METADATA: gone; it is set aside as *.damaged, going on from checkpoint 6" in going_back(wrong, tmp_path)
-    aside(tmp_path / "6")
-    with pytest.raises(CheckpointError, match=rf"^--checkpoint {tmp_path}: .*gone; no other checkpoint is there"):
-        going_back(wrong, tmp_path)
 
 
 @pytest.mark.parametrize(

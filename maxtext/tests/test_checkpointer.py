@@ -181,5 +181,5 @@ def test_what_cannot_be_written_is_named_with_what_is_complete(start: Open, writ
     with small_files(), pytest.raises(CheckpointError) as caught:
         save()
     assert str(caught.value).startswith(
-        "a checkpoint cannot be written (File too large); checkpoint 3 there is complete; "
+        f"a checkpoint cannot be written to {tmp_path}/ck (File too large); checkpoint 3 there is complete; "
     )

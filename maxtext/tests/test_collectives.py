@@ -6,7 +6,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from collective_table import CASES, FEW, TABLE, compile_cases, gathered_weights, stored, table
+from collective_table import CASES, FEW, TABLE, compile_cases, gathered_weights, load_table, table
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ def test_no_kernel_gathers_a_weight_unless_fsdp_asked(tmp_path: Path, cases: tup
     records = compile_cases(tmp_path, cases)
     assert [record["error"] for record in records] == [None] * len(cases)
     assert [line for record in records for line in gathered_weights(record)] == []
-    tables = stored()[TABLE]
+    tables = load_table()[TABLE]
     assert list(tables) == list(CASES)
     assert table(records) == {case: tables[case] for case in cases}
-    assert stored()["jax"] == version("jax")
+    assert load_table()["jax"] == version("jax")

@@ -42,11 +42,9 @@ def test_settings_that_flags_decide_are_those_of_maxtext(maxtext: Path):
 
 def test_every_flag_of_the_original_is_read_replaced_or_ignored():
     options = {flag.option for flag in FLAGS.values()}
-    gone = [flag for flag in original.FLAGS if flag not in {*options, *SETTINGS} and not purpose(flag)]
-    assert gone == original.GONE
+    assert [flag for flag in original.FLAGS if flag not in {*options, *SETTINGS} and not purpose(flag)] == []
     assert not options & SETTINGS.keys()
     assert not any(map(purpose, (*options, *SETTINGS)))
-    assert not {name for script in original.SCRIPTS.values() for name in script.split()} & {*gone}
 
 
 def test_flags_that_are_settings_of_maxtext_become_these():
@@ -70,8 +68,11 @@ def test_flags_are_written_as_words_that_are_read_as_the_same_flags(words: str):
     assert read(write_words(flags)).flags == flags
 
 
-def test_the_first_screen_of_the_help_has_the_most_common_flags():
-    first, _, others = parser().format_help().partition("\nprocesses and devices:")
+def test_the_first_screen_of_the_help_has_the_most_common_flags(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = parser().format_help()
+    assert max(map(len, shown.splitlines())) <= 80
+    first, _, others = shown.partition("\nprocesses and devices:")
     assert len(first.splitlines()) <= 36
     assert all(f"  {FLAGS[name].option}" in first for name in COMMON)
     assert all(f"\n{title}:" in others for title, _ in list(GROUPS.values())[1:])
@@ -96,9 +97,9 @@ def test_a_flag_says_something_unless_it_has_its_default():
         ("--gpus 1 --hoist-loop-convert", "--hoist-loop-convert (for the original's compiler)"),
         ("--replicate-small-params", "--replicate-small-params (for pipelines of MultiMesh)"),
         (
-            "--pp 2 --autoshard --only-fuse-loop-tasks --dump-mpmd-passes",
-            "--autoshard, --only-fuse-loop-tasks, --dump-mpmd-passes (for the original's passes; here they are always "
-            "as by default)",
+            "--pp 2 --autoshard --only-fuse-loop-tasks --dump-mpmd-passes --hlo",
+            "--autoshard, --only-fuse-loop-tasks (for the original's passes; here they are always as by default); "
+            "--dump-mpmd-passes, --hlo (for the original's dumps; --dump writes every pass)",
         ),
         (
             "--host-offload-min-reuse-distance 2 --no-load-balance-embeddings",
@@ -125,7 +126,7 @@ def test_exit_codes_are_stable_and_in_the_help():
     assert [*map(int, shown)] == sorted({0, *CODES.values()})
 
 
-def test_the_door_names_the_bootstrap_where_there_is_no_environment(tmp_path: Path, root: Path):
+def test_the_door_names_the_bootstrap_or_ends_without_a_traceback(tmp_path: Path, root: Path):
     door = tmp_path / "maxtext" / "run.py"
     door.parent.mkdir()
     door.write_text((root / "maxtext/run.py").read_text())
@@ -133,3 +134,8 @@ def test_the_door_names_the_bootstrap_where_there_is_no_environment(tmp_path: Pa
     assert (done.returncode, done.stdout) == (1, "")
     assert len(door.read_text().splitlines()) <= 20
     assert done.stderr == f"multimesh_maxtext is not installed here; run: {tmp_path / 'bootstrap.sh'} --group run\n"
+    package = tmp_path / "maxtext/src/multimesh_maxtext/command"
+    package.mkdir(parents=True)
+    (package / "cli.py").write_text("raise KeyboardInterrupt")  # Ctrl-C while modules are loaded
+    done = subprocess.run([sys.executable, "-S", "-E", str(door)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

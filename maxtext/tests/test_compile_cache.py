@@ -20,11 +20,11 @@ def test_programs_are_kept_in_the_users_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "theirs", [{CACHE_SWITCH: "false"}, {CACHE_SWITCH: "0"}, {CACHE: "/there"}, {CACHE: ""}, {"HOME": ""}]
+    "variables", [{CACHE_SWITCH: "false"}, {CACHE_SWITCH: "0"}, {CACHE: "/there"}, {CACHE: ""}, {"HOME": ""}]
 )
-def test_the_users_variables_stand(tmp_path: Path, theirs: dict[str, str]) -> None:
+def test_the_users_variables_stand(tmp_path: Path, variables: dict[str, str]) -> None:
     home = {"HOME": str(tmp_path)}
-    assert cache_variables(home | theirs) == {}
+    assert cache_variables(home | variables) == {}
     (tmp_path / ".cache").touch()  # a file is no folder
     assert cache_variables(home) == {}
 
@@ -39,17 +39,17 @@ def test_a_second_start_compiles_nothing(run: Any, tmp_path: Path, processes: in
     flags += ["--nodes", str(processes), "--spawn"] if processes > 1 else []
 
     def start(name: str) -> Any:
-        done = run("--output", str(tmp_path / name), *flags)
-        assert done.code == 0, done.stderr
-        return [step["loss"] for step in done.json["steps"]], entries()
+        result = run("--output", str(tmp_path / name), *flags)
+        assert result.code == 0, result.stderr
+        return [step["loss"] for step in result.json["steps"]], entries()
 
     def entries() -> dict[str, int]:
         return {path.name: path.stat().st_size for path in (tmp_path / "cache").rglob("*-cache")}
 
-    losses, kept = start("one")
-    assert kept
+    losses, files = start("one")
+    assert files
     assert (tmp_path / "cache/multimesh/compiled").is_dir()
-    assert start("two") == (losses, kept)
+    assert start("two") == (losses, files)
     entry = max((tmp_path / "cache").rglob("*-cache"), key=lambda path: path.stat().st_size)
     os.truncate(entry, 100)
     assert start("three")[0] == losses

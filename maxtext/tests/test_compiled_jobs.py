@@ -22,16 +22,16 @@ COMPILED = ("--forecast", "--compile", "--json")
 
 def schedule_flags() -> list[tuple[Any, ...]]:
     """Return the flags of each published schedule, with as many stages on a submesh as it usually has."""
-    each = (schedules.get(name) for name in schedules.names() if schedules.get(name).name == name)
-    return [("--schedule", one.name, "--interleave", one.usual, "--num-layers", 2 * one.usual) for one in each]
+    kinds = (schedules.get(name) for name in schedules.names() if schedules.get(name).name == name)
+    return [("--schedule", one.name, "--interleave", one.usual, "--num-layers", 2 * one.usual) for one in kinds]
 
 
 @pytest.mark.parametrize("device", ["h100", "b200"])
 @pytest.mark.parametrize("flags", schedule_flags(), ids=lambda flags: flags[1])
 def test_a_job_is_compiled_in_every_schedule(run: Run, tmp_path: Path, flags: tuple[Any, ...], device: str):
-    done = run(*SMALL, *flags, *COMPILED, "--device", device, "--output", tmp_path)
-    assert done.code == 0, done.stderr
-    assert all(need["total"] > 0 for need in done.json["compiled"])
+    result = run(*SMALL, *flags, *COMPILED, "--device", device, "--output", tmp_path)
+    assert result.code == 0, result.stderr
+    assert all(need["total"] > 0 for need in result.json["compiled"])
 
 
 @pytest.mark.timeout(3600)
@@ -39,7 +39,7 @@ def test_a_job_is_compiled_in_every_schedule(run: Run, tmp_path: Path, flags: tu
 @pytest.mark.parametrize("folder", ["llama3-70b-64gpus", "gpt3-175b-64gpus"])
 def test_a_folders_job_is_compiled_and_fits(run: Run, tmp_path: Path, folder: str, device: str):
     flags = (*settings(folder).split(), "--nodes", math.prod(size(folder)), "--gpus", 1)
-    done = run(*flags, *COMPILED, "--device", device, "--output", tmp_path)
-    assert done.code == 0, done.stderr
-    found = done.json["compilation"]
-    assert found["compiled"] <= found["kernels"] / 3  # most stages are alike
+    result = run(*flags, *COMPILED, "--device", device, "--output", tmp_path)
+    assert result.code == 0, result.stderr
+    compilation = result.json["compilation"]
+    assert compilation["compiled"] <= compilation["kernels"] / 3  # most stages are alike

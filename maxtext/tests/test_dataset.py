@@ -31,7 +31,7 @@ SMALL = (
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tokenizer of each kind."""
     folder, texts = tmp_path_factory.mktemp("tokenizers"), corpora.documents()
     corpora.sentencepiece(folder, texts)
@@ -41,12 +41,12 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_settings_of_a_dataset_go_to_maxtext_as_they_are(job: MakeJob, paths: Paths):
-    checked = job(["--pp", "2", *GRAIN])
-    assert {"tokenizer_path=/pieces.model", "dataset_type=grain"} <= {*checked.flags.settings}
+    training = job(["--pp", "2", *GRAIN])
+    assert {"tokenizer_path=/pieces.model", "dataset_type=grain"} <= {*training.flags.settings}
     assert not {"tokenizer_path=/pieces.model", "dataset_type=synthetic"} & {
-        *launch(checked, paths, inherited={}, gpu_memory=None).command[: -len(checked.flags.settings)]
+        *launch(training, paths, inherited={}, gpu_memory=None).command[: -len(training.flags.settings)]
     }
-    command = forecasting(checked, paths, inherited={}, gpu_memory=None).command
+    command = forecasting(training, paths, inherited={}, gpu_memory=None).command
     assert "dataset_type=synthetic" in command  # which needs no files
     assert "dataset_type=grain" not in command
 
@@ -59,10 +59,10 @@ def test_a_package_that_is_missing_names_its_group(job: MakeJob, monkeypatch: py
         (("dataset_name=c4", *GRAIN[2:]), "dataset_type=tfds needs tensorflow and tensorflow_datasets; run"),
     ):
         kind = message.split()[0]
-        given = ["dataset_type=grain", kind] if kind.startswith("grain") else [kind]
-        with pytest.raises(MissingPartError) as raised:
-            dataset.check_dataset(job([*given, *words]))
-        assert str(raised.value).startswith(message)
+        settings = ["dataset_type=grain", kind] if kind.startswith("grain") else [kind]
+        with pytest.raises(MissingPartError) as error:
+            dataset.check_dataset(job([*settings, *words]))
+        assert str(error.value).startswith(message)
 
 
 @pytest.mark.longer
@@ -75,13 +75,13 @@ def test_a_package_that_is_missing_names_its_group(job: MakeJob, monkeypatch: py
     ],
 )
 def test_what_only_maxtext_can_read_is_named_once_it_has_tried(
-    root: Path, tmp_path: Path, here: Path, capfd: pytest.CaptureFixture[str], words: str, code: int, part: str
+    root: Path, tmp_path: Path, home: Path, capfd: pytest.CaptureFixture[str], words: str, code: int, part: str
 ):
     files = corpora.array_records(tmp_path, corpora.documents())
-    given = [word.replace("pieces", str(here / "pieces")) for word in words.split()]
+    settings = [word.replace("pieces", str(home / "pieces")) for word in words.split()]
     if "files" not in words:
-        given.append(f"grain_train_files={files}")
-    assert train(root, tmp_path / "out", "dataset_type=grain", *given) == code
+        settings.append(f"grain_train_files={files}")
+    assert train(root, tmp_path / "out", "dataset_type=grain", *settings) == code
     assert part in capfd.readouterr().err.splitlines()[-1]
 
 
@@ -102,13 +102,13 @@ def test_a_position_of_other_processes_is_refused(job: MakeJob, tmp_path: Path):
     for rank in range(2):
         (step / f"iter/process_{rank}-of-2.json").write_text(json.dumps({"readers": 1, "position": {}}))
     flags = [*GRAIN, "--cpus", "1", "--checkpoint", str(tmp_path / "ck"), "--resume"]
-    spawned = ["--spawn", "--nodes", "2"]
-    with beginning(job([*flags, *spawned, "--pp", "2"])) as begin:
+    spawn = ["--spawn", "--nodes", "2"]
+    with beginning(job([*flags, *spawn, "--pp", "2"])) as begin:
         assert begin == 6
-    refused = "positions in the data of 2 processes, 1 of which read; this run has"
-    for words in ([*spawned, "--dp", "2"], ["--num-layers", "1"]):
+    message = "positions in the data of 2 processes, 1 of which read; this run has"
+    for words in ([*spawn, "--dp", "2"], ["--num-layers", "1"]):
         other = job([*flags, *words])
-        with pytest.raises(CheckpointError, match=refused), beginning(other):
+        with pytest.raises(CheckpointError, match=message), beginning(other):
             pass
 
 
@@ -127,39 +127,39 @@ def train(root: Path, output: Path, *words: Any, workers: int = 0) -> int:
     return main([str(word) for word in (*SMALL, *options, *words)], root=root)
 
 
-def grain(here: Path, files: str) -> tuple[str, ...]:
-    return ("dataset_type=grain", f"grain_train_files={files}", "--tokenizer-path", str(here / "pieces.model"))
+def grain(home: Path, files: str) -> tuple[str, ...]:
+    return ("dataset_type=grain", f"grain_train_files={files}", "--tokenizer-path", str(home / "pieces.model"))
 
 
-def parquet(here: Path, files: str) -> tuple[str, ...]:
+def parquet(home: Path, files: str) -> tuple[str, ...]:
     kinds = ("dataset_type=grain", "grain_file_type=parquet", "tokenizer_type=huggingface")
-    return (*kinds, f"grain_train_files={files}", "--tokenizer-path", str(here / "hf"))
+    return (*kinds, f"grain_train_files={files}", "--tokenizer-path", str(home / "hf"))
 
 
 FORMS: dict[str, Callable[[Path, Path, list[str]], tuple[Any, ...]]] = {
-    "arrayrecord": lambda folder, here, texts: grain(here, corpora.array_records(folder, texts)),
-    "unpacked": lambda folder, here, texts: (*grain(here, corpora.array_records(folder, texts)), "packing=false"),
-    "parquet": lambda folder, here, texts: parquet(here, corpora.parquet(folder, texts)),
-    "hf": lambda folder, here, texts: (
+    "arrayrecord": lambda folder, home, texts: grain(home, corpora.array_records(folder, texts)),
+    "unpacked": lambda folder, home, texts: (*grain(home, corpora.array_records(folder, texts)), "packing=false"),
+    "parquet": lambda folder, home, texts: parquet(home, corpora.parquet(folder, texts)),
+    "hf": lambda folder, home, texts: (
         *("dataset_type=hf", "hf_path=json", f"hf_train_files={corpora.json_lines(folder, texts)}"),
-        *("--tokenizer-path", here / "hf"),
+        *("--tokenizer-path", home / "hf"),
     ),
-    "tiktoken": lambda folder, here, texts: (
-        *grain(here, corpora.array_records(folder, texts))[:2],
-        *("tokenizer_type=tiktoken", "--tokenizer-path", here / "tokenizer.tiktoken"),
+    "tiktoken": lambda folder, home, texts: (
+        *grain(home, corpora.array_records(folder, texts))[:2],
+        *("tokenizer_type=tiktoken", "--tokenizer-path", home / "tokenizer.tiktoken"),
     ),
-    "tfds": lambda folder, here, texts: (
+    "tfds": lambda folder, home, texts: (
         *("--use-tfds-dataset", "--dataset-path", folder),
-        *("--dataset-name", corpora.tensorflow_dataset(folder, texts), "--tokenizer-path", here / "pieces.model"),
+        *("--dataset-name", corpora.tensorflow_dataset(folder, texts), "--tokenizer-path", home / "pieces.model"),
     ),
-    "c4_mlperf": lambda folder, here, texts: (
+    "c4_mlperf": lambda folder, home, texts: (
         *("dataset_type=c4_mlperf", f"dataset_path={folder}"),
         f"dataset_name={corpora.tensorflow_dataset(folder, texts)}",
-        *("--tokenizer-path", here / "pieces.model"),
+        *("--tokenizer-path", home / "pieces.model"),
     ),
-    "mixture": lambda folder, here, texts: (
+    "mixture": lambda folder, home, texts: (
         *("dataset_type=grain", f"grain_train_mixture_config_path={corpora.mixture(folder, texts)}"),
-        *("--tokenizer-path", here / "pieces.model"),
+        *("--tokenizer-path", home / "pieces.model"),
     ),
 }
 
@@ -167,9 +167,9 @@ FORMS: dict[str, Callable[[Path, Path, list[str]], tuple[Any, ...]]] = {
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("form", FORMS)
-def test_a_pipeline_trains_on_a_dataset_as_one_program_does(root: Path, tmp_path: Path, here: Path, form: str):
+def test_a_pipeline_trains_on_a_dataset_as_one_program_does(root: Path, tmp_path: Path, home: Path, form: str):
     """Every kind of files and of tokenizers; `--verify` compares each step."""
-    words = FORMS[form](tmp_path, here, corpora.documents())
+    words = FORMS[form](tmp_path, home, corpora.documents())
     assert train(root, tmp_path / "out", "--pp", 2, "--cpus", 2, "--verify", *words) in (0, 13)
 
 
@@ -178,7 +178,7 @@ def test_a_pipeline_trains_on_a_dataset_as_one_program_does(root: Path, tmp_path
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_processes_read_what_one_does_and_go_on_where_they_stopped(
-    root: Path, tmp_path: Path, here: Path, workers: int
+    root: Path, tmp_path: Path, home: Path, workers: int
 ):
     """Also where Grain's workers have read ahead: a checkpoint holds what was trained on, not what was read.
 
@@ -186,16 +186,16 @@ def test_processes_read_what_one_does_and_go_on_where_they_stopped(
     """
     pattern = corpora.array_records(tmp_path, corpora.documents())
     data = (
-        *(*grain(here, pattern), f"grain_eval_files={pattern}", "generate_padding_batch_eval=false"),
+        *(*grain(home, pattern), f"grain_eval_files={pattern}", "generate_padding_batch_eval=false"),
         *("--pp", 2, "eval_interval=2", "eval_steps=3"),
     )
-    spawned = ("--spawn", "--nodes", 2, "--cpus", 1, *data)
-    kept = ("--checkpoint", tmp_path / "ck", "--resume", "learning_rate_schedule_steps=6")
+    spawn = ("--spawn", "--nodes", 2, "--cpus", 1, *data)
+    resume = ("--checkpoint", tmp_path / "ck", "--resume", "learning_rate_schedule_steps=6")
     for name, words in (
         ("one", ("--cpus", 2, *data)),
-        ("two", spawned),
-        ("parts", (*spawned, *kept, "--num-steps", 3)),
-        ("parts", (*spawned, *kept)),
+        ("two", spawn),
+        ("parts", (*spawn, *resume, "--num-steps", 3)),
+        ("parts", (*spawn, *resume)),
     ):
         assert train(root, tmp_path / name, *words, workers=workers) in (0, 13)
     assert len(evaluations(tmp_path / "one")) == 3
@@ -209,11 +209,11 @@ def test_processes_read_what_one_does_and_go_on_where_they_stopped(
 @pytest.mark.telling("text")
 @pytest.mark.parametrize("source", ["grain", "text"])
 def test_no_row_is_dropped_where_a_microbatch_has_fewer_rows_than_devices(
-    root: Path, tmp_path: Path, here: Path, source: str
+    root: Path, tmp_path: Path, home: Path, source: str
 ):
     """MaxText would load a row for each of two devices that share a sequence, and train on every other."""
-    read = grain(here, corpora.array_records(tmp_path, corpora.documents()))
-    data = (*read, f"{read[1].replace('train', 'eval')}") if source == "grain" else ("--text", root / "LICENSE")
+    words = grain(home, corpora.array_records(tmp_path, corpora.documents()))
+    data = (*words, f"{words[1].replace('train', 'eval')}") if source == "grain" else ("--text", root / "LICENSE")
     options = ("--pp", 2, "--microbatch-size", 1, "--num-steps", 3, "eval_interval=2", *data)
     assert train(root, tmp_path / "two", "--cpus", 2, *options) in (0, 13)
     assert train(root, tmp_path / "four", "--cpus", 4, "--tp", 2, *options) in (0, 13)
@@ -225,7 +225,7 @@ def test_no_row_is_dropped_where_a_microbatch_has_fewer_rows_than_devices(
 @pytest.mark.multiprocess
 @pytest.mark.timeout(1800)
 def test_all_processes_end_where_the_first_of_them_has_no_more(
-    root: Path, tmp_path: Path, here: Path, capfd: pytest.CaptureFixture[str]
+    root: Path, tmp_path: Path, home: Path, capfd: pytest.CaptureFixture[str]
 ):
     """Four processes, of which two read: one file each, and one of the files is shorter."""
     texts = corpora.documents()
@@ -234,7 +234,7 @@ def test_all_processes_end_where_the_first_of_them_has_no_more(
     pattern = corpora.parquet(folder, texts[:24], 1)
     (folder / "part-0.parquet").rename(folder / "long.parquet")
     corpora.parquet(folder, texts[:6], 1)
-    words = ("--spawn", "--nodes", 4, "--cpus", 1, "--pp", 2, "--dp", 2, "--num-steps", 200, *parquet(here, pattern))
+    words = ("--spawn", "--nodes", 4, "--cpus", 1, "--pp", 2, "--dp", 2, "--num-steps", 200, *parquet(home, pattern))
     assert train(root, tmp_path / "out", *words) == 11
     assert "error: the data ended: the trainer ended after " in capfd.readouterr().err
     assert 0 < len(numbers(tmp_path / "out")) < 200
@@ -258,8 +258,8 @@ def test_only_answers_count_in_the_loss_of_a_pipeline(run: Callable[..., Any], t
     pytest.importorskip("datasets", reason="./bootstrap.sh --group data installs it")
     texts = corpora.documents()
     tokenizer = corpora.huggingface(tmp_path, texts)
-    described = tokenizer / "tokenizer_config.json"
-    described.write_text(json.dumps({**json.loads(described.read_text()), "chat_template": TEMPLATE}))
+    config = tokenizer / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": TEMPLATE}))
     lines = [
         {"messages": [{"role": "user", "content": ask[:8]}, {"role": "assistant", "content": answer[:24]}]}
         for ask, answer in zip(texts[::2], texts[1::2], strict=False)
@@ -267,9 +267,9 @@ def test_only_answers_count_in_the_loss_of_a_pipeline(run: Callable[..., Any], t
     (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, lines)))
     weights = {}
     for only in ("true", "false"):
-        given = ("--tokenizer-path", tokenizer, f"hf_train_files={tmp_path / 'chat.jsonl'}", "--json", "--verify")
+        flags = ("--tokenizer-path", tokenizer, f"hf_train_files={tmp_path / 'chat.jsonl'}", "--json", "--verify")
         output = tmp_path / only
-        done = run(*CONVERSATIONS.split(), *given, f"sft_train_on_completion_only={only}", "--output", output)
-        assert done.code == 0, done.stderr
+        result = run(*CONVERSATIONS.split(), *flags, f"sft_train_on_completion_only={only}", "--output", output)
+        assert result.code == 0, result.stderr
         weights[only] = numbers(output, "learning/total_weights")
-    assert all(0 < answers < every for answers, every in zip(weights["true"], weights["false"], strict=True))
+    assert all(0 < answers < total for answers, total in zip(weights["true"], weights["false"], strict=True))

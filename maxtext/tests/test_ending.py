@@ -26,19 +26,19 @@ from multimesh_maxtext.errors import (
 from multimesh_maxtext.trainer.ending import explain, explain_stop
 
 
-def raised(error: Exception, under: BaseException | None = None) -> BaseException:
+def chain_errors(error: Exception, under: BaseException | None = None) -> BaseException:
     """An exception as it arrives: with a trace, and what it was raised from."""
-    with pytest.raises(type(error)) as caught:
+    with pytest.raises(type(error)) as info:
         raise error from under
-    return caught.value
+    return info.value
 
 
 @pytest.mark.parametrize(
     ("error", "kind", "text"),
     [
         (ValueError("x"), TrainerFailedError, "the trainer failed with ValueError: x"),
-        (raised(RuntimeError("failed"), CheckpointError("a.")), CheckpointError, "a."),
-        (raised(RuntimeError("b"), DamagedCheckpointError("9: gone")), DamagedCheckpointError, "9: gone"),
+        (chain_errors(RuntimeError("failed"), CheckpointError("a.")), CheckpointError, "a."),
+        (chain_errors(RuntimeError("b"), DamagedCheckpointError("9: gone")), DamagedCheckpointError, "9: gone"),
         (library.LostProcessError("in any words"), ProcessLostError, "in any words"),
         (library.UsageError("the port is taken"), FileError, "the port is taken"),
         (MemoryError("no room"), DoesNotFitError, "the memory of this machine did not suffice (no room); "),
@@ -48,16 +48,16 @@ def raised(error: Exception, under: BaseException | None = None) -> BaseExceptio
             "load_parameters_path is of another model: 'a/b': shape (1,) and 1 more; use the flags that it was",
         ),
         (OSError(errno.ENOSPC, "full", "ck/x"), NoSpaceError, "ck/x: No space left on device (ENOSPC); make"),
-        (raised(CheckpointError("x"), OSError(errno.EDQUOT, "q", "ck")), NoSpaceError, "ck: Disk quota exceeded"),
+        (chain_errors(CheckpointError("x"), OSError(errno.EDQUOT, "q", "ck")), NoSpaceError, "ck: Disk quota exceeded"),
         (ValueError("zarr: ck/0: No space left on device"), NoSpaceError, "zarr: ck/0: No space left on device: "),
         (OSError(errno.EACCES, "no", "ck/x"), TrainerFailedError, "the trainer failed with PermissionError"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
 )
 def test_the_class_decides(error: BaseException, kind: type[LauncherError], text: str):
-    found = explain(error)
-    assert type(found) is kind
-    assert str(found).startswith(text)
+    cause = explain(error)
+    assert type(cause) is kind
+    assert str(cause).startswith(text)
 
 
 def test_settings_that_maxtext_refuses_are_told_in_a_line():
@@ -76,26 +76,26 @@ def test_settings_that_maxtext_refuses_are_told_in_a_line():
         try:
             MaxTextConfig(**values)
         except pydantic.ValidationError as error:
-            found = explain(error)
-            assert type(found) is FlagError
-            return str(found)
+            cause = explain(error)
+            assert type(cause) is FlagError
+            return str(cause)
         raise AssertionError(values)
 
-    told = "MaxText refuses these settings: steps: Input should be a valid integer"
-    assert refusal(steps="x", top=1).startswith(told)
+    line = "MaxText refuses these settings: steps: Input should be a valid integer"
+    assert refusal(steps="x", top=1).startswith(line)
     assert refusal(routing=2) == "MaxText refuses these settings: Only top-1 routing!"
 
 
 def test_a_loop_of_steps_that_ends_early_says_why():
-    def stopped(under: BaseException | None) -> LauncherError:
+    def stop_loop(under: BaseException | None) -> LauncherError:
         error = RuntimeError("MaxText's own words")
         error.__context__ = under
         return explain_stop(error)
 
-    assert str(stopped(StopIteration())).startswith("the data ended; use fewer --num-steps")
-    assert isinstance(stopped(OSError(errno.ENOSPC, "full", "/d")), NoSpaceError)
+    assert str(stop_loop(StopIteration())).startswith("the data ended; use fewer --num-steps")
+    assert isinstance(stop_loop(OSError(errno.ENOSPC, "full", "/d")), NoSpaceError)
     for under in (None, KeyError("x")):
-        assert (type(stopped(under)), str(stopped(under))) == (StoppedEarlyError, "MaxText's own words")
+        assert (type(stop_loop(under)), str(stop_loop(under))) == (StoppedEarlyError, "MaxText's own words")
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
@@ -104,9 +104,9 @@ def test_a_full_disk_or_quota_is_told_with_the_file_of_the_first_error(tmp_path:
     (tmp_path / "ck").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "ck")
     text = f'INTERNAL: Error writing local file "{tmp_path}/link/0/d/4b7f": {os.strerror(number)} [OS error 28]'
-    wrapped = RuntimeError(f"Checkpointing failed: {os.strerror(number)}")
-    wrapped.__cause__ = CheckpointError(f"a checkpoint cannot be written ({os.strerror(number)})")
-    wrapped.__cause__.__cause__ = ValueError(text)
-    error = explain(wrapped)
+    failure = RuntimeError(f"Checkpointing failed: {os.strerror(number)}")
+    failure.__cause__ = CheckpointError(f"a checkpoint cannot be written ({os.strerror(number)})")
+    failure.__cause__.__cause__ = ValueError(text)
+    error = explain(failure)
     line = f"{tmp_path}/ck/0/d/4b7f: {os.strerror(number)} ({errno.errorcode[number]}); make room, or raise the limit"
     assert (type(error), str(error).startswith(line)) == (NoSpaceError, True), error

@@ -96,6 +96,7 @@ dataset_type=hf --text README.md | (dataset_type=olmo_grain); use --text, or lea
 --backend cpu --gpus 2 | --backend cpu trains on CPU devices; remove --gpus 2
 --pp 2 --device-memory 1e9 | --device-memory: '1e9' is no size; write e.g. 80GiB or 24GB
 --text nowhere.txt | --text nowhere.txt: no such file
+--metrics-file . | --metrics-file .: a folder; name a file
 --model-name lama3-8b | MaxText has no such model; near it are llama3-8b
 --maxtext-config nowhere.yml | --maxtext-config nowhere.yml: cannot be read
 """

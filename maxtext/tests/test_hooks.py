@@ -73,8 +73,8 @@ def make_step(layer: Any, accumulate: Any) -> Any:
         # As dropout does: random numbers of a key and a counter, which the next microbatch finds advanced.
         key, count = carry["rest_state"]["key"], carry["rest_state"]["count"]
         rows = rows | {"x": rows["x"] * jax.random.bernoulli(jax.random.fold_in(key, count), shape=(WIDTH,))}
-        used = {"count": carry["rest_state"]["layers_1"]["count"] + 1}
-        carry["rest_state"] = {"key": key, "count": jax.jit(lambda count: count + 2)(count) + 1, "layers_1": used}
+        layer = {"count": carry["rest_state"]["layers_1"]["count"] + 1}
+        carry["rest_state"] = {"key": key, "count": jax.jit(lambda count: count + 2)(count) + 1, "layers_1": layer}
         (value, peak), grads = jax.value_and_grad(loss, has_aux=True)(carry["ga_params"], rows)
         carry["loss"] += value
         carry["grad"] = jax.tree.map(jnp.add, grads, carry["grad"])
@@ -111,8 +111,8 @@ def test_a_step_in_maxtexts_manner_becomes_a_pipeline(
     configure: Callable[..., TrainerConfig], tmp_path: Path, schedule: str, limit: int
 ):
     """With the schedule ``auto`` it is measured before it runs, and made again."""
-    chosen = tmp_path / "schedule.json"
-    config = configure(schedule=schedule, limit=limit, chosen=str(chosen) if schedule == "auto" else "")
+    file = tmp_path / "schedule.json"
+    config = configure(schedule=schedule, limit=limit, chosen=str(file) if schedule == "auto" else "")
     assert hooks.stage_devices() == jax.devices()[:4]
     mesh = set_mesh("data", "tensor")
     assert hooks.first_device(mesh.abstract_mesh).platform == "cpu"
@@ -129,25 +129,25 @@ def test_a_step_in_maxtexts_manner_becomes_a_pipeline(
     assert step.lower(types, None).compile(compiler_options={}).memory_analysis() is None
     expected, reference = jax.jit(make_step(lambda _, fn: fn, scan))(init(), batch())
     with jax.set_mesh(mesh):  # as MaxText calls it, its batch on the first stage
-        found, metrics = step(state, jax.device_put(batch(), NamedSharding(mesh, P("data"))))
+        actual, metrics = step(state, jax.device_put(batch(), NamedSharding(mesh, P("data"))))
 
     for name in ("loss", "peak"):
         np.testing.assert_allclose(metrics[name], reference[name], rtol=1e-5)
     for n in range(2):
         name = f"layers_{n}"
-        np.testing.assert_allclose(found["params"][name], expected["params"][name], rtol=1e-5, atol=1e-6)
-    assert found["random"]["count"] == expected["random"]["count"] == 3 * MICROBATCHES
-    assert jnp.all(jax.random.key_data(found["random"]["key"]) == jax.random.key_data(jax.random.key(3)))
-    written = json.loads(Path(config.placement).read_text())
+        np.testing.assert_allclose(actual["params"][name], expected["params"][name], rtol=1e-5, atol=1e-6)
+    assert actual["random"]["count"] == expected["random"]["count"] == 3 * MICROBATCHES
+    assert jnp.all(jax.random.key_data(actual["random"]["key"]) == jax.random.key_data(jax.random.key(3)))
+    placement = json.loads(Path(config.placement).read_text())
     arrays = {key: [0, 1, 2, 3] for key in ("['params']['layers_0']", "['random']['count']", "['random']['key']")}
     arrays |= {key: [4, 5, 6, 7] for key in ("['params']['layers_1']", "['random']['layers_1']['count']")}
-    assert written["created"]["arrays"] == written["stepped"]["arrays"] == arrays
+    assert placement["created"]["arrays"] == placement["stepped"]["arrays"] == arrays
     if schedule == "auto":
-        choice = json.loads(chosen.read_text())
+        choice = json.loads(file.read_text())
         assert choice["costs"]["unit"] == "s"
         assert all(time > 0 for times in choice["costs"]["times"] for time in times[::2])
         assert (choice["device"] == 10**6) == bool(limit)
-        assert schedules.load(chosen) == schedules.custom(choice["table"])
+        assert schedules.load(file) == schedules.custom(choice["table"])
 
 
 @pytest.mark.parametrize(
@@ -164,16 +164,16 @@ def test_a_state_that_does_more_than_count_is_refused(advance: Any):
     init = {"loss": 0.0, "ga_params": {}, "rest_state": {"mean": jnp.zeros((), jnp.uint32)}}
     with pytest.raises(
         UnsupportedError, match=r"\['mean'\] changes with every microbatch, but counts nothing"
-    ) as raised:
+    ) as error:
         hooks.accumulate(body, init, jnp.zeros((ROWS,), jnp.uint32), split=split, length=MICROBATCHES)
-    assert "\n" not in str(raised.value)
+    assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("written", ["dump", "profile"])
+@pytest.mark.parametrize("option", ["dump", "profile"])
 def test_a_step_that_was_dumped_or_profiled_compiles_again_for_other_types(
-    configure: Callable[..., TrainerConfig], tmp_path: Path, written: str
+    configure: Callable[..., TrainerConfig], tmp_path: Path, option: str
 ):
-    configure(**{written: str(tmp_path / "out")})
+    configure(**{option: str(tmp_path / "out")})
     set_mesh("data")
     traced = []
 
@@ -203,28 +203,28 @@ def test_small_arrays_of_the_state_lie_whole_where_that_is_asked_for(configure: 
 
 def test_layers_of_a_forecast_are_copies_of_the_first(configure: Callable[..., TrainerConfig]):
     class Decoder:
-        made = 0
+        count = 0
 
         def make(self, kind: str) -> nnx.Module:
-            self.made += 1
+            self.count += 1
             return nnx.Linear(2, 3, rngs=nnx.Rngs(0))
 
     decoder = Decoder()
-    for forecast, made in (("", 2), ("file", 4)):
+    for forecast, expected in (("", 2), ("file", 4)):
         configure(forecast=forecast)
         one, two = (hooks.new_layer(decoder.make, "a") for _ in range(2))
         assert one is not two
         assert one.kernel is not two.kernel  # as parameters they are two
-        assert decoder.made == made - bool(forecast)
+        assert decoder.count == expected - bool(forecast)
         hooks.new_layer(decoder.make, "b")
-        decoder.made = 2
+        decoder.count = 2
 
 
 def test_layouts_that_a_model_leaves_open_are_derived(configure: Callable[..., TrainerConfig]):
-    seen = []
-    step = StepFunction(lambda state, batch: (seen.append(contexts.current()), state), (), configure())
+    calls = []
+    step = StepFunction(lambda state, batch: (calls.append(contexts.current()), state), (), configure())
     step(jnp.zeros(2), jnp.zeros(2))
-    assert seen[0].autoshard
+    assert calls[0].autoshard
 
 
 def test_an_evaluation_gives_nothing_up_and_writes_no_placement(configure: Callable[..., TrainerConfig]):

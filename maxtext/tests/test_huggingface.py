@@ -38,9 +38,9 @@ def torch_python() -> str:
 def script(python: str, maxtext: Path | None, *words: object) -> str:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "DECOUPLE_GCLOUD": "TRUE", "PYTHONPATH": str(maxtext or "")}
     line = [python, *([] if maxtext is None else ["-P"]), str(SCRIPT), *map(str, words)]
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    process = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr[-3000:]
+    return process.stdout
 
 
 @pytest.mark.full
@@ -57,8 +57,8 @@ def test_weights_of_hugging_face_train_on_as_a_pipeline(
     script(sys.executable, maxtext, "convert", kind, source, converted, "false")
     parameters = converted / "0/items"
     script(sys.executable, maxtext, "logits", kind, source, parameters, "false")
-    wanted = np.load(source / "logits.npz")["logits"]
-    np.testing.assert_allclose(np.load(source / "maxtext.npy"), wanted, atol=2e-6 * np.abs(wanted).max())
+    logits = np.load(source / "logits.npz")["logits"]
+    np.testing.assert_allclose(np.load(source / "maxtext.npy"), logits, atol=2e-6 * np.abs(logits).max())
 
     text, rows = tmp_path / "text", tmp_path / "rows.npy"
     text.write_text(LINE * 400)
@@ -66,10 +66,10 @@ def test_weights_of_hugging_face_train_on_as_a_pipeline(
     flags = ["--model-name", huggingface.NAMES[kind], *huggingface.flags(huggingface.settings(kind)), "dtype=float32"]
     flags += ["--cpus", "2", "--pp", "2", "--sequence-length", str(huggingface.LENGTH), "--batch-size", "4"]
     flags += ["--attention", "dot_product", "--num-steps", "2", f"load_parameters_path={parameters}"]
-    done = run(*flags, "--json", "--text", text)
-    assert done.code == 0, done.stderr
+    result = run(*flags, "--json", "--text", text)
+    assert result.code == 0, result.stderr
     expected = float(script(torch_python, None, "loss", source, rows).split()[-1])
-    assert done.json["steps"][0]["loss"] == pytest.approx(expected, rel=1e-5)
+    assert result.json["steps"][0]["loss"] == pytest.approx(expected, rel=1e-5)
 
 
 TRAINING = (
@@ -109,16 +109,16 @@ def test_text_becomes_a_model_that_transformers_samples_from(
     first.wait()
     assert 12 <= max(steps_of(metrics)) < 59
 
-    done = run(*flags, "--json")
-    assert done.code == 0, done.stderr
+    result = run(*flags, "--json")
+    assert result.code == 0, result.stderr
     assert steps_of(metrics) == [*range(60)]
-    first_loss = done.json["steps"][0]["loss"]
+    first_loss = result.json["steps"][0]["loss"]
 
-    done = run("--checkpoint", tmp_path / "ck", "--export", tmp_path / "parameters", "--json")
-    assert done.code == 0, done.stderr
+    result = run("--checkpoint", tmp_path / "ck", "--export", tmp_path / "parameters", "--json")
+    assert result.code == 0, result.stderr
     model = tmp_path / "hf-model"
     huggingface.to_huggingface(maxtext, tmp_path / "parameters/items", model, tokenizer)
     (tmp_path / "text").write_text(texts[0])
-    made = json.loads(script(torch_python, None, "sample", model, tokenizer, tmp_path / "text").splitlines()[-1])
-    assert made["loss"] < first_loss
-    assert len(made["text"]) > len("A pipeline") + 20
+    sample = json.loads(script(torch_python, None, "sample", model, tokenizer, tmp_path / "text").splitlines()[-1])
+    assert sample["loss"] < first_loss
+    assert len(sample["text"]) > len("A pipeline") + 20

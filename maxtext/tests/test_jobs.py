@@ -65,25 +65,25 @@ def test_a_folder_is_its_settings_and_can_be_copied(folder: str, tmp_path: Path)
     ("folder", "script"), [(folder, path.name) for folder in FOLDERS for path in (JOBS / folder).glob("run*.sh")]
 )
 def test_a_process_of_a_job_starts_with_flags_that_fit(folder: str, script: str, maxtext: Path):
-    nodes, each = size(folder)
-    slurm = {"STEP_NODELIST": "n[1-8]", "NTASKS": str(nodes * each), "LOCALID": "3", "PROCID": str(nodes * each - 1)}
+    nodes, gpus = size(folder)
+    slurm = {"STEP_NODELIST": "n[1-8]", "NTASKS": str(nodes * gpus), "LOCALID": "3", "PROCID": str(nodes * gpus - 1)}
     environment = {**os.environ, **{f"SLURM_{name}": value for name, value in slurm.items()}}
-    own = ["--pp", "2", "--dp", "4", "--batch-size", "32"] if folder == "slurm" else []
-    line = [str(JOBS / folder / script), "--dry-run", "--json", "--num-steps", "7", *own]
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    start = json.loads(done.stdout)
+    grid = ["--pp", "2", "--dp", "4", "--batch-size", "32"] if folder == "slurm" else []
+    line = [str(JOBS / folder / script), "--dry-run", "--json", "--num-steps", "7", *grid]
+    process = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    start = json.loads(process.stdout)
     assert start["configuration"]["steps"] == 7  # what is given comes last
     assert start["environment"]["JAX_LOCAL_DEVICE_IDS"] == "3"
-    handed = json.loads(start["environment"]["MULTIMESH_RUN"])
+    config = json.loads(start["environment"]["MULTIMESH_RUN"])
     if folder in original.SCRIPTS and (script == "run-original.sh" or not settings(folder, "ORIGINAL")):
-        theirs = check_job(read(original.SCRIPTS[folder].split()), maxtext / "maxtext")
-        assert nodes * each == theirs.devices
-        for key, value in (("stages", theirs.flags.pp), ("interleave", theirs.flags.interleave)):
-            assert handed[key] == value
-        assert handed["schedule"] == theirs.flags.schedule
-        assert start["configuration"]["gradient_accumulation_steps"] == theirs.microbatches
-        assert start["configuration"]["max_target_length"] == theirs.flags.sequence_length
+        expected = check_job(read(original.SCRIPTS[folder].split()), maxtext / "maxtext")
+        assert nodes * gpus == expected.devices
+        for key, value in (("stages", expected.flags.pp), ("interleave", expected.flags.interleave)):
+            assert config[key] == value
+        assert config["schedule"] == expected.flags.schedule
+        assert start["configuration"]["gradient_accumulation_steps"] == expected.microbatches
+        assert start["configuration"]["max_target_length"] == expected.flags.sequence_length
 
 
 SCONTROL = """#!/bin/sh
@@ -108,7 +108,7 @@ ENGINES = {
 }
 
 
-def submitted(folder: Path, tmp_path: Path, *flags: str, programs: Any = (), **variables: str) -> str:
+def submit(folder: Path, tmp_path: Path, *flags: str, programs: Any = (), **variables: str) -> str:
     """What a batch script starts, where the programs of a cluster only say their words."""
     (tmp_path / "bin").mkdir()
     for name, text in {"scontrol": SCONTROL, **dict.fromkeys(("srun", *programs), CALLED)}.items():
@@ -118,9 +118,9 @@ def submitted(folder: Path, tmp_path: Path, *flags: str, programs: Any = (), **v
     environment = {f"SLURM_{name}": value for name, value in slurm.items()} | {"FOLDER": str(folder), **variables}
     environment |= {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "HOME": str(tmp_path)}
     line = ["bash", str(folder / "job.sbatch"), *flags]
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
-    assert bool(done.returncode) == bool(done.stderr or int(variables.get("CODE", 0)))  # nothing fails without a word
-    return done.stdout + done.stderr
+    child = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
+    assert bool(child.returncode) == bool(child.stderr or int(variables.get("CODE", 0)))  # nothing fails without a word
+    return child.stdout + child.stderr
 
 
 @pytest.mark.stand_in("programs of a cluster that print their words")
@@ -129,17 +129,15 @@ def submitted(folder: Path, tmp_path: Path, *flags: str, programs: Any = (), **v
 def test_a_copied_folder_starts_containers_that_see_what_flags_name(engine: str, tmp_path: Path):
     shutil.copytree(JOBS / "llama3-70b-64gpus", tmp_path / "mine")
     help_, programs, words = ENGINES[engine]
-    where = {"CHECKOUT": str(ROOT)} if engine == "checkout" else {"IMAGE": "I"}
+    place = {"CHECKOUT": str(ROOT)} if engine == "checkout" else {"IMAGE": "I"}
     names = {"--text": "a/t", "--prometheus": "b/p.prom", "--metrics-file": "c/m", "--export": "d", "--checkpoint": "e"}
     flags = [word for flag, name in names.items() for word in (flag, f"{tmp_path}/{name}")]
-    text = submitted(
-        tmp_path / "mine", tmp_path, *flags, f"--output={tmp_path}/f", programs=programs, HELP=help_, **where
-    )
+    text = submit(tmp_path / "mine", tmp_path, *flags, f"--output={tmp_path}/f", programs=programs, HELP=help_, **place)
     last = text.splitlines()[-1]
     assert words in last
     assert f"{settings('llama3-70b-64gpus')} {' '.join(flags)} --output={tmp_path}/f" in last
-    mounted = set(re.findall(rf"{tmp_path}/(\w):{tmp_path}/\1\b", last))
-    assert mounted == (set() if engine == "checkout" else set("abcdef"))
+    mounts = set(re.findall(rf"{tmp_path}/(\w):{tmp_path}/\1\b", last))
+    assert mounts == (set() if engine == "checkout" else set("abcdef"))
 
 
 @pytest.mark.stand_in("programs of a cluster that print their words")
@@ -155,28 +153,28 @@ def test_a_copied_folder_starts_containers_that_see_what_flags_name(engine: str,
 )
 def test_a_job_comes_again_where_it_can_go_on(tmp_path: Path, code: str, flags: tuple[str, ...], end: str):
     """By the exit code of srun; and what comes again goes on from its checkpoint, or begins anew."""
-    again = {"SLURM_RESTART_COUNT": "1", "SCRIPT": "run-original.sh"}
-    said = submitted(JOBS / "gpt3-175b-64gpus", tmp_path, *flags, CODE=code, CHECKOUT=str(ROOT), **again)
-    assert said.splitlines()[-1].endswith(end or ("--resume" if flags else "--overwrite"))
-    assert settings("gpt3-175b-64gpus", "ORIGINAL") in said
+    restart = {"SLURM_RESTART_COUNT": "1", "SCRIPT": "run-original.sh"}
+    output = submit(JOBS / "gpt3-175b-64gpus", tmp_path, *flags, CODE=code, CHECKOUT=str(ROOT), **restart)
+    assert output.splitlines()[-1].endswith(end or ("--resume" if flags else "--overwrite"))
+    assert settings("gpt3-175b-64gpus", "ORIGINAL") in output
 
 
 @pytest.mark.stand_in("programs of a cluster that print their words")
 @pytest.mark.parametrize(
-    ("mute", "said"),
+    ("mute", "message"),
     [("nodes", "scontrol shows no node of n[1-2], so nothing says where"), ("all", "error: no job.sh in '.'")],
 )
-def test_a_scontrol_that_prints_nothing_is_named(tmp_path: Path, mute: str, said: str):
-    assert said in submitted(JOBS / "slurm", tmp_path, MUTE=mute, CHECKOUT=str(ROOT))
+def test_a_scontrol_that_prints_nothing_is_named(tmp_path: Path, mute: str, message: str):
+    assert message in submit(JOBS / "slurm", tmp_path, MUTE=mute, CHECKOUT=str(ROOT))
 
 
 @pytest.mark.parametrize("flag", ["--nodes 2", "--nodes=16", "--gpus 8", "--gpus=16"])
 def test_a_process_refuses_what_the_options_of_sbatch_say(flag: str):
     variables = {**os.environ, "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_PROCID": "0"}
     line = [str(JOBS / "slurm/run.sh"), "--dry-run", *flag.split(), "--pp", "2"]
-    done = subprocess.run(line, env=variables, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: leave out --nodes and --gpus: sbatch's ")
+    process = subprocess.run(line, env=variables, capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr.startswith("error: leave out --nodes and --gpus: sbatch's ")
 
 
 FIELDS = """
@@ -198,7 +196,7 @@ containers.volumeMounts.mountPath volumes.name volumes.persistentVolumeClaim.cla
 
 def paths_in(value: Any, path: str = "") -> Iterator[str]:
     """The fields of a manifest, without the numbers of items."""
-    for key, item in value.items() if isinstance(value, dict) else [("", each) for each in value]:
+    for key, item in value.items() if isinstance(value, dict) else [("", row) for row in value]:
         name = ".".join(filter(None, (path, key)))
         if isinstance(item, dict | list):
             yield from paths_in(item, name)
@@ -210,32 +208,32 @@ def paths_in(value: Any, path: str = "") -> Iterator[str]:
 @pytest.mark.parametrize("folder", DGX)
 def test_a_jobset_starts_the_processes_of_a_folder(folder: str, maxtext: Path, tmp_path: Path):
     """Its fields are those of a JobSet; a pod that has what a kubelet gives it knows who it is."""
-    nodes, each = size(folder)
+    nodes, gpus = size(folder)
     text = (JOBS / "slurm/jobset.yaml").read_text(encoding="utf-8")
     manifest = yaml.safe_load(text.replace("FOLDER", folder).replace("NODES", str(nodes)))
     job = "spec.replicatedJobs.template.spec"
-    allowed = {*FIELDS.split(), *(f"{job}.{each}" for each in JOB.split())}
-    assert {*paths_in(manifest)} <= {*allowed, *(f"{job}.template.spec.{each}" for each in POD.split())}
+    allowed = {*FIELDS.split(), *(f"{job}.{field}" for field in JOB.split())}
+    assert {*paths_in(manifest)} <= {*allowed, *(f"{job}.template.spec.{field}" for field in POD.split())}
     (part,) = manifest["spec"]["replicatedJobs"]
     (container,) = part["template"]["spec"]["template"]["spec"]["containers"]
     (rule,) = part["template"]["spec"]["podFailurePolicy"]["rules"]
     kinds = ProcessLostError, PreemptedError, InterruptedRunError
-    ended = {128 + signal.SIGKILL, 128 + signal.SIGTERM}
-    assert set(rule["onExitCodes"]["values"]) == {kind.exit_code for kind in kinds} | ended  # those that start again
+    codes = {128 + signal.SIGKILL, 128 + signal.SIGTERM}
+    assert set(rule["onExitCodes"]["values"]) == {kind.exit_code for kind in kinds} | codes  # those that start again
     assert part["template"]["spec"]["completions"] == nodes
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == each
-    given = {entry["name"]: entry["value"] for entry in container["env"]} | {"JOB_COMPLETION_INDEX": "1"}
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == gpus
+    env = {entry["name"]: entry["value"] for entry in container["env"]} | {"JOB_COMPLETION_INDEX": "1"}
     name = manifest["metadata"]["name"]
-    assert given["JAX_COORDINATOR_ADDRESS"] == f"{name}-{part['name']}-0-0.{name}:61440"
+    assert env["JAX_COORDINATOR_ADDRESS"] == f"{name}-{part['name']}-0-0.{name}:61440"
     (line,) = container["args"]
     line = line.replace("/opt/maxtext/run.py", f"{sys.executable} {JOBS}/run.py").replace("/opt/maxtext", str(JOBS))
     line = line.replace("/srv/", f"{tmp_path}/") + " --dry-run --json"
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("CUDA", "SLURM"))}
-    done = subprocess.run(
-        [*container["command"][1:], line], env={**clean, **given}, capture_output=True, text=True, check=False
+    process = subprocess.run(
+        [*container["command"][1:], line], env={**clean, **env}, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
-    start = json.loads(done.stdout)
+    assert process.returncode == 0, process.stderr
+    start = json.loads(process.stdout)
     assert start["environment"]["JAX_LOCAL_DEVICE_IDS"] == "0,1,2,3,4,5,6,7"
     assert str(tmp_path / folder / "output/process-1/metrics.jsonl") == start["configuration"]["metrics_file"]
 
@@ -264,8 +262,8 @@ def test_a_page_has_the_forecasts_of_its_flags_beside_the_limits_of_the_original
 @pytest.mark.parametrize("folder", original.LIMITS)
 def test_the_plan_of_a_large_job_is_within_the_limits_of_the_original(folder: str, word: str, run: Any, tmp_path: Path):
     devices = ("--nodes", 64, "--gpus", 1, "--device", "h100")
-    done = run(*devices, *settings(folder, word).split(), "--forecast", "--json", "--output", tmp_path)
-    assert done.code == 0, done.stderr
+    result = run(*devices, *settings(folder, word).split(), "--forecast", "--json", "--output", tmp_path)
+    assert result.code == 0, result.stderr
     limit, seconds = original.LIMITS[folder]
-    assert max(need["total"] for need in done.json["forecast"]) < limit
-    assert done.json["seconds"] < seconds
+    assert max(need["total"] for need in result.json["forecast"]) < limit
+    assert result.json["seconds"] < seconds

@@ -102,10 +102,7 @@ def check_end(job: Job, shot: Shot, code: int) -> None:
     never_came = {2} if shot.signal == signal.SIGSTOP else set[int]()  # a process that was stopped before all met
     assert code in CODES | never_came, job.said
     by_signal = shot.place == "launcher" and code == -shot.signal  # nobody is there to print a last line
-    until = time.monotonic() + 15
-    while job.processes() and time.monotonic() < until:
-        time.sleep(0.1)
-    assert job.processes() == [], job.processes()
+    assert job.processes(patience=15) == []
     if not by_signal:
         check_last_line(job, code)
 

@@ -165,8 +165,8 @@ def test_two_processes_train_what_one_does(maxtext: Path, tmp_path: Path):
     assert (said[1].count("ok: 3 steps"), said[2]) == (1, "")
 
 
-def followed(paths: Paths, *programs: str, saves: bool = False) -> tuple[list[int | None], str, int]:
-    """Exit codes of trainers that are lines of a shell, the signal that ended them, how many came to us meanwhile.
+def followed(paths: Paths, *programs: str, saves: bool = False) -> tuple[list[str], int]:
+    """Why trainers ended that are lines of a shell, and how many signals came to us meanwhile.
 
     A trainer that writes its number to ``$ENDED`` has ended when we get a signal, and nobody has looked since.
     """
@@ -188,7 +188,8 @@ def followed(paths: Paths, *programs: str, saves: bool = False) -> tuple[list[in
 
     before = {number: signal.signal(number, stop) for number in SIGNALS}
     try:
-        return *run_trainers(starts, look_on, stop), stop.count
+        ends = run_trainers(starts, look_on, stop)
+        return [str(error or "").partition(";")[0] for error in ends], stop.count
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -199,23 +200,27 @@ ME = os.getpid()
 
 @pytest.mark.stand_in("a shell in the place of the trainer")
 @pytest.mark.parametrize(
-    ("programs", "saves", "codes", "ended_by", "count"),
+    ("programs", "saves", "ends", "count"),
     [
-        ([f"sleep 0.3; kill -TERM {ME}; sleep 0.5; exit 17"], False, [None], "SIGTERM", 1),
-        ([f"kill -INT {ME}; sleep 600"], False, [None], "SIGINT", 1),
-        ([f"trap 'exit 0' TERM; kill -USR1 {ME}; sleep 600 & wait"], True, [0], "SIGUSR1", 1),  # it saves, and ends
+        ([f"sleep 0.3; kill -TERM {ME}; sleep 0.5; exit 17"], False, ["SIGTERM ended the run"], 1),
+        ([f"kill -INT {ME}; sleep 600"], False, ["SIGINT ended the run"], 1),
+        ([f"trap 'exit 0' TERM; kill -USR1 {ME}; sleep 600 & wait"], True, [""], 1),  # it saves, and ends
         (
             [f"trap 'sleep 2.1; kill -HUP {ME}; sleep 9' TERM; kill -HUP {ME}; sleep 9"],
             True,
-            [None],
-            "SIGHUP",
+            ["SIGHUP ended the run"],
             2,
         ),
-        ([f"trap 'exit 0' TERM; kill -USR1 {ME}; sleep 600 & wait"], False, [None], "SIGUSR1", 1),  # nothing to save
-        (["echo $$ >$ENDED; kill -TERM $$"], False, [-15], "SIGTERM", 1),  # Slurm ends both
-        (["echo $$ >$ENDED; exit 17"], False, [17], "", 1),  # it had failed
-        (["exit 3", "sleep 600"], False, [3, None], "", 0),
-        (["sleep 0.3", "exit 0"], False, [0, 0], "", 0),
+        (  # nothing to save
+            [f"trap 'exit 0' TERM; kill -USR1 {ME}; sleep 600 & wait"],
+            False,
+            ["SIGUSR1 ended the run"],
+            1,
+        ),
+        (["echo $$ >$ENDED; kill -TERM $$"], False, ["SIGTERM ended the run"], 1),  # Slurm ends both
+        (["echo $$ >$ENDED; exit 17"], False, ["the trainer failed with exit code 17"], 1),  # it had failed
+        (["exit 3", "sleep 600"], False, ["the trainer failed with exit code 3", ""], 0),
+        (["sleep 0.3", "exit 0"], False, ["", ""], 0),
     ],
 )
 def test_trainers_are_ended_as_their_steps_ask_for(
@@ -223,13 +228,12 @@ def test_trainers_are_ended_as_their_steps_ask_for(
     monkeypatch: pytest.MonkeyPatch,
     programs: list[str],
     saves: bool,
-    codes: list[int | None],
-    ended_by: str,
+    ends: list[str],
     count: int,
 ):
     """They never train on."""
     monkeypatch.setattr(training, "_PATIENCE", 0.5)
-    assert followed(paths, *programs, saves=saves) == (codes, ended_by, count)
+    assert followed(paths, *programs, saves=saves) == (ends, count)
 
 
 OURS = r"JAX_COORDINATOR_ADDRESS[= ]\S+:6\d{4}"

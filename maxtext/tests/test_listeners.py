@@ -36,7 +36,7 @@ def record(step: int, loss: float = 3.0, **more: float) -> dict[str, Any]:
     }
 
 
-def scraped(file: Path) -> dict[str, float]:
+def scrape(file: Path) -> dict[str, float]:
     """Values by name, as Prometheus would read them: each has its help and its type before it."""
     samples, lines = {}, file.read_text().splitlines()
     for help_, kind, line in zip(lines[::3], lines[1::3], lines[2::3], strict=True):
@@ -53,7 +53,7 @@ def test_the_newest_step_is_scraped(tmp_path: Path):
     for step in range(4):
         tell(record(step))
     tell({"step": 3, "eval/total_loss": 1.0})
-    metrics = scraped(tmp_path / "run.prom")
+    metrics = scrape(tmp_path / "run.prom")
     assert set(metrics) == set(GAUGES)
     assert metrics["multimesh_step"] == 3
     assert metrics["multimesh_tokens_per_second"] == 32
@@ -67,7 +67,7 @@ def test_what_is_not_known_is_left_out_and_a_loss_that_is_no_number_is_there(tmp
     sample = record(0, math.nan)
     del sample[UTILIZATION]
     tell(sample)
-    metrics = scraped(tmp_path / "run.prom")
+    metrics = scrape(tmp_path / "run.prom")
     assert "multimesh_mfu_ratio" not in metrics
     assert math.isnan(metrics["multimesh_loss"])
 
@@ -84,7 +84,7 @@ def test_alerts_are_lines_of_a_stable_shape_one_for_steps_that_follow_one_anothe
         "alert: loss-not-finite step=24 loss=nan",
         "alert: loss-not-finite step=27 loss=inf",
     ]
-    metrics = scraped(tmp_path / "run.prom")
+    metrics = scrape(tmp_path / "run.prom")
     assert (metrics["multimesh_loss_spikes_total"], metrics["multimesh_losses_not_finite_total"]) == (1, 2)
 
 
@@ -135,23 +135,23 @@ def run_the_page(run: Callable[..., Any], folder: Path, package: str, **environm
     (hook,) = [block for block in re.findall(r"```py\n(.*?)```", page, re.DOTALL) if package.split("-")[0] in block]
     (folder / "mine.py").write_text(hook)
     flags = [*SMALL.split(), "--num-steps", "3", "--metrics-hook", "mine:log", "--json"]
-    done = run(*flags, env=with_packages(folder, packages) | environment)
-    assert (done.code, done.stderr.count("--metrics-hook")) == (0, 0), done.stderr
-    return done
+    result = run(*flags, env=with_packages(folder, packages) | environment)
+    assert (result.code, result.stderr.count("--metrics-hook")) == (0, 0), result.stderr
+    return result
 
 
 @pytest.mark.full
 def test_mlflow_has_the_losses_of_a_run(run: Callable[..., Any], tmp_path: Path):
     store = tmp_path / "store"
     environment = {"MLFLOW_TRACKING_URI": store.as_uri(), "MLFLOW_ALLOW_FILE_STORE": "true"}
-    done = run_the_page(run, tmp_path, "mlflow-skinny", **environment)
+    result = run_the_page(run, tmp_path, "mlflow-skinny", **environment)
     (file,) = store.rglob("metrics/learning/loss")
     losses = [float(line.split()[1]) for line in file.read_text().splitlines()]
-    assert losses == pytest.approx([step["loss"] for step in done.json["steps"]])
+    assert losses == pytest.approx([step["loss"] for step in result.json["steps"]])
 
 
 @pytest.mark.full
 def test_wandb_writes_a_run_without_a_network(run: Callable[..., Any], tmp_path: Path):
     run_the_page(run, tmp_path, "wandb", WANDB_MODE="offline", WANDB_DIR=str(tmp_path), WANDB_SILENT="true")
-    (written,) = tmp_path.rglob("run-*.wandb")
-    assert b"learning/loss" in written.read_bytes()
+    (file,) = tmp_path.rglob("run-*.wandb")
+    assert b"learning/loss" in file.read_bytes()

@@ -94,11 +94,11 @@ def test_parameters_and_moments_are_told_apart():
     state = {"model": model, "optimizer": model}
     batch = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=NamedSharding(stages[0], P()))
     lowered = mm.jit(step, donate_argnums=0).lower(state, batch)
-    found = needs(lowered, state, lowered.memory_estimate())
-    held, rows = 16 * 16 * 4 // 2, 8 * 16 * 4
-    assert [(stage["parameters"], stage["optimizer"], stage["gradients"]) for stage in found] == [(held,) * 3] * 2
-    assert found[0]["batch"] == pytest.approx(rows, abs=64)  # microbatch numbers
-    assert all(2 * stage["total"] == sum(stage.values()) for stage in found)
+    table = needs(lowered, state, lowered.memory_estimate())
+    nbytes, rows = 16 * 16 * 4 // 2, 8 * 16 * 4
+    assert [(stage["parameters"], stage["optimizer"], stage["gradients"]) for stage in table] == [(nbytes,) * 3] * 2
+    assert table[0]["batch"] == pytest.approx(rows, abs=64)  # microbatch numbers
+    assert all(2 * stage["total"] == sum(stage.values()) for stage in table)
 
 
 COSTS = {
@@ -111,7 +111,7 @@ COSTS = {
 }
 
 
-def shown(table: Table) -> list[str]:
+def lines_of(table: Table) -> list[str]:
     console = Console(width=200, record=True, quiet=False, file=io.StringIO())
     console.print(table)
     return console.export_text().splitlines()
@@ -119,18 +119,18 @@ def shown(table: Table) -> list[str]:
 
 def test_compiled_stages_are_shown_beside_their_forecast():
     compiled, forecast = ([need(10, 20, 5, 10, 15, size) for size in sizes] for sizes in ((30, 50), (30, 29)))
-    heads, first, second = shown(tabulate_needs(compiled, forecast, 100))
+    heads, first, second = lines_of(tabulate_needs(compiled, forecast, 100))
     assert heads.split()[:2] == ["stage", "gradients"]
     assert first.split()[-4:] == ["+0.0", "%", "yes", "workspace"]
     assert "-19.1 %" in second
     assert "no" in second.split()
-    assert shown(tabulate_needs(forecast))[0].split()[1:4] == ["parameters", "optimizer", "batch"]
+    assert lines_of(tabulate_needs(forecast))[0].split()[1:4] == ["parameters", "optimizer", "batch"]
 
 
 def test_a_step_is_shown_beside_maxtexts_own_programs():
     one = sum_costs([{**COSTS, "peak": 110, "seconds": 12.5}, {**COSTS, "peak": 90, "seconds": 3}])
     assert one["flops"] == 16e12
-    heads, operations, collectives, *others = shown(
+    heads, operations, collectives, *others = lines_of(
         tabulate_programs({"multimesh": one, "program": sum_costs([one] * 3)})
     )
     assert heads.split() == ["multimesh", "program"]
@@ -142,8 +142,8 @@ def test_a_step_is_shown_beside_maxtexts_own_programs():
 def test_kernels_slower_than_the_forecast_correct_it(job: Any):
     pipeline = job(["--gpus", "8", "--pp", "2", "--tp", "4", "--forecast", "--device", "h100"])
     slow = COSTS | {"flops": 2 * planner.device("h100").bf16}
-    plain, slower = forecast_step(pipeline), forecast_step(pipeline, [COSTS, slow])
+    base, slower = forecast_step(pipeline), forecast_step(pipeline, [COSTS, slow])
     assert slower["seconds"] == pytest.approx(2.0)
     assert slower["bound"] == "kernels as compiled"
-    tokens = [each["seconds"] * each["tokens_per_second"] for each in (plain, slower)]
+    tokens = [step["seconds"] * step["tokens_per_second"] for step in (base, slower)]
     assert tokens[0] == pytest.approx(tokens[1])

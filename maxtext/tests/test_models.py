@@ -21,8 +21,8 @@ RUN = (
 
 def test_the_page_has_every_model_with_its_verdict(maxtext: Path):
     assert model_table.documented() == model_table.table(), "run maxtext/tests/model_table.py --write"
-    listed = model_table.documented()
-    assert all(name in listed for name in model_table.names(maxtext / "maxtext"))
+    verdicts = model_table.documented()
+    assert all(name in verdicts for name in model_table.names(maxtext / "maxtext"))
 
 
 @pytest.mark.full
@@ -30,7 +30,7 @@ def test_the_page_has_every_model_with_its_verdict(maxtext: Path):
 @pytest.mark.parametrize("block", RUN)
 def test_a_tiny_model_of_each_block_that_is_not_refused_trains(root: Path, maxtext: Path, tmp_path: Path, block: str):
     package = maxtext / "maxtext"
-    name = model_table.alike(package)[block, ""][0]
+    name = model_table.group_all(package)[block, ""][0]
     flags = ["--num-steps", "2", "--batch-size", "4", "--sequence-length", "16", "--output", str(tmp_path)]
     assert main([*model_table.tiny(name, package), *flags], root=root) in (0, LossNotFallingError.exit_code)
     records = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
@@ -38,4 +38,4 @@ def test_a_tiny_model_of_each_block_that_is_not_refused_trains(root: Path, maxte
 
 
 def test_every_block_that_runs_is_trained(maxtext: Path):
-    assert sorted(block for block, refusal in model_table.alike(maxtext / "maxtext") if not refusal) == sorted(RUN)
+    assert sorted(block for block, refusal in model_table.group_all(maxtext / "maxtext") if not refusal) == sorted(RUN)

@@ -9,7 +9,7 @@ import grid
 import pytest
 from parity import METRICS, Result, compare
 
-pytestmark = pytest.mark.longer
+pytestmark = [pytest.mark.longer, pytest.mark.timeout(3600)]  # one fixture trains all cases
 
 _EXPERTS = "decoder_block=mixtral num_experts=4 base_moe_mlp_dim=32"
 CASES = {

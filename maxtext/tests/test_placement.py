@@ -25,7 +25,7 @@ def two_stages(**layout: Any) -> Stages:
     return Stages(stage_meshes(Mesh(np.array(jax.devices()[:4]), ("data",)), 2, jax.devices()), **layout)
 
 
-def located(stages: Stages, tree: Any) -> Any:
+def locate(stages: Stages, tree: Any) -> Any:
     """The number of the stage of each leaf."""
     return jax.tree_util.tree_map_with_path(lambda path, _: stages.meshes.index(stages.of_path(path)), tree)
 
@@ -54,8 +54,8 @@ def test_pieces_are_dealt_as_a_schedule_says(layout: dict[str, Any], pieces: lis
     assert [stages.meshes.index(stages.of_layer(n)) for n in range(layout["layers"])] == stage_of
     names = [name for name, *_ in list_stacks(stages.pieces, None)]
     assert names == [f"layers_{first}_{first + size - 1}" for first, size in zip(firsts, pieces, strict=True)]
-    found = located(stages, {"embedding": 0, "decoder_norm": 0, **{name: {"mlp": 0} for name in names}})
-    assert found == {
+    stages_of = locate(stages, {"embedding": 0, "decoder_norm": 0, **{name: {"mlp": 0} for name in names}})
+    assert stages_of == {
         "embedding": stage_of[0],
         "decoder_norm": stage_of[-1],
         **{name: {"mlp": stage_of[first]} for name, first in zip(names, firsts, strict=True)},
@@ -64,7 +64,7 @@ def test_pieces_are_dealt_as_a_schedule_says(layout: dict[str, Any], pieces: lis
 
 def test_layers_that_are_counted_apart_are_dealt_in_one_row():
     paths = {"dense_layers_0": 0, "moe_layers_0": 0, "moe_layers_1": 0, "moe_layers_2": 0}
-    assert [*located(two_stages(layers=4, dense=1), paths).values()] == [0, 0, 1, 1]
+    assert [*locate(two_stages(layers=4, dense=1), paths).values()] == [0, 0, 1, 1]
 
 
 @pytest.mark.flax
@@ -73,8 +73,8 @@ def test_the_layers_of_a_piece_get_the_random_numbers_of_one_stack():
 
     pieces = [range(0, 3), range(3, 6)]
     assert [(name, length) for name, length, _ in list_stacks(pieces, None)] == [("layers_0_2", 3), ("layers_3_5", 3)]
-    whole = nnx.Rngs(params=1, dropout=2).fork(split=6)
+    stack = nnx.Rngs(params=1, dropout=2).fork(split=6)
     shares = [share.fork(split=3) for _, _, share in list_stacks(pieces, nnx.Rngs(params=1, dropout=2))]
     for stream in ("params", "dropout"):
-        keys = [jax.random.key_data(rngs[stream].key.get_value()) for rngs in (whole, *shares)]
+        keys = [jax.random.key_data(rngs[stream].key.get_value()) for rngs in (stack, *shares)]
         np.testing.assert_array_equal(np.concatenate(keys[1:]), keys[0])

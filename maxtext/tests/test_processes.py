@@ -13,7 +13,6 @@ import pytest
 
 from multimesh_maxtext.command.cli import main
 from multimesh_maxtext.command.dataset import write_corpus
-from multimesh_maxtext.command.train_job import UNFIT
 from multimesh_maxtext.errors import UnfitError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -145,7 +144,7 @@ def test_processes_train_if_they_pass_the_check(
     assert ("FAILED: versions: XLA_FLAGS has --xla_gpu_shard_autotuning=true" in err) != fit
     assert err.count("error: --check: these processes cannot run pipelines; the table above says why") == (not fit)
     assert (tmp_path / "out/maxtext.log").exists() == fit
-    assert not (fit and (tmp_path / "out" / UNFIT).exists())
+    assert not (fit and (tmp_path / "out/unfit-nodes").exists())
 
 
 @pytest.mark.full

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from program_table import ABOVE, CASES, GOALS, compile_case, ratios, stored
+from program_table import ABOVE, CASES, GOALS, compile_case, load_table, ratios
 
 
-@pytest.mark.parametrize("name", sorted(stored().keys() - {"jax"}))
+@pytest.mark.parametrize("name", sorted(load_table().keys() - {"jax"}))
 def test_the_table_on_file_meets_its_goals(name: str):
-    sizes, limits = ratios(stored()[name]), GOALS | ABOVE.get(name, {})
+    sizes, limits = ratios(load_table()[name]), GOALS | ABOVE.get(name, {})
     assert {size: value for size, value in sizes.items() if value > limits.get(size, float("inf"))} == {}
 
 
@@ -23,6 +23,6 @@ def test_a_step_costs_no_more_than_that_of_one_program(tmp_path: Path, name: str
     record = compile_case(name, tmp_path)
     limits, sizes = GOALS | ABOVE.get(name, {}), ratios(record)
     assert {size: value for size, value in sizes.items() if value > limits.get(size, float("inf"))} == {}
-    if name in stored():
-        ours, on_file = (each["programs"]["multimesh"] for each in (record, stored()[name]))
-        assert {size: ours[size] for size in GOALS if ours[size] > 1.02 * on_file[size]} == {}
+    if name in load_table():
+        costs, on_file = (row["programs"]["multimesh"] for row in (record, load_table()[name]))
+        assert {size: costs[size] for size in GOALS if costs[size] > 1.02 * on_file[size]} == {}

@@ -42,12 +42,12 @@ def test_the_patches_change_nothing_unless_asked(
         write_corpus([parity.CORPUS.read_text()], paths.text, sequence_length=32)
         flags = [*FLAGS.split(), "--checkpoint", str(output / "ck"), "--text", str(parity.CORPUS)]
         start = launch(job(flags), paths, inherited={"XLA_FLAGS": " ".join(QUICK)}, gpu_memory=None)
-        unasked = {key: value for key, value in start.environment.items() if key not in (PIPELINE, VARIABLE)}
+        base = {key: value for key, value in start.environment.items() if key not in (PIPELINE, VARIABLE)}
         for steps in (4, 6):
             command = [re.sub(r"^steps=\d+$", f"steps={steps}", word) for word in start.command]
-            variables = {**os.environ, **unasked, "PYTHONPATH": str(source)}
-            done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-            assert done.returncode == 0, done.stderr[-2000:]
+            variables = {**os.environ, **base, "PYTHONPATH": str(source)}
+            process = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+            assert process.returncode == 0, process.stderr[-2000:]
             metrics[name, steps] = TIMES.sub("", paths.metrics.read_text())
     assert (maxtext / "maxtext/utils/multimesh_hooks.py").exists()
     assert not (tmp_path / "source/src/maxtext/utils/multimesh_hooks.py").exists()

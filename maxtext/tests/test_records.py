@@ -64,10 +64,10 @@ def logger(monkeypatch: pytest.MonkeyPatch) -> Logger:
     return Logger()
 
 
-def start(logger: Logger, step: int, took: float = 0.0) -> tuple[dict[str, Any], Result]:
+def start(logger: Logger, step: int, seconds: float = 0.0) -> tuple[dict[str, Any], Result]:
     result = Result()
     metrics = {"scalar": {"learning/loss": result}}
-    records.stepped(logger, metrics, step, timedelta(seconds=took))
+    records.stepped(logger, metrics, step, timedelta(seconds=seconds))
     return metrics, result
 
 
@@ -85,7 +85,7 @@ class Clock:
     def time(self) -> float:
         return 1e9 + self.now
 
-    def goes_on(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
         """Wait for the next look, then let time pass."""
         self._looked.acquire()
         self.now += seconds
@@ -97,10 +97,10 @@ def test_a_step_takes_from_the_end_of_the_one_before_to_its_own_whenever_records
     clock = Clock()
     monkeypatch.setattr(records, "time", clock)
     for step in range(3):
-        metrics, result = start(logger, step, took=5.0 if step == 0 else 0.0)
-        clock.goes_on(0.1)
+        metrics, result = start(logger, step, seconds=5.0 if step == 0 else 0.0)
+        clock.advance(0.1)
         result.end()
-        clock.goes_on(0.05)  # as where starting a step waits for its end
+        clock.advance(0.05)  # as where starting a step waits for its end
         logger.buffer_and_write_metrics(metrics, step)
     logger.buffer_and_write_metrics({}, 3)
     assert [step for step, _ in logger.written] == [0, 1, 2]

@@ -13,9 +13,11 @@ import pytest
 from rich.console import Console
 
 from multimesh_maxtext import outcome
+from multimesh_maxtext.command import training
 from multimesh_maxtext.command.job import Paths
 from multimesh_maxtext.command.report import step_table, summary
 from multimesh_maxtext.command.steps import Run, Step, compare, judge
+from multimesh_maxtext.command.training import explain_end, find_cause
 from multimesh_maxtext.errors import (
     FlagError,
     InterruptedRunError,
@@ -43,7 +45,7 @@ def run_of(*losses: float, norms: tuple[float, ...] = (), planned: range | None 
 
 @pytest.mark.parametrize("losses", [(3.0, 2.0), (3.0, 3.1, 2.9), (5.0, 4.0, 4.5, 4.2, 3.0, 3.9), (7.0,)])
 def test_a_run_whose_loss_falls_is_a_success(losses: tuple[float, ...]):
-    assert judge(run_of(*losses), [0], [NOWHERE]) is None
+    assert judge(run_of(*losses), [None]) is None
 
 
 @pytest.mark.parametrize(
@@ -63,8 +65,8 @@ def test_a_run_whose_loss_falls_is_a_success(losses: tuple[float, ...]):
 )
 def test_anything_else_is_not(losses: tuple[float, ...], returncode: int, error: type[Exception], message: str):
     """A process of several that is lost has a code of its own."""
-    run, several = run_of(*losses, planned=range(3)), issubclass(error, ProcessLostError)
-    shown = judge(run, [returncode], [NOWHERE], several=several)
+    end = explain_end(returncode, NOWHERE, nodes=2 if issubclass(error, ProcessLostError) else 1)
+    shown = judge(run_of(*losses, planned=range(3)), [end])
     assert type(shown) is error
     assert re.search(message, str(shown))
 
@@ -80,13 +82,18 @@ def test_anything_else_is_not(losses: tuple[float, ...], returncode: int, error:
 )
 def test_the_outcome_that_the_trainer_wrote_is_the_error(paths: Paths, error: LauncherError, message: str):
     """Its class and exit code, whatever the words are, also through the file."""
-    outcome.reserve(paths.outcome)
+    paths.outcome.write_text(outcome.ROOM)
     assert outcome.read(paths.outcome) is None
     outcome.write(error, paths.outcome)
     for returncode in (0, 1, -9, None):
-        shown = judge(run_of(3.0, planned=range(3), paths=paths), [returncode], [paths])
+        shown = judge(run_of(3.0, planned=range(3), paths=paths), [explain_end(returncode, paths)])
         assert type(shown) is type(error)
         assert re.search(message, str(shown))
+
+
+@pytest.mark.parametrize(("error", "fails"), [(PreemptedError("x"), False), (NoSpaceError("x"), True)])
+def test_a_run_that_was_told_to_end_after_its_last_step_is_a_success(error: LauncherError, fails: bool):
+    assert (judge(run_of(3.0, 2.0), [error]) is error) == fails
 
 
 @pytest.mark.parametrize(
@@ -108,7 +115,8 @@ def test_of_several_trainers_the_one_that_others_follow_tells(
     places[1].output.mkdir()
     for error, place in zip(written, places, strict=False):
         outcome.write(error, place.outcome)
-    shown = judge(run_of(3.0, planned=range(3), paths=paths), codes, places, stopped_by, several=True)
+    ends = [explain_end(code, place, stopped_by, 2) for code, place in zip(codes, places, strict=True)]
+    shown = judge(run_of(3.0, planned=range(3), paths=paths), ends)
     assert type(shown) is expected
     assert re.match(r"process [01] of 2 on ", shown.who)
 
@@ -128,22 +136,25 @@ LOST, FAILED, FULL, KILLED, INTERRUPTED = (
     ],
 )
 def test_an_outcome_that_follows_from_another_gives_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: LauncherError, own: LauncherError, expected: LauncherError
+    paths: Paths, monkeypatch: pytest.MonkeyPatch, other: LauncherError, own: LauncherError, expected: LauncherError
 ):
-    monkeypatch.setattr(outcome, "_PATIENCE", 0.1)
-    files = [tmp_path / "0", tmp_path / "1"]
-    for error, file in zip((own, other), files, strict=True):
-        outcome.write(error, file)
-    cause = outcome.find_cause(own, files)
+    monkeypatch.setattr(training, "_DOUBT", 0.1)
+    places = [paths, paths.of_process(1)]
+    places[1].output.mkdir()
+    outcome.write(other, places[1].outcome, "process 1 of 2 on another machine")
+    cause = find_cause(own, 0, places)
     assert type(cause) is type(expected)
     assert cause.shared == (cause is not own or own.shared)
+    assert type(outcome.read(places[0].outcome)) is type(own)  # where the other process looks for it
+    if cause is not own:
+        assert (cause.who, cause.log) == ("process 1 of 2 on another machine", places[1].log)
 
 
 def test_a_resumed_run_is_judged_by_its_own_steps_and_the_losses_before():
     def judged(before: tuple[float, ...], steps: tuple[float, ...], planned: range) -> LauncherError | None:
         run = run_of(*steps, planned=planned)
         run.before = run_of(*before).steps
-        return judge(run, [0], [NOWHERE])
+        return judge(run, [None])
 
     assert judged((), (2.6, 2.7), range(2, 4)) is None  # nothing is known of steps 0 and 1
     assert judged((3.0, 2.5), (2.6, 2.7), range(2, 4)) is None
@@ -151,7 +162,7 @@ def test_a_resumed_run_is_judged_by_its_own_steps_and_the_losses_before():
     assert isinstance(judged((2.0, 2.0), (2.6, 2.7), range(2, 4)), LossNotFallingError)
     twice = run_of(3.0, 2.0, 1.0)
     twice.steps[2] = twice.steps[0]
-    assert isinstance(judge(twice, [0], [NOWHERE]), StoppedEarlyError)
+    assert isinstance(judge(twice, [None]), StoppedEarlyError)
 
 
 def record(step: int, loss: float, seconds: float) -> str:
@@ -186,7 +197,7 @@ def test_the_table_is_short_and_has_first_and_last():
 
 
 def test_json_has_null_where_a_number_is_not_finite():
-    shown = summary(run_of(math.nan), NOWHERE)
+    shown = summary(run_of(math.nan))
     assert json.loads(json.dumps(shown, allow_nan=False))["steps"][0]["loss"] is None
 
 

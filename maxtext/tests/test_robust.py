@@ -31,6 +31,10 @@ if asked.get("forecast"):
     json.dump({"needs": [], "bubble": 0.5, "host": host, "stages": None}, open(asked["forecast"], "w"))
 if asked.get("forecast") or asked.get("dump_only"):
     sys.exit()
+if os.environ.get("STAND_IN") == "reads a damaged checkpoint":
+    values = {"cause": "damaged-checkpoint", "message": "1/d: gone", "remedy": "it is set aside as *.damaged"}
+    json.dump({**values, "who": ""}, open(asked["outcome"], "w"))
+    sys.exit(1)
 if os.environ.get("STAND_IN") == "fails":
     sys.exit("no step was done")
 with open(settings["metrics_file"], "a") as file:
@@ -334,6 +338,14 @@ def test_a_finished_job_that_is_run_again_has_nothing_left_to_do(start: Start, t
     write(tmp_path / "ck", 1)
     out = succeeded(finished(start("--output", tmp_path / "out", "--checkpoint", tmp_path / "ck", "--resume")))
     assert out.splitlines()[-1] == "ok: checkpoint 1 is after the last of --num-steps 2; nothing is left to do"
+
+
+def test_a_run_whose_only_checkpoint_is_damaged_does_not_begin_anew(start: Start, tmp_path: Path):
+    line = ("--output", tmp_path / "out", "--checkpoint", tmp_path / "ck", "--resume")
+    code, _, said = finished(start(*line, STAND_IN="reads a damaged checkpoint"))
+    assert (code, said.count("resuming from step 0")) == (15, 1)
+    assert "1/d: gone; it is set aside as *.damaged; no checkpoint is complete" in said.splitlines()[-1]
+    assert json.loads((tmp_path / "out/outcome.json").read_text())["cause"] == "damaged-checkpoint"
 
 
 def test_stray_modules_do_not_reach_the_trainer(start: Start, tmp_path: Path):

@@ -26,7 +26,7 @@ FP8 = "quantization=fp8_full use_qwix_quantization=true"
 JOB = (*CLUSTER, "--model-name", "llama3-8b", "--sequence-length", "4096", "--batch-size", "64")
 
 
-def suggested(maxtext: Path, capsys: pytest.CaptureFixture[str], *argv: str) -> dict:
+def run_suggest(maxtext: Path, capsys: pytest.CaptureFixture[str], *argv: str) -> dict:
     argv = (*argv, "--dry-run")  # without exact forecasts
     assert suggesting.run(read(argv), argv, maxtext) == 0
     return json.loads(capsys.readouterr().out)
@@ -40,17 +40,17 @@ def test_experts_are_as_wide_as_the_model_where_nobody_says(maxtext: Path):
 def test_the_best_is_a_command_line_that_is_accepted(
     maxtext: Path, capsys: pytest.CaptureFixture[str], job: Callable[[Sequence[str]], Job]
 ):
-    found = suggested(maxtext, capsys, *JOB, "--json", "--remat", "full", "--fsdp", "1", "learning_rate=3e-4")
-    program, *words = found["command"].split()
-    made, best = job(words), found["suggestions"][found["suggested"]]["how"]
+    answer = run_suggest(maxtext, capsys, *JOB, "--json", "--remat", "full", "--fsdp", "1", "learning_rate=3e-4")
+    program, *words = answer["command"].split()
+    training, best = job(words), answer["suggestions"][answer["suggested"]]["how"]
     assert program == "maxtext/run.py"
     assert not {"--suggest", "--json", "--device"} & set(words)
-    assert (made.devices, made.batch, made.flags.remat) == (16, 64, "full")
-    assert made.flags.settings == ("learning_rate=3e-4",)
-    assert [getattr(made.flags, name) for name in ("dp", "fsdp", "tp", "pp", "interleave")] == [
+    assert (training.devices, training.batch, training.flags.remat) == (16, 64, "full")
+    assert training.flags.settings == ("learning_rate=3e-4",)
+    assert [getattr(training.flags, name) for name in ("dp", "fsdp", "tp", "pp", "interleave")] == [
         best[name] for name in ("dp", "fsdp", "tp", "pp", "interleave")
     ]
-    assert made.microbatches == 64 // (best["dp"] * best["fsdp"] * best["microbatch"])
+    assert training.microbatches == 64 // (best["dp"] * best["fsdp"] * best["microbatch"])
 
 
 @pytest.mark.parametrize(
@@ -71,10 +71,10 @@ def test_the_line_of_the_planners_command_is_accepted(
     assert main(["suggest", *flags.split(), "--nodes", "2", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     (line,) = [line for line in answer["paste"].splitlines() if line.startswith("maxtext/run.py")]
-    made = job(shlex.split(line)[1:])
+    training = job(shlex.split(line)[1:])
     batch, how = 32, answer["suggestions"][answer["suggested"]]["how"]
-    assert (made.devices, made.batch) == (16, batch)
-    assert (made.flags.pp, made.flags.dp * made.flags.ep) == (how["pp"], how["dp"])
+    assert (training.devices, training.batch) == (16, batch)
+    assert (training.flags.pp, training.flags.dp * training.flags.ep) == (how["pp"], how["dp"])
     assert ("--memory" in flags) == ("--fbmem" in line)
 
 
@@ -88,17 +88,17 @@ def test_every_public_model_has_a_line(job: Callable[[Sequence[str]], Job]):
 
 
 def test_what_is_given_stays(maxtext: Path, capsys: pytest.CaptureFixture[str]):
-    given = ("--tp", "2", "--pp=4", "--schedule", "zb-h1", "--microbatch-size", "2", "--no-sequence-parallel")
-    found = suggested(maxtext, capsys, *JOB, "--json", *given)
-    kept = {"tp": 2, "pp": 4, "schedule": "zb-h1", "microbatch": 2, "sequence_parallel": False}
-    for row in found["suggestions"]:
-        assert {name: row["how"][name] for name in kept} == kept
-    assert found["command"].count("--pp") == found["command"].count("--tp") == 1
-    assert "--schedule zb-h1" in found["command"]
+    flags = ("--tp", "2", "--pp=4", "--schedule", "zb-h1", "--microbatch-size", "2", "--no-sequence-parallel")
+    answer = run_suggest(maxtext, capsys, *JOB, "--json", *flags)
+    fixed = {"tp": 2, "pp": 4, "schedule": "zb-h1", "microbatch": 2, "sequence_parallel": False}
+    for row in answer["suggestions"]:
+        assert {name: row["how"][name] for name in fixed} == fixed
+    assert answer["command"].count("--pp") == answer["command"].count("--tp") == 1
+    assert "--schedule zb-h1" in answer["command"]
 
 
 @pytest.mark.parametrize(
-    ("argv", "on", "off", "written", "field", "value", "less"),
+    ("argv", "on", "off", "text", "field", "value", "key"),
     [
         ("--dp 2 --fsdp 1 --tp 4 --pp 2", "", "--zero 0", "--zero 2", "sharded", "optimizer", "bytes"),
         ("--pp 2 --fsdp 8 --tp 1", "", "--no-gather-once", "--gather-once", "gather_once", True, "seconds"),
@@ -113,30 +113,30 @@ def test_what_saves_is_in_the_line_and_in_its_forecast_unless_it_is_given_otherw
     argv: str,
     on: str,
     off: str,
-    written: str,
+    text: str,
     field: str,
     value: object,
-    less: str,
+    key: str,
 ):
     fixed = (*JOB, "--json", "--microbatch-size", "1", *argv.split())
-    saving, other = (suggested(maxtext, capsys, *fixed, *more.split()) for more in (on, off))
-    assert [written in found["command"] for found in (saving, other)] == [True, False]
+    saving, other = (run_suggest(maxtext, capsys, *fixed, *flags.split()) for flags in (on, off))
+    assert [text in answer["command"] for answer in (saving, other)] == [True, False]
     how = planner_configuration(job(shlex.split(saving["command"])[1:]))
     assert getattr(how, field) == value
-    assert saving["suggestions"][0][less] < other["suggestions"][0][less]
+    assert saving["suggestions"][0][key] < other["suggestions"][0][key]
 
 
 def test_one_program_gets_no_zero(maxtext: Path, capsys: pytest.CaptureFixture[str]):
     """MaxText alone would round to bfloat16 for it."""
     argv = (*JOB, "--json", "--dp", "2", "--fsdp", "1", "--pp", "1", "--tp", "8", "--microbatch-size", "1")
-    assert "--zero" not in suggested(maxtext, capsys, *argv, "--remat", "full")["command"]
+    assert "--zero" not in run_suggest(maxtext, capsys, *argv, "--remat", "full")["command"]
 
 
 def test_long_sequences_are_cut_over_devices(maxtext: Path, capsys: pytest.CaptureFixture[str]):
     argv = (*CLUSTER, "--json", "--model-name", "llama3-8b", "--sequence-length", "131072")
-    found = suggested(maxtext, capsys, *argv, "--batch-size", "2", "--remat", "full", "--tp", "2", "--pp", "1")
-    assert {row["how"]["cp"] for row in found["suggestions"]} >= {4}
-    assert "--cp" in found["command"]
+    answer = run_suggest(maxtext, capsys, *argv, "--batch-size", "2", "--remat", "full", "--tp", "2", "--pp", "1")
+    assert {row["how"]["cp"] for row in answer["suggestions"]} >= {4}
+    assert "--cp" in answer["command"]
 
 
 def make_request(maxtext: Path, *argv: str) -> Request:
@@ -181,19 +181,19 @@ def test_what_is_pasted_fits_by_its_own_forecast(maxtext: Path, capsys: pytest.C
     row = answer["suggestions"][answer["suggested"]]
     words = [*shlex.split(answer["command"])[1:], "--forecast", "--device", "h100", "--json"]
     assert cli.main(words) == 0
-    needed = max(stage["total"] for stage in json.loads(capsys.readouterr().out)["forecast"])
-    assert row["checked"] == f"fits, {needed / 1e9:.1f} GB"
+    peak = max(stage["total"] for stage in json.loads(capsys.readouterr().out)["forecast"])
+    assert row["checked"] == f"fits, {peak / 1e9:.1f} GB"
 
 
 def test_exact_forecasts_are_tried_until_one_fits(
     maxtext: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     argv = (*JOB, "--json", "--tp", "2")
-    sizes, tried = [90 * 10**9, 50 * 10**9], list[Configuration]()
+    sizes, attempts = [90 * 10**9, 50 * 10**9], list[Configuration]()
 
     def plan(request: Request, how: Configuration, text: str) -> int:
-        tried.append(how)
-        return sizes[len(tried) - 1]
+        attempts.append(how)
+        return sizes[len(attempts) - 1]
 
     monkeypatch.setattr(Request, "plan", plan)
     assert suggesting.run(read(argv), argv, maxtext) == 0
@@ -203,11 +203,11 @@ def test_exact_forecasts_are_tried_until_one_fits(
         ["fits, 50.0 GB", "no, 90.0 GB"],
     )
     assert answer["suggestions"][answer["suggested"]]["checked"] == "fits, 50.0 GB"
-    assert tried[0] != tried[1]
-    sizes, tried = [90 * 10**9] * 3, []
+    assert attempts[0] != attempts[1]
+    sizes, attempts = [90 * 10**9] * 3, []
     with pytest.raises(DoesNotFitError, match=r"none fits .* 90.0 GB.*; use .*--fbmem \d+ .*more --nodes"):
         suggesting.run(read(argv), argv, maxtext)
-    assert 1 < len(tried) <= 3
+    assert 1 < len(attempts) <= 3
 
 
 def test_masked_products_of_experts_name_what_helps(maxtext: Path):
@@ -237,8 +237,8 @@ def test_what_is_wrong_is_said(maxtext: Path, argv: str, error: type[Exception],
 def test_the_command_suggests(capsys: pytest.CaptureFixture[str]):
     argv = [*JOB, "--dry-run", "--json", "--pp", "2", "--tp", "2", "--model-name", "mixtral-8x7b", "--remat", "full"]
     assert cli.main(argv) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert all(row["band"] > 0.2 for row in found["suggestions"])  # few runs with experts were published
-    assert any("--dp is dp / ep" in note for note in found["notes"])
+    answer = json.loads(capsys.readouterr().out)
+    assert all(row["band"] > 0.2 for row in answer["suggestions"])  # few runs with experts were published
+    assert any("--dp is dp / ep" in note for note in answer["notes"])
     assert cli.main([*argv, "--gpus", "1", "--nodes", "1", "--pp", "1", "--tp", "1"]) == DoesNotFitError.exit_code
     assert "use" in json.loads(capsys.readouterr().out)["error"]

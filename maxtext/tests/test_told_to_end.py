@@ -17,6 +17,7 @@ from multimesh import launch
 
 SETTINGS, ENDLESS = ("checkpoint_period=50", "learning_rate_schedule_steps=1000"), "--num-steps=100000"
 LIMIT = 240
+AT_ONCE = 2.0  # seconds, in which the kernel kills the children of a command that has ended
 
 
 def at_once(job: Job) -> None:
@@ -74,7 +75,7 @@ def test_a_job_that_is_told_to_end_never_trains_again(root: Path, tmp_path: Path
     os.kill(told[0], signal.SIGTERM)
     code, said = job.process.wait(LIMIT), job.said
     if moment == "1 s" and not said:  # Python was still loading, and nobody could listen
-        assert (code, job.processes()) == (-signal.SIGTERM, [])
+        assert (code, job.processes(AT_ONCE)) == (-signal.SIGTERM, [])
         return
     last = said.splitlines()[-1]
     metrics, checkpoints = tmp_path / "out/metrics.jsonl", job.checkpoints()
@@ -91,7 +92,7 @@ def test_a_job_that_is_told_to_end_never_trains_again(root: Path, tmp_path: Path
         assert (ended["cause"], ended["step"], ended["checkpoint"], checkpoints[-1]) == ("preempted", *[done] * 3)
     else:
         assert (len(records(tmp_path / "out")) if size else 0) == before
-    assert job.processes() == []
+    assert job.processes(AT_ONCE) == []
     assert (metrics.stat().st_size if metrics.exists() else 0) == size
     if code == 18:
         steps = checkpoints[-1] + 3
@@ -113,7 +114,7 @@ def test_a_second_ctrl_c_waits_for_no_checkpoint_and_leaves_no_process(root: Pat
     time.sleep(2.5)
     job.process.send_signal(signal.SIGINT)
     code = job.process.wait(60)
-    assert job.processes() == []
+    assert job.processes(AT_ONCE) == []
     last = job.said.splitlines()[-1]
     assert (code, "interrupted" in last or "SIGINT ended the run" in last) == (130, True), job.said
     assert "no checkpoint is complete" in last or f"checkpoint {job.checkpoints()[-1]} is complete" in last

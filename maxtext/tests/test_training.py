@@ -25,13 +25,13 @@ TINY = ("--num-layers", "1", "--model-dims", "64", "--mlp-dims", "64", "--sequen
 @pytest.mark.full
 def test_validate_cpu(run: Run, tmp_path: Path):
     metrics = tmp_path / "m/metrics.jsonl"
-    done = run("--output", tmp_path / "out put", "--metrics-file", metrics, script="validate-cpu.sh")
-    assert done.code == 0, done.stderr
+    result = run("--output", tmp_path / "out put", "--metrics-file", metrics, script="validate-cpu.sh")
+    assert result.code == 0, result.stderr
     losses = [record["learning/loss"] for record in records(metrics.parent)]
     reference = [record["learning/loss"] for record in records(tmp_path / "out put/spmd")]
     assert len(losses) == len(reference) == 3
     assert losses[0] > losses[1] > losses[2]
-    lines = done.stdout.splitlines()
+    lines = result.stdout.splitlines()
     grid = "8 cpu devices: dp 2 tp 2 pp 2; 2 layers; batch 8 = 2 microbatches in the pipeline"
     assert re.fullmatch(r"Python 3\.\d+\.\d+ \(of .+: /.+\), jax \d.+", lines[0])
     assert lines[1] == f"MaxText, backend multimesh, {grid}"
@@ -51,8 +51,8 @@ def test_tensorboard_has_the_losses_of_the_metrics_file(run: Run, tmp_path: Path
     from tensorboardX.proto import event_pb2
 
     pipeline = ("--pp", 2, "--cpus", 2, "--num-layers", 2, *TINY[2:], "--num-steps", 3)
-    done = run(*pipeline, "--output", tmp_path, "enable_tensorboard=true")
-    assert done.code == 0, done.stderr
+    result = run(*pipeline, "--output", tmp_path, "enable_tensorboard=true")
+    assert result.code == 0, result.stderr
     (file,) = (tmp_path / "train/tensorboard").rglob("events.out.tfevents.*")
     data, losses = file.read_bytes(), {}
     while data:  # records of TensorFlow: a length of 8 bytes, its checksum of 4, the record, its checksum
@@ -70,14 +70,14 @@ def test_text_on_tensor_parallel_devices(run: Run, root: Path, tmp_path: Path):
     environment = {**os.environ, "https_proxy": "http://127.0.0.1:1", "http_proxy": "http://127.0.0.1:1"}
     arguments = ("--cpus", 8, "--tp", 8, "--num-heads", 8, "--batch-size", 4, "--microbatch-size", 2, "--num-steps", 6)
     place = ("--output", tmp_path, "--text", root / "LICENSE")
-    done = run(*arguments, "--sequence-parallel", *TINY, "learning_rate=0.01", "--json", *place, env=environment)
-    assert done.code == 0, done.stderr
-    found = done.json
-    assert (found["exit_code"], found["error"], len(found["steps"])) == (0, None, 6)
+    result = run(*arguments, "--sequence-parallel", *TINY, "learning_rate=0.01", "--json", *place, env=environment)
+    assert result.code == 0, result.stderr
+    document = result.json
+    assert (document["exit_code"], document["error"], len(document["steps"])) == (0, None, 6)
     # A few steps cannot learn the licence by heart, but they find that most bytes never occur in it.
-    assert found["steps"][-1]["loss"] < math.log(256) < found["steps"][0]["loss"]
+    assert document["steps"][-1]["loss"] < math.log(256) < document["steps"][0]["loss"]
     # Every sequence of 32 has 31 next tokens to predict.
-    assert {step["tokens"] for step in found["steps"]} == {4 * 31.0}
+    assert {step["tokens"] for step in document["steps"]} == {4 * 31.0}
     index = json.loads((tmp_path / "text" / "index.json").read_text())
     assert index["total_tokens"] == (root / "LICENSE").stat().st_size + 1
 
@@ -86,8 +86,8 @@ def test_text_on_tensor_parallel_devices(run: Run, root: Path, tmp_path: Path):
 def test_the_seed_decides_parameters_and_data(run: Run, root: Path, tmp_path: Path):
     def losses(seed: int) -> list[float]:
         place = ("--overwrite", "--output", tmp_path, "--text", root / "LICENSE")
-        done = run("--seed", seed, "--num-steps", 2, *TINY, "--json", *place)
-        return [step["loss"] for step in done.json["steps"]]
+        result = run("--seed", seed, "--num-steps", 2, *TINY, "--json", *place)
+        return [step["loss"] for step in result.json["steps"]]
 
     first = losses(1)
     assert len(first) == 2
@@ -107,9 +107,9 @@ def test_the_seed_decides_parameters_and_data(run: Run, root: Path, tmp_path: Pa
     ids=["raises", "nan", "stops-early", "learns-nothing"],
 )
 def test_a_bad_trainer_fails_the_script(run: Run, tmp_path: Path, arguments: tuple[str, ...], code: int, message: str):
-    done = run("--num-steps", 4, *TINY, "--output", tmp_path, *arguments)
-    assert done.code == code, done.stderr
-    last = done.stderr.splitlines()[-1]
+    result = run("--num-steps", 4, *TINY, "--output", tmp_path, *arguments)
+    assert result.code == code, result.stderr
+    last = result.stderr.splitlines()[-1]
     assert last.startswith("error: ")
     assert message in last
 
@@ -120,15 +120,15 @@ def test_an_interrupted_run_leaves_no_process(root: Path, tmp_path: Path, maxtex
     line = [sys.executable, str(root / "maxtext/run.py"), "--num-steps", "100000", *TINY, "--output", str(tmp_path)]
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    for printed in process.stdout:
-        if printed.startswith("step 0 of "):
+    for text in process.stdout:
+        if text.startswith("step 0 of "):
             break
     (trainer,) = children(process.pid)
     process.send_signal(number)
     _, errors = process.communicate()
     assert process.returncode == 130
-    ended = f"error: {number.name} ended the run; no checkpoint was written: --checkpoint DIR keeps the state"
-    assert errors.splitlines()[-1] == ended
+    message = f"error: {number.name} ended the run; no checkpoint was written: --checkpoint DIR keeps the state"
+    assert errors.splitlines()[-1] == message
     assert not Path(f"/proc/{trainer}").exists()
 
 
@@ -142,12 +142,12 @@ def test_validate_gpu_uses_the_visible_gpus_and_refuses_without(run: Run, tmp_pa
     (tmp_path / "nvidia-smi").chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}" if tp else "/usr/bin:/bin"}
     environment |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    done = run("--dry-run", "--json", script="validate-gpu.sh", env=environment)
+    result = run("--dry-run", "--json", script="validate-gpu.sh", env=environment)
     if not tp:
         refusal = "error: no GPU can be seen here (nvidia-smi lists none); use maxtext/validate-cpu.sh\n"
-        assert (done.code, done.stdout, done.stderr) == (4, "", refusal)
+        assert (result.code, result.stdout, result.stderr) == (4, "", refusal)
         return
-    assert done.code == 0, done.stderr
-    settings = done.json["configuration"]
+    assert result.code == 0, result.stderr
+    settings = result.json["configuration"]
     assert settings["ici_tensor_parallelism"] * settings["ici_tensor_sequence_parallelism"] == tp
     assert (settings["hardware"], settings["steps"], settings["max_target_length"]) == ("gpu", 20, 256)

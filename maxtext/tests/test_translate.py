@@ -96,9 +96,9 @@ def test_maxtext_gets_back_the_rows_that_we_meant(rows: int, devices: int):
 
 
 def test_a_named_model_keeps_its_sizes_unless_flags_change_them(job: Check, paths: Paths):
-    plain = job(["--model-name", "llama3-8b"]).model
-    assert (plain.layers, plain.embedding, plain.query_heads, plain.kv_heads) == (32, 4096, 32, 8)
-    assert plain.settings == {}
+    base = job(["--model-name", "llama3-8b"]).model
+    assert (base.layers, base.embedding, base.query_heads, base.kv_heads) == (32, 4096, 32, 8)
+    assert base.settings == {}
     assert job(["--model-name", "llama3-8b", "--num-layers", "4"]).model.settings == {"base_num_decoder_layers": 4}
 
 
@@ -121,13 +121,13 @@ def test_key_value_arguments_come_last_and_replace_our_defaults(job: Check, path
 
 
 def test_cpu_environment(job: Check, paths: Paths):
-    found = variables(
+    env = variables(
         job, paths, "--cpus 8 --dp 8", {"XLA_FLAGS": "--xla_mine=1", "PYTHONPATH": ":/mine:here", "HOME": "/h"}
     )
-    assert found["XLA_FLAGS"] == "--xla_mine=1 --xla_force_host_platform_device_count=8"
-    assert found["PYTHONPATH"].split(":")[:1] + found["PYTHONPATH"].split(":")[-1:] == [str(paths.maxtext), "/mine"]
-    assert (found["NPROC"], found["OPENBLAS_NUM_THREADS"], found["JAX_PLATFORMS"]) == ("64", "1", "cpu")
-    assert "HOME" not in found
+    assert env["XLA_FLAGS"] == "--xla_mine=1 --xla_force_host_platform_device_count=8"
+    assert env["PYTHONPATH"].split(":")[:1] + env["PYTHONPATH"].split(":")[-1:] == [str(paths.maxtext), "/mine"]
+    assert (env["NPROC"], env["OPENBLAS_NUM_THREADS"], env["JAX_PLATFORMS"]) == ("64", "1", "cpu")
+    assert "HOME" not in env
 
 
 @pytest.mark.parametrize("name", [name for name, flag in FLAGS.items() if flag.xla])
@@ -135,30 +135,30 @@ def test_compiler_flags_reach_xla_on_gpus_only(job: Check, paths: Paths, name: s
     flag = FLAGS[name]
     words, value = (f"{flag.option} 5", "5") if flag.value else (flag.option, "true")
     for devices, present in (("--gpus 1", True), ("--cpus 1", False)):
-        shown = variables(job, paths, f"{devices} {words}")["XLA_FLAGS"].split()
-        assert [f"{xla}={value}" in shown for xla in flag.xla] == [present] * len(flag.xla)
+        xla_flags = variables(job, paths, f"{devices} {words}")["XLA_FLAGS"].split()
+        assert [f"{xla}={value}" in xla_flags for xla in flag.xla] == [present] * len(flag.xla)
 
 
 def test_compiler_flags_for_gpus_are_on_unless_told_otherwise(job: Check, paths: Paths):
-    found = variables(job, paths, "--gpus 1")["XLA_FLAGS"].split()
-    assert "--xla_gpu_enable_while_loop_double_buffering=true" in found
-    assert "--xla_gpu_all_gather_combine_threshold_bytes=4294967296" in found
-    assert "windowed_einsum" not in " ".join(found)
-    mine = {"XLA_FLAGS": "--xla_gpu_all_reduce_combine_threshold_bytes=7 --xla_gpu_enable_nccl_comm_splitting=false"}
-    found = variables(job, paths, "--gpus 1 --no-xla-loop-buffering", mine)["XLA_FLAGS"].split()
-    assert "--xla_gpu_enable_while_loop_double_buffering=false" in found
-    assert [flag for flag in found if "all_reduce_combine" in flag or "comm_splitting" in flag] == mine[
+    xla_flags = variables(job, paths, "--gpus 1")["XLA_FLAGS"].split()
+    assert "--xla_gpu_enable_while_loop_double_buffering=true" in xla_flags
+    assert "--xla_gpu_all_gather_combine_threshold_bytes=4294967296" in xla_flags
+    assert "windowed_einsum" not in " ".join(xla_flags)
+    env = {"XLA_FLAGS": "--xla_gpu_all_reduce_combine_threshold_bytes=7 --xla_gpu_enable_nccl_comm_splitting=false"}
+    xla_flags = variables(job, paths, "--gpus 1 --no-xla-loop-buffering", env)["XLA_FLAGS"].split()
+    assert "--xla_gpu_enable_while_loop_double_buffering=false" in xla_flags
+    assert [flag for flag in xla_flags if "all_reduce_combine" in flag or "comm_splitting" in flag] == env[
         "XLA_FLAGS"
     ].split()
     # What the command line says comes after it, so it wins.
-    found = variables(job, paths, "--gpus 1 --xla-ar-threshold 9", mine)["XLA_FLAGS"].split()
-    assert [flag[-2:] for flag in found if "all_reduce_combine" in flag] == ["=7", "=9"]
+    xla_flags = variables(job, paths, "--gpus 1 --xla-ar-threshold 9", env)["XLA_FLAGS"].split()
+    assert [flag[-2:] for flag in xla_flags if "all_reduce_combine" in flag] == ["=7", "=9"]
 
 
 def test_collectives_of_loops_are_pipelined_in_kernels_of_stages_alone(paths: Paths, job: Check):
     """In one program with gradient accumulation it would compute 87.8e12 operations in place of 52.7e12."""
-    staged, one = (variables(job, paths, flags)["XLA_FLAGS"] for flags in ("--gpus 2 --pp 2", "--gpus 2 --dp 2"))
-    assert "--xla_gpu_enable_pipelined_all_reduce=true" in staged.split()
+    pipelined, one = (variables(job, paths, flags)["XLA_FLAGS"] for flags in ("--gpus 2 --pp 2", "--gpus 2 --dp 2"))
+    assert "--xla_gpu_enable_pipelined_all_reduce=true" in pipelined.split()
     assert "pipelined" not in one
     (note,) = find_flag_notes(read(["--gpus", "2", "--dp", "2", "--xla-pipelining"]).flags, gpu_memory=None)
     assert note.startswith("--xla-pipelining: one program")
@@ -171,19 +171,19 @@ def test_framebuffer_memory_becomes_a_fraction(job: Check, paths: Paths):
     assert find_flag_notes(read(["--gpus", "1", "--fbmem", "77"]).flags, gpu_memory=81_559) == [
         "--fbmem 77: JAX takes 0.9441 of each GPU's 81559 MiB"
     ]
-    for wrong in ("2000", "0", "3"):
+    for value in ("2000", "0", "3"):
         with pytest.raises(
-            FlagError, match=rf"--fbmem {wrong} is 0\.\d+ of .* less than 0.05; it counts GB below 1000"
+            FlagError, match=rf"--fbmem {value} is 0\.\d+ of .* less than 0.05; it counts GB below 1000"
         ):
-            variables(job, paths, f"--gpus 1 --fbmem {wrong}", memory=80_000)
+            variables(job, paths, f"--gpus 1 --fbmem {value}", memory=80_000)
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in variables(job, paths, "--gpus 1 --fbmem 90000")
 
 
 def test_dumps_and_logging(job: Check, paths: Paths, tmp_path: Path):
     folder = tmp_path / "with space"
-    found = variables(job, paths, f"--dump '{folder}' --debug debug")
-    assert f'--xla_dump_to="{folder}" --xla_dump_hlo_as_text=true' in found["XLA_FLAGS"]
-    assert found["JAX_LOGGING_LEVEL"] == "DEBUG"
+    env = variables(job, paths, f"--dump '{folder}' --debug debug")
+    assert f'--xla_dump_to="{folder}" --xla_dump_hlo_as_text=true' in env["XLA_FLAGS"]
+    assert env["JAX_LOGGING_LEVEL"] == "DEBUG"
     assert "xla_dump" not in variables(job, paths, "--pp 2 --dump x")["XLA_FLAGS"]  # a pipeline writes its plan
     assert variables(job, paths, "--gpus 1 --debug-nccl")["NCCL_DEBUG"] == "INFO"
 
@@ -200,10 +200,10 @@ def test_dry_run_prints_what_would_be_started(run: Callable[..., Any]):
     plan = run(*argv, "--json").json
     assert plan["configuration"]["base_output_directory"] == "/tmp/some where"
     assert "base_output_directory=/tmp/some where" in plan["command"]
-    printed = run(*argv).stdout.splitlines()
-    assert shlex.join(plan["command"]) in printed
+    lines = run(*argv).stdout.splitlines()
+    assert shlex.join(plan["command"]) in lines
     for key, value in plan["environment"].items():
-        assert f"export {key}={shlex.quote(value)}" in printed
+        assert f"export {key}={shlex.quote(value)}" in lines
     assert not Path("/tmp/some where").exists()
 
 

@@ -27,16 +27,16 @@ def log(record):
 def test_a_collector_reads_the_newest_step_and_a_hook_gets_every_record_once(run: Callable[..., Any], tmp_path: Path):
     (tmp_path / "mine.py").write_text(HOOK)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "RECORDS": str(tmp_path / "records")}
-    told = ("--metrics-hook", "mine:log", "--prometheus", tmp_path / "run.prom", "--output", tmp_path / "out")
-    done = run(*JOB.split(), *told, env=environment)
-    assert done.code in (0, 13), done.stderr
+    flags = ("--metrics-hook", "mine:log", "--prometheus", tmp_path / "run.prom", "--output", tmp_path / "out")
+    result = run(*JOB.split(), *flags, env=environment)
+    assert result.code in (0, 13), result.stderr
     rows = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
-    scraped = dict(line.split() for line in (tmp_path / "run.prom").read_text().splitlines() if line[0] != "#")
+    metrics = dict(line.split() for line in (tmp_path / "run.prom").read_text().splitlines() if line[0] != "#")
     losses = [row["learning/loss"] for row in rows if "learning/loss" in row]
-    assert (len(losses), float(scraped["multimesh_step"]), float(scraped["multimesh_steps_wanted"])) == (4, 3, 4)
-    assert float(scraped["multimesh_loss"]) == pytest.approx(losses[-1])
-    assert float(scraped["multimesh_step_seconds"]) > 0
-    assert done.stderr.count("--metrics-hook mine:log: ValueError at step 1: not this one") == 1
+    assert (len(losses), float(metrics["multimesh_step"]), float(metrics["multimesh_steps_wanted"])) == (4, 3, 4)
+    assert float(metrics["multimesh_loss"]) == pytest.approx(losses[-1])
+    assert float(metrics["multimesh_step_seconds"]) > 0
+    assert result.stderr.count("--metrics-hook mine:log: ValueError at step 1: not this one") == 1
     records = [json.loads(line) for line in (tmp_path / "records").read_text().splitlines()]
     assert len({process for process, _ in records}) == 1
     assert [record for _, record in records] == [row for row in rows if {"learning/loss", "eval/total_loss"} & {*row}]

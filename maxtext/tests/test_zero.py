@@ -28,7 +28,7 @@ def train(root: Path, output: Path, *words: Any) -> int:
     return main([str(word) for word in (*SMALL, "--output", output, *words)], root=root)
 
 
-def held(output: Path) -> int:
+def state_bytes(output: Path) -> int:
     """Bytes of the fullest device after a step, but for batches and keys, which are small."""
     return max(json.loads((output / "placement.json").read_text())["stepped"]["bytes"].values())
 
@@ -37,25 +37,25 @@ def held(output: Path) -> int:
 @pytest.mark.timeout(1800)
 def test_moments_are_shared_out_and_a_checkpoint_moves_between_kinds_and_grids(root: Path, tmp_path: Path):
     """With AdamW's two moments, two thirds of the bytes. Steps stay the same, also without sharded moments."""
-    text, kept = ("--text", root / "LICENSE"), ("--checkpoint", tmp_path / "ck", "--resume")
+    text, resume = ("--text", root / "LICENSE"), ("--checkpoint", tmp_path / "ck", "--resume")
     assert train(root, tmp_path / "plain", "--num-steps", 4, *text) in (0, 13)
-    assert train(root, tmp_path / "zero", "--num-steps", 2, "--zero", 1, *kept, *text) in (0, 13)
-    assert held(tmp_path / "zero") < 0.75 * held(tmp_path / "plain")
+    assert train(root, tmp_path / "zero", "--num-steps", 2, "--zero", 1, *resume, *text) in (0, 13)
+    assert state_bytes(tmp_path / "zero") < 0.75 * state_bytes(tmp_path / "plain")
     other = ("--cpus", 8, "--tp", 2, "--zero", 2)
-    assert train(root, tmp_path / "zero", "--num-steps", 3, *other, *kept, *text) in (0, 13)
-    assert train(root, tmp_path / "zero", "--num-steps", 4, *kept, *text) in (0, 13)
-    ours, theirs = ([record["learning/loss"] for record in records(tmp_path / name)] for name in ("zero", "plain"))
-    assert ours == pytest.approx(theirs, rel=1e-5)
+    assert train(root, tmp_path / "zero", "--num-steps", 3, *other, *resume, *text) in (0, 13)
+    assert train(root, tmp_path / "zero", "--num-steps", 4, *resume, *text) in (0, 13)
+    actual, expected = ([record["learning/loss"] for record in records(tmp_path / name)] for name in ("zero", "plain"))
+    assert actual == pytest.approx(expected, rel=1e-5)
 
 
 def test_verify_compares_in_float32_with_a_program_whose_moments_are_not_sharded(job: Any, paths: Any):
     """Also where nobody names a type. What ``dtype=`` says stays."""
     flags = ["--cpus", "4", "--dp", "2", "--pp", "2", "--zero", "1", "--verify"]
-    checked = job(flags)
-    ours, theirs = (configuration(program, paths) for program in (checked, reference_job(checked)))
-    assert ours["dtype"] == theirs["dtype"] == "float32"
-    assert "shard_optimizer_over_data" not in ours | theirs
-    assert any("--verify trains in dtype=float32" in note for note in find_job_notes(read(flags), checked))
+    training = job(flags)
+    config, reference = (configuration(program, paths) for program in (training, reference_job(training)))
+    assert config["dtype"] == reference["dtype"] == "float32"
+    assert "shard_optimizer_over_data" not in config | reference
+    assert any("--verify trains in dtype=float32" in note for note in find_job_notes(read(flags), training))
     rounded = job([*flags, "dtype=bfloat16"])
     assert rounded.model.resolved["dtype"] == reference_job(rounded).model.resolved["dtype"] == "bfloat16"
 
@@ -65,10 +65,10 @@ def test_a_step_reduces_each_gradient_once_and_gathers_each_parameter_once(tmp_p
     """After the loop, on each stage. As compiled for CPUs, where a reduce-scatter is an all-reduce and a slice."""
     sizes = "--cpus 4 --dp 2 --pp 2 --num-layers 2 --model-dims 64 --microbatch-size 2 dtype=float32"
     jobs = {str(zero): small_job([*sizes.split(), "--zero", str(zero)], 2, tmp_path) for zero in (0, 1, 2)}
-    found = {each["name"]: each for each in run_cases("compile", jobs, tmp_path / "kernels", find_maxtext(ROOT))}
-    assert not any(each["error"] for each in found.values())
-    matrices = {tuple(shape) for shape in found["0"]["parameters"]}
-    times = {name: counts(each, matrices) for name, each in found.items()}
+    cases = {record["name"]: record for record in run_cases("compile", jobs, tmp_path / "kernels", find_maxtext(ROOT))}
+    assert not any(record["error"] for record in cases.values())
+    matrices = {tuple(shape) for shape in cases["0"]["parameters"]}
+    times = {name: counts(record, matrices) for name, record in cases.items()}
     reduced, gathered = (collections.Counter(), collections.Counter())
     for (kind, shape), number in times["0"].items():
         {"all-reduce": reduced, "all-gather": gathered}[kind][shape] += number
@@ -81,10 +81,10 @@ def test_a_step_reduces_each_gradient_once_and_gathers_each_parameter_once(tmp_p
 
 def counts(record: dict[str, Any], matrices: set[tuple[int, ...]]) -> collections.Counter[tuple[str, tuple[int, ...]]]:
     """Return how many arrays of a parameter's shape each kind of collective has in a step: none in the loop."""
-    found = collections.Counter[tuple[str, tuple[int, ...]]]()
+    counter = collections.Counter[tuple[str, tuple[int, ...]]]()
     for kernel in record["kernels"]:
-        for each in kernel["collectives"]:
-            shapes = [shape for shape in map(tuple, each["shapes"]) if shape in matrices]
-            assert not (shapes and kernel["looped"]), (kernel["name"], each)
-            found.update((each["kind"], shape) for shape in shapes)
-    return found
+        for collective in kernel["collectives"]:
+            shapes = [shape for shape in map(tuple, collective["shapes"]) if shape in matrices]
+            assert not (shapes and kernel["looped"]), (kernel["name"], collective)
+            counter.update((collective["kind"], shape) for shape in shapes)
+    return counter

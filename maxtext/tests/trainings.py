@@ -29,7 +29,7 @@ def norms(state: Any) -> dict[str, float]:
     import jax.numpy as jnp
     import numpy as np
 
-    found = {}
+    sums = {}
     for path, x in jax.tree_util.tree_leaves_with_path(state["model"]):
         if not jnp.issubdtype(x.dtype, jnp.floating):
             continue
@@ -40,8 +40,8 @@ def norms(state: Any) -> dict[str, float]:
             if _FUSED in name:
                 layer = np.delete(layer, 1, axis=0)
             one = f"['layers_{int(stack[1] or 0) + i}']" if stack else ""
-            found[_STACK.sub(one, name)] = float(np.linalg.norm(layer))
-    return found
+            sums[_STACK.sub(one, name)] = float(np.linalg.norm(layer))
+    return sums
 
 
 def run_trainer(case: dict[str, Any]) -> None:
@@ -70,13 +70,13 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
     def recording(*args: Any, **kwargs: Any) -> Any:
         step, evaluate = make_steps(*args, **kwargs)
 
-        def recorded(*args: Any) -> Any:
+        def record_call(*args: Any) -> Any:
             results = step(*args)
             history.append(norms(results[0]))
             return results
 
-        recorded.lower = step.lower  # type: ignore[attr-defined]
-        return recorded, evaluate
+        record_call.lower = step.lower  # type: ignore[attr-defined]
+        return record_call, evaluate
 
     train_utils.jit_train_and_eval_step = recording
     try:
@@ -98,7 +98,7 @@ def compile_kernels(case: dict[str, Any]) -> dict[str, Any]:
     from multimesh.observe.kernel_text import read_kernel
     from multimesh_maxtext.trainer import step
 
-    found: dict[str, Any] = {}
+    document: dict[str, Any] = {}
     leave = step.StepFunction.lower
 
     def lower(self: step.StepFunction, state: Any, batch: Any) -> Any:
@@ -107,7 +107,7 @@ def compile_kernels(case: dict[str, Any]) -> dict[str, Any]:
         with multimesh.context(autoshard=True):
             compiled = self._jitted.lower(state, batch).compile()
         runs = collections.Counter(run.kernel for run in compiled.plan.runs)
-        found["kernels"] = [
+        document["kernels"] = [
             {
                 "name": kernel.name,
                 "submesh": kernel.submesh,
@@ -115,12 +115,12 @@ def compile_kernels(case: dict[str, Any]) -> dict[str, Any]:
                 "looped": any(run.cell for run in compiled.plan.runs if run.kernel == number),
                 "collectives": [
                     {
-                        "kind": each.kind,
-                        "shapes": [shape for _, shape in each.arrays],
-                        "bytes": each.nbytes * each.times,
-                        "axes": each.axes(compiled.plan.submeshes[kernel.submesh]),
+                        "kind": collective.kind,
+                        "shapes": [shape for _, shape in collective.arrays],
+                        "bytes": collective.nbytes * collective.times,
+                        "axes": collective.axes(compiled.plan.submeshes[kernel.submesh]),
                     }
-                    for each in read_kernel(program.as_text()).collectives
+                    for collective in read_kernel(program.as_text()).collectives
                 ],
             }
             for number, (kernel, program) in enumerate(
@@ -128,14 +128,14 @@ def compile_kernels(case: dict[str, Any]) -> dict[str, Any]:
             )
         ]
         leaves = [x for x in jax.tree.leaves(state["model"]) if x.ndim > 1]
-        found["parameters"] = sorted({tuple(x.shape) for x in leaves})
+        document["parameters"] = sorted({tuple(x.shape) for x in leaves})
         raise _CompiledError
 
     step.StepFunction.lower = lower  # type: ignore[method-assign]
     try:
         run_trainer(case)
     except _CompiledError:
-        return found
+        return document
     raise RuntimeError("the training did not compile its step")
 
 
@@ -144,14 +144,14 @@ def main(kind: str, cases: Path, results: Path) -> None:
     do = {"train": train, "compile": compile_kernels}[kind]
     with results.open("w", encoding="utf-8") as out:
         for case in json.loads(cases.read_text(encoding="utf-8")):
-            started = time.monotonic()
+            start = time.monotonic()
             record: dict[str, Any] = {"name": case["name"], "error": None, "parameters": []}
             try:
                 record |= do(case)
             except Exception as error:  # noqa: BLE001 - the next case is to run whatever this one did
                 traceback.print_exc()
                 record["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
-            record["seconds"] = time.monotonic() - started
+            record["seconds"] = time.monotonic() - start
             print(json.dumps(record), file=out, flush=True)
 
 

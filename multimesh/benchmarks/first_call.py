@@ -44,8 +44,8 @@ Model = tuple[Callable[[Any, Any], Any], Any, Any]
 
 def tokens() -> dict[str, np.ndarray]:
     """Rows of text: no token is 0, which means padding to some of the models."""
-    drawn = DRAW.integers(1, VOCAB, (ROWS, LENGTH + 1)).astype(np.int32)
-    return {"text": drawn[:, :-1], "target": drawn[:, 1:]}
+    text = DRAW.integers(1, VOCAB, (ROWS, LENGTH + 1)).astype(np.int32)
+    return {"text": text[:, :-1], "target": text[:, 1:]}
 
 
 def mean_loss(logits: Any, labels: Any) -> Any:
@@ -108,7 +108,7 @@ def maxtext() -> Model:
     sizes = {"base_num_decoder_layers": LAYERS, "base_emb_dim": WIDTH, "base_mlp_dim": 4 * WIDTH, "vocab_size": VOCAB}
     sizes |= {"base_num_query_heads": HEADS, "base_num_kv_heads": 1, "head_dim": WIDTH // HEADS}
     options = {"max_target_length": LENGTH, "per_device_batch_size": ROWS, "dtype": "float32", "scan_layers": False}
-    options |= {"attention": "dot_product", "hardware": "cpu", "skip_jax_distributed_system": True}
+    options |= {"attention": "dot_product", "hardware": "cpu", "skip_jax_distributed_system": True, "jax_cache_dir": ""}
     argv = [f"{key}={value}" for key, value in {**sizes, **options, "run_name": "first_call"}.items()]
     config = pyconfig.initialize(["", str(MAXTEXT / "maxtext" / "configs" / "base.yml"), *argv])
     mesh = maxtext_utils.get_mesh_from_config(config, devices=jax.devices()[:1])
@@ -123,7 +123,6 @@ def maxtext() -> Model:
 def measure(name: str, make: Callable[[], Model], repeats: int) -> report.Row:
     """Cut a model, and compare its first call and its gradients with those of plain ``jax.jit``."""
     loss, params, batch = make()
-    jax.config.update("jax_enable_compilation_cache", False)  # MaxText turns it on
     meshes = [Mesh(np.array([device]), ("data",)) for device in jax.devices()[:STAGES]]
     times: tuple[list[float], list[float]] = ([], [])
     piped = mm.pipeline(loss, meshes)
@@ -172,8 +171,8 @@ def first_call(step: Any, params: Any, batch: Any) -> tuple[Any, float]:
 
 def differences(gradients: Any, reference: Any) -> float:
     """Return the largest, relative to the largest element. Some biases have no gradient but rounding."""
-    ours, theirs = ([*map(np.asarray, jax.tree.leaves(tree))] for tree in (gradients, reference))
-    return float(max(map(lambda a, b: np.abs(a - b).max(), ours, theirs)) / max(np.abs(b).max() for b in theirs))
+    actual, expected = ([*map(np.asarray, jax.tree.leaves(tree))] for tree in (gradients, reference))
+    return float(max(map(lambda a, b: np.abs(a - b).max(), actual, expected)) / max(np.abs(b).max() for b in expected))
 
 
 def main() -> None:

@@ -48,10 +48,10 @@ def seconds(ours: Callable[[], Any], single: Callable[[], Any], runs: int) -> tu
     """Median wall seconds of both, which take turns, after a round that is not counted."""
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(runs + 1):
-        for call, noted in zip((ours, single), times, strict=True):
+        for call, seconds_of in zip((ours, single), times, strict=True):
             start = time.perf_counter()
             jax.block_until_ready(call())
-            noted.append(time.perf_counter() - start)
+            seconds_of.append(time.perf_counter() - start)
     return statistics.median(times[0][1:]), statistics.median(times[1][1:])
 
 
@@ -114,21 +114,21 @@ def numerics(count: int, order: int, edge: int, runs: int) -> list[report.Row]:
 def maxtext(count: int) -> list[report.Row]:
     """MaxText trained as one program, and as a pipeline with a stage on each device against that."""
     launcher = [sys.executable, str(ROOT / "maxtext" / "run.py"), "dtype=float32"]
-    where = ["--cpus" if ON_CPU else "--gpus", str(count)]
+    devices = ["--cpus" if ON_CPU else "--gpus", str(count)]
     small = ["--num-steps", "5", "--attention", "dot_product", "--sequence-length", "128", "--batch-size", str(count)]
     script = "validate-cpu.sh" if ON_CPU else "validate-gpu.sh"
     commands = {f"MaxText: {script}": [str(ROOT / "maxtext" / script)]}
     if count > 1:
         sizes = ["--pp", str(count), "--num-layers", str(count), *small]
-        commands["MaxText: run.py --pp"] = [*launcher, *where, *sizes, "--verify"]
+        commands["MaxText: run.py --pp"] = [*launcher, *devices, *sizes, "--verify"]
     rows = []
     for work, command in commands.items():
         with tempfile.TemporaryDirectory() as folder:
-            done = subprocess.run([*command, "--output", f"{folder}/out", "--json"], capture_output=True, text=True)
-        if done.returncode:
-            said = (done.stderr.strip().splitlines() or ["no word"])[-1]
-            sys.exit(f"error: {work} failed ({done.returncode}): {said}")
-        rows.append(verified(work, json.loads(done.stdout)))
+            process = subprocess.run([*command, "--output", f"{folder}/out", "--json"], capture_output=True, text=True)
+        if process.returncode:
+            message = (process.stderr.strip().splitlines() or ["no word"])[-1]
+            sys.exit(f"error: {work} failed ({process.returncode}): {message}")
+        rows.append(verified(work, json.loads(process.stdout)))
     return rows
 
 
@@ -137,12 +137,12 @@ def straight_line(compiled: Any, args: Sequence[Any]) -> Callable[..., list[Any]
     names: dict[str, Any] = {"put": jax.device_put}
     runner = compiled.runner
     layouts = compiled.plan.layouts
-    moved = [slot for arg, slot in compiled.plan.inputs if args[arg].sharding != layouts[slot]]
+    moves = [slot for arg, slot in compiled.plan.inputs if args[arg].sharding != layouts[slot]]
     lines = ["def bare(args):"]
     lines += [f"    v{slot} = args[{arg}]" for arg, slot in compiled.plan.inputs]
-    if moved:
-        names["elsewhere"] = [layouts[slot] for slot in moved]
-        slots = "".join(f"v{slot}, " for slot in moved)
+    if moves:
+        names["elsewhere"] = [layouts[slot] for slot in moves]
+        slots = "".join(f"v{slot}, " for slot in moves)
         lines.append(f"    {slots}= put([{slots}], elsewhere)")
     for slot, array in enumerate(runner.blank):
         if array is None:
@@ -167,7 +167,7 @@ def own_cost(size: Size, schedule: str, steps: int) -> float:
     for _ in range(3):
         jax.block_until_ready(training())
     (compiled,) = step.compiled
-    bare = straight_line(compiled, jax.tree.leaves((training.params, training.state, training.batch)))
+    call = straight_line(compiled, jax.tree.leaves((training.params, training.state, training.batch)))
     runs = sum(i.kind == "RUN" for i in compiled.plan.instructions)
     ours, calls = [], []
     for _ in range(steps):
@@ -178,7 +178,7 @@ def own_cost(size: Size, schedule: str, steps: int) -> float:
         leaves = jax.tree.leaves((training.params, training.state, training.batch))
         training.params = training.state = None
         start = time.thread_time()
-        results = bare(leaves)
+        results = call(leaves)
         calls.append(time.thread_time() - start)
         state = jax.tree.unflatten(compiled.lowered.out_tree, jax.block_until_ready(results))
         training.params, training.state, training.loss = state
@@ -203,13 +203,13 @@ def machine(count: int) -> report.Row:
     }
 
 
-def verified(work: str, said: dict[str, Any]) -> report.Row:
+def verified(work: str, document: dict[str, Any]) -> report.Row:
     """The line of a run of MaxText: the last steps, of the run and of its reference where it has one."""
 
     def pace(which: str) -> float:
-        return statistics.median(step["seconds"] for step in said[which][-3:])
+        return statistics.median(step["seconds"] for step in document[which][-3:])
 
-    return row(work, pace("steps"), pace("reference") if "reference" in said else None, said.get("difference"))
+    return row(work, pace("steps"), pace("reference") if "reference" in document else None, document.get("difference"))
 
 
 def table(about: report.Row, rows: list[report.Row]) -> str:

@@ -66,25 +66,25 @@ def measure(args: argparse.Namespace) -> list[report.Row]:
     stages = dataclasses.replace(size, stages=args.processes, devices=args.processes)
     rows = []
     with jax.default_matmul_precision("highest"):
-        single, alone = train(*spmd(size, jax.local_devices()), args.steps, float)
+        single, pace = train(*spmd(size, jax.local_devices()), args.steps, float)
         for schedule in SCHEDULES:
-            step, given = pipeline(stages, schedule, lambda host, where: host)
-            losses, seconds = train(step, given, args.steps, lambda loss: float(mm.distributed.gather(loss)))
+            step, arguments = pipeline(stages, schedule, lambda host, where: host)
+            losses, seconds = train(step, arguments, args.steps, lambda loss: float(mm.distributed.gather(loss)))
             gaps = [abs(ours - its) / its for ours, its in zip(losses, single, strict=True)]
             row = {"schedule": schedule, "processes": args.processes, "device": jax.devices()[0].device_kind}
-            rows.append(row | {"step ms": 1e3 * seconds, "one program ms": 1e3 * alone, "losses differ by": max(gaps)})
+            rows.append(row | {"step ms": 1e3 * seconds, "one program ms": 1e3 * pace, "losses differ by": max(gaps)})
             if args.svg and schedule == "1f1b":
-                profile = step.profile(*given)
+                profile = step.profile(*arguments)
                 if job.rank == 0:
                     profile.measured.to_svg(args.svg)
     return rows
 
 
-def train(step: Any, given: Any, steps: int, read: Callable[[Any], float]) -> tuple[list[float], float]:
+def train(step: Any, arguments: Any, steps: int, read: Callable[[Any], float]) -> tuple[list[float], float]:
     """Losses of the first steps, and the median seconds of a step after the first."""
     from step import Training
 
-    training, losses, times = Training(step, given), [], []
+    training, losses, times = Training(step, arguments), [], []
     for _ in range(steps):
         start = time.perf_counter()
         training()

@@ -72,9 +72,9 @@ def jaxpp(size: Size, schedule: str) -> Contender:
     }
     mesh = Mesh(size.grid(), ("stages", "data", "model"))
     loss = marked(size, peer.mark_stage_end, last=True)
-    where, rows = specs(size), {"x": P(None, "data"), "y": P(None, "data")}
+    layouts, rows = specs(size), {"x": P(None, "data"), "y": P(None, "data")}
 
-    state_specs = (optax.ScaleByAdamState(P(), where, where), optax.EmptyState())
+    state_specs = (optax.ScaleByAdamState(P(), layouts, layouts), optax.EmptyState())
 
     def grads_of(params: Any, b: Any) -> Any:
         one = functools.partial(jax.value_and_grad(loss), params)
@@ -84,8 +84,8 @@ def jaxpp(size: Size, schedule: str) -> Contender:
     step = peer.mpmd_jit_with_loop(
         train_step(grads_of, size.microbatches),
         mpmd_mesh=peer.MpmdMesh(mesh, "stages"),
-        in_specs=(where, state_specs, rows),
-        out_specs=(where, state_specs, P()),
+        in_specs=(layouts, state_specs, rows),
+        out_specs=(layouts, state_specs, P()),
         donate_argnums=(0, 1),
     )
     everywhere = NamedSharding(mesh, P())
@@ -115,7 +115,7 @@ def spectrax(size: Size, schedule: str) -> Contender:
     def shard(s: int, spec: P) -> NamedSharding:
         return NamedSharding(meshes[s % size.stages], spec)
 
-    where = {
+    layouts = {
         "embed": shard(0, P()),
         "layers": [{k: shard(size.piece_of(i), p[k]) for k in p} for i, p in enumerate(specs(size)["layers"])],
         "head": shard(size.stages - 1, P()),
@@ -134,20 +134,20 @@ def spectrax(size: Size, schedule: str) -> Contender:
             layers[size.piece_of(i) % size.stages].append(p)
         ends: list[dict[str, Any]] = [{} for _ in range(size.stages)]
         ends[0]["embed"], ends[-1]["head"] = tree["embed"], tree["head"]
-        return [{"layers": mine, **end} for mine, end in zip(layers, ends, strict=True)]
+        return [{"layers": names, **end} for names, end in zip(layers, ends, strict=True)]
 
-    def whole(pieces: list[Any]) -> dict[str, Any]:
-        left = [iter(piece["layers"]) for piece in pieces]
-        layers = [next(left[size.piece_of(i) % size.stages]) for i in range(size.layers)]
+    def join_pieces(pieces: list[Any]) -> dict[str, Any]:
+        layers_of = [iter(piece["layers"]) for piece in pieces]
+        layers = [next(layers_of[size.piece_of(i) % size.stages]) for i in range(size.layers)]
         return {"embed": pieces[0]["embed"], "layers": layers, "head": pieces[-1]["head"]}
 
     def step(params: Any, states: Any, b: Any) -> Any:
         value, (grads,) = gradient(params, b)
-        pairs = [update(*each) for each in zip(parts(params), states, parts(grads), strict=True)]
-        return whole([p for p, _ in pairs]), [s for _, s in pairs], value
+        pairs = [update(*group) for group in zip(parts(params), states, parts(grads), strict=True)]
+        return join_pieces([p for p, _ in pairs]), [s for _, s in pairs], value
 
-    placed = jax.device_put(init(size), where)
-    states = [jax.jit(OPTIMIZER.init)(each) for each in parts(placed)]
+    placed = jax.device_put(init(size), layouts)
+    states = [jax.jit(OPTIMIZER.init)(part) for part in parts(placed)]
     return step, (placed, states, batch(size))
 
 
@@ -167,13 +167,13 @@ def fault(error: Exception) -> str:
 
 def trainings(size: Size, schedule: str, faults: dict[str, str]) -> dict[str, Training]:
     """The contenders that can be made; the others are noted in ``faults``."""
-    made = {}
+    trained = {}
     for name, make in CONTENDERS.items():
         try:
-            made[name] = Training(*make(size, schedule))
+            trained[name] = Training(*make(size, schedule))
         except Exception as error:  # noqa: BLE001 - a peer may fail in any way, and the table says how
             faults[name] = fault(error)
-    return made
+    return trained
 
 
 def measure(size: Size, schedule: str, count: int) -> tuple[dict[str, list[float]], dict[str, float], dict[str, str]]:
@@ -202,25 +202,25 @@ def value(loss: Any) -> float:
 
 
 def versions() -> list[dict[str, Any]]:
-    found = []
+    rows = []
     for name, package in PACKAGES.items():
         try:
-            found.append({"package": name, "version": metadata.version(package)})
+            rows.append({"package": name, "version": metadata.version(package)})
         except metadata.PackageNotFoundError:
-            found.append({"package": name, "version": "not installed"})
-    return found
+            rows.append({"package": name, "version": "not installed"})
+    return rows
 
 
 def main() -> None:
     options = report.parser(__doc__)
     options.add_argument("--steps", type=int, default=20, help="steps of each program (default 20)")
     args = options.parse_args()
-    steps, firsts, said = [], [], []
+    steps, firsts, notes = [], [], []
     for size, schedule in CASES:
         case = {"size": size.name, "d": size.width, "pp": size.stages, "schedule": schedule}
         times, losses, faults = measure(size, schedule, args.steps)
-        middle = {name: statistics.median(each[3:]) for name, each in times.items()}
-        least = {name: min(each[3:]) for name, each in times.items()}
+        middle = {name: statistics.median(samples[3:]) for name, samples in times.items()}
+        minima = {name: min(samples[3:]) for name, samples in times.items()}
         others = [name for name in CONTENDERS if name != "SPMD"]
 
         def ratio(of: dict[str, float], name: str) -> Any:
@@ -230,18 +230,18 @@ def main() -> None:
             case
             | {"SPMD ms": 1e3 * middle["SPMD"]}
             | {name: ratio(middle, name) for name in others}
-            | {f"{name} min": ratio(least, name) for name in others}
+            | {f"{name} min": ratio(minima, name) for name in others}
         )
-        first = {name: each[0] for name, each in times.items()}
+        first = {name: samples[0] for name, samples in times.items()}
         firsts.append(case | {"SPMD s": first["SPMD"]} | {name: ratio(first, name) for name in others})
-        said += [case | {"contender": name, "said": text} for name, text in faults.items()]
-        far = {name: abs(x - losses["SPMD"]) / losses["SPMD"] for name, x in losses.items()}
-        said += [case | {"contender": name, "said": f"loss differs by {d:.1e}"} for name, d in far.items() if d > 1e-4]
+        notes += [case | {"contender": name, "said": text} for name, text in faults.items()]
+        gap = {name: abs(x - losses["SPMD"]) / losses["SPMD"] for name, x in losses.items()}
+        notes += [case | {"contender": name, "said": f"loss differs by {d:.1e}"} for name, d in gap.items() if d > 1e-4]
     tables = {
         "Versions": versions(),
         "CPU time of a step, x one SPMD program (median, least)": steps,
         "CPU time of the first call, x one SPMD program": firsts,
-        "Contenders that failed or differ": said,
+        "Contenders that failed or differ": notes,
     }
     report.show({title: rows for title, rows in tables.items() if rows}, args.json)
 

@@ -43,23 +43,23 @@ def main() -> None:
     if len(cores) < 2:
         options.error("two processes need two cores")
     load = os.getloadavg()[0]
-    two, (one,) = started(cores[:2], devices=1), started(cores[:1], devices=2)
-    own = [{"processes": processes, **row} for processes, rows in ((1, one["own"]), (2, two[0]["own"])) for row in rows]
+    two, (one,) = start_processes(cores[:2], devices=1), start_processes(cores[:1], devices=2)
+    cpu = [{"processes": processes, **row} for processes, rows in ((1, one["own"]), (2, two[0]["own"])) for row in rows]
     tables = {f"{m} microbatches (load {load:.1f})": rows for m, rows in two[0]["steps"].items()}
-    report.show(tables | {"CPU us of the calling thread of process 0, least; median (times a step)": own}, args.json)
+    report.show(tables | {"CPU us of the calling thread of process 0, least; median (times a step)": cpu}, args.json)
 
 
-def started(cores: Sequence[int], devices: int) -> list[dict[str, Any]]:
+def start_processes(cores: Sequence[int], devices: int) -> list[dict[str, Any]]:
     """Run this script in a process for each core; what they print."""
     flags = f"--xla_force_host_platform_device_count={devices} --xla_cpu_multi_thread_eigen=false"
     env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": "4", "PROCESSES": str(len(cores))}
     env |= launch.job_variables()
-    own = [env | {"PROCESS": str(rank), "CORE": str(core)} for rank, core in enumerate(cores)]
-    children = [subprocess.Popen([sys.executable, *sys.argv], env=each, stdout=subprocess.PIPE) for each in own]
-    said = [child.communicate()[0] for child in children]
+    envs = [env | {"PROCESS": str(rank), "CORE": str(core)} for rank, core in enumerate(cores)]
+    children = [subprocess.Popen([sys.executable, *sys.argv], env=values, stdout=subprocess.PIPE) for values in envs]
+    outputs = [child.communicate()[0] for child in children]
     if any(child.returncode for child in children):
         raise SystemExit(1)
-    return [json.loads(text.splitlines()[-1]) for text in said]
+    return [json.loads(text.splitlines()[-1]) for text in outputs]
 
 
 def measure(args: argparse.Namespace, rank: int, count: int) -> None:
@@ -69,13 +69,13 @@ def measure(args: argparse.Namespace, rank: int, count: int) -> None:
 
     if count > 1:
         mm.distributed.initialize(num_processes=count, process_id=rank)
-    found: dict[str, Any] = {"steps": {}, "own": []}
+    tables: dict[str, Any] = {"steps": {}, "own": []}
     for m in args.microbatches if count > 1 else ():
-        found["steps"][m] = compared(Work(args.width, args.rows, m), args.rounds, args.svg)
+        tables["steps"][m] = compare_steps(Work(args.width, args.rows, m), args.rounds, args.svg)
         args.svg = None
     work = Work(args.width, args.rows, args.microbatches[0])
-    found["own"].append({"transport": "pull" if count > 1 else "copy", **dispatched(work, args.rounds)})
-    print(json.dumps(found), flush=True)
+    tables["own"].append({"transport": "pull" if count > 1 else "copy", **dispatched(work, args.rounds)})
+    print(json.dumps(tables), flush=True)
 
 
 class Work:
@@ -111,7 +111,7 @@ class Work:
         placed = mm.jit(lambda p: [mm.task(lambda x: x * 1, mesh=m)(x) for m, x in zip(meshes, p, strict=True)])
         return mm.jit(step), (placed(self.params), self.batch)
 
-    def whole(self, microbatches: int) -> Callable[[], Any]:
+    def one_process(self, microbatches: int) -> Callable[[], Any]:
         """So many microbatches in this process alone."""
         import jax
 
@@ -168,14 +168,14 @@ def accumulated(params: Any, pieces: Any) -> Any:
     return jax.tree.map(lambda y: y / pieces.shape[0], total)
 
 
-def compared(work: Work, rounds: int, svg: str | None) -> list[report.Row]:
+def compare_steps(work: Work, rounds: int, svg: str | None) -> list[report.Row]:
     """Every form of the step in turns."""
     import jax
     from multimesh.processes import agree
 
     import multimesh as mm
 
-    m, me = work.microbatches, jax.process_index()
+    m, rank = work.microbatches, jax.process_index()
     contenders: dict[str, Callable[[], Any]] = {}
     profiles: dict[str, Any] = {}
 
@@ -183,32 +183,32 @@ def compared(work: Work, rounds: int, svg: str | None) -> list[report.Row]:
         step, args = work.pipeline(schedule)
         profiles[schedule] = step.profile(*args)
         contenders[schedule] = functools.partial(step, *args)
-    halves, whole = work.whole(m // 2), work.whole(m)
+    halves, one_process = work.one_process(m // 2), work.one_process(m)
     contenders |= {"SPMD dp 2": work.spmd(), "halves": halves}
-    contenders["one process"] = lambda: whole() if me == 0 else None
-    if svg and me == 0:
+    contenders["one process"] = lambda: one_process() if rank == 0 else None
+    if svg and rank == 0:
         profiles["1f1b"].measured.to_svg(svg)
     losses = {name: float(mm.distributed.gather(contenders[name]()[0])) for name in (*profiles, "SPMD dp 2")}
     if max(losses.values()) - min(losses.values()) > 1e-5 * abs(max(losses.values())):
         raise SystemExit(f"the losses differ: {losses}")
-    seen: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     for n in range(rounds + 1):
         for name, call in contenders.items():
             mm.distributed.barrier(f"{m} {n} {name}")
             start, cpu = time.perf_counter(), time.process_time()
             jax.block_until_ready(call())
             if n:
-                seen[name].append((time.perf_counter() - start, time.process_time() - cpu))
-    told = agree.decide_together(f"{m}", json.dumps(seen).encode(), lambda every: b"\n".join(every))
-    every = [json.loads(text) for text in told.splitlines()]
-    rounds_of = {name: list(zip(*(each[name] for each in every), strict=True)) for name in seen}
+                samples[name].append((time.perf_counter() - start, time.process_time() - cpu))
+    texts = agree.decide_together(f"{m}", json.dumps(samples).encode(), lambda every: b"\n".join(every))
+    every = [json.loads(text) for text in texts.splitlines()]
+    rounds_of = {name: list(zip(*(member[name] for member in every), strict=True)) for name in samples}
     wall = {name: [max(w for w, _ in pair) for pair in pairs] for name, pairs in rounds_of.items()}
     base = wall["halves"]
     ideal = dict.fromkeys(profiles, (m + 1) / m) | {"SPMD dp 2": 1.0, "halves": 1.0, "one process": 2.0}
 
     def row(name: str) -> report.Row:
         times, forecast = wall[name], profiles[name].simulated.makespan if name in profiles else None
-        cpu = [statistics.median(c for _, c in each[name]) for each in every]
+        cpu = [statistics.median(c for _, c in member[name]) for member in every]
         return {
             "step": name,
             "min ms": 1e3 * min(times),
@@ -235,15 +235,15 @@ def dispatched(work: Work, rounds: int) -> report.Row:
 
     step, args = work.pipeline("1f1b")
     runner, leaves = step.lower(*args).compile().runner, jax.tree.leaves(args)
-    owners, found = processes(runner.compiled.plan), {"a kernel": [], "a send": [], "a receive": []}
+    owners, seconds_of = processes(runner.compiled.plan), {"a kernel": [], "a send": [], "a receive": []}
 
     def observe(action: Any, call: Any) -> Any:
         sends = jax.process_index() in owners[action.submeshes[0]]
-        times = found["a kernel" if action.kernel is not None else "a send" if sends else "a receive"]
+        times = seconds_of["a kernel" if action.kernel is not None else "a send" if sends else "a receive"]
 
-        def timed(*given: Any) -> Any:
+        def timed(*args: Any) -> Any:
             start = time.thread_time()
-            results = call(*given)
+            results = call(*args)
             times.append(1e6 * (time.thread_time() - start))
             return results
 
@@ -256,7 +256,7 @@ def dispatched(work: Work, rounds: int) -> report.Row:
             jax.block_until_ready(env)
     return {
         name: f"{min(times):.0f}; {statistics.median(times):.0f} ({len(times) // rounds})" if times else ""
-        for name, times in found.items()
+        for name, times in seconds_of.items()
     }
 
 

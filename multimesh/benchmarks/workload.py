@@ -126,7 +126,7 @@ def loss_fn(size: Size, stage: Callable[[int, Step], Step]) -> Step:
     def loss(params: Any, b: Any) -> Any:
         x = b["x"]
         for s in range(size.pieces):
-            mine = [p for i, p in enumerate(params["layers"]) if size.piece_of(i) == s]
+            layers = [p for i, p in enumerate(params["layers"]) if size.piece_of(i) == s]
             first, last = s == 0, s == size.pieces - 1
 
             def run(ends: Any, layers: Any, x: Any, y: Any, first: bool = first, last: bool = last) -> Any:
@@ -136,7 +136,7 @@ def loss_fn(size: Size, stage: Callable[[int, Step], Step]) -> Step:
                 return cross_entropy(x @ ends["head"], y) if last else x
 
             ends = ({"embed": params["embed"]} if first else {}) | ({"head": params["head"]} if last else {})
-            x = stage(s, run)(ends, mine, x, b["y"] if last else None)
+            x = stage(s, run)(ends, layers, x, b["y"] if last else None)
         return x
 
     return loss
@@ -154,7 +154,7 @@ def train_step(grads_of: Step, microbatches: int) -> Step:
 def spmd(size: Size, devices: Sequence[jax.Device] | None = None) -> tuple[Step, tuple[Any, Any, Any]]:
     """One program over all devices, and its arguments in place."""
     mesh = Mesh(size.grid(devices), ("stage", "data", "model"))
-    everything = NamedSharding(mesh, P())
+    replicated = NamedSharding(mesh, P())
     rows = NamedSharding(mesh, P(("stage", "data")))
     params = init(size)
 
@@ -162,7 +162,7 @@ def spmd(size: Size, devices: Sequence[jax.Device] | None = None) -> tuple[Step,
         return NamedSharding(mesh, spec)
 
     layers = [{k: shard(SPECS[k]) for k in p} for p in params["layers"]]
-    where = {"embed": everything, "layers": layers, "head": everything}
+    layouts = {"embed": replicated, "layers": layers, "head": replicated}
     loss = loss_fn(size, lambda _, fn: fn)
 
     def grads_of(params: Any, b: Any) -> Any:
@@ -178,15 +178,15 @@ def spmd(size: Size, devices: Sequence[jax.Device] | None = None) -> tuple[Step,
         zero = (jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
         return lax.scan(one, zero, jax.tree.map(cut, b))[0]
 
-    placed = jax.device_put(params, where)
-    state = jax.jit(OPTIMIZER.init, out_shardings=state_shardings(where, everything))(placed)
+    placed = jax.device_put(params, layouts)
+    state = jax.jit(OPTIMIZER.init, out_shardings=state_shardings(layouts, replicated))(placed)
     step = jax.jit(train_step(grads_of, size.microbatches), donate_argnums=(0, 1))
     return step, (placed, state, jax.device_put(batch(size), rows))
 
 
-def state_shardings(where: Any, scalar: NamedSharding) -> Any:
+def state_shardings(layouts: Any, scalar: NamedSharding) -> Any:
     """Moments lie where their parameters do."""
-    return (optax.ScaleByAdamState(count=scalar, mu=where, nu=where), optax.EmptyState())
+    return (optax.ScaleByAdamState(count=scalar, mu=layouts, nu=layouts), optax.EmptyState())
 
 
 def pipeline(size: Size, schedule: str, place: Callable[[Any, Any], Any] = jax.device_put) -> tuple[Any, Any]:
@@ -199,18 +199,18 @@ def pipeline(size: Size, schedule: str, place: Callable[[Any, Any], Any] = jax.d
     def shard(s: int, spec: P) -> NamedSharding:
         return NamedSharding(meshes[s % size.stages], spec)
 
-    where = {
+    layouts = {
         "embed": shard(0, P()),
         "layers": [{k: shard(size.piece_of(i), SPECS[k]) for k in p} for i, p in enumerate(params["layers"])],
         "head": shard(size.stages - 1, P()),
     }
     loss = loss_fn(size, lambda s, fn: mm.task(fn, name=f"stage{s}", mesh=meshes[s % size.stages]))
     grads_of = mm.microbatch(jax.value_and_grad(loss), size=size.rows, argnum=1, schedule=schedule)
-    placed = place(params, where)
-    zeros = jax.tree.map(lambda x, w: place(np.zeros_like(x), w), params, where)
-    again = jax.tree.map(lambda x, w: place(np.zeros_like(x), w), params, where)
+    placed = place(params, layouts)
+    zeros = jax.tree.map(lambda x, w: place(np.zeros_like(x), w), params, layouts)
+    variances = jax.tree.map(lambda x, w: place(np.zeros_like(x), w), params, layouts)
     count = place(np.int32(0), shard(0, P()))
-    state = (optax.ScaleByAdamState(count=count, mu=zeros, nu=again), optax.EmptyState())
+    state = (optax.ScaleByAdamState(count=count, mu=zeros, nu=variances), optax.EmptyState())
     b = batch(size)
     data = {
         "x": place(b["x"], shard(0, P("data"))),

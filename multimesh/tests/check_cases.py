@@ -28,20 +28,20 @@ def be_slow() -> None:
     """Share one core with programs that spin and come first, while it computes."""
     from multimesh.commands.check import rates
 
-    usual, spin = rates.products, "import os\nwhile os.getppid() != 1: pass"
+    products, spin = rates.products, "import os\nwhile os.getppid() != 1: pass"
 
     def slow(bench: Any) -> Any:
         spinning = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(2)]
         core = sorted(os.sched_getaffinity(0))[:1]
-        for number in (*(each.pid for each in spinning), *map(int, os.listdir("/proc/self/task"))):
+        for number in (*(process.pid for process in spinning), *map(int, os.listdir("/proc/self/task"))):
             os.sched_setaffinity(number, core)
         for thread in map(int, os.listdir("/proc/self/task")):  # XLA's own compute
             os.setpriority(os.PRIO_PROCESS, thread, 12)
         try:
-            return usual(bench)
+            return products(bench)
         finally:
-            for each in spinning:
-                each.kill()
+            for process in spinning:
+                process.kill()
 
     rates.products = slow
 
@@ -51,13 +51,13 @@ def be_deaf() -> None:
     from multimesh.processes import agree
 
     server = socket.create_server(("127.0.0.1", 0), backlog=0)
-    held = [server, *(socket.socket() for _ in range(3))]
-    for caller in held[1:]:
+    sockets = [server, *(socket.socket() for _ in range(3))]
+    for caller in sockets[1:]:
         caller.setblocking(False)
         caller.connect_ex(server.getsockname())
     put = agree.put
-    deaf = f"127.0.0.1:{held[0].getsockname()[1]}".encode()
-    agree.put = lambda key, value: put(key, deaf if key.startswith("multimesh/transfer/") else value)
+    address = f"127.0.0.1:{sockets[0].getsockname()[1]}".encode()
+    agree.put = lambda key, value: put(key, address if key.startswith("multimesh/transfer/") else value)
 
 
 def be_stopped() -> None:
@@ -72,10 +72,10 @@ def hang() -> None:
     rates.products = lambda bench: time.sleep(600)
 
 
-FAULTS = {each.__name__: each for each in (have_another_jax, have_another_folder, be_slow, be_deaf, be_stopped, hang)}
+FAULTS = {case.__name__: case for case in (have_another_jax, have_another_folder, be_slow, be_deaf, be_stopped, hang)}
 
 
-def main(fault: str, wanted: str, *flags: str) -> None:
+def main(fault: str, names: str, *flags: str) -> None:
     os.environ["SLURMD_NODENAME"] = "n1" if ODD else "n0"
     if ODD and fault in FAULTS:
         FAULTS[fault]()
@@ -84,11 +84,11 @@ def main(fault: str, wanted: str, *flags: str) -> None:
     from multimesh.__main__ import parser
     from multimesh.commands.check import run
 
-    every = run.steps
+    list_steps = run.steps
     limit = 8.0 if fault in ("hang", "be_deaf") else 60.0
 
     def steps(quick: bool) -> list[run.Step]:
-        return [dataclasses.replace(s, limit=limit) for s in every(quick) if s.name in wanted.split(",")]
+        return [dataclasses.replace(s, limit=limit) for s in list_steps(quick) if s.name in names.split(",")]
 
     run.steps = steps
     run.run(parser().parse_args(["check", *flags]))

@@ -33,7 +33,7 @@ class Source:
         return {"x": x, "y": np.sin(2 * x), "number": int(i)}
 
 
-def shuffled(source):
+def shuffle(source):
     return grain.MapDataset.source(source).shuffle(seed=3).repeat()
 
 
@@ -63,12 +63,12 @@ def main(stages, folder, first, steps):
     meshes = [Mesh(row, ("data",)) for row in np.array(jax.devices()).reshape(stages, -1)]
     places = {"x": NamedSharding(meshes[0], P("data")), "y": NamedSharding(meshes[-1], P("data"))}
     source = Source()
-    dataset = shuffled(source)
+    dataset = shuffle(source)
 
     def part(name, rows):
-        found = [dataset[int(i)] for i in rows]
+        examples = [dataset[int(i)] for i in rows]
         source.asked[name].update(map(int, rows))
-        return np.stack([row[name] for row in found])
+        return np.stack([row[name] for row in examples])
 
     def batch_of(number):
         rows = np.arange(number * ROWS, (number + 1) * ROWS)
@@ -82,8 +82,8 @@ def main(stages, folder, first, steps):
     train = mm.jit(training(mm.pipeline(loss_of, meshes)))
     params, losses = initial(), []
     if first:
-        found = mm.distributed.restore(folder, {"params": params, "step": 0})
-        params, number = found["params"], found["step"]
+        state = mm.distributed.restore(folder, {"params": params, "step": 0})
+        params, number = state["params"], state["step"]
         assert number == first
     for number in range(first, first + steps):
         params, value = train(params, batch_of(number))

@@ -50,8 +50,8 @@ def reduced(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
     """The edges of an acyclic graph that no longer path implies."""
     reach: dict[str, set[str]] = {}
     for node in imports.bottom_up(graph):
-        below = graph.get(node, set())
-        reach[node] = below.union(*(reach[other] for other in below))
+        imported = graph.get(node, set())
+        reach[node] = imported.union(*(reach[other] for other in imported))
     return {node: {b for b in below if not any(b in reach[c] for c in below - {b})} for node, below in graph.items()}
 
 
@@ -64,12 +64,12 @@ def rooms() -> dict[str, set[str]]:
     return graph
 
 
-def _about(room: str) -> str:
+def _describe(room: str) -> str:
     """The first sentence of a room's docstring."""
     path = ROOT / f"{room.replace('.', '/')}.py"
     path = path if path.exists() else path.with_suffix("") / "__init__.py"
-    said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    return said.partition("\n\n")[0].replace("\n", " ").replace("`", "").partition(". ")[0].rstrip(".")
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return text.partition("\n\n")[0].replace("\n", " ").replace("`", "").partition(". ")[0].rstrip(".")
 
 
 def house() -> str:
@@ -78,7 +78,7 @@ def house() -> str:
     columns = {1: (2,), 2: (1, 3), 3: (1, 2, 3), 4: (0, 1, 3, 4), 5: (0, 1, 2, 3, 4)}
     floors = [zip(columns[len(names)], names, strict=True) for names in FLOORS]
     at = {room: (n, floor) for floor, names in enumerate(floors) for n, room in names}
-    taken = set(at.values())
+    positions = set(at.values())
 
     def middle(n: float) -> float:
         return column * (n + 0.5)
@@ -86,15 +86,15 @@ def house() -> str:
     def arrow(room: str, other: str) -> str:
         (n, floor), (to, last) = at[room], at[other]
         y, end = top + floor * (high + gap) + high, top + last * (high + gap) - 6
-        clear = all((to, between) not in taken for between in range(floor + 1, last))
+        clear = all((to, between) not in positions for between in range(floor + 1, last))
         side = to if clear else to + (-0.5 if n < to else 0.5)  # beside the rooms between, where there are any
-        turn, back = y + gap, end - gap + 6
+        turn, bend = y + gap, end - gap + 6
         if clear and n == to:
             return f"M{middle(n):g} {y:g}V{end:g}"
         if last == floor + 1:
-            return f"M{middle(n):g} {y:g}C{middle(n):g} {turn:g} {middle(to):g} {back:g} {middle(to):g} {end:g}"
-        down = f"M{middle(n):g} {y:g}C{middle(n):g} {turn:g} {middle(side):g} {y:g} {middle(side):g} {turn:g}V{back:g}"
-        return f"{down}C{middle(side):g} {end:g} {middle(to):g} {back:g} {middle(to):g} {end:g}"
+            return f"M{middle(n):g} {y:g}C{middle(n):g} {turn:g} {middle(to):g} {bend:g} {middle(to):g} {end:g}"
+        down = f"M{middle(n):g} {y:g}C{middle(n):g} {turn:g} {middle(side):g} {y:g} {middle(side):g} {turn:g}V{bend:g}"
+        return f"{down}C{middle(side):g} {end:g} {middle(to):g} {bend:g} {middle(to):g} {end:g}"
 
     parts = [
         _text(16, 26, "The rooms of the library", "title"),
@@ -110,17 +110,17 @@ def house() -> str:
     for room, (n, floor) in at.items():
         x, y = middle(n), top + floor * (high + gap)
         name = {"__init__": "multimesh", "__main__": "python -m multimesh"}.get(room, room)
-        lines = textwrap.wrap(_about(room), 30)
+        lines = textwrap.wrap(_describe(room), 30)
         assert len(lines) <= 3, f"{room}: begin its docstring with a shorter sentence"
         parts.append(f'<rect class="room" x="{x - 90:g}" y="{y:g}" width="180" height="{high}" rx="3"/>')
         parts.append(_text(x, y + 19, name, "word m"))
         parts += [_text(x, y + 36 + 13 * n, line, "soft m") for n, line in enumerate(lines)]
-    listed = "; ".join(f"{room} imports {', '.join(sorted(below))}" for room, below in rooms().items() if below)
+    sentence = "; ".join(f"{room} imports {', '.join(sorted(below))}" for room, below in rooms().items() if below)
     width, height = 5 * column, top + len(FLOORS) * (high + gap) - gap + 16
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         'role="img" aria-labelledby="houset housed">\n<title id="houset">house</title>\n'
-        f'<desc id="housed">{escape(listed)}.</desc>\n<style>{STYLE}</style>'
+        f'<desc id="housed">{escape(sentence)}.</desc>\n<style>{STYLE}</style>'
     )
     card = f'<rect class="card" x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="6"/>'
     return "\n".join([head, card, *parts, "</svg>\n"])
@@ -131,18 +131,18 @@ def drawings() -> dict[str, str]:
     from multimesh.commands import forecast
     from multimesh.observe.timelines import svg
 
-    made = {"house.svg": house()}
+    pictures = {"house.svg": house()}
     for name, shape in forecast.choose_schedules(None, submeshes=4, chunks=None, microbatches=8):
-        made[f"{name}.svg"] = svg.draw(forecast.simulate_schedule(name, shape).timeline)
-    return made
+        pictures[f"{name}.svg"] = svg.draw(forecast.simulate_schedule(name, shape).timeline)
+    return pictures
 
 
-def stale() -> list[str]:
+def list_stale() -> list[str]:
     """Names of files that are missing, not as they would be drawn now, or drawn by nothing; others left out."""
-    made = drawings()
-    found = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("*") if path.name not in OTHERS}
-    found = {name: text for name, text in found.items() if not name.startswith(PAGES)}
-    return sorted(name for name in {*made, *found} if made.get(name) != found.get(name))
+    pictures = drawings()
+    files = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("*") if path.name not in OTHERS}
+    files = {name: text for name, text in files.items() if not name.startswith(PAGES)}
+    return sorted(name for name in {*pictures, *files} if pictures.get(name) != files.get(name))
 
 
 def main() -> None:
@@ -150,7 +150,7 @@ def main() -> None:
     if sys.argv[1:] == ["--write"]:
         for name, text in drawings().items():
             (FOLDER / name).write_text(text, encoding="utf-8")
-    print("\n".join(stale()))
+    print("\n".join(list_stale()))
 
 
 if __name__ == "__main__":

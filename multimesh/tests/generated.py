@@ -61,14 +61,14 @@ class Program:
     aux: bool
     checkpoint: str  # none, stage or model
     carry: int | None  # the stage that reads and replaces a state
-    read: bool  # whether the state is read
+    reads_state: bool  # whether the state is read
     key: int | None  # the stage that draws random numbers
     inner: bool  # a gradient inside of each task
     count: int
     rows: int
     clip: bool  # the gradients of each microbatch, by their norm
     start: str  # what the state is before the first microbatch: an argument, or made in the function
-    apart: str  # a task outside of the loop on a submesh of its own: none, first, last
+    extra_task: str  # a task outside of the loop on a submesh of its own: none, first, last
     order: int | None  # the stage that reads the last of the weights, whole numbers: an order of columns
 
     @property
@@ -140,31 +140,31 @@ def program(seed: int) -> Program:
     )
 
 
-def data(given: Program) -> tuple[Any, ...]:
+def data(program: Program) -> tuple[Any, ...]:
     """Weights, rows, a constant, a state and a key."""
-    rng = np.random.default_rng(given.seed + 10**6)
-    dtype = jnp.dtype(given.dtype)
+    rng = np.random.default_rng(program.seed + 10**6)
+    dtype = jnp.dtype(program.dtype)
 
     def array(*shape: int) -> np.ndarray:
-        if given.dtype == "float32":
+        if program.dtype == "float32":
             return rng.normal(size=shape).astype(dtype)
-        if given.dtype == "complex64":
+        if program.dtype == "complex64":
             return (rng.normal(size=shape) + 1j * rng.normal(size=shape)).astype(dtype)
         return rng.integers(0, 2, shape).astype(dtype)
 
-    weights = [array(WIDTH, WIDTH) for _ in range(given.stages)]
-    if given.order is not None:
+    weights = [array(WIDTH, WIDTH) for _ in range(program.stages)]
+    if program.order is not None:
         weights.append(np.roll(np.arange(WIDTH, dtype=np.int32), 1))
-    return weights, array(given.count * given.rows, WIDTH), array(WIDTH), array(WIDTH), jax.random.key(given.seed)
+    return weights, array(program.count * program.rows, WIDTH), array(WIDTH), array(WIDTH), jax.random.key(program.seed)
 
 
-def _layer(given: Program, stage: int) -> Callable[..., Any]:
+def _layer(program: Program, stage: int) -> Callable[..., Any]:
     """``(weight, rows, extra arrays) -> rows`` of a stage; keeps integers small."""
-    kind, logical = given.layers[stage], given.dtype == "bool"
+    kind, logical = program.layers[stage], program.dtype == "bool"
 
     def bounded(x: Any) -> Any:
-        if logical or given.dtype in SMOOTH:
-            return jnp.tanh(x) if given.dtype in SMOOTH else x
+        if logical or program.dtype in SMOOTH:
+            return jnp.tanh(x) if program.dtype in SMOOTH else x
         return jnp.where(x > 2, x - 2, x)
 
     def product(w: Any, x: Any) -> Any:
@@ -182,9 +182,9 @@ def _layer(given: Program, stage: int) -> Callable[..., Any]:
         return jnp.where(w[0] == w[1], x, bounded(product(w, x)))
 
     def with_inner(w: Any, x: Any) -> Any:
-        return layer(w, x) + jax.grad(lambda y: jnp.sum(jnp.sin(y) @ w))(x) if given.inner else layer(w, x)
+        return layer(w, x) + jax.grad(lambda y: jnp.sum(jnp.sin(y) @ w))(x) if program.inner else layer(w, x)
 
-    return jax.checkpoint(with_inner) if given.checkpoint == "stage" else with_inner
+    return jax.checkpoint(with_inner) if program.checkpoint == "stage" else with_inner
 
 
 def _between(kind: str, x: Any) -> Any:
@@ -200,57 +200,57 @@ def _between(kind: str, x: Any) -> Any:
     return x - x[:1]
 
 
-def body(given: Program, placed: Placed) -> Callable[..., Any]:
+def body(program: Program, placed: Placed) -> Callable[..., Any]:
     """``(weights, rows, constant, state, key, number) -> (last rows, state, results)`` of an iteration.
 
     Results are a tuple, weights a list: a list of stacks may have the types of the weights, and would be put with them.
     """
 
     def pipeline(weights: Any, x: Any, c: Any, state: Any, key: Any) -> Any:
-        made: list[Any] = []
+        outputs: list[Any] = []
         extra: list[dict[str, Any]] = []
-        for stage in range(given.stages):
-            kinds = {r.kind for r in given.results if r.stage == stage}
-            skip = [made[a] for a, b in given.skips if b == stage]
+        for stage in range(program.stages):
+            kinds = {r.kind for r in program.results if r.stage == stage}
+            skip = [outputs[a] for a, b in program.skips if b == stage]
 
             def run(
                 w: Any, x: Any, c: Any, state: Any, key: Any, skip: Any, order: Any, stage=stage, kinds=kinds
             ) -> Any:
-                y = _layer(given, stage)(w, x if order is None else x[:, order])
+                y = _layer(program, stage)(w, x if order is None else x[:, order])
                 for other in skip:
                     y = (y ^ other) if y.dtype == bool else y + other
-                if given.key == stage:
+                if program.key == stage:
                     y = y + jax.random.normal(key, y.shape, y.dtype)
-                more: dict[str, Any] = {}
+                extras: dict[str, Any] = {}
                 if "statistic" in kinds:
-                    more["statistic"] = y.any(0) if y.dtype == bool else y.sum(0, dtype=y.dtype)
+                    extras["statistic"] = y.any(0) if y.dtype == bool else y.sum(0, dtype=y.dtype)
                 if "literal" in kinds:
-                    more["literal"] = 3.0 if y.dtype != bool else True
+                    extras["literal"] = 3.0 if y.dtype != bool else True
                 if "identity" in kinds:
-                    more["identity"] = c
+                    extras["identity"] = c
                 if "plus zero" in kinds:
-                    more["plus zero"] = c if y.dtype == bool else jnp.zeros_like(c) + c
-                if given.carry == stage:
-                    fresh = y[0] if y.dtype == bool else y.sum(0, dtype=y.dtype)
-                    read = state if given.read else jnp.zeros_like(state)
-                    more["state"] = (fresh ^ read) if y.dtype == bool else (fresh + read).astype(state.dtype)
-                return y, more
+                    extras["plus zero"] = c if y.dtype == bool else jnp.zeros_like(c) + c
+                if program.carry == stage:
+                    update = y[0] if y.dtype == bool else y.sum(0, dtype=y.dtype)
+                    old = state if program.reads_state else jnp.zeros_like(state)
+                    extras["state"] = (update ^ old) if y.dtype == bool else (update + old).astype(state.dtype)
+                return y, extras
 
-            x, more = placed(stage, run, f"stage{stage}")(
-                weights[given.weights[stage]], x, c, state, key if given.key == stage else None, skip,
-                weights[-1] if given.order == stage else None,
+            x, extras = placed(stage, run, f"stage{stage}")(
+                weights[program.weights[stage]], x, c, state, key if program.key == stage else None, skip,
+                weights[-1] if program.order == stage else None,
             )  # fmt: skip
-            made.append(x)
-            extra.append(more)
-            x = _between(given.between[stage], x)
+            outputs.append(x)
+            extra.append(extras)
+            x = _between(program.between[stage], x)
         return x, extra
 
     def iteration(weights: Any, x: Any, c: Any, state: Any, key: Any, number: Any) -> Any:
-        key = jax.random.fold_in(key, number) if given.key is not None else None
-        run = jax.checkpoint(pipeline) if given.checkpoint == "model" else pipeline
+        key = jax.random.fold_in(key, number) if program.key is not None else None
+        run = jax.checkpoint(pipeline) if program.checkpoint == "model" else pipeline
         y, extra = run(weights, x, c, state, key)
         results: list[Any] = []
-        for r in given.results:
+        for r in program.results:
             if r.kind == "sum":
                 results.append(y[0] if y.dtype == bool else y.sum(0, dtype=y.dtype))
             elif r.kind in extra[r.stage]:
@@ -265,72 +265,72 @@ def body(given: Program, placed: Placed) -> Callable[..., Any]:
                     "again": lambda: results[-1],
                 }
                 results.append(outside[r.kind]())
-        new = extra[given.carry]["state"] if given.carry is not None else state
+        new = extra[program.carry]["state"] if program.carry is not None else state
         return y, new, tuple(results)
 
     return iteration
 
 
-def ways(given: Program) -> list[str]:
+def ways(program: Program) -> list[str]:
     """How the results of iterations are put together, where their type allows it."""
-    if given.dtype == "bool":
-        return ["stack"] * len(given.results)
-    inexact = given.dtype in (*SMOOTH, "bfloat16", "float16")
-    return ["sum" if r.how == "mean" and not inexact and r.kind != "literal" else r.how for r in given.results]
+    if program.dtype == "bool":
+        return ["stack"] * len(program.results)
+    inexact = program.dtype in (*SMOOTH, "bfloat16", "float16")
+    return ["sum" if r.how == "mean" and not inexact and r.kind != "literal" else r.how for r in program.results]
 
 
-def step(given: Program, placed: Placed, loop: Any, jit: Any = lambda fn: fn) -> Callable[..., Any]:
+def step(program: Program, placed: Placed, loop: Any, jit: Any = lambda fn: fn) -> Callable[..., Any]:
     """Return the whole function, of weights, rows, constant, state and key; ``loop`` is `mm.microbatch` or plain.
 
     It returns the result of the task apart too. ``jit`` is of what a gradient outside of the loop is taken of.
     """
-    run = _pipeline(given, placed, loop, jit)
-    apart = placed(given.stages, lambda c: c[::-1], "apart")
+    run = _pipeline(program, placed, loop, jit)
+    extra_task = placed(program.stages, lambda c: c[::-1], "apart")
     starts = {"zeros": jnp.zeros_like, "ones": jnp.ones_like}
 
-    def whole(weights: Any, x: Any, c: Any, state: Any, key: Any) -> Any:
-        state = x[0] if given.start == "row" else starts.get(given.start, lambda state: state)(state)
-        before = apart(c) if given.apart == "first" else None
-        made = run(weights, x, c, state, key)
-        return made, apart(c) if given.apart == "last" else before
+    def function(weights: Any, x: Any, c: Any, state: Any, key: Any) -> Any:
+        state = x[0] if program.start == "row" else starts.get(program.start, lambda state: state)(state)
+        before = extra_task(c) if program.extra_task == "first" else None
+        results = run(weights, x, c, state, key)
+        return results, extra_task(c) if program.extra_task == "last" else before
 
-    return whole
+    return function
 
 
-def _pipeline(given: Program, placed: Placed, loop: Any, jit: Any) -> Callable[..., Any]:
+def _pipeline(program: Program, placed: Placed, loop: Any, jit: Any) -> Callable[..., Any]:
     """Return the loop, or its gradient; arguments as those of the whole function."""
-    iteration, how = body(given, placed), ways(given)
-    reduce = tuple(how)
+    iteration, reductions = body(program, placed), ways(program)
+    reduce = tuple(reductions)
 
     def scalar(y: Any) -> Any:
         part = y.real if y.dtype.kind == "c" else y
-        return placed(given.stages - 1, lambda y: jnp.sum(y * y if given.dtype == "float32" else y), "loss")(part)
+        return placed(program.stages - 1, lambda y: jnp.sum(y * y if program.dtype == "float32" else y), "loss")(part)
 
     def loss(weights: Any, x: Any, c: Any, state: Any, key: Any, number: Any) -> Any:
         y, state, results = iteration(weights, x, c, state, key, number)
         return scalar(y), (state, results)
 
-    def looped(fn: Any, reduce: Any) -> Any:
-        carry = 3 if given.carry is not None else None
-        options = {"schedule": given.schedule, "index": "number", "carry": carry, "reduce": reduce}
-        return loop(fn, size=given.rows, argnum=1, **options)
+    def wrap_in_loop(fn: Any, reduce: Any) -> Any:
+        carry = 3 if program.carry is not None else None
+        options = {"schedule": program.schedule, "index": "number", "carry": carry, "reduce": reduce}
+        return loop(fn, size=program.rows, argnum=1, **options)
 
     def results_of(weights: Any, x: Any, c: Any, state: Any, key: Any, number: Any) -> Any:
         _, state, results = iteration(weights, x, c, state, key, number)
-        return (state, results) if given.carry is not None else results
+        return (state, results) if program.carry is not None else results
 
     def gradients_of(weights: Any, x: Any, c: Any, state: Any, key: Any, number: Any) -> Any:
         grads, (state, results) = jax.grad(loss, has_aux=True, allow_int=True)(weights, x, c, state, key, number)
-        if given.clip:
-            floats = grads[: given.stages]
+        if program.clip:
+            floats = grads[: program.stages]
             norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in floats))
-            grads = [g / jnp.maximum(norm, 1) for g in floats] + grads[given.stages :]
-        return (state, (grads, results)) if given.carry is not None else (grads, results)
+            grads = [g / jnp.maximum(norm, 1) for g in floats] + grads[program.stages :]
+        return (state, (grads, results)) if program.carry is not None else (grads, results)
 
-    if given.gradient == "none":
-        return looped(results_of, reduce)
-    if given.gradient == "inside":
-        return looped(gradients_of, ("sum", reduce))
+    if program.gradient == "none":
+        return wrap_in_loop(results_of, reduce)
+    if program.gradient == "inside":
+        return wrap_in_loop(gradients_of, ("sum", reduce))
 
     @jit
     def total(weights: Any, x: Any, c: Any, state: Any, key: Any) -> Any:
@@ -338,12 +338,12 @@ def _pipeline(given: Program, placed: Placed, loop: Any, jit: Any) -> Callable[.
             value, (_, results) = loss(*args, number)
             return value, results
 
-        return looped(one, ("sum", reduce))(weights, x, c, state, key)
+        return wrap_in_loop(one, ("sum", reduce))(weights, x, c, state, key)
 
     def outside(*args: Any) -> Any:
-        if not given.aux:
+        if not program.aux:
             return jax.grad(lambda *args: total(*args)[0], allow_int=True)(*args), total(*args)[1]
-        if not given.value:
+        if not program.value:
             return jax.grad(total, has_aux=True, allow_int=True)(*args)
         (_, results), grads = jax.value_and_grad(total, has_aux=True, allow_int=True)(*args)
         return grads, results
@@ -351,41 +351,41 @@ def _pipeline(given: Program, placed: Placed, loop: Any, jit: Any) -> Callable[.
     return outside
 
 
-def places(given: Program, got: Any) -> None:
+def places(program: Program, result: Any) -> None:
     """Assert on which submesh each result lies: that of the task that gives it, and of the task that reads a weight.
 
     What is outside of tasks lies on any one. So does what a task passes through or makes of nothing where a gradient is
     taken: JAX takes that out of the task.
     """
-    where = [set(mesh.devices.flat) for mesh in given.meshes()]
+    device_sets = [set(mesh.devices.flat) for mesh in program.meshes()]
 
-    def on(x: Any, stages: Sequence[int], what: str) -> None:
-        allowed = [where[given.submesh(stage)] for stage in stages]
-        assert x.devices() in allowed, f"{what} lies on {x.devices()}, not on {allowed}"
+    def on(x: Any, stages: Sequence[int], name: str) -> None:
+        allowed = [device_sets[program.submesh(stage)] for stage in stages]
+        assert x.devices() in allowed, f"{name} lies on {x.devices()}, not on {allowed}"
 
-    got, apart = got
-    if apart is not None:
-        assert apart.devices() == where[-1], f"the result of the task apart lies on {apart.devices()}"
-    state, got = got if given.carry is not None else (None, got)
+    result, extra = result
+    if extra is not None:
+        assert extra.devices() == device_sets[-1], f"the result of the task apart lies on {extra.devices()}"
+    state, result = result if program.carry is not None else (None, result)
     if state is not None:
-        on(state, [given.carry], "state")  # type: ignore[list-item]
-    grads, results = got if given.gradient != "none" else ([], got)
+        on(state, [program.carry], "state")  # type: ignore[list-item]
+    grads, results = result if program.gradient != "none" else ([], result)
     for k, g in enumerate(grads):
-        readers = [stage for stage, weight in enumerate(given.weights) if weight == k]
+        readers = [stage for stage, weight in enumerate(program.weights) if weight == k]
         if readers:
             on(g, readers, f"gradient of weight {k}")
-    for n, (r, x) in enumerate(zip(given.results, results, strict=True)):
+    for n, (r, x) in enumerate(zip(program.results, results, strict=True)):
         if r.kind == "sum":
-            on(x, [given.stages - 1], f"result {n}, {r.kind}")
-        elif r.kind in ("statistic", "plus zero") or (given.gradient == "none" and r.kind in ("literal", "identity")):
+            on(x, [program.stages - 1], f"result {n}, {r.kind}")
+        elif r.kind in ("statistic", "plus zero") or (program.gradient == "none" and r.kind in ("literal", "identity")):
             on(x, [r.stage], f"result {n}, {r.kind}")
         else:
-            assert x.devices() in where, f"result {n}, {r.kind} lies on {x.devices()}"
+            assert x.devices() in device_sets, f"result {n}, {r.kind} lies on {x.devices()}"
 
 
-def largest(want: Any) -> float:
+def largest(tree: Any) -> float:
     """Return the largest number of all results: layers that centre make some gradients differences of larger ones."""
-    floats = [x for x in jax.tree.leaves(want) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
     return max((float(jnp.abs(x).max(initial=0)) for x in floats), default=0.0)
 
 
@@ -394,50 +394,50 @@ def double(args: Any) -> Any:
     return jax.tree.map(lambda x: np.float64(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, args)
 
 
-def distance(got: Any, want: Any) -> float:
+def distance(actual: Any, expected: Any) -> float:
     """Return by how much arrays differ at most, relative to the largest number."""
-    pairs = zip(jax.tree.leaves(jax.device_get(got)), jax.tree.leaves(jax.device_get(want)), strict=True)
+    pairs = zip(jax.tree.leaves(jax.device_get(actual)), jax.tree.leaves(jax.device_get(expected)), strict=True)
     floats = [(np.float64(x), y) for x, y in pairs if jnp.issubdtype(x.dtype, jnp.inexact)]
-    return max(float(np.abs(x - y).max(initial=0)) for x, y in floats) / largest(want)
+    return max(float(np.abs(x - y).max(initial=0)) for x, y in floats) / largest(expected)
 
 
-def assert_near(got: Any, want: Any, exactly: Callable[[], Any] | None, least: float = 0.0) -> None:
+def assert_near(actual: Any, expected: Any, exactly: Callable[[], Any] | None, least: float = 0.0) -> None:
     """Compare with plain ``jit``; where rounding shows, by how far each is from the same in 64 bits, if that is given.
 
     Some draws are ill-conditioned, and some make whole numbers that float16 has not: plain ``jit`` is then as far from
     what it computes in 64 bits.
     """
     try:
-        assert_same(got, want, least=least)
+        assert_same(actual, expected, least=least)
     except AssertionError:
-        assert_same(got, want, rtol=100 * RTOL, least=least)
+        assert_same(actual, expected, rtol=100 * RTOL, least=least)
         if exactly is None:
             raise
         with jax.enable_x64(True):
             exact = exactly()
-        if distance(got, exact) > 4 * distance(want, exact):
+        if distance(actual, exact) > 4 * distance(expected, exact):
             raise
 
 
-def assert_as_plain(program: Program, got: Any, want: Any, exactly: Callable[[], Any]) -> None:
+def assert_as_plain(program: Program, actual: Any, expected: Any, exactly: Callable[[], Any]) -> None:
     """Compare a program's results with those of plain ``jit``; keys and other types than floats have no 64 bits."""
     wide = jnp.issubdtype(program.dtype, jnp.floating) and program.key is None
-    assert_near(got, want, exactly if wide else None, largest(want))
+    assert_near(actual, expected, exactly if wide else None, largest(expected))
 
 
-def check(given: Program) -> None:
+def check(program: Program) -> None:
     """Run a program both ways, and compare values and places."""
-    meshes = given.meshes()
-    args = data(given)
+    meshes = program.meshes()
+    args = data(program)
 
-    def placed(stage: int, fn: Callable[..., Any], name: str) -> Callable[..., Any]:
-        return mm.task(fn, name=name, mesh=meshes[-1 if name == "apart" else given.submesh(stage)])
+    def place(stage: int, fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+        return mm.task(fn, name=name, mesh=meshes[-1 if name == "apart" else program.submesh(stage)])
 
-    jitted = mm.jit(step(given, placed, mm.microbatch))
-    got = jitted(*args)
+    jitted = mm.jit(step(program, place, mm.microbatch))
+    actual = jitted(*args)
     assert all(need.total for need in jitted.compiled[0].lowered.memory_estimate())
-    want = jax.jit(step(given, plain, microbatched))(*args)
-    assert_as_plain(given, got, want, lambda: jax.jit(step(given, plain, microbatched))(*double(args)))
-    types = jax.eval_shape(step(given, plain, mm.microbatch), *args)
-    assert jax.tree.map(lambda x: x.weak_type, got) == jax.tree.map(lambda x: x.weak_type, types)
-    places(given, got)
+    expected = jax.jit(step(program, plain, microbatched))(*args)
+    assert_as_plain(program, actual, expected, lambda: jax.jit(step(program, plain, microbatched))(*double(args)))
+    types = jax.eval_shape(step(program, plain, mm.microbatch), *args)
+    assert jax.tree.map(lambda x: x.weak_type, actual) == jax.tree.map(lambda x: x.weak_type, types)
+    places(program, actual)

@@ -8,7 +8,7 @@ import multimesh as mm
 
 
 def lower(devices):
-    front, back = (Mesh(each, ("data",)) for each in np.array(devices).reshape(2, -1))
+    front, back = (Mesh(half, ("data",)) for half in np.array(devices).reshape(2, -1))
 
     def step(params, x):
         hidden = mm.task(lambda w, x: jax.numpy.tanh(x @ w), "front", mesh=front)(params[0], x)

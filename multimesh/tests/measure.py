@@ -11,7 +11,7 @@ import jax
 
 def device_bytes() -> dict[jax.Device, int]:
     """Bytes of live arrays on every device."""
-    held = dict.fromkeys(jax.devices(), 0)
+    bytes_of = dict.fromkeys(jax.devices(), 0)
     for x in jax.live_arrays():
         if x.is_deleted():
             continue
@@ -19,8 +19,8 @@ def device_bytes() -> dict[jax.Device, int]:
         for n in x.sharding.shard_shape(x.shape):
             size *= n
         for d in x.sharding.device_set:
-            held[d] += size
-    return held
+            bytes_of[d] += size
+    return bytes_of
 
 
 def at_every_call(f: Callable[[], Any], hook: Callable[[int], None]) -> Any:

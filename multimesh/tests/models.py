@@ -177,10 +177,10 @@ def moe_params(s: int) -> dict[str, np.ndarray]:
 def moe_block(p: Any, x: Any) -> tuple[Any, Any]:
     """Top-1 routing; the second result is the load-balancing loss of this layer."""
     gates = jax.nn.softmax(x @ p["router"], -1)
-    chosen = jax.nn.one_hot(jnp.argmax(gates, -1), EXPERTS, dtype=x.dtype)
+    mask = jax.nn.one_hot(jnp.argmax(gates, -1), EXPERTS, dtype=x.dtype)
     hidden = jax.nn.gelu(jnp.einsum("bd,deh->beh", x, p["up"]))
-    y = jnp.einsum("beh,hed,be->bd", hidden, p["down"], gates * chosen)
-    return x + y, EXPERTS * jnp.sum(chosen.mean(0) * gates.mean(0))
+    y = jnp.einsum("beh,hed,be->bd", hidden, p["down"], gates * mask)
+    return x + y, EXPERTS * jnp.sum(mask.mean(0) * gates.mean(0))
 
 
 def _moe_loss(params: Any, batch: Any, stage: Stage) -> Any:

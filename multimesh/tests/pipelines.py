@@ -91,17 +91,17 @@ def microbatched(
 ) -> Callable[..., Any]:
     """The meaning of mm.microbatch in plain JAX, as a loop in Python: microbatch i has rows i, i+m, ..."""
 
-    def call(*args: Any, **named: Any) -> Any:
+    def call(*args: Any, **options: Any) -> Any:
         full, results, one = [*args], [], jax.jit(fn)  # is traced once
         count = jax.tree.leaves(args[argnum])[0].shape[0] // size
         for k in range(count):
             full[argnum] = jax.tree.map(lambda x: _strided(x, k, count), args[argnum])
-            result = one(*full, **named, **({index: jnp.int32(k)} if index else {}))
+            result = one(*full, **options, **({index: jnp.int32(k)} if index else {}))
             if carry is not None:
                 full[carry], result = result
             results.append(result)
-        joined = jax.tree.map(lambda how, *parts: jax.tree.map(functools.partial(_join, how), *parts), reduce, *results)
-        return joined if carry is None else (full[carry], joined)
+        output = jax.tree.map(lambda how, *parts: jax.tree.map(functools.partial(_join, how), *parts), reduce, *results)
+        return output if carry is None else (full[carry], output)
 
     return call
 
@@ -165,27 +165,27 @@ def on_host(x: Any) -> np.ndarray:
     return np.asarray(x)
 
 
-def assert_same(got: Any, want: Any, rtol: float = RTOL, least: float = 0.0) -> None:
+def assert_same(actual: Any, expected: Any, rtol: float = RTOL, least: float = 0.0) -> None:
     """Same tree, shapes and dtypes; floats within ``rtol`` of the array's largest value, everything else equal.
 
     No array counts as smaller than ``least``: a small one may be the difference of large ones.
     """
-    paths, tree = jax.tree.flatten_with_path(got)
-    wants, want_tree = jax.tree.flatten(want)
+    paths, tree = jax.tree.flatten_with_path(actual)
+    leaves, want_tree = jax.tree.flatten(expected)
     assert tree == want_tree
-    for (path, g), w in zip(paths, wants, strict=True):
-        where = jax.tree_util.keystr(path)
+    for (path, g), w in zip(paths, leaves, strict=True):
+        name = jax.tree_util.keystr(path)
         g, w = jnp.asarray(g) if np.isscalar(g) else g, jnp.asarray(w) if np.isscalar(w) else w
-        assert (g.shape, g.dtype) == (w.shape, w.dtype), where
+        assert (g.shape, g.dtype) == (w.shape, w.dtype), name
         a, b = on_host(g), on_host(w)
         if not jnp.issubdtype(b.dtype, jnp.inexact):
-            np.testing.assert_array_equal(a, b, err_msg=where)
+            np.testing.assert_array_equal(a, b, err_msg=name)
             continue
         wide = np.result_type(b.dtype, np.float64) if b.dtype.kind == "c" else np.float64  # ml_dtypes' kind is V
         a, b = a.astype(wide), b.astype(wide)
-        assert np.isfinite(b).all(), where
+        assert np.isfinite(b).all(), name
         error, scale = np.abs(a - b).max(initial=0.0), np.abs(b).max(initial=least)
-        assert error <= rtol * scale, f"{where}: {error:.3e} > {rtol:g} x {scale:.3e}"
+        assert error <= rtol * scale, f"{name}: {error:.3e} > {rtol:g} x {scale:.3e}"
 
 
 def assert_at_home(split: Split, tree: Any, owners: Any) -> None:
@@ -224,11 +224,11 @@ def check_gradient(
 
 def foreign_inputs(plan: mm.Plan, leaves: Sequence[int]) -> dict[int, list[int]]:
     """Those of some argument leaves that lie whole on several submeshes, each with these."""
-    held: dict[int, list[int]] = {leaf: [] for leaf in leaves}
+    submeshes: dict[int, list[int]] = {leaf: [] for leaf in leaves}
     for leaf, slot in plan.inputs:
-        if leaf in held:
-            held[leaf].append(plan.slots[slot].submesh)
-    return {leaf: on for leaf, on in held.items() if len(on) > 1}
+        if leaf in submeshes:
+            submeshes[leaf].append(plan.slots[slot].submesh)
+    return {leaf: on for leaf, on in submeshes.items() if len(on) > 1}
 
 
 def two_blocks(stage):
@@ -246,6 +246,6 @@ def split_two():
 
 def both(make, *args, split=None, schedule="1f1b"):
     """Compare ``make(stage, loop)`` on submeshes with the same in plain JAX; return what it gave on submeshes."""
-    got = mm.jit(make(split or split_two(), functools.partial(mm.microbatch, schedule=schedule)))(*args)
-    assert_same(got, jax.jit(make(plain, microbatched))(*args))
-    return got
+    actual = mm.jit(make(split or split_two(), functools.partial(mm.microbatch, schedule=schedule)))(*args)
+    assert_same(actual, jax.jit(make(plain, microbatched))(*args))
+    return actual

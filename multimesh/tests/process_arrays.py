@@ -14,29 +14,29 @@ RTOL = 1e-5
 REPLICATED = P()
 
 
-def assert_shards(got: Any, want: Any, rtol: float = RTOL) -> int:
-    """Every shard that this process has is that part of ``want``; returns their number."""
+def assert_shards(actual: Any, expected: Any, rtol: float = RTOL) -> int:
+    """Every shard that this process has is that part of ``expected``; returns their number."""
     count = 0
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for (path, x), w in zip(jax.tree.flatten_with_path(got)[0], jax.tree.leaves(want), strict=True):
-        where = jax.tree_util.keystr(path)
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for (path, x), w in zip(jax.tree.flatten_with_path(actual)[0], jax.tree.leaves(expected), strict=True):
+        name = jax.tree_util.keystr(path)
         if x.addressable_shards and isinstance(x.sharding, NamedSharding):
-            assert jax.typeof(x).sharding.mesh == x.sharding.mesh.abstract_mesh, where
+            assert jax.typeof(x).sharding.mesh == x.sharding.mesh.abstract_mesh, name
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             if not x.sharding.addressable_devices:
                 continue
             x, w = jax.random.key_data(x), jax.random.key_data(w)
         w = np.asarray(w)
-        assert (x.shape, x.dtype) == (w.shape, w.dtype), where
+        assert (x.shape, x.dtype) == (w.shape, w.dtype), name
         scale = np.abs(w.astype(np.float64)).max(initial=0.0) if w.dtype.kind not in "bc" else np.abs(w).max(initial=0)
         for shard in x.addressable_shards:
             part, have = w[shard.index], np.asarray(shard.data)
             if w.dtype.kind in "biu":
-                np.testing.assert_array_equal(have, part, err_msg=where)
+                np.testing.assert_array_equal(have, part, err_msg=name)
             else:
                 kind = np.complex128 if w.dtype.kind == "c" else np.float64
                 error = np.abs(have.astype(kind) - part.astype(kind)).max(initial=0.0)
-                assert error <= rtol * scale, f"{where}: {error:.3e} > {rtol:g} x {scale:.3e}"
+                assert error <= rtol * scale, f"{name}: {error:.3e} > {rtol:g} x {scale:.3e}"
             count += 1
     return count
 

@@ -40,27 +40,27 @@ def pipeline(split: str, model: str, schedule: str, where: str = "inside") -> No
     from pipelines import Split, gradient, reference_gradient
 
     rows, size = 16, 4
-    found = next(m for m in MODELS if m.name == model)
+    case = next(m for m in MODELS if m.name == model)
     parts = SPLITS[split]()
-    known = mm.schedules.get(schedule)
-    stages = len(parts) * known.usual
-    split_ = Split(tuple(parts), placement=known.placement(len(parts)))
-    params, batch = found.init(stages), found.batch(rows, 0)
-    owners = found.owners(params)
+    kind = mm.schedules.get(schedule)
+    stages = len(parts) * kind.usual
+    split_ = Split(tuple(parts), placement=kind.placement(len(parts)))
+    params, batch = case.init(stages), case.batch(rows, 0)
+    owners = case.owners(params)
     placed = jax.tree.map(lambda x, o: on(split_.mesh(o[0]), x), params, owners)
     data = {k: x if is_key(x) else on(split_.mesh(0), x, P("data")) for k, x in batch.items()}
-    step = mm.jit(gradient(found, split_, size=size, rows=rows, where=where, schedule=schedule))
-    want = reference_gradient(found, stages, rows, size)
+    step = mm.jit(gradient(case, split_, size=size, rows=rows, where=where, schedule=schedule))
+    expected = reference_gradient(case, stages, rows, size)
     if (split, model, schedule) == ("halves", "mlp", "1f1b") and where == "inside":
         sends_ahead(step.plan(placed, data))
     for _ in range(2):
-        got = step(placed, data)
-        assert_shards(got, want)
+        actual = step(placed, data)
+        assert_shards(actual, expected)
     for g, o in zip(
-        jax.tree.leaves(got[1]), jax.tree.leaves(owners, is_leaf=lambda o: isinstance(o, tuple)), strict=True
+        jax.tree.leaves(actual[1]), jax.tree.leaves(owners, is_leaf=lambda o: isinstance(o, tuple)), strict=True
     ):
         assert g.sharding.device_set in [split_.devices(s) for s in o]
-    assert sum(len(x.addressable_shards) for x in jax.tree.leaves(got)) or jax.process_count() > len(parts)
+    assert sum(len(x.addressable_shards) for x in jax.tree.leaves(actual)) or jax.process_count() > len(parts)
 
 
 def sends_ahead(plan: Any) -> None:
@@ -88,9 +88,9 @@ def training(split: str) -> None:
     x = rng.normal(size=(16, 16)).astype(np.float32)
 
     def loss(w: Any, x: Any, tasks: bool) -> Any:
-        for s, (each, mesh) in enumerate(zip(w, parts, strict=True)):
+        for s, (weight, mesh) in enumerate(zip(w, parts, strict=True)):
             f = lambda w, x: jnp.tanh(x @ w)  # noqa: E731
-            x = (mm.task(f, name=f"s{s}", mesh=mesh) if tasks else f)(each, x)
+            x = (mm.task(f, name=f"s{s}", mesh=mesh) if tasks else f)(weight, x)
         return jnp.mean(x**2)
 
     def step(w: Any, m: Any, x: Any, tasks: bool) -> Any:
@@ -102,15 +102,15 @@ def training(split: str) -> None:
         shifted[0] = shifted[0] + 0.01 * w[-1]
         return shifted, m, total
 
-    got = [on(p, a) for p, a in zip(parts, w, strict=True)], [on(p, a) for p, a in zip(parts, m, strict=True)]
-    want = w, m
-    ours = mm.jit(lambda w, m, x: step(w, m, x, True), donate_argnums=(0, 1))
-    plain = jax.jit(lambda w, m, x: step(w, m, x, False))
+    actual = [on(p, a) for p, a in zip(parts, w, strict=True)], [on(p, a) for p, a in zip(parts, m, strict=True)]
+    desired = w, m
+    jitted = mm.jit(lambda w, m, x: step(w, m, x, True), donate_argnums=(0, 1))
+    reference = jax.jit(lambda w, m, x: step(w, m, x, False))
     for _ in range(4):
-        *got, total = ours(*got, x)
-        *want, expected = plain(*want, x)
-    assert_shards((got, total), (want, expected))
-    assert len(ours.compiled) <= 2
+        *actual, total = jitted(*actual, x)
+        *desired, expected = reference(*desired, x)
+    assert_shards((actual, total), (desired, expected))
+    assert len(jitted.compiled) <= 2
 
 
 def stacked(split: str) -> None:
@@ -130,24 +130,24 @@ def stacked(split: str) -> None:
 
     cut = mm.pipeline(loss, parts)
     loop = lambda fn: mm.microbatch(fn, size=4, argnum=1, reduce="mean")  # noqa: E731
-    ours = mm.jit(lambda w, m, x: step(w, m, x, cut, loop), donate_argnums=(0, 1))
-    plain = jax.jit(lambda w, m, x: step(w, m, x, loss, lambda fn: fn))
+    jitted = mm.jit(lambda w, m, x: step(w, m, x, cut, loop), donate_argnums=(0, 1))
+    reference = jax.jit(lambda w, m, x: step(w, m, x, loss, lambda fn: fn))
     zeros = jax.tree.map(np.zeros_like, w)
-    got, want = (w, zeros), (w, zeros)
+    actual, desired = (w, zeros), (w, zeros)
     for _ in range(3):
-        *got, total = ours(*got, x)
-        *want, expected = plain(*want, x)
-    assert_shards((got, total), (want, expected))
-    assert len(ours.compiled) == 1
+        *actual, total = jitted(*actual, x)
+        *desired, expected = reference(*desired, x)
+    assert_shards((actual, total), (desired, expected))
+    assert len(jitted.compiled) == 1
     rows = depth // len(parts)
-    for shard in got[0]["k"].addressable_shards:
+    for shard in actual[0]["k"].addressable_shards:
         assert shard.data.shape[0] == rows
         assert shard.device in parts[shard.index[0].start // rows].devices
     init = lambda: jax.tree.map(lambda a: jnp.sin(jnp.arange(a.size, dtype=a.dtype)).reshape(a.shape), w)  # noqa: E731
     train, make = mm.parallelize(loop(jax.value_and_grad(cut)), init_params=init, initial_batch=x)
-    made = make()
-    assert made["k"].sharding.shard_shape((depth, 16, 16))[0] == rows
-    assert_shards(train(made, x), jax.jit(jax.value_and_grad(loss))(jax.jit(init)(), x))
+    params = make()
+    assert params["k"].sharding.shard_shape((depth, 16, 16))[0] == rows
+    assert_shards(train(params, x), jax.jit(jax.value_and_grad(loss))(jax.jit(init)(), x))
 
 
 def typed(form: str) -> None:
@@ -163,8 +163,8 @@ def typed(form: str) -> None:
     parts = [Mesh(d, ("data", "model"), axis_types=kinds) for d in grids]
     params, _ = init()
     specs = {"embed": P(), "layers": [LAYER] * len(params["layers"])}
-    where = owners(params)
-    placed = jax.tree.map(lambda x, n, s: on(parts[n], x, s), params, where, specs)
+    homes = owners(params)
+    placed = jax.tree.map(lambda x, n, s: on(parts[n], x, s), params, homes, specs)
     tokens = on(parts[0], batch(), P("data"))
     cut = mm.pipeline(decoder(plain), parts) if form == "pipeline" else decoder(Split(tuple(parts)))
 
@@ -175,21 +175,21 @@ def typed(form: str) -> None:
 
         return train
 
-    ours = mm.jit(step(cut, lambda fn: mm.microbatch(fn, size=SIZE, argnum=1, reduce="mean")))
+    jitted = mm.jit(step(cut, lambda fn: mm.microbatch(fn, size=SIZE, argnum=1, reduce="mean")))
     single = Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1), ("data", "model"), axis_types=kinds)
-    got, want = placed, jax.device_put(params, NamedSharding(single, P()))
+    actual, desired = placed, jax.device_put(params, NamedSharding(single, P()))
     rows = jax.device_put(batch(), NamedSharding(single, P()))
     with jax.set_mesh(single):
         reference = jax.jit(step(decoder(plain), lambda fn: fn))
     for _ in range(2):
-        got, total = ours(got, tokens)
+        actual, total = jitted(actual, tokens)
         with jax.set_mesh(single):
-            want, expected = reference(want, rows)
-    assert_shards((got, total), jax.device_get((want, expected)))
-    with tempfile.TemporaryDirectory() as own:
-        folder = agree.first_says("a folder for typed arrays", own)
-        distributed.save(f"{folder}/{form}", got)
-        assert_shards(distributed.restore(f"{folder}/{form}", placed), jax.device_get(want))
+            desired, expected = reference(desired, rows)
+    assert_shards((actual, total), jax.device_get((desired, expected)))
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = agree.first_says("a folder for typed arrays", scratch)
+        distributed.save(f"{folder}/{form}", actual)
+        assert_shards(distributed.restore(f"{folder}/{form}", placed), jax.device_get(desired))
 
 
 def retrace(split: str) -> None:
@@ -217,18 +217,18 @@ def dtypes(transport: str | None) -> None:
                 "key": jax.random.split(jax.random.key(3), 8),
             }
 
-            def there(tree: Any) -> Any:
+            def flip_all(tree: Any) -> Any:
                 return jax.tree.map(lambda x: x if x.ndim == 0 else mm.with_sharding_constraint(x, spec), tree)
 
             def keep(tree: Any) -> Any:
                 return jax.tree.map(lambda x: x if is_key(x) else jnp.flip(x), tree)
 
-            back = mm.jit(
+            jitted = mm.jit(
                 lambda t: mm.task(keep, "c", mesh=parts[0])(
-                    mm.task(lambda t: there(keep(t)), "b", mesh=parts[1])(mm.task(keep, "a", mesh=parts[0])(t))
+                    mm.task(lambda t: flip_all(keep(t)), "b", mesh=parts[1])(mm.task(keep, "a", mesh=parts[0])(t))
                 )
             )
-            assert_shards(back(arrays), jax.tree.map(lambda x: x if is_key(x) else jnp.flip(x), arrays))
+            assert_shards(jitted(arrays), jax.tree.map(lambda x: x if is_key(x) else jnp.flip(x), arrays))
 
 
 def arguments(transport: str | None) -> None:
@@ -241,15 +241,15 @@ def arguments(transport: str | None) -> None:
 
     with mm.context(transport=transport):
         g = mm.jit(f)
-        want = (3 * x, 2 * x, x, 1.5)
-        for given in (x, jnp.asarray(x), on(parts[1], x), on(parts[0], x, P("data")), on(parts[1], x, P(None, "data"))):
+        expected = (3 * x, 2 * x, x, 1.5)
+        for array in (x, jnp.asarray(x), on(parts[1], x), on(parts[0], x, P("data")), on(parts[1], x, P(None, "data"))):
             for _ in range(2):
-                a, b, c, d = g(given, given, given)
-                assert_shards((a, b), want[:2])
+                a, b, c, d = g(array, array, array)
+                assert_shards((a, b), expected[:2])
                 assert_shards(c, x)
                 assert float(d) == 1.5
         on_host = jax.device_put(on(parts[0], x), NamedSharding(parts[0], P(), memory_kind="pinned_host"))
-        assert_shards(g(x, x, on_host)[:2], want[:2])  # what a task computes with lies on its devices
+        assert_shards(g(x, x, on_host)[:2], expected[:2])  # what a task computes with lies on its devices
         out = NamedSharding(parts[1], P("data"))
         h = mm.jit(lambda x: mm.task(lambda x: x * 2, "a", mesh=parts[1])(x), out_shardings=out)
         assert_shards(h(x), 2 * x)
@@ -267,34 +267,34 @@ def two_layers() -> Any:
     parts, rng = meshes(), np.random.default_rng(0)
 
     def fn(w: Any, x: Any, tasks: bool = True) -> Any:
-        for s, (each, mesh) in enumerate(zip(w, parts, strict=True)):
+        for s, (weight, mesh) in enumerate(zip(w, parts, strict=True)):
             f = lambda w, x: jnp.tanh(x @ w)  # noqa: E731
-            x = (mm.task(f, f"s{s}", mesh=mesh) if tasks else f)(each, x)
+            x = (mm.task(f, f"s{s}", mesh=mesh) if tasks else f)(weight, x)
         return jnp.sum(x**2)
 
     w = [rng.normal(size=(8, 8)).astype(np.float32) for _ in parts]
-    placed = [on(mesh, each) for mesh, each in zip(parts, w, strict=True)]
+    placed = [on(mesh, weight) for mesh, weight in zip(parts, w, strict=True)]
     return mm.jit(fn), lambda w, x: fn(w, x, False), placed, w, rng.normal(size=(8, 8)).astype(np.float32)
 
 
 def transformed() -> None:
     """``jax.value_and_grad`` and ``jax.vmap`` around the jitted function."""
-    ours, plain, placed, w, x = two_layers()
+    jitted, reference, placed, w, x = two_layers()
     for _ in range(2):
-        assert_shards(jax.value_and_grad(ours)(placed, x), jax.value_and_grad(plain)(w, x))
+        assert_shards(jax.value_and_grad(jitted)(placed, x), jax.value_and_grad(reference)(w, x))
     rows, over = np.stack([x, x + 1]), (None, 0)
-    assert_shards(jax.vmap(ours, over)(placed, rows), jax.vmap(plain, over)(w, rows))
+    assert_shards(jax.vmap(jitted, over)(placed, rows), jax.vmap(reference, over)(w, rows))
 
 
 def analyses() -> None:
     """What a compiled function tells of programs that other processes have."""
-    ours, plain, placed, w, x = two_layers()
-    compiled = ours.lower(placed, x).compile()
-    mine = [mesh.devices.flat[0].process_index == jax.process_index() for mesh in meshes()]
+    jitted, reference, placed, w, x = two_layers()
+    compiled = jitted.lower(placed, x).compile()
+    local = [mesh.devices.flat[0].process_index == jax.process_index() for mesh in meshes()]
     assert "of other processes" in compiled.as_text()
-    assert [cost["flops"] > 0 for cost in compiled.cost_analysis()] == mine
+    assert [cost["flops"] > 0 for cost in compiled.cost_analysis()] == local
     assert all(m["arguments"] for m in compiled.memory_analysis())
-    assert_shards(compiled(placed, x), plain(w, x))
+    assert_shards(compiled(placed, x), reference(w, x))
 
 
 def profiled(split: str, skew: str, transport: str | None = None) -> None:
@@ -302,12 +302,12 @@ def profiled(split: str, skew: str, transport: str | None = None) -> None:
     from multimesh.observe import clocks
     from multimesh.observe.timelines import perfetto, svg
 
-    parts, ahead = SPLITS[split](), float(skew) * jax.process_index()
+    parts, offset = SPLITS[split](), float(skew) * jax.process_index()
     w = [on(mesh, np.eye(64, dtype=np.float32)) for mesh in parts]
 
     def loss(w: Any, x: Any) -> Any:
-        for s, (each, mesh) in enumerate(zip(w, parts, strict=True)):
-            x = mm.task(lambda w, x: jnp.tanh(x @ w), f"s{s}", mesh=mesh)(each, x)
+        for s, (weight, mesh) in enumerate(zip(w, parts, strict=True)):
+            x = mm.task(lambda w, x: jnp.tanh(x @ w), f"s{s}", mesh=mesh)(weight, x)
         return jnp.sum(x**2)
 
     def step(w: Any, x: Any) -> Any:
@@ -315,39 +315,39 @@ def profiled(split: str, skew: str, transport: str | None = None) -> None:
         return [a - b for a, b in zip(w, g, strict=True)], total
 
     with mm.context(transport=transport), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clocks, "now", lambda: time.perf_counter() + ahead)
-        patch.setattr(clocks, "identity", lambda: str(jax.process_index() if ahead else "one"))
+        patch.setattr(clocks, "now", lambda: time.perf_counter() + offset)
+        patch.setattr(clocks, "identity", lambda: str(jax.process_index() if offset else "one"))
         seconds, error = clocks.offset(f"of test {split} {skew}")
-        assert abs(seconds + ahead) <= error + 1e-6  # the processes of one machine have one clock
+        assert abs(seconds + offset) <= error + 1e-6  # the processes of one machine have one clock
         jitted = mm.jit(step, donate_argnums=0)
-        found = jitted.profile(w, np.ones((32, 64), np.float32))
-    plan, line = jitted.compiled[0].plan, found.measured
+        profile = jitted.profile(w, np.ones((32, 64), np.float32))
+    plan, line = jitted.compiled[0].plan, profile.measured
     assert len(line.spans) == sum(i.kind == "RUN" for i in plan.instructions)
     assert len(line.transfers) == sum(i.kind == "SEND" for i in plan.instructions) > 0
     for hop in line.transfers:
         assert hop.start <= hop.end <= min(line.spans[c].start for c in hop.consumers) + 1e-6
-    late = [line.spans[t.producer].end - t.start for t in line.transfers if t.producer is not None]
-    assert statistics.median(late) <= found.clocks + 5e-3
-    assert max(late) <= 0.1  # on a busy machine a process may notice late that its program has ended
+    delays = [line.spans[t.producer].end - t.start for t in line.transfers if t.producer is not None]
+    assert statistics.median(delays) <= profile.clocks + 5e-3
+    assert max(delays) <= 0.1  # on a busy machine a process may notice late that its program has ended
     for row in range(len(parts)):
         spans = line.row(row)
         assert all(a.end <= b.start + 1e-6 for a, b in itertools.pairwise(spans))
     assert 0 < line.makespan < 5
-    assert 0 < found.call < 5
-    assert all(seconds > 0 for seconds in found.costs.programs)
+    assert 0 < profile.call < 5
+    assert all(seconds > 0 for seconds in profile.costs.programs)
     assert f"of {jax.process_count()} processes" in line.note
-    said = [repr(found), str(found), svg.draw(line), perfetto.trace(line)]
-    distributed.agree_on(f"what a profile says: {split} {skew} {transport}", said)
+    texts = [repr(profile), str(profile), svg.draw(line), perfetto.trace(line)]
+    distributed.agree_on(f"what a profile says: {split} {skew} {transport}", texts)
     assert not any(x.is_deleted() for x in w)
 
 
 def threads() -> None:
     """Threads that call at once wait for each other, and each call has its own transfers."""
-    ours, plain, placed, w, x = two_layers()
+    jitted, reference, placed, w, x = two_layers()
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        results = list(pool.map(lambda _: ours(placed, x), range(40)))
+        results = list(pool.map(lambda _: jitted(placed, x), range(40)))
     for result in results:
-        assert_shards(result, plain(w, x))
+        assert_shards(result, reference(w, x))
 
 
 def parallelized() -> None:
@@ -365,23 +365,23 @@ def parallelized() -> None:
 
     x = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
     for batch in (lambda: x, lambda: jnp.asarray(x) * 1):
-        ours, make, load = mm.parallelize(fn, init_params=init, get_input_batch=batch)
+        jitted, make, load = mm.parallelize(fn, init_params=init, get_input_batch=batch)
         params = make()
         assert_shards(params, init())
         assert [p.sharding.device_set for p in params] == [set(mesh.devices.flat) for mesh in parts]
         w = init()
-        assert_shards(ours(params, load()), jnp.tanh(jnp.tanh(x @ w[0]) @ w[1]))
+        assert_shards(jitted(params, load()), jnp.tanh(jnp.tanh(x @ w[0]) @ w[1]))
 
 
 def uneven_compilation(seconds: str) -> None:
     """A process that compiles much longer than the others."""
     from multimesh.runtime import compile as compiling
 
-    whole = compiling.compile_plan
+    compile_plan = compiling.compile_plan
 
     def slow(*args: Any) -> Any:
         time.sleep(float(seconds) * (jax.process_index() == 1))
-        return whole(*args)
+        return compile_plan(*args)
 
     import multimesh.calling.aot
 
@@ -391,7 +391,7 @@ def uneven_compilation(seconds: str) -> None:
         if jax.device_count() > 2:
             retrace("crossed")
     finally:
-        multimesh.calling.aot.compile_plan = whole
+        multimesh.calling.aot.compile_plan = compile_plan
 
 
 def nans(split: str) -> None:
@@ -420,14 +420,14 @@ def not_in_it() -> None:
     assert_shards(y, x + 1)
     loss = mm.jit(lambda x: mm.task(jnp.sum, "loss", mesh=mesh)(x))(x)
     for read in (float, np.asarray, jax.device_get, pickle.dumps, lambda x: x.item()):
-        elsewhere = pytest.raises(RuntimeError, match="spans non-addressable")
-        with contextlib.nullcontext() if jax.process_index() == 0 else elsewhere:
+        refusal = pytest.raises(RuntimeError, match="spans non-addressable")
+        with contextlib.nullcontext() if jax.process_index() == 0 else refusal:
             read(loss)
     assert "float32" in repr(loss)
     assert mm.distributed.gather(loss) == 16
     if jax.process_index() == 0:  # alone: all devices and arguments are its own
-        here = jax.local_devices()
-        for place in (here[0], here[-1]):
+        devices = jax.local_devices()
+        for place in (devices[0], devices[-1]):
             assert_shards(jitted(jax.device_put(x, place)), x + 1)
 
 
@@ -448,23 +448,23 @@ def disagreement() -> None:
 
 def graphs(first: str, count: str) -> None:
     """Random graphs of operations over random submeshes."""
-    import graphs as drawn
+    import graphs as random_graphs
 
     for seed in range(int(first), int(first) + int(count)):
-        graph = drawn.graph(seed, jax.device_count())
-        args = drawn.inputs()
+        graph = random_graphs.graph(seed, jax.device_count())
+        args = random_graphs.inputs()
 
         def loss(*a: Any, graph: Any = graph, tasks: bool = True) -> Any:
             return sum(jnp.square(y).mean() for y in graph.run(a, tasks))
 
         if seed % 2:
-            ours = mm.jit(lambda *a, graph=graph: graph.run(a, True))
-            plain = jax.jit(lambda *a, graph=graph: graph.run(a, False))
+            jitted = mm.jit(lambda *a, graph=graph: graph.run(a, True))
+            reference = jax.jit(lambda *a, graph=graph: graph.run(a, False))
         else:
-            ours = mm.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
-            plain = jax.jit(jax.value_and_grad(lambda *a, loss=loss: loss(*a, tasks=False), argnums=(0, 1, 2)))
+            jitted = mm.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
+            reference = jax.jit(jax.value_and_grad(lambda *a, loss=loss: loss(*a, tasks=False), argnums=(0, 1, 2)))
         try:
-            assert_shards(ours(*args), plain(*args))
+            assert_shards(jitted(*args), reference(*args))
         except AssertionError as error:
             raise AssertionError(f"graph {seed}: {graph}") from error
 

@@ -28,7 +28,7 @@ def free_port() -> int:
 
 
 @dataclasses.dataclass
-class Ended:
+class Ending:
     code: int
     out: str
     err: str
@@ -37,38 +37,38 @@ class Ended:
 def environment(rank: int, count: int, devices: int, port: int, timeout: float = 300.0) -> dict[str, str]:
     flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
     path = os.pathsep.join([str(HERE), *filter(None, sys.path)])
-    own = {"PROCESS": str(rank), "PROCESSES": str(count), "COORDINATOR": f"127.0.0.1:{port}"}
-    own["PATIENCE"] = str(timeout - 10)  # then it says where it waits, before it is killed
+    variables = {"PROCESS": str(rank), "PROCESSES": str(count), "COORDINATOR": f"127.0.0.1:{port}"}
+    variables["PATIENCE"] = str(timeout - 10)  # then it says where it waits, before it is killed
     fixed = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": "16", "OPENBLAS_NUM_THREADS": "1"}
-    return os.environ | fixed | own | {"PYTHONPATH": path, "PYTHONHASHSEED": str(rank)}
+    return os.environ | fixed | variables | {"PYTHONPATH": path, "PYTHONHASHSEED": str(rank)}
 
 
-def run(count: int, devices: int, script: Path, *args: str, timeout: float = 300.0) -> list[Ended]:
+def run(count: int, devices: int, script: Path, *args: str, timeout: float = 300.0) -> list[Ending]:
     """Run a script in ``count`` processes of ``devices`` each; the first that fails ends all."""
     port = free_port()
-    started: list[subprocess.Popen[str]] = []
+    processes: list[subprocess.Popen[str]] = []
     with contextlib.ExitStack() as stack:
         files = [[stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)] for _ in range(count)]
         try:
             for rank, (out, err) in enumerate(files):
                 env = environment(rank, count, devices, port, timeout)
                 command: Sequence[str] = [sys.executable, str(script), *args]
-                started.append(subprocess.Popen(command, env=env, stdout=out, stderr=err, text=True))
+                processes.append(subprocess.Popen(command, env=env, stdout=out, stderr=err, text=True))
             deadline = time.monotonic() + timeout
-            while any(p.poll() is None for p in started) and time.monotonic() < deadline:
-                if any(p.returncode for p in started):
+            while any(p.poll() is None for p in processes) and time.monotonic() < deadline:
+                if any(p.returncode for p in processes):
                     time.sleep(1)  # what the others have to say of it
                     break
                 time.sleep(0.02)
         finally:
-            for process in started:
+            for process in processes:
                 if process.poll() is None:
                     process.send_signal(signal.SIGKILL)
                 process.wait()
         for pair in files:
             for file in pair:
                 file.seek(0)
-        return [Ended(p.returncode, *(file.read() for file in pair)) for p, pair in zip(started, files, strict=True)]
+        return [Ending(p.returncode, *(file.read() for file in pair)) for p, pair in zip(processes, files, strict=True)]
 
 
 def certificates(folder: Path) -> dict[str, str]:

@@ -30,7 +30,7 @@ class Surrounded:
 
     program: generated.Program
     form: str  # wrapper or block
-    around: str
+    transform: str
     ambient: str
     laid_out: bool  # rows over the devices of the first submesh
 
@@ -46,30 +46,32 @@ class Surrounded:
 def surrounded(seed: int) -> Surrounded:
     """Draw what is around the program of a seed; blocks have gradients inside where the dtype is smooth."""
     rng = np.random.default_rng(seed + 10**7)
-    given = generated.program(seed)
+    program = generated.program(seed)
     form = ("wrapper", "block")[int(rng.integers(2))]
-    around = AROUND[int(rng.integers(len(AROUND) if given.gradient == "outside" else len(AROUND) - 1))]
+    transform = AROUND[int(rng.integers(len(AROUND) if program.gradient == "outside" else len(AROUND) - 1))]
     ambient = AMBIENT[int(rng.integers(len(AMBIENT)))]
-    given = dataclasses.replace(given, inner=given.inner or (form == "block" and given.dtype == "float32"))
-    moved = around != "jit"
-    if form == "block" and (moved or given.gradient != "none"):  # JAX can't bring meshes of different sizes together
+    program = dataclasses.replace(program, inner=program.inner or (form == "block" and program.dtype == "float32"))
+    moved = transform != "jit"
+    if form == "block" and (moved or program.gradient != "none"):  # JAX can't bring meshes of different sizes together
         ambient = "none" if moved else ambient.replace("all", "submesh", 1)
-        given = dataclasses.replace(given, submeshes=(1 if moved else given.submeshes[0],) * len(given.submeshes))
-    if around == "grad":  # what stands outside of the jit runs eagerly, on the default device
-        given = dataclasses.replace(given, apart="none", start="argument")
-    return Surrounded(given, form, around, ambient, bool(rng.random() < 0.5))
+        program = dataclasses.replace(
+            program, submeshes=(1 if moved else program.submeshes[0],) * len(program.submeshes)
+        )
+    if transform == "grad":  # what stands outside of the jit runs eagerly, on the default device
+        program = dataclasses.replace(program, extra_task="none", start="argument")
+    return Surrounded(program, form, transform, ambient, bool(rng.random() < 0.5))
 
 
-def check(drawn: Surrounded) -> None:
+def check(case: Surrounded) -> None:
     """Run a program both ways, and compare values; in tasks that are calls, places too."""
-    given, meshes = drawn.program, drawn.program.meshes()
-    weights, x, *others = generated.data(given)
-    members = drawn.around.startswith("vmap")
+    program, meshes = case.program, case.program.meshes()
+    weights, x, *others = generated.data(program)
+    members = case.transform.startswith("vmap")
     x = np.stack([x, x[::-1]]) if members else x
 
-    def placed(stage: int, fn: Callable[..., Any], name: str) -> Callable[..., Any]:
-        mesh = meshes[-1 if name == "apart" else given.submesh(stage)]
-        if drawn.form == "wrapper":
+    def place(stage: int, fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+        mesh = meshes[-1 if name == "apart" else program.submesh(stage)]
+        if case.form == "wrapper":
             return mm.task(fn, name=name, mesh=mesh)
 
         def block(*args: Any) -> Any:
@@ -82,18 +84,18 @@ def check(drawn: Surrounded) -> None:
         return jax.vmap(fn, in_axes=(None, 0, None, None, None)) if members else fn
 
     run = {
-        "jit": lambda: mm.jit(generated.step(given, placed, mm.microbatch)),
-        "vmap in jit": lambda: mm.jit(over_members(generated.step(given, placed, mm.microbatch))),
-        "vmap": lambda: over_members(mm.jit(generated.step(given, placed, mm.microbatch))),
-        "grad": lambda: generated.step(given, placed, mm.microbatch, mm.jit),
-    }[drawn.around]()
+        "jit": lambda: mm.jit(generated.step(program, place, mm.microbatch)),
+        "vmap in jit": lambda: mm.jit(over_members(generated.step(program, place, mm.microbatch))),
+        "vmap": lambda: over_members(mm.jit(generated.step(program, place, mm.microbatch))),
+        "grad": lambda: generated.step(program, place, mm.microbatch, mm.jit),
+    }[case.transform]()
     layout = NamedSharding(meshes[0], P(None, "data") if members else P("data"))
-    rows = jax.device_put(x, layout) if drawn.laid_out else x
-    mesh = drawn.mesh()
+    rows = jax.device_put(x, layout) if case.laid_out else x
+    mesh = case.mesh()
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
-        got = run(weights, rows, *others)
-    wanted = jax.jit(over_members(generated.step(given, plain, microbatched)))
+        actual = run(weights, rows, *others)
+    expected = jax.jit(over_members(generated.step(program, plain, microbatched)))
     args = (weights, x, *others)
-    generated.assert_as_plain(given, got, wanted(*args), lambda: wanted(*generated.double(args)))
-    if drawn.form == "wrapper":
-        generated.places(given, got)
+    generated.assert_as_plain(program, actual, expected(*args), lambda: expected(*generated.double(args)))
+    if case.form == "wrapper":
+        generated.places(program, actual)

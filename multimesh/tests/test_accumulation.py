@@ -27,22 +27,22 @@ def arguments(width, dtype):
     return jax.tree.map(lambda x: jnp.asarray(x, dtype), params), jnp.asarray(draw.normal(size=(COUNT, width)), dtype)
 
 
-def gradients(width, dtype, where, jit=mm.jit, on=SPLIT, **given):
+def gradients(width, dtype, where, jit=mm.jit, on=SPLIT, **options):
     params, x = arguments(width, dtype)
     body = functools.partial(loss, on)
     if where == "inside":
-        step = mm.microbatch(jax.grad(body), size=1, argnum=1, reduce="mean", **given)
+        step = mm.microbatch(jax.grad(body), size=1, argnum=1, reduce="mean", **options)
     else:
-        step = jax.grad(mm.microbatch(body, size=1, argnum=1, reduce="mean", **given))
+        step = jax.grad(mm.microbatch(body, size=1, argnum=1, reduce="mean", **options))
     return jit(step)(params, x)
 
 
-def wrong(got, width, dtype):
+def relative_error(sums, width, dtype):
     """How far gradients are from those of float32, from the same rounded parameters."""
     params, x = jax.tree.map(lambda x: x.astype(jnp.float32), arguments(width, dtype))
-    want = jax.jit(jax.grad(functools.partial(loss, plain)))(params, x)
+    expected = jax.jit(jax.grad(functools.partial(loss, plain)))(params, x)
     pairs = [
-        (np.asarray(a, np.float64), np.asarray(b)) for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True)
+        (np.asarray(a, np.float64), np.asarray(b)) for a, b in zip(*map(jax.tree.leaves, (sums, expected)), strict=True)
     ]
     return max(np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in pairs)
 
@@ -51,10 +51,10 @@ def wrong(got, width, dtype):
 @pytest.mark.parametrize("where", ["inside", "outside"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_small_results_are_summed_in_float32(where, schedule):
-    got = gradients(WIDTH, jnp.bfloat16, where, schedule=schedule)
-    assert {g.dtype for g in jax.tree.leaves(got)} == {jnp.dtype(jnp.bfloat16)}
-    assert wrong(got, WIDTH, jnp.bfloat16) < 0.006
-    for n, stage in enumerate(got):
+    actual = gradients(WIDTH, jnp.bfloat16, where, schedule=schedule)
+    assert {g.dtype for g in jax.tree.leaves(actual)} == {jnp.dtype(jnp.bfloat16)}
+    assert relative_error(actual, WIDTH, jnp.bfloat16) < 0.006
+    for n, stage in enumerate(actual):
         assert all(g.devices() == SPLIT.devices(n) for g in stage)
 
 
@@ -62,10 +62,10 @@ def test_small_results_are_summed_in_float32(where, schedule):
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_large_ones_where_that_is_asked_for(where):
     width = 260  # more than 65,536 elements
-    usual, asked = (gradients(width, jnp.bfloat16, where, **g) for g in ({}, {"accumulate": "float32"}))
-    assert wrong(asked, width, jnp.bfloat16) < 0.01
-    assert wrong(usual, width, jnp.bfloat16) > 2 * wrong(asked, width, jnp.bfloat16)
-    assert jax.tree.map(lambda g: g.dtype, usual) == jax.tree.map(lambda g: g.dtype, asked)
+    default, precise = (gradients(width, jnp.bfloat16, where, **g) for g in ({}, {"accumulate": "float32"}))
+    assert relative_error(precise, width, jnp.bfloat16) < 0.01
+    assert relative_error(default, width, jnp.bfloat16) > 2 * relative_error(precise, width, jnp.bfloat16)
+    assert jax.tree.map(lambda g: g.dtype, default) == jax.tree.map(lambda g: g.dtype, precise)
 
 
 @pytest.mark.telling("inside")
@@ -78,9 +78,9 @@ def test_accumulators_of_all_stages_have_that_dtype(where):
         loop = functools.partial(mm.microbatch, size=1, argnum=1, accumulate=dtype)
         with jax.enable_x64(dtype == "float64"):
             step = mm.jit(loop(jax.grad(body)) if where == "inside" else jax.grad(loop(body)))
-            made = step.plan(params, x)
-        zeros = {k for k, kernel in enumerate(made.kernels) if kernel.make == "zeros"}
-        plan[dtype] = {str(made.slots[s].dtype) for run in made.runs if run.kernel in zeros for s in run.outs}
+            step_plan = step.plan(params, x)
+        zeros = {k for k, kernel in enumerate(step_plan.kernels) if kernel.make == "zeros"}
+        plan[dtype] = {str(step_plan.slots[s].dtype) for run in step_plan.runs if run.kernel in zeros for s in run.outs}
     assert plan == {None: {"float32"}, "float32": {"float32"}, "float64": {"float64"}, jnp.bfloat16: {"float16"}}
 
 

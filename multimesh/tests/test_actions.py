@@ -34,8 +34,8 @@ def pipeline(schedule):
 
 
 def ways(plan, action):
-    moved = zip(action.ins, action.outs, strict=True)
-    return [plan_resharding(plan.layouts[a], plan.layouts[b], plan.slots[a].shape) for a, b in moved]
+    pairs = zip(action.ins, action.outs, strict=True)
+    return [plan_resharding(plan.layouts[a], plan.layouts[b], plan.slots[a].shape) for a, b in pairs]
 
 
 def check(plan, owner):
@@ -44,49 +44,49 @@ def check(plan, owner):
     parts = [project(plan, process, owner) for process in range(count)]
     actions = {action.number: action for action in all_actions(plan, owner)}
     assert set().union(*({a.number for a in part} for part in parts)) == set(actions)
-    freed = collections.Counter(slot for part in parts for action in part for slot in action.frees)
+    frees = collections.Counter(slot for part in parts for action in part for slot in action.frees)
     for process, part in enumerate(parts):
         assert [a.number for a in part] == sorted(a.number for a in part)
-        mine = {i for i, mesh in enumerate(plan.submeshes) if process in map(owner, mesh.devices.flat)}
+        submeshes = {i for i, mesh in enumerate(plan.submeshes) if process in map(owner, mesh.devices.flat)}
         for action in part:
-            same = actions[action.number]
-            assert (action.kernel, action.ins, action.outs) == (same.kernel, same.ins, same.outs)
-            assert mine & set(action.submeshes)
+            original = actions[action.number]
+            assert (action.kernel, action.ins, action.outs) == (original.kernel, original.ins, original.outs)
+            assert submeshes & set(action.submeshes)
     for slot in (slot for action in actions.values() for slot in action.frees):
         mesh = plan.submeshes[plan.slots[slot].submesh]
-        assert freed[slot] == len(set(map(owner, mesh.devices.flat)))
+        assert frees[slot] == len(set(map(owner, mesh.devices.flat)))
     replay(plan, parts, owner)
 
 
 def replay(plan, parts, owner):
     """Run the parts in turns: what is read is there; who receives waits, who sends does not."""
     env = [{slot for _, slot in (*plan.inputs, *plan.constants)} for _ in parts]
-    sent = collections.Counter()
-    left = [collections.deque(part) for part in parts]
-    moved = True
-    while moved:
-        moved = False
-        for me, queue in enumerate(left):
+    sends = collections.Counter()
+    queues = [collections.deque(part) for part in parts]
+    progress = True
+    while progress:
+        progress = False
+        for rank, queue in enumerate(queues):
             while queue:
                 action = queue[0]
-                needed = []
+                receives = []
                 if action.kernel is None:
                     transfers = process_transfers(ways(plan, action), owner)
                     for transfer in transfers:
-                        if transfer.source == me and ("sent", action.number, me, transfer.target) not in sent:
-                            sent["sent", action.number, me, transfer.target] += 1
-                            assert {action.ins[p.array] for p in transfer.pieces} <= env[me]
-                    needed = [r for r in transfers if r.target == me != r.source]
+                        if transfer.source == rank and ("sent", action.number, rank, transfer.target) not in sends:
+                            sends["sent", action.number, rank, transfer.target] += 1
+                            assert {action.ins[p.array] for p in transfer.pieces} <= env[rank]
+                    receives = [r for r in transfers if r.target == rank != r.source]
                 else:
-                    assert set(action.ins) <= env[me]
-                if any(not sent["sent", action.number, r.source, me] for r in needed):
+                    assert set(action.ins) <= env[rank]
+                if any(not sends["sent", action.number, r.source, rank] for r in receives):
                     break
-                moved = True
+                progress = True
                 queue.popleft()
-                here = [i for i, mesh in enumerate(plan.submeshes) if me in map(owner, mesh.devices.flat)]
-                env[me] |= {slot for slot in action.outs if plan.slots[slot].submesh in here}
-                env[me] -= set(action.frees)
-    assert not any(left), "a process waits for ever"
+                submeshes = [i for i, mesh in enumerate(plan.submeshes) if rank in map(owner, mesh.devices.flat)]
+                env[rank] |= {slot for slot in action.outs if plan.slots[slot].submesh in submeshes}
+                env[rank] -= set(action.frees)
+    assert not any(queues), "a process waits for ever"
 
 
 @pytest.mark.parametrize("owner", OWNERS)

@@ -43,9 +43,9 @@ def test_the_reference_names_every_public_name_once():
     public = [name for name in mm.__all__ if name not in rooms]
     public += [f"{room}.{name}" for room in rooms for name in getattr(mm, room).__all__]
     page = Path(__file__).parents[2] / "docs" / "api.md"
-    shown = [name for line in re.findall(r"<!-- made: api (.*) -->", page.read_text()) for name in line.split()]
-    assert sorted(set(public) - set(shown)) == []
-    assert [name for name, times in collections.Counter(shown).items() if times > 1] == []
+    entries = [name for line in re.findall(r"<!-- made: api (.*) -->", page.read_text()) for name in line.split()]
+    assert sorted(set(public) - set(entries)) == []
+    assert [name for name, times in collections.Counter(entries).items() if times > 1] == []
 
 
 FIRST = """
@@ -68,14 +68,14 @@ for name in fresh().__all__:
 
 def test_each_public_name_may_be_the_first_that_is_used():
     """Names are imported when first used; a module of a function's name would come in its place."""
-    done = subprocess.run([sys.executable, "-c", FIRST], check=True, capture_output=True, text=True)
-    found = dict(line.partition(" ")[::2] for line in done.stdout.splitlines())
-    assert list(found) == mm.__all__
+    process = subprocess.run([sys.executable, "-c", FIRST], check=True, capture_output=True, text=True)
+    modules_of = dict(line.partition(" ")[::2] for line in process.stdout.splitlines())
+    assert list(modules_of) == mm.__all__
     modules = {name: f"multimesh.{name}" for name in ("distributed", "launch", "schedules")}
     modules |= {name: f"multimesh_numerics.{name}" for name in ("fft", "grids", "linalg")}
     modules |= {"planner": "multimesh_planner"}
     rooms = {name: f"attribute:{module} {name}:{module}" for name, module in modules.items()}
-    assert {name: modules for name, modules in found.items() if modules} == rooms
+    assert {name: modules for name, modules in modules_of.items() if modules} == rooms
 
 
 def test_one_name_has_one_meaning():

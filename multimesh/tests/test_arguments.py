@@ -61,15 +61,15 @@ def test_every_result_has_a_buffer_of_its_own(size):
 
     args = arguments()
     compiled = mm.jit(f(split))
-    got = compiled(*args)
-    held = buffers([args, captured, got])
-    assert len(set(held)) == len(held)
-    want = jax.device_get(jax.jit(f(plain))(*jax.device_get(args)))
+    actual = compiled(*args)
+    addresses = buffers([args, captured, actual])
+    assert len(set(addresses)) == len(addresses)
+    expected = jax.device_get(jax.jit(f(plain))(*jax.device_get(args)))
     table[:] = 7
     for x in args:
         x.delete()
-    assert_same(got, want)
-    assert_same(compiled(*arguments()), want)
+    assert_same(actual, expected)
+    assert_same(compiled(*arguments()), expected)
 
 
 @sizes
@@ -78,10 +78,10 @@ def test_a_donated_argument_that_passes_through_keeps_its_buffer(size):
     w, x = ones(split, 1), ones(split, 0)
     before = buffers(w)
     f = mm.jit(lambda w, x: ((w, w), split(1, jnp.add)(w, x)), donate_argnums=0)
-    (same, again), total = f(w, x)
+    (first, second), total = f(w, x)
     assert w.is_deleted()
-    assert before in (buffers(same), buffers(again))
-    assert_same([same, again, total], [jnp.ones((4, 4))] * 2 + [jnp.full((4, 4), 2.0)])
+    assert before in (buffers(first), buffers(second))
+    assert_same([first, second, total], [jnp.ones((4, 4))] * 2 + [jnp.full((4, 4), 2.0)])
 
 
 @sizes
@@ -105,11 +105,11 @@ def test_arguments_on_disjoint_devices_may_share_the_memory_that_they_were_put_f
     """Every CPU device may use an aligned NumPy array as it is; what one of them is given away for is its own."""
     split = Split(submeshes(2, (size,)))
     table = aligned(16).reshape(4, 4)
-    given = [jax.device_put(table, NamedSharding(split.mesh(stage), P())) for stage in (0, 1)]
-    assert len(set(buffers(given))) == 1
+    arrays = [jax.device_put(table, NamedSharding(split.mesh(stage), P())) for stage in (0, 1)]
+    assert len(set(buffers(arrays))) == 1
     f = mm.jit(lambda p, q: both(split, p, q), donate_argnums=(0, 1))
-    assert_same(f(*given), both(plain, table, table))
-    assert all(x.is_deleted() for x in given)
+    assert_same(f(*arrays), both(plain, table, table))
+    assert all(x.is_deleted() for x in arrays)
     assert not table.any()
 
 
@@ -135,8 +135,8 @@ def test_what_init_returns_twice_can_be_donated(size):
     step = mm.jit(lambda w, average: both(split, w, average), donate_argnums=(0, 1))
     for _ in range(2):
         w, average = init(jax.random.key(0))
-        want = jax.jit(lambda w: both(plain, w, w))(jax.device_get(w))
-        assert_same(step(w, average), want)
+        expected = jax.jit(lambda w: both(plain, w, w))(jax.device_get(w))
+        assert_same(step(w, average), expected)
 
 
 def momentum_step(stage, params, momentum, x):
@@ -173,20 +173,20 @@ def test_a_second_tree_of_the_same_structure_keeps_its_layout_and_is_donated(ord
         return lambda params, momentum, x: ORDERS[order](*momentum_step(stage, params, momentum, x))
 
     def state(result):
-        found = result if isinstance(result, dict) else dict(zip(specs, result, strict=True))
-        found = found.get("state", found)
-        return found["params"], found["momentum"]
+        tree = result if isinstance(result, dict) else dict(zip(specs, result, strict=True))
+        tree = tree.get("state", tree)
+        return tree["params"], tree["momentum"]
 
     f = mm.jit(step(split), donate_argnums=(0, 1))
     reference = jax.jit(step(plain))
-    given = {name: place(tree, specs[name]) for name, tree in zip(specs, host, strict=True)}
-    params, momentum = given["params"], given["momentum"]
-    where = {k: (buffers(params[k]), buffers(momentum[k])) for k in params}
+    trees = {name: place(tree, specs[name]) for name, tree in zip(specs, host, strict=True)}
+    params, momentum = trees["params"], trees["momentum"]
+    addresses = {k: (buffers(params[k]), buffers(momentum[k])) for k in params}
     counts = []
     for _ in range(3):
         params, momentum = state(f(params, momentum, x))
         host = state(reference(*host, x))
-        assert {k: (buffers(params[k]), buffers(momentum[k])) for k in params} == where
+        assert {k: (buffers(params[k]), buffers(momentum[k])) for k in params} == addresses
         counts.append(len(compilations))
     assert_same([params, momentum], list(host))  # not in the loop: jax 0.11.2 moves what was read
     assert counts[-1] == counts[-2]
@@ -228,7 +228,7 @@ def test_every_leaf_of_a_donated_state_is_replaced_by_its_own(form):
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("make", "location"),
     [
         (lambda x, split: jax.device_put(x, jax.devices()[7]), "device 7"),
         (
@@ -242,18 +242,18 @@ def test_every_leaf_of_a_donated_state_is_replaced_by_its_own(form):
     ],
     ids=["another device", "another mesh", "where it is read", "there, by another spec", "uncommitted", "NumPy"],
 )
-def test_an_argument_that_every_call_moves_is_named_once(given, told, recwarn):
+def test_an_argument_that_every_call_moves_is_named_once(make, location, recwarn):
     split = Split(submeshes(2))
     f = mm.jit(lambda params, v: both(split, params["w"], v))
     for _ in range(4):
-        w = given(jnp.ones((4, 4)), split)
+        w = make(jnp.ones((4, 4)), split)
         assert_same(f({"w": w}, ones(split, 1)), (w + 1, 2 * jnp.ones((4, 4))))
-    said = [w for w in recwarn if "in every call" in str(w.message)]
-    assert len(said) == (told is not None)
-    for warning in said:
+    messages = [w for w in recwarn if "in every call" in str(w.message)]
+    assert len(messages) == (location is not None)
+    for warning in messages:
         assert warning.filename == __file__
         message = str(warning.message)
-        assert re.match(rf"params\['w'\] \(64 bytes\) lies on {told}", message)
+        assert re.match(rf"params\['w'\] \(64 bytes\) lies on {location}", message)
         assert "is moved to [data=2 | devices 0,1]" in message
 
 
@@ -282,26 +282,26 @@ def test_one_numpy_array_as_two_arguments_of_which_one_is_donated(aligned, devic
     task = mm.task(lambda w, m: (w + 1, 2 * m), mesh=mesh)
     memory = np.zeros(64 * 64 + 64, np.float32)
     start = (-memory.ctypes.data % 64) // 4 + (not aligned)
-    given = memory[start : start + 64 * 64].reshape(64, 64)
-    given[:] = np.arange(64)
-    old = given.copy()
-    for one, other in ((given, given), (given, jnp.asarray(given)), (jnp.asarray(given), given)):
-        got = mm.jit(task, donate_argnums=0)(one, other)
-        assert_same(got, (old + 1, 2 * old))
-        np.testing.assert_array_equal(given, old)
+    array = memory[start : start + 64 * 64].reshape(64, 64)
+    array[:] = np.arange(64)
+    old = array.copy()
+    for one, other in ((array, array), (array, jnp.asarray(array)), (jnp.asarray(array), array)):
+        actual = mm.jit(task, donate_argnums=0)(one, other)
+        assert_same(actual, (old + 1, 2 * old))
+        np.testing.assert_array_equal(array, old)
     step = mm.jit(lambda w, m: task(w, m)[0], donate_argnums=0)
-    assert_same(step(given, given), old + 1)
-    np.testing.assert_array_equal(given, old)
+    assert_same(step(array, array), old + 1)
+    np.testing.assert_array_equal(array, old)
 
 
-def trained(split, params, x):
+def train(split, params, x):
     h = split(0, lambda w, x: jnp.tanh(x @ w))(params["w"], x)
     return jax.tree.map(lambda p: 0.9 * p, params), split(1, lambda v, h: (h @ v).sum())(params["v"], h)
 
 
 def test_a_donated_argument_that_is_given_again_is_named():
     split = Split(submeshes(2, (1,)))
-    step = mm.jit(lambda params, x: trained(split, params, x), donate_argnums=0)
+    step = mm.jit(lambda params, x: train(split, params, x), donate_argnums=0)
     old = {"w": jax.device_put(X, split.mesh(0).devices[0]), "v": jax.device_put(X, split.mesh(1).devices[0])}
     new, _ = step(old, X)
     for stale in (old, {"w": old["w"], "v": new["v"]}):
@@ -314,13 +314,13 @@ def test_a_donated_argument_that_nothing_replaces_is_told():
     split = Split(submeshes(2, (1,)))
 
     def loss(params, n, x):
-        return trained(split, params, x)[1] + n, params["kept"]
+        return train(split, params, x)[1] + n, params["kept"]
 
-    given = {"w": X, "v": X, "kept": X, "unread": X}
+    state = {"w": X, "v": X, "kept": X, "unread": X}
     line = r"loss: params\['v'\], params\['w'\] donated, but no result of its type"
-    with pytest.warns(UserWarning, match=line) as told:
-        mm.jit(loss, donate_argnums=(0, 1)).lower(given, 1.0, X)
-    assert [w.filename for w in told if "donated" in str(w.message)] == [__file__]
+    with pytest.warns(UserWarning, match=line) as record:
+        mm.jit(loss, donate_argnums=(0, 1)).lower(state, 1.0, X)
+    assert [w.filename for w in record if "donated" in str(w.message)] == [__file__]
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*donated")
-        mm.jit(lambda params, x: trained(split, params, x), donate_argnums=0).lower({"w": X, "v": X}, X)
+        mm.jit(lambda params, x: train(split, params, x), donate_argnums=0).lower({"w": X, "v": X}, X)

@@ -46,17 +46,17 @@ def test_no_published_table_that_fits_is_shorter(seed):
     """And what is said of the table that is taken is what the simulator says."""
     stages, microbatches, costs = case(seed)
     choice = Auto(costs, memory=min(stages, microbatches)).choose(stages, 1, microbatches)
-    taken, lines = choice.taken, published(stages, microbatches, costs)
-    line = simulate(taken.table, costs)
-    schedules.validate(taken.table, stages, 1, microbatches)
-    assert line.makespan == pytest.approx(taken.makespan)
-    assert line.bubble == pytest.approx(taken.bubble)
-    assert line.peaks == pytest.approx(taken.peaks)
+    best, lines = choice.taken, published(stages, microbatches, costs)
+    line = simulate(best.table, costs)
+    schedules.validate(best.table, stages, 1, microbatches)
+    assert line.makespan == pytest.approx(best.makespan)
+    assert line.bubble == pytest.approx(best.bubble)
+    assert line.peaks == pytest.approx(best.peaks)
     assert max(line.peaks) <= choice.limit
     limit = max(lines["1f1b"].peaks)
     assert choice.limit == limit
     fits = {name: line.makespan for name, line in lines.items() if max(line.peaks) <= limit}
-    assert taken.makespan <= min(fits.values()) * (1 + 1e-9)
+    assert best.makespan <= min(fits.values()) * (1 + 1e-9)
     assert {c.name for c in choice.candidates} <= lines.keys()
 
 
@@ -69,23 +69,23 @@ def test_unequal_memory_of_activations_counts():
     assert simulate(choice.taken.table, costs).peaks == choice.taken.peaks
 
 
-@pytest.mark.parametrize("kept", [0.25, 1.0, 1.5])
-def test_what_w_keeps_counts(kept):
+@pytest.mark.parametrize("residuals", [0.25, 1.0, 1.5])
+def test_what_w_keeps_counts(residuals):
     """From the end of B a microbatch takes what W reads: less than before where F keeps much, or more."""
-    costs = StageCosts(((1, 1, 1),) * 4, kept=(kept,) * 4)
+    costs = StageCosts(((1, 1, 1),) * 4, kept=(residuals,) * 4)
     rows = schedules.get("zb-h1").table(4, 1, 8, True)
     peaks = []
     for row in rows:
         alive, most, before = 0.0, 0.0, None
         for cell, following in itertools.pairwise((*row, None)):
             at_once = following is not None and (following.phase, following.microbatch) == ("W", cell.microbatch)
-            alive += {"F": 1.0, "B": 0.0 if at_once else kept - 1.0, "W": -kept}[cell.phase]
-            alive += kept - 1.0 if cell.phase == "W" and before == ("B", cell.microbatch) else 0.0
+            alive += {"F": 1.0, "B": 0.0 if at_once else residuals - 1.0, "W": -residuals}[cell.phase]
+            alive += residuals - 1.0 if cell.phase == "W" and before == ("B", cell.microbatch) else 0.0
             before = (cell.phase, cell.microbatch)
             most = max(most, alive)
         peaks.append(most)
     assert simulate(rows, costs).peaks == pytest.approx(peaks)
-    assert max(peaks) == {0.25: 4.0, 1.0: 4.0, 1.5: 6.0}[kept]
+    assert max(peaks) == {0.25: 4.0, 1.0: 4.0, 1.5: 6.0}[residuals]
     choice = Auto(costs, memory=5.0).choose(4, 1, 8)
     assert max(simulate(choice.taken.table, costs).peaks) <= 5
 
@@ -222,8 +222,8 @@ def pipeline(schedule, widths, placement=None):
 
 def test_a_step_is_measured_and_made_again(tmp_path):
     """By estimates first, then by its own profile; the table is kept in a file. All give what plain JAX gives."""
-    first, args, plain = pipeline("auto", WIDTHS)
-    assert_same(first(*args), plain(*args))
+    first, args, reference = pipeline("auto", WIDTHS)
+    assert_same(first(*args), reference(*args))
     plan = first.plan(*args)
     (choice,) = plan.choices
     f, b, _ = zip(*choice.costs.times, strict=True)
@@ -233,16 +233,16 @@ def test_a_step_is_measured_and_made_again(tmp_path):
     assert choice.costs.sizes == "bytes"
     assert str(choice).splitlines()[0] in str(plan)
     profile = first.profile(*args)
-    again, *_ = pipeline(profile.schedule, WIDTHS)
-    measured = again.plan(*args).choices[0].costs
+    second, *_ = pipeline(profile.schedule, WIDTHS)
+    measured = second.plan(*args).choices[0].costs
     assert measured.unit == "s"
     assert all(t > 0 for times in measured.times for t in times[::2])
     assert all(t > 0 for t in measured.transfers)
-    assert_same(again(*args), plain(*args))
-    kept = again.plan(*args)
-    kept.choices[0].save(tmp_path / "table.json")
+    assert_same(second(*args), reference(*args))
+    second_plan = second.plan(*args)
+    second_plan.choices[0].save(tmp_path / "table.json")
     custom = pipeline(mm.schedules.load(tmp_path / "table.json"), WIDTHS)[0].plan(*args)
-    assert [*map(str, custom.instructions)] == [*map(str, kept.instructions)]
+    assert [*map(str, custom.instructions)] == [*map(str, second_plan.instructions)]
     with pytest.raises(mm.UsageError, match="has 0 loops with schedule='auto'; profile a step with one"):
         _ = dataclasses.replace(profile, plan=custom).schedule
 
@@ -251,10 +251,10 @@ def test_a_plan_runs_the_table_that_it_names():
     """The simulation of its instructions ends when the table's does."""
     costs = StageCosts(((1, 1, 0.5), (2, 2, 1)))
     step, args, _ = pipeline(Auto(costs, memory=3.0), WIDTHS)
-    made = step.plan(*args)
-    (choice,) = made.choices
-    given = {(s, phase): t for s, times in enumerate(costs.times) for phase, t in zip("FBW", times, strict=True)}
-    assert made.simulate(given).makespan == pytest.approx(choice.taken.makespan)
+    plan = step.plan(*args)
+    (choice,) = plan.choices
+    durations = {(s, phase): t for s, times in enumerate(costs.times) for phase, t in zip("FBW", times, strict=True)}
+    assert plan.simulate(durations).makespan == pytest.approx(choice.taken.makespan)
     assert dataclasses.replace(choice.schedule, costs=None) == Auto(memory=3.0)
 
 
@@ -283,9 +283,9 @@ SHAPES = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_without_a_known_device_a_plan_needs_no_more_than_that_of_1f1b(name):
     shape = SHAPES[name]
-    usual = needs("dualpipe-v", *shape)[0] if name == "V" else needs("1f1b", *shape)[0]
+    bound = needs("dualpipe-v", *shape)[0] if name == "V" else needs("1f1b", *shape)[0]
     need, choice = needs(Auto(), *shape)
-    assert need <= max(usual, needs("zb-v", *shape)[0] if name == "V" else 0)
+    assert need <= max(bound, needs("zb-v", *shape)[0] if name == "V" else 0)
     assert choice.taken.fits
     published = [c for c in choice.candidates if c.fits]
     assert choice.taken.makespan == min(c.makespan for c in published)
@@ -305,28 +305,28 @@ def test_no_plan_needs_more_than_the_device_has(name):
         assert need <= device
         spans.append(choice.taken.makespan)
     assert spans == sorted(spans)
-    with pytest.warns(UserWarning, match=r"^schedule auto: by .* no table fits into 1 byte") as told:
+    with pytest.warns(UserWarning, match=r"^schedule auto: by .* no table fits into 1 byte") as record:
         assert needs(Auto(device=1.0), *shape)[0] <= most
-    assert told[0].filename == __file__
+    assert record[0].filename == __file__
 
 
 def test_the_bound_holds_for_measured_costs_too():
     step, args, _ = pipeline(Auto(), *SHAPES["wide head"])
     schedule = step.profile(*args).schedule
-    usual = needs("1f1b", *SHAPES["wide head"])[0]
-    assert schedule.device == usual
+    bound = needs("1f1b", *SHAPES["wide head"])[0]
+    assert schedule.device == bound
     need, choice = needs(schedule, *SHAPES["wide head"])
     assert choice.costs.unit == "s"
-    assert need <= usual
+    assert need <= bound
 
 
 def test_a_loop_that_comes_back_up_gets_a_v():
     """Its route is found; V shapes are among the tables; results are those of plain JAX."""
-    step, args, plain = pipeline("auto", *SHAPES["V"])
+    step, args, reference = pipeline("auto", *SHAPES["V"])
     (choice,) = step.plan(*args).choices
     assert choice.schedule.route == (0, 1, 2, 2, 1, 0)
     assert {"zb-v", "dualpipe-v"} <= {c.name for c in choice.candidates}
-    assert_same(step(*args), plain(*args))
+    assert_same(step(*args), reference(*args))
     (other,) = pipeline("auto", *SHAPES["interleaved"])[0].plan(*pipeline("auto", *SHAPES["interleaved"])[1]).choices
     assert other.schedule.route == ()
 
@@ -348,8 +348,8 @@ DOUBLE_V = (0, 1, 1, 0, 0, 1, 1, 0)
 
 def test_a_loop_that_goes_down_and_up_twice():
     """No published table goes that way: stages are numbered round and round."""
-    step, args, plain = pipeline("auto", (32,) * 8, DOUBLE_V)
-    assert_same(step(*args), plain(*args))
+    step, args, reference = pipeline("auto", (32,) * 8, DOUBLE_V)
+    assert_same(step(*args), reference(*args))
     (choice,) = step.plan(*args).choices
     assert choice.schedule.route == ()
     assert "taken" in str(choice)

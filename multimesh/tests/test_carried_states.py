@@ -80,7 +80,7 @@ class Sealed:
         return cls(*children)
 
 
-def moving(on, loop, returned=lambda new: new, **given):
+def move_state(on, loop, returned=lambda new: new, **options):
     """A loop whose second stage keeps a moving average; ``returned`` is done to the new state."""
 
     def body(w, x, state):
@@ -88,17 +88,17 @@ def moving(on, loop, returned=lambda new: new, **given):
         new = on(1, lambda state, y: Sealed(0.5 * state.mean + y.mean(0)))(state, y)
         return returned(new), (y.sum(0), Sealed(y[0]))
 
-    return loop(body, size=SIZE, argnum=1, carry=2, **given)
+    return loop(body, size=SIZE, argnum=1, carry=2, **options)
 
 
 W = np.eye(WIDTH, dtype=np.float32)
 
 
 def test_containers_are_neither_compared_nor_built_by_the_way():
-    got = both(moving, W, ROWS, Sealed(jnp.zeros(WIDTH)), split=SPLIT)
-    assert isinstance(got[0], Sealed)
+    actual = both(move_state, W, ROWS, Sealed(jnp.zeros(WIDTH)), split=SPLIT)
+    assert isinstance(actual[0], Sealed)
     stack = lambda fn, **options: mm.microbatch(fn, reduce=("mean", "stack"), **options)  # noqa: E731
-    _, (_, rows) = mm.jit(moving(SPLIT, stack))(W, ROWS, Sealed(jnp.zeros(WIDTH)))
+    _, (_, rows) = mm.jit(move_state(SPLIT, stack))(W, ROWS, Sealed(jnp.zeros(WIDTH)))
     assert rows.mean.shape == (COUNT, WIDTH)
 
 
@@ -114,6 +114,6 @@ def test_containers_are_neither_compared_nor_built_by_the_way():
     ],
 )
 def test_the_first_leaf_that_differs_is_named(returned, message, disable):
-    step = mm.jit(moving(SPLIT, mm.microbatch, returned))
+    step = mm.jit(move_state(SPLIT, mm.microbatch, returned))
     with jax.disable_jit(disable), pytest.raises(mm.UsageError, match=message):
         step(W, ROWS, Sealed(jnp.zeros(WIDTH)))

@@ -96,8 +96,8 @@ def test_flags_that_hang_pipelines_are_those_of_one_table(monkeypatch):
         (f"{collectives}=FUSION,COLLECTIVES", "pull request 8277"),
         (f"{collectives}=+COLLECTIVES", "pull request 8277"),
     ):
-        (said,) = known_faults.find_overrides({"XLA_FLAGS": bad})
-        assert report in said
+        (fault,) = known_faults.find_overrides({"XLA_FLAGS": bad})
+        assert report in fault
     tuning = [f"--xla_gpu_shard_autotuning={value}" for value in ("false", "False", "0")]
     for good in ("", *tuning, *(f"{collectives}={value}" for value in ("", "FUSION", "FUSION,-COLLECTIVES"))):
         assert not known_faults.find_overrides({"XLA_FLAGS": good})
@@ -107,9 +107,9 @@ def test_flags_that_hang_pipelines_are_those_of_one_table(monkeypatch):
 
 
 def test_versions_of_nccl_that_hang_pipelines_are_refused_with_their_report():
-    (said,) = known_faults.find_bad_versions({"NCCL": "2.30.7"})
-    assert "NVIDIA/jaxpp issue 11" in said
-    assert "install 2.31.2 or later" in said
+    (fault,) = known_faults.find_bad_versions({"NCCL": "2.30.7"})
+    assert "NVIDIA/jaxpp issue 11" in fault
+    assert "install 2.31.2 or later" in fault
     for good in ("2.31.2", "2.32.3", "2.29.1", ""):
         assert not known_faults.find_bad_versions({"NCCL": good})
 
@@ -140,10 +140,10 @@ def test_gpus_that_are_not_well_are_named(tmp_path, monkeypatch):
     program.write_text(SMI)
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    told = machine.judge_gpus(Grid(), [machine.look_at_gpus()]).measured
+    text = machine.judge_gpus(Grid(), [machine.look_at_gpus()]).measured
     for words in ("3 errors in memory", "slowed down (reasons 0x40, 88 C)", "21000 of 81559", "Link 3"):
-        assert words in told
-    assert "GPU 0" not in told
+        assert words in text
+    assert "GPU 0" not in text
 
 
 def run_steps(*every):
@@ -166,18 +166,18 @@ def test_a_step_that_hangs_says_what_it_was_doing():
 
 
 def test_an_error_is_a_row():
-    def wrong(bench):
+    def fail(bench):
         raise ValueError("a fault\nin two lines")
 
-    ((row, answers),) = run_steps(Step("first", 60, wrong, lambda bench, every: Row(OK, "")))
+    ((row, answers),) = run_steps(Step("first", 60, fail, lambda bench, every: Row(OK, "")))
     assert answers
     assert re.search("process 0 of 1.*: ValueError: a fault, while first$", row.measured)
 
 
 def test_every_step_has_a_limit_and_every_transport_a_step():
-    every, quick = run.steps(False), run.steps(True)
-    assert {f"transfers by {name}" for name in TRANSPORTS} <= {step.name for step in every}
-    assert all(0 < fast.limit <= step.limit <= 400 for fast, step in zip(quick, every, strict=True))
+    steps, quick = run.steps(False), run.steps(True)
+    assert {f"transfers by {name}" for name in TRANSPORTS} <= {step.name for step in steps}
+    assert all(0 < fast.limit <= step.limit <= 400 for fast, step in zip(quick, steps, strict=True))
 
 
 def test_the_table_has_remedies_below_their_rows_and_names_unfit_nodes(capsys, tmp_path):
@@ -194,10 +194,10 @@ def test_the_table_has_remedies_below_their_rows_and_names_unfit_nodes(capsys, t
 
 def test_a_report_has_no_hosts_users_addresses_or_paths(monkeypatch):
     monkeypatch.setattr(run.getpass, "getuser", lambda: "ada")
-    said = "process 1 of 2 (gpu-10, pid 7) and gpu-1 at 10.0.0.1:41275 in /tmp/ada/ck of ada; jax 0.12.0.1, 1/2 GB/s"
-    want = "process 1 of 2 (host 1, pid 7) and host 0 at ADDRESS in PATH of USER; jax 0.12.0.1, 1/2 GB/s"
-    assert run.without_names({"rows": [{"said": said, "code": 0}]}, ["gpu-1", "gpu-10"]) == {
-        "rows": [{"said": want, "code": 0}]
+    text = "process 1 of 2 (gpu-10, pid 7) and gpu-1 at 10.0.0.1:41275 in /tmp/ada/ck of ada; jax 0.12.0.1, 1/2 GB/s"
+    anonymous = "process 1 of 2 (host 1, pid 7) and host 0 at ADDRESS in PATH of USER; jax 0.12.0.1, 1/2 GB/s"
+    assert run.without_names({"rows": [{"said": text, "code": 0}]}, ["gpu-1", "gpu-10"]) == {
+        "rows": [{"said": anonymous, "code": 0}]
     }
 
 

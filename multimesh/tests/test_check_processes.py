@@ -27,13 +27,13 @@ FAULTS = {  # the steps that are tried, further flags, the exit code, the row th
 }
 
 
-def check(folder, *words, **more):
+def check(folder, *words, **env):
     """Run a command in a folder; returns its code, the JSON that process 0 prints, and all else that was said."""
-    done = subprocess.run([*MULTIMESH, *words], capture_output=True, text=True, env=ENV | more, timeout=300, cwd=folder)
-    said = done.stdout + done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(lines) == 1, said
-    return done.returncode, json.loads(lines[0]), said
+    child = subprocess.run([*MULTIMESH, *words], capture_output=True, text=True, env=ENV | env, timeout=300, cwd=folder)
+    output = child.stdout + child.stderr
+    lines = [line for line in child.stdout.splitlines() if line.startswith("{")]
+    assert len(lines) == 1, output
+    return child.returncode, json.loads(lines[0]), output
 
 
 UNFIT = ("have_another_folder", "be_slow", "be_stopped", "hang")
@@ -43,19 +43,19 @@ UNFIT = ("have_another_folder", "be_slow", "be_stopped", "hang")
 @pytest.mark.telling("have_another_folder", "be_stopped", "hang")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_a_row_with_its_process_and_a_code(tmp_path, fault):
-    wanted, flags, want, name, told = FAULTS[fault]
-    listed = tmp_path / "unfit"
-    words = [str(CASES), fault, wanted, "--json", f"--unfit={listed}", "--quick", *flags]
-    code, found, said = check(tmp_path, "spawn", "-n", "2", *words)
-    assert found["rows"], said
-    (row,) = [row for row in found["rows"] if row["verdict"] == "FAILED"]
-    assert row["name"] == name, said
-    assert re.search(told, row["measured"]), row
-    assert (row["code"], found["exit_code"]) == (want, want), said
-    assert code == want, said
-    assert "Traceback" not in said
-    assert found["unfit_nodes"] == ["n1"] * (fault in UNFIT), said
-    assert (listed.read_text() if listed.exists() else "") == "n1\n" * (fault in UNFIT)
+    steps, flags, expected, name, message = FAULTS[fault]
+    unfit = tmp_path / "unfit"
+    words = [str(CASES), fault, steps, "--json", f"--unfit={unfit}", "--quick", *flags]
+    code, document, output = check(tmp_path, "spawn", "-n", "2", *words)
+    assert document["rows"], output
+    (row,) = [row for row in document["rows"] if row["verdict"] == "FAILED"]
+    assert row["name"] == name, output
+    assert re.search(message, row["measured"]), row
+    assert (row["code"], document["exit_code"]) == (expected, expected), output
+    assert code == expected, output
+    assert "Traceback" not in output
+    assert document["unfit_nodes"] == ["n1"] * (fault in UNFIT), output
+    assert (unfit.read_text() if unfit.exists() else "") == "n1\n" * (fault in UNFIT)
 
 
 @pytest.mark.parametrize(
@@ -71,10 +71,10 @@ def test_a_fault_is_a_row_with_its_process_and_a_code(tmp_path, fault):
 def test_processes_that_are_well_pass_every_row(tmp_path, count, flags):
     devices = str(4 // count or 1)
     words = ["check", "-n", str(count), "--json", *flags, "--report", "report.json"]
-    code, found, said = check(tmp_path, *words, JAX_NUM_CPU_DEVICES=devices)
-    assert code == found["exit_code"] == 0, said
-    assert {row["verdict"] for row in found["rows"]} <= {"ok", "-"}, found
-    names = [row["name"] for row in found["rows"]]
+    code, document, output = check(tmp_path, *words, JAX_NUM_CPU_DEVICES=devices)
+    assert code == document["exit_code"] == 0, output
+    assert {row["verdict"] for row in document["rows"]} <= {"ok", "-"}, document
+    names = [row["name"] for row in document["rows"]]
     assert names[:6] == ["meeting", "devices", "GPUs", "versions", "shared folder", "products"]
     report = (tmp_path / "report.json").read_text()
     assert str(tmp_path) not in report
@@ -88,18 +88,18 @@ def test_processes_end_as_soon_as_the_table_is_there(tmp_path):
     patient = ENV | {"MULTIMESH_SILENCE_TIMEOUT": "60"}
     with subprocess.Popen([*MULTIMESH, *words], stdout=subprocess.PIPE, text=True, env=patient, cwd=tmp_path) as job:
         assert any(line.startswith("{") for line in job.stdout)
-        begun = time.monotonic()
+        start = time.monotonic()
         assert job.wait(100) == 0
-    assert time.monotonic() - begun < 25
+    assert time.monotonic() - start < 25
 
 
 def test_a_flag_that_hangs_pipelines_is_told_once(tmp_path):
     """Given to both processes, it is refused by `check`, too."""
     flags = ENV | {"XLA_FLAGS": "--xla_gpu_shard_autotuning=true"}
     words = [str(CASES), "none", "devices,versions", "--json"]
-    done = subprocess.run(
+    process = subprocess.run(
         [*MULTIMESH, "spawn", "-n", "2", *words], capture_output=True, text=True, env=flags, cwd=tmp_path
     )
-    assert done.stderr.count("XLA_FLAGS has --xla_gpu_shard_autotuning=true") == 1, done.stderr
-    assert done.returncode == 4
-    assert "marin issue 7024" in json.loads(done.stdout.splitlines()[-1])["rows"][-1]["remedy"]
+    assert process.stderr.count("XLA_FLAGS has --xla_gpu_shard_autotuning=true") == 1, process.stderr
+    assert process.returncode == 4
+    assert "marin issue 7024" in json.loads(process.stdout.splitlines()[-1])["rows"][-1]["remedy"]

@@ -81,12 +81,12 @@ def test_a_loss_of_which_a_stage_reads_a_row_goes_forward_again():
     weights, rows = [MLP.init(2)["stages"][0]["up"][:4, :4] * (s + 1) for s in range(4)], jnp.ones((ROWS, 4))
 
     def make(stage, microbatch):
-        def bent(x):
+        def bend(x):
             return jnp.where(x > 2, x - 2, x)
 
         def loss(w, x):
             for s in range(4):
-                x = stage(s, (lambda w, x: bent(x + w[0])) if s == 2 else (lambda w, x: bent(x @ w)))(w[s], x)
+                x = stage(s, (lambda w, x: bend(x + w[0])) if s == 2 else (lambda w, x: bend(x @ w)))(w[s], x)
             return x.sum()
 
         return jax.grad(microbatch(jax.checkpoint(loss), size=SIZE, argnum=1))

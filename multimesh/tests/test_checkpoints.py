@@ -35,12 +35,12 @@ def test_every_dtype_comes_back(tmp_path):
     with jax.enable_x64(True):
         tree = {"devices": jax.device_put(values, layout), "host": values}
         mm.distributed.save(tmp_path / "1", tree)
-        back = mm.distributed.restore(tmp_path / "1", tree)
+        restored = mm.distributed.restore(tmp_path / "1", tree)
     for d, kind in itertools.product(DTYPES, tree):
-        assert back[kind][d].dtype == jnp.dtype(d)
-        assert np.asarray(back[kind][d]).tobytes() == values[d].tobytes(), (d, kind)
-        assert type(back[kind][d]) is type(tree[kind][d])
-        assert kind == "host" or back[kind][d].sharding == layout
+        assert restored[kind][d].dtype == jnp.dtype(d)
+        assert np.asarray(restored[kind][d]).tobytes() == values[d].tobytes(), (d, kind)
+        assert type(restored[kind][d]) is type(tree[kind][d])
+        assert kind == "host" or restored[kind][d].sharding == layout
 
 
 def test_layouts_come_back(tmp_path):
@@ -58,16 +58,16 @@ def test_layouts_come_back(tmp_path):
     for n, like in enumerate((tree, types)):
         with jax.set_mesh(mesh):
             mm.distributed.save(tmp_path / str(n), tree)
-            back = mm.distributed.restore(tmp_path / str(n), like)
+            restored = mm.distributed.restore(tmp_path / str(n), like)
         for name, z in tree.items():
-            y = back[name]
+            y = restored[name]
             assert y.sharding == z.sharding
             y, z = (jax.random.key_data(v) if jnp.issubdtype(v.dtype, jax.dtypes.prng_key) else v for v in (y, z))
             np.testing.assert_array_equal(y, z)
 
 
 @pytest.mark.parametrize(
-    ("like", "told"),
+    ("like", "message"),
     [
         (TREE | {"b": 1}, "has b as nothing, `like` as int"),
         ({"params": TREE["params"]}, "has step as int, `like` as nothing"),
@@ -77,22 +77,22 @@ def test_layouts_come_back(tmp_path):
         (TREE | {"step": "3"}, "has step as int, `like` as str"),
     ],
 )
-def test_the_first_difference_is_named(tmp_path, like, told):
+def test_the_first_difference_is_named(tmp_path, like, message):
     mm.distributed.save(tmp_path / "1", TREE)
-    with pytest.raises(mm.UsageError, match=re.escape(told)) as raised:
+    with pytest.raises(mm.UsageError, match=re.escape(message)) as error:
         mm.distributed.restore(tmp_path / "1", like)
-    assert "\n" not in str(raised.value)
+    assert "\n" not in str(error.value)
 
 
 def test_what_is_no_checkpoint_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("9", "10"):
         mm.distributed.save(f"ck/{name}", TREE)
-    for path, told in (
+    for path, message in (
         ("ck/11", rf"{tmp_path}/ck/11: .* has 9, 10$"),
         (tmp_path / "other" / "11", "nor is one beside"),
     ):
-        with pytest.raises(mm.UsageError, match=told):
+        with pytest.raises(mm.UsageError, match=message):
             mm.distributed.restore(path, TREE)
     half = tmp_path / "ck" / "12@n1-7-0000.half-written"
     half.with_name("10").rename(half)
@@ -103,9 +103,9 @@ def test_what_is_no_checkpoint_is_named(tmp_path, monkeypatch):
 
 def test_orbax_reads_what_was_saved_and_restores_what_it_wrote(tmp_path):
     mm.distributed.save(tmp_path / "1", TREE)
-    back = ocp.PyTreeCheckpointer().restore(tmp_path / "1")
-    np.testing.assert_array_equal(back["params"]["0"]["w"], TREE["params"][0]["w"])
-    assert back["step"] == 3
+    restored = ocp.PyTreeCheckpointer().restore(tmp_path / "1")
+    np.testing.assert_array_equal(restored["params"]["0"]["w"], TREE["params"][0]["w"])
+    assert restored["step"] == 3
     ocp.PyTreeCheckpointer().save(tmp_path / "2", TREE)
     with pytest.raises(mm.UsageError, match=r"restore it with Orbax and mm\.distributed\.orbax_handler"):
         mm.distributed.restore(tmp_path / "2", TREE)
@@ -116,9 +116,9 @@ def test_parameters_alone_are_restored(tmp_path):
     params = jax.device_put({"w": np.arange(8.0, dtype=np.float32)}, jax.devices()[3])
     mm.distributed.save(tmp_path / "1", {"params": params, "moments": params, "step": 3})
     mm.distributed.save(tmp_path / "2", (params, params))
-    back = mm.distributed.restore(tmp_path / "1", {"params": params}, partial=True)
-    assert_same(back, {"params": params})
-    assert back["params"]["w"].sharding == params["w"].sharding
+    restored = mm.distributed.restore(tmp_path / "1", {"params": params}, partial=True)
+    assert_same(restored, {"params": params})
+    assert restored["params"]["w"].sharding == params["w"].sharding
     assert_same(mm.distributed.restore(tmp_path / "2", (params, None), partial=True), (params, None))
     with pytest.raises(mm.UsageError, match="has params/c as nothing"):
         mm.distributed.restore(tmp_path / "1", {"params": {"c": params["w"]}}, partial=True)
@@ -141,10 +141,10 @@ def test_an_address_of_a_bucket_is_refused(tmp_path, monkeypatch, address):
 
 def test_what_cannot_be_saved_is_named(tmp_path):
     mm.distributed.save(tmp_path / "1", TREE)
-    gone = jnp.ones(3)
-    gone.delete()
-    for tree, told in (
-        ({"a": {"b": gone}}, "a/b was donated or deleted"),
+    array = jnp.ones(3)
+    array.delete()
+    for tree, message in (
+        ({"a": {"b": array}}, "a/b was donated or deleted"),
         ({"a": "text"}, "a is a str, which can't be saved"),
         ({"a": np.array(["text"])}, "a is a <U4[1], which can't be saved"),
         ({"a": jnp.ones(3, jnp.uint4)}, "a is a uint4[3], which can't be saved"),
@@ -153,7 +153,7 @@ def test_what_cannot_be_saved_is_named(tmp_path):
         ({"a": {"b": 1}, "a.b": 2}, "leaves that are called 'a.b' and 'a/b'"),
         ({"a/b/c": 1, "a": 2}, "leaves that are called 'a/b/c' and 'a'"),
     ):
-        with pytest.raises(mm.UsageError, match=re.escape(told)):
+        with pytest.raises(mm.UsageError, match=re.escape(message)):
             mm.distributed.save(tmp_path / "2", tree)
     with pytest.raises(mm.UsageError, match="something already"):
         mm.distributed.save(tmp_path / "1", TREE)
@@ -167,12 +167,12 @@ def test_what_cannot_be_saved_is_named(tmp_path):
 
 @pytest.mark.parametrize("version", [None, "0.12.3"])
 def test_without_orbax_one_line_names_the_package(tmp_path, monkeypatch, version):
-    def installed(name):
+    def version_of(name):
         if version is None:
             raise checkpoints.metadata.PackageNotFoundError(name)
         return version
 
-    monkeypatch.setattr(checkpoints.metadata, "version", installed)
+    monkeypatch.setattr(checkpoints.metadata, "version", version_of)
     for call in (
         mm.distributed.orbax_handler,
         mm.distributed.orbax_state_handler,
@@ -184,9 +184,9 @@ def test_without_orbax_one_line_names_the_package(tmp_path, monkeypatch, version
     assert not list(tmp_path.iterdir())
 
 
-def passed(count, devices, *cases):
-    for ended in run(count, devices, CASES, *cases, timeout=240):
-        assert ended.code == 0, ended.err[-4000:]
+def run_cases(count, devices, *cases):
+    for process in run(count, devices, CASES, *cases, timeout=240):
+        assert process.code == 0, process.err[-4000:]
 
 
 SAVED = {"2": 2, "1": 1, "0": 0}  # stages by folder; 0: two stages, each with devices of every process
@@ -196,17 +196,17 @@ SAVED = {"2": 2, "1": 1, "0": 0}  # stages by folder; 0: two stages, each with d
 def four(tmp_path_factory):
     """What two processes of two devices each saved, in several layouts."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    back = [f"restored:{folder}/{a}:{b}" for a, b in (("2", 4), ("0", 1))]
+    restores = [f"restored:{folder}/{a}:{b}" for a, b in (("2", 4), ("0", 1))]
     full = (f"disk_full:{tmp_path_factory.mktemp('full')}:{rank}" for rank in (0, 1))
-    passed(2, 2, *(f"saved:{folder}/{name}:{stages}" for name, stages in SAVED.items()), *back, *full)
+    run_cases(2, 2, *(f"saved:{folder}/{name}:{stages}" for name, stages in SAVED.items()), *restores, *full)
     return folder
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", SAVED)
 def test_one_process_restores_what_several_saved(four, name):
-    like, want = checkpoint_cases.state(8 if name == "2" else None)
-    checkpoint_cases.assert_restored(mm.distributed.restore(four / name, like), like, want)
+    like, expected = checkpoint_cases.state(8 if name == "2" else None)
+    checkpoint_cases.assert_restored(mm.distributed.restore(four / name, like), like, expected)
 
 
 @pytest.mark.multiprocess
@@ -214,14 +214,14 @@ def test_one_process_restores_what_several_saved(four, name):
 @pytest.mark.parametrize(("count", "devices"), [(4, 1), (1, 4), (2, 2), (2, 1)])
 def test_other_processes_and_stages_restore_what_several_saved(four, count, devices):
     stages = [n for n in (0, 1, 2, 4) if n <= count * devices and (n or devices > 1)]
-    passed(count, devices, *(f"restored:{four}/{name}:{n}" for name in SAVED for n in stages))
+    run_cases(count, devices, *(f"restored:{four}/{name}:{n}" for name in SAVED for n in stages))
 
 
 @pytest.mark.multiprocess
 @pytest.mark.full
 def test_several_processes_restore_what_one_saved(tmp_path):
     mm.distributed.save(tmp_path / "1", checkpoint_cases.state(4)[0])
-    passed(2, 2, f"restored:{tmp_path}/1:2", f"restored:{tmp_path}/1:0")
+    run_cases(2, 2, f"restored:{tmp_path}/1:2", f"restored:{tmp_path}/1:0")
 
 
 PHASES = checkpoint_cases.PHASES
@@ -234,8 +234,8 @@ WHERE += [(str(seconds), rank) for seconds in (0.05, 0.2, 0.5) for rank in (0, 1
 @pytest.mark.parametrize("how", ["waited for", "background"])
 @pytest.mark.parametrize(("where", "rank"), WHERE)
 def test_a_process_killed_while_saving_leaves_whole_checkpoints_only(tmp_path, where, rank, how):
-    ended = run(2, 2, CASES, f"killed_saving:{tmp_path}:{rank}:{where}:{how}", timeout=60)
-    assert ended[rank].code == -signal.SIGKILL, ended
+    processes = run(2, 2, CASES, f"killed_saving:{tmp_path}:{rank}:{where}:{how}", timeout=60)
+    assert processes[rank].code == -signal.SIGKILL, processes
     goes_on_with_whole_ones(tmp_path)
 
 
@@ -243,27 +243,27 @@ def test_a_process_killed_while_saving_leaves_whole_checkpoints_only(tmp_path, w
 @pytest.mark.full
 @pytest.mark.parametrize(("where", "rank"), [("in arrays", 0), ("tree", 0), ("0.3", 1)])
 def test_ctrl_c_during_a_save_in_the_background_leaves_whole_checkpoints_only(tmp_path, where, rank):
-    ended = run(2, 2, CASES, f"killed_saving:{tmp_path}:{rank}:{where}:background:SIGINT", timeout=60)
-    assert [process.code for process in ended] == [130, 130], ended
+    processes = run(2, 2, CASES, f"killed_saving:{tmp_path}:{rank}:{where}:background:SIGINT", timeout=60)
+    assert [process.code for process in processes] == [130, 130], processes
     goes_on_with_whole_ones(tmp_path)
 
 
 def goes_on_with_whole_ones(tmp_path):
     """What has its name is whole, from the first on; what has not is refused, and the next save writes over it."""
-    found = {p.name for p in tmp_path.iterdir() if p.name.isdigit()}
-    assert "0" in found
-    for name in found:
+    names = {p.name for p in tmp_path.iterdir() if p.name.isdigit()}
+    assert "0" in names
+    for name in names:
         n = int(name)
         like = {"step": 0, "w": [np.zeros((64, 64), np.float32)] * 2}
-        back = mm.distributed.restore(tmp_path / name, like)
-        assert back["step"] == n
-        assert all((w == n).all() for w in back["w"])
-    assert mm.distributed.restore(tmp_path, like)["step"] == max(map(int, found))
-    half = [p for p in tmp_path.iterdir() if p.name not in found]
+        restored = mm.distributed.restore(tmp_path / name, like)
+        assert restored["step"] == n
+        assert all((w == n).all() for w in restored["w"])
+    assert mm.distributed.restore(tmp_path, like)["step"] == max(map(int, names))
+    half = [p for p in tmp_path.iterdir() if p.name not in names]
     for path in half:
         with pytest.raises(mm.UsageError, match="half-written"):
             mm.distributed.restore(path, like)
-    n = len(found)
+    n = len(names)
     mm.distributed.save(tmp_path / str(n), TREE)  # goes on where it ended, over what was half-written
     assert mm.distributed.restore(tmp_path / str(n), TREE)["step"] == 3
     assert all(p.name.isdigit() for p in tmp_path.iterdir())

@@ -20,7 +20,7 @@ def multimesh(*argv, code=None, env=CLEAN):
 
 
 @pytest.mark.parametrize(
-    ("argv", "named"),
+    ("argv", "word"),
     [
         (["forecast", "--stages", "0"], "--stages: must be a whole number of at least 1, got '0'"),
         (["check", "--stages", "many"], "--stages"),
@@ -33,33 +33,33 @@ def multimesh(*argv, code=None, env=CLEAN):
     ],
     ids=" ".join,
 )
-def test_bad_flags_end_in_one_line_before_jax_is_imported(argv, named):
+def test_bad_flags_end_in_one_line_before_jax_is_imported(argv, word):
     code = "import sys, multimesh.__main__ as m; c = m.main(sys.argv[1:]); sys.exit(99 if 'jax' in sys.modules else c)"
-    done = multimesh(*argv, code=code)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith("error: ")
-    assert named in done.stderr
-    assert done.stderr.count("\n") == 1
+    process = multimesh(*argv, code=code)
+    assert process.returncode == 2
+    assert process.stdout == ""
+    assert process.stderr.startswith("error: ")
+    assert word in process.stderr
+    assert process.stderr.count("\n") == 1
 
 
 def test_help_names_every_exit_code(capsys):
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as error:
         main(["forecast", "--help"])
-    assert ended.value.code == 0
-    shown = capsys.readouterr().out
+    assert error.value.code == 0
+    output = capsys.readouterr().out
     for code in (0, *(kind.exit_code for kind in (UsageError, DisagreementError, DoesNotFitError)), 130):
-        assert f"\n{code:>5}  " in shown
+        assert f"\n{code:>5}  " in output
 
 
 @pytest.mark.longer
 def test_the_example_runs(tmp_path):
     """examples/pipeline.py, alone in a fresh process; it compares itself with one device."""
     path = Path(__file__).parents[2] / "examples" / "pipeline.py"
-    done = subprocess.run([sys.executable, path], capture_output=True, text=True, env=CLEAN, cwd=tmp_path, check=False)
-    assert (done.returncode, "Warning" in done.stderr) == (0, False), done.stderr
-    assert "step 4: loss" in done.stdout
-    assert "parameters of back are on devices [4, 5, 6, 7]" in done.stdout
+    child = subprocess.run([sys.executable, path], capture_output=True, text=True, env=CLEAN, cwd=tmp_path, check=False)
+    assert (child.returncode, "Warning" in child.stderr) == (0, False), child.stderr
+    assert "step 4: loss" in child.stdout
+    assert "parameters of back are on devices [4, 5, 6, 7]" in child.stdout
     page = (tmp_path / "timeline.html").read_text()
     assert "1f1b: 2 submeshes, 8 microbatches" in page
     assert "F0 encode microbatch 0\n" in page
@@ -99,12 +99,12 @@ def test_interrupted_while_python_executes_a_string(tmp_path):
     """As dataclasses and namedtuples do: Python itself keeps in mind that this was interrupted, and ends by SIGINT."""
     (tmp_path / "interrupted.py").write_text(INTERRUPTED)
     command = [sys.executable, "-m", "interrupted", "inside"]
-    done = subprocess.run(command, capture_output=True, text=True, env=CLEAN, cwd=tmp_path, check=False)
-    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+    process = subprocess.run(command, capture_output=True, text=True, env=CLEAN, cwd=tmp_path, check=False)
+    assert (process.returncode, process.stderr) == (130, "interrupted\n")
 
 
 @pytest.mark.parametrize(
-    ("argv", "near"),
+    ("argv", "suggestion"),
     [
         ("spwn", "spawn"),
         ("forecast --schedul gpipe", "--schedule"),
@@ -112,9 +112,9 @@ def test_interrupted_while_python_executes_a_string(tmp_path):
         ("chek", "check"),
     ],
 )
-def test_a_wrong_word_is_told_with_the_nearest(capsys, argv, near):
+def test_a_wrong_word_is_told_with_the_nearest(capsys, argv, suggestion):
     assert main(argv.split()) == 2
-    assert f"did you mean {near}? python -m multimesh COMMAND --help lists the flags" in capsys.readouterr().err
+    assert f"did you mean {suggestion}? python -m multimesh COMMAND --help lists the flags" in capsys.readouterr().err
 
 
 def test_a_terminal_without_our_signs(monkeypatch):

@@ -56,7 +56,7 @@ except mm.MultiMeshError as error:
 
 
 def test_only_one_file_names_private_parts_of_jax():
-    named = {
+    rooms = {
         path.relative_to(SOURCES).parts[:2]
         for path in SOURCES.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
@@ -65,14 +65,14 @@ def test_only_one_file_names_private_parts_of_jax():
         or (isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("jax._src."))
         or (isinstance(node, ast.Attribute) and node.attr == "_src")
     }
-    assert named <= {("core", "_compat")}
+    assert rooms <= {("core", "_compat")}
 
 
 def test_a_step_without_private_parts():
     env = os.environ | {"MULTIMESH_PUBLIC_JAX": "1"}
-    done = subprocess.run([sys.executable, "-c", STEP], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert re.match(r"<string>:\d+: this (while|scan) has tasks on 2 submeshes", done.stdout)
+    process = subprocess.run([sys.executable, "-c", STEP], env=env, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert re.match(r"<string>:\d+: this (while|scan) has tasks on 2 submeshes", process.stdout)
 
 
 def test_a_jax_that_was_tried_has_all_parts():
@@ -81,25 +81,25 @@ def test_a_jax_that_was_tried_has_all_parts():
 
 def test_a_jax_that_was_never_tried_is_named_when_it_does_not_work(monkeypatch):
     monkeypatch.setattr(versions, "NEWER", True)
-    said = pytest.raises(multimesh.MultiMeshError, match=rf"does not work with jax {jax.__version__} .* never tried")
-    with said, _compat.check_version():
+    refusal = pytest.raises(multimesh.MultiMeshError, match=rf"does not work with jax {jax.__version__} .* never tried")
+    with refusal, _compat.check_version():
         raise AttributeError("module 'jax' has no attribute 'x'")
 
 
 @pytest.mark.parametrize(
-    ("version", "said", "private"),
+    ("version", "message", "private"),
     [
         ((0, 9, 2), "MultiMesh needs jax>=0.10", ""),
         ((0, versions.NEWEST_TRIED[1] + 1, 0), "is newer than this MultiMesh", "False"),
     ],
 )
-def test_the_range_of_versions(version, said, private):
+def test_the_range_of_versions(version, message, private):
     """One that is too old is refused; one that was never tried is named once, and used by its public interface."""
     ask = "from multimesh.core import _compat; print(_compat.DeviceList is not None)"
     code = f"import jax; jax.__version_info__ = {version}; {ask}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stderr.count(said) == 1, done.stderr
-    assert done.stdout.strip() == private
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert process.stderr.count(message) == 1, process.stderr
+    assert process.stdout.strip() == private
 
 
 @pytest.mark.longer
@@ -107,17 +107,17 @@ def test_a_private_part_that_moved_is_named_once_and_done_without():
     """JAX itself took what it needs of it when it was imported."""
     (line,) = (line for line in STEP.splitlines() if line.startswith("assert _compat.DeviceList"))
     code = "import jax, jax.extend; del jax._src.config.trace_context" + STEP.replace(line, "assert _compat.DeviceList")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    said = f"jax {jax.__version__} has no jax._src.config.trace_context: public functions take their place"
-    assert done.stderr.count(said) == 1
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    message = f"jax {jax.__version__} has no jax._src.config.trace_context: public functions take their place"
+    assert process.stderr.count(message) == 1
 
 
 def test_what_moved_within_an_object_of_jax_is_named_once():
     (mesh,) = submeshes(1, (2,))
-    with pytest.warns(UserWarning, match="_lowering.*public functions take its place") as told:
+    with pytest.warns(UserWarning, match="_lowering.*public functions take its place") as record:
         assert [executables.program_of(object(), mesh) for _ in range(2)] == [None, None]
-    assert len(told) == 1
+    assert len(record) == 1
 
 
 @pytest.mark.full
@@ -137,8 +137,8 @@ def test_other_tests_hold_without_private_parts(files):
     """All that reaches for a private part: programs that are shared, laid out anew or carried over, and transfers."""
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", *(f"multimesh/tests/{name}.py" for name in files)]
     env = os.environ | {"MULTIMESH_PUBLIC_JAX": "1", "PYTEST_ADDOPTS": ""}  # those name a report, which is this run's
-    done = subprocess.run(command, cwd=SOURCES.parents[2], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:]
+    process = subprocess.run(command, cwd=SOURCES.parents[2], env=env, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout[-3000:]
 
 
 @pytest.mark.parametrize(("ratios", "slower"), [((0.8, 0.7, 1.4), False), ((1.0, 0.9, 0.6), True)])

@@ -39,9 +39,9 @@ def run(cache: Path, seed: str) -> dict[str, float]:
     argv = [sys.executable, "-c", PROGRAM, str(cache)]
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
     env = os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": seed, "JAX_ENABLE_COMPILATION_CACHE": "1"}
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 @pytest.mark.longer

@@ -38,21 +38,21 @@ def test_programs_are_compiled_once_each_and_at_the_same_time(monkeypatch):
     placed, batch = inputs(MLP, split)
     lowered = mm.jit(gradient(MLP, split, size=SIZE, rows=ROWS)).lower(placed, batch)
     names: list[str] = []
-    meeting = threading.Barrier(2, timeout=120)  # two compilations must be under way at once to get past it
+    barrier = threading.Barrier(2, timeout=120)  # two compilations must be under way at once to get past it
     compile_program = jax.stages.Lowered.compile
 
-    def together(self: Any, *args: Any, **options: Any) -> Any:
+    def compile_together(self: Any, *args: Any, **options: Any) -> Any:
         names.append(self._lowering._name)
         if len(names) <= 2:
-            meeting.wait()
+            barrier.wait()
         return compile_program(self, *args, **options)
 
-    monkeypatch.setattr(jax.stages.Lowered, "compile", together)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_together)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 5}, raising=False)
     monkeypatch.setattr(executables, "code_key", lambda *_: None)  # every kernel has its own program
     compiled = lowered.compile()
     assert len(names) == len(compiled.plan.kernels)
-    assert not meeting.broken
+    assert not barrier.broken
 
 
 @pytest.mark.telling("two devices")
@@ -66,8 +66,8 @@ def test_equal_stages_share_one_compilation_and_stay_on_their_devices(monkeypatc
     placed, batch = inputs(model, split)
     function: Callable[..., Any] = gradient(model, split, size=SIZE, rows=ROWS)
     counts, results = [], []
-    for own in (False, True):
-        if own:
+    for explicit in (False, True):
+        if explicit:
             monkeypatch.setattr(executables, "code_key", lambda *_: None)
         lowered = mm.jit(function).lower(placed, batch)
         before = len(compilations)
@@ -102,7 +102,7 @@ LEVEL = "xla_backend_optimization_level"
 
 
 @pytest.mark.parametrize(
-    ("given", "flags", "passed"),
+    ("compiler_options", "flags", "expected"),
     [
         (None, "", {LEVEL: 2}),
         ({"xla_embed_ir_in_executable": False}, "", {"xla_embed_ir_in_executable": False, LEVEL: 2}),
@@ -111,22 +111,22 @@ LEVEL = "xla_backend_optimization_level"
     ],
     ids=["default", "other options", "given", "in XLA_FLAGS"],
 )
-def test_what_plans_on_cpus_are_compiled_with_unless_told_otherwise(monkeypatch, given, flags, passed):
+def test_what_plans_on_cpus_are_compiled_with_unless_told_otherwise(monkeypatch, compiler_options, flags, expected):
     split = Split(submeshes(2, (2,)))
     lowered = mm.jit(gradient(MLP, split, size=SIZE, rows=ROWS)).lower(*inputs(MLP, split))
-    seen: list[Any] = []
+    calls: list[Any] = []
     compile_program = jax.stages.Lowered.compile
 
-    def noted(self: Any, options: Any = None) -> Any:
-        seen.append(options)
+    def note_options(self: Any, options: Any = None) -> Any:
+        calls.append(options)
         return compile_program(self, options)
 
-    monkeypatch.setattr(jax.stages.Lowered, "compile", noted)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", note_options)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
     monkeypatch.setenv("XLA_FLAGS", flags)  # XLA itself has read it before
-    lowered.compile(given)
-    assert all(options == passed for options in seen)
-    assert seen
+    lowered.compile(compiler_options)
+    assert all(options == expected for options in calls)
+    assert calls
 
 
 YNNPACK = "xla_cpu_experimental_ynn_fusion_type"
@@ -159,18 +159,18 @@ def test_ynnpack_gets_the_products_that_gain_by_it(products: Any):
 
 
 @has_ynnpack
-@pytest.mark.parametrize(("given", "flags"), [({YNNPACK: "LIBRARY_FUSION_TYPE_DOT"}, ""), (None, f"--{YNNPACK}=x")])
-def test_a_choice_of_the_user_about_ynnpack_stays(monkeypatch, products: Any, given: Any, flags: str):
+@pytest.mark.parametrize(("options", "flags"), [({YNNPACK: "LIBRARY_FUSION_TYPE_DOT"}, ""), (None, f"--{YNNPACK}=x")])
+def test_a_choice_of_the_user_about_ynnpack_stays(monkeypatch, products: Any, options: Any, flags: str):
     monkeypatch.setenv("XLA_FLAGS", flags)  # XLA itself has read it before
-    compiled = products.compile(given).compiled_plan
+    compiled = products.compile(options).compiled_plan
     assert all("__ynn_fusion" in executable.as_text() for executable in compiled.executables)
 
 
 def scaled_by(halve: Callable[..., Any]) -> Any:
     """Return a function that says by itself how it is partitioned, as cuDNN's attention does."""
 
-    def partition(factor: float, mesh: Any, given: Any, result: Any) -> Any:
-        shardings = tuple(x.sharding for x in given)
+    def partition(factor: float, mesh: Any, operands: Any, result: Any) -> Any:
+        shardings = tuple(x.sharding for x in operands)
         return mesh, lambda x: halve(x) * factor, result.sharding, shardings
 
     @functools.partial(custom_partitioning, static_argnums=(1,))
@@ -179,7 +179,7 @@ def scaled_by(halve: Callable[..., Any]) -> Any:
 
     scale.def_partition(
         partition=partition,
-        infer_sharding_from_operands=lambda factor, mesh, given, result: given[0].sharding,
+        infer_sharding_from_operands=lambda factor, mesh, operands, result: operands[0].sharding,
         sharding_rule="i j -> i j",
     )
     return scale
@@ -207,7 +207,7 @@ def test_stages_that_partition_by_a_function_share_a_compilation_where_the_funct
     before = len(compilations)
     run = lowered.compile()
     assert len(compilations) - before == compiled
-    want = x
+    expected = x
     for factor, function in zip(factors, functions, strict=True):
-        want = jnp.tanh(want) / (2, 4)[function] * factor
-    np.testing.assert_allclose(run(x), want, rtol=1e-6)
+        expected = jnp.tanh(expected) / (2, 4)[function] * factor
+    np.testing.assert_allclose(run(x), expected, rtol=1e-6)

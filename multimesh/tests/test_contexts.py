@@ -93,13 +93,13 @@ def test_each_part_sets_its_option_and_restores_it(name):
 
 
 def test_options_of_one_thread_are_not_those_of_another():
-    seen = []
+    values = []
     with mm.context(enable_task_fusion=False):
-        thread = threading.Thread(target=lambda: seen.append(contexts.current().enable_task_fusion))
+        thread = threading.Thread(target=lambda: values.append(contexts.current().enable_task_fusion))
         thread.start()
         thread.join()
         assert not contexts.current().enable_task_fusion
-    assert seen == [True]
+    assert values == [True]
 
 
 def test_a_context_that_comes_too_late_raises():
@@ -136,7 +136,7 @@ def test_fusion_makes_one_program_of_the_tasks_of_a_submesh():
     fused = step.plan(params, batch)
     with mm.context(enable_task_fusion=False):
         single = step.plan(params, batch)
-        got = step(params, batch)
+        actual = step(params, batch)
     assert {s.task for s in runs(fused, "F")} == {"layer0+layer1"}
     tasks = {s.task for s in runs(single) if s.phase}
     assert tasks == {"layer0", "layer1", "layer2", "layer3"}
@@ -144,7 +144,7 @@ def test_fusion_makes_one_program_of_the_tasks_of_a_submesh():
     assert len([s for s in runs(fused) if s.phase]) == 3 * count  # F0, B0, and F1 joined with B1
     assert len([s for s in runs(single) if s.phase]) == 8 * count
     assert sum(single.peak_bytes()) > sum(fused.peak_bytes())
-    assert_same(jax.tree.map(lambda x: x / count, got), reference_gradient(MLP, 4, ROWS, SIZE))
+    assert_same(jax.tree.map(lambda x: x / count, actual), reference_gradient(MLP, 4, ROWS, SIZE))
 
     def order(plan, submesh):  # which stays that of the schedule
         cells = [(s.phase, s.microbatch) for s in runs(plan) if s.phase and s.submesh == submesh]
@@ -165,18 +165,18 @@ def test_fusion_only_in_loops():
         return mm.task(lambda y, w: y * w, "after1", mesh=mesh)(y, w)
 
     args = (normal(0, 3), normal(1, 4, 3))
-    step, want = mm.jit(f), None
+    step, expected = mm.jit(f), None
     for options, inside, after in (
         ({}, {"inside0+inside1"}, {"after0+after1"}),
         ({"only_fuse_loop_tasks": True}, {"inside0+inside1"}, {"after0", "after1"}),
         ({"only_fuse_loop_tasks": True, "enable_task_fusion": False}, {"inside0", "inside1"}, {"after0", "after1"}),
     ):
         with mm.context(**options):
-            plan, got = step.plan(*args), step(*args)
+            plan, actual = step.plan(*args), step(*args)
         assert {s.task for s in runs(plan) if s.phase} == inside
         assert {s.task for s in runs(plan, None)} - {"zeros", "unmarked"} == after
-        want = got if want is None else want
-        assert_same(got, want)
+        expected = actual if expected is None else expected
+        assert_same(actual, expected)
 
 
 # Recomputation
@@ -196,12 +196,12 @@ def test_recomputation_keeps_less():
         )
 
     step = mm.jit(lambda p, b: mm.microbatch(jax.value_and_grad(loss), size=SIZE, argnum=1)(p, b))
-    less, got = step.plan(params, batch), step(params, batch)
+    recomputing, actual = step.plan(params, batch), step(params, batch)
     with mm.context(enable_recomputation=False):
-        kept, plain = step.plan(params, batch), step(params, batch)
-    assert less.peak_bytes()[0] < kept.peak_bytes()[0]
-    assert less.traffic() == kept.traffic()
-    assert_same(got, plain)
+        default, expected = step.plan(params, batch), step(params, batch)
+    assert recomputing.peak_bytes()[0] < default.peak_bytes()[0]
+    assert recomputing.traffic() == default.traffic()
+    assert_same(actual, expected)
 
 
 def test_recomputation_sends_less():
@@ -216,12 +216,12 @@ def test_recomputation_sends_less():
 
     step = mm.jit(lambda p, b: mm.microbatch(jax.value_and_grad(loss), size=SIZE, argnum=1)(p, b))
     args = {"front": normal(0, 3, 5), "middle": normal(1, 5, 5), "back": normal(2, 5, 5)}, normal(3, ROWS, 3)
-    less, got = step.plan(*args), step(*args)
+    recomputing, actual = step.plan(*args), step(*args)
     with mm.context(enable_recomputation=False):
-        more, plain = step.plan(*args), step(*args)
-    assert less.traffic()[0] < more.traffic()[0]
-    assert less.traffic()[1] < more.traffic()[1]
-    assert_same(got, plain)
+        default, expected = step.plan(*args), step(*args)
+    assert recomputing.traffic()[0] < default.traffic()[0]
+    assert recomputing.traffic()[1] < default.traffic()[1]
+    assert_same(actual, expected)
 
 
 # The fast path
@@ -233,14 +233,14 @@ def untasked(w, x):
 
 def test_without_the_fast_path_every_function_has_a_plan():
     step, args = mm.jit(untasked), (normal(0, 3, 4), normal(1, 6, 3))
-    want = step(*args)
+    expected = step(*args)
     with pytest.raises(mm.MultiMeshError, match="nothing in this function is a task"):
         step.plan(*args)
     with mm.context(enable_fast_path=False):
-        plan, got = step.plan(*args), step(*args)
+        plan, actual = step.plan(*args), step(*args)
     assert [s.microbatch for s in runs(plan, "F")] == [0, 1, 2]
     assert [m.devices.tolist() for m in plan.submeshes] == [[jax.devices()[0]]]
-    assert_same(got, want)
+    assert_same(actual, expected)
 
 
 def test_without_the_fast_path_a_function_runs_on_the_mesh_of_its_arguments():
@@ -248,10 +248,10 @@ def test_without_the_fast_path_a_function_runs_on_the_mesh_of_its_arguments():
     w, x = normal(0, 3, 4), jax.device_put(normal(1, 8, 3), NamedSharding(mesh, P("data")))
     with mm.context(enable_fast_path=False):
         step = mm.jit(lambda w, x: jnp.tanh(x @ w))
-        got = step(w, x)
+        actual = step(w, x)
         assert step.plan(w, x).submeshes == (mesh,)
-    assert got.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
-    assert_same(got, np.tanh(np.asarray(x) @ w))
+    assert actual.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
+    assert_same(actual, np.tanh(np.asarray(x) @ w))
 
 
 # Ignoring
@@ -260,28 +260,28 @@ def test_without_the_fast_path_a_function_runs_on_the_mesh_of_its_arguments():
 def test_ignoring_transforms_is_plain_jax():
     """The model sums over its rows, so that one call with all rows has the sum of the microbatches."""
     meshes = submeshes(2)
-    registered = mm.register_task("scoped", mesh=meshes[1])
-    seen = []
+    context = mm.register_task("scoped", mesh=meshes[1])
+    shapes = []
 
     def loss(w, x):
-        seen.append(x.shape)
+        shapes.append(x.shape)
         h = mm.task(jnp.tanh, "front", mesh=meshes[0])(mm.with_sharding_constraint(x @ w, P("nowhere")))
         with mm.task(name="block", mesh=meshes[0]):
             h = 2 * h
         with jax.named_scope("scoped"):
             return jnp.sum(h)
 
-    with registered:
+    with context:
         step = mm.jit(mm.microbatch(loss, size=2, argnum=1), in_shardings=P("data"))
         w, x = normal(0, 3, 4), jax.device_put(normal(1, 8, 3), jax.devices()[5])
         with mm.context(ignore_transforms=True):
-            got = step(jax.device_put(w, jax.devices()[1]), x)
+            actual = step(jax.device_put(w, jax.devices()[1]), x)
             text = str(jax.make_jaxpr(mm.microbatch(loss, size=2, argnum=1))(w, x))
-    assert set(seen) == {(8, 3)}
+    assert set(shapes) == {(8, 3)}
     assert "scan" not in text
     assert "multimesh" not in text
-    assert len(got.devices()) == 1
-    assert_same(got, np.sum(2 * np.tanh(np.asarray(x) @ w), dtype=np.float32))
+    assert len(actual.devices()) == 1
+    assert_same(actual, np.sum(2 * np.tanh(np.asarray(x) @ w), dtype=np.float32))
 
 
 def test_ignoring_a_part_of_a_trace():

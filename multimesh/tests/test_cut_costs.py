@@ -37,7 +37,7 @@ def error(x, batch):
     return jnp.mean(jnp.square(x - batch["y"]))
 
 
-def stopped(params, batch):
+def frozen_loss(params, batch):
     half = LAYERS // 2
     return error(run(params[half:], jax.lax.stop_gradient(run(params[:half], batch["x"]))), batch)
 
@@ -60,9 +60,9 @@ def scanned(params, batch):
 
 def checkpointed(params, batch):
     """The front half is computed twice."""
-    again = jax.checkpoint(run, static_argnums=2)
+    recompute = jax.checkpoint(run, static_argnums=2)
     half = LAYERS // 2
-    return error(run(params[half:], again(params[:half], batch["x"], block)), batch)
+    return error(run(params[half:], recompute(params[:half], batch["x"], block)), batch)
 
 
 def saving(params, batch):
@@ -72,9 +72,9 @@ def saving(params, batch):
         return x + jnp.tanh(checkpoint_name(x @ p["up"], "wide")) @ p["down"]
 
     policy = jax.checkpoint_policies.save_only_these_names("wide")
-    again = jax.checkpoint(lambda layers, x: run(layers, x, inner), policy=policy)
+    recompute = jax.checkpoint(lambda layers, x: run(layers, x, inner), policy=policy)
     half = LAYERS // 2
-    return error(run(params[half:], again(params[:half], batch["x"])), batch)
+    return error(run(params[half:], recompute(params[:half], batch["x"])), batch)
 
 
 def stack(layers):
@@ -82,7 +82,7 @@ def stack(layers):
 
 
 STEPS = {
-    "frozen by stop_gradient": (stopped, 0, (PARAMS, BATCH)),
+    "frozen by stop_gradient": (frozen_loss, 0, (PARAMS, BATCH)),
     "frozen arguments": (frozen, 0, (BACK, FRONT, BATCH)),
     "a target network": (target, 0, (PARAMS[:6], PARAMS[2:], BATCH)),
     "checkpointed": (checkpointed, 0, (PARAMS, BATCH)),
@@ -99,7 +99,7 @@ def step_of(loss, argnum, args):
 
 def measured(step, args):
     """Operations of each submesh, as XLA counts those of the kernels that ran."""
-    return np.array([found["flops"] for found in step.cost_analysis(*args)]) * SIZE / ROWS
+    return np.array([costs["flops"] for costs in step.cost_analysis(*args)]) * SIZE / ROWS
 
 
 @pytest.mark.longer
@@ -109,8 +109,8 @@ def test_stages_are_even_by_the_operations_that_xla_counts(name):
     loss, argnum, args = STEPS[name]
     step = mm.jit(step_of(mm.pipeline(loss, MESHES), argnum, args))
     cuts = step.plan(*args).cuts[0]
-    told, real = np.array([s.time for s in cuts.stages]), measured(step, args)
-    np.testing.assert_allclose(told, real, rtol=0.1)
+    estimates, real = np.array([s.time for s in cuts.stages]), measured(step, args)
+    np.testing.assert_allclose(estimates, real, rtol=0.1)
     assert real.max() / real.mean() <= 1.2
     assert_same(step(*args), jax.jit(jax.value_and_grad(loss, argnums=argnum))(*args))
 
@@ -121,7 +121,7 @@ def test_rows_of_a_scan_count_as_layers_do():
     A scan has the gradient of the activations for its first trained row too, which nothing needs.
     """
     rows = mm.pipeline(scanned, MESHES).cuts({"front": stack(FRONT), "back": stack(BACK)}, BATCH)
-    layers = mm.pipeline(stopped, MESHES).cuts(PARAMS, BATCH)
+    layers = mm.pipeline(frozen_loss, MESHES).cuts(PARAMS, BATCH)
     one, other = (np.sum([s.work for s in cuts.stages], axis=0) for cuts in (rows, layers))
     np.testing.assert_allclose(one, other, rtol=0.15)
 

@@ -54,25 +54,25 @@ def state():
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("saved") / "1"
     mm.distributed.save(path, state())
     return path
 
 
 @pytest.mark.longer
-def test_no_damage_is_silent(saved):
+def test_no_damage_is_silent(checkpoint):
     """200 of them, in all files: each is one line with the name of the file, from `restore` and from `verify`."""
     tree = state()
     for seed in range(200):
-        file, data = damage(saved, random.Random(seed))
-        for read in (lambda: mm.distributed.restore(saved, tree), lambda: mm.distributed.verify(saved)):
-            with pytest.raises(mm.errors.DamagedError, match=re.escape(str(file))) as raised:
+        file, data = damage(checkpoint, random.Random(seed))
+        for read in (lambda: mm.distributed.restore(checkpoint, tree), lambda: mm.distributed.verify(checkpoint)):
+            with pytest.raises(mm.errors.DamagedError, match=re.escape(str(file))) as error:
                 read()
-            assert "\n" not in str(raised.value), seed
+            assert "\n" not in str(error.value), seed
         file.write_bytes(data)
-    mm.distributed.verify(saved)
-    assert_same(mm.distributed.restore(saved, tree), tree)
+    mm.distributed.verify(checkpoint)
+    assert_same(mm.distributed.restore(checkpoint, tree), tree)
 
 
 def test_of_a_folder_the_newest_whole_checkpoint_is_restored(tmp_path, capsys):
@@ -111,9 +111,9 @@ def test_two_jobs_that_save_to_one_path_never_make_a_mixture(tmp_path, trials):
             path = tmp_path / str(trial)
             for writer in both:
                 print(path, file=writer.stdin)
-            said = [(writer.stdout or sys.stdin).readline().strip() for writer in both]
-            winner = said.index("saved")
-            assert re.fullmatch(rf"told: mm.distributed.save to {path}: there is something .*", said[1 - winner]), said
+            logs = [(writer.stdout or sys.stdin).readline().strip() for writer in both]
+            winner = logs.index("saved")
+            assert re.fullmatch(rf"told: mm.distributed.save to {path}: there is something .*", logs[1 - winner]), logs
             restored = mm.distributed.restore(path, {str(n): np.zeros((32, 32), int) for n in range(LEAVES)})
             assert all((x == winner).all() for x in restored.values())
     finally:
@@ -140,9 +140,9 @@ def test_a_rename_that_copies_file_by_file_and_is_killed_is_told(tmp_path, monke
     mm.distributed.save(tmp_path / "1", tree)
     rng = random.Random(seed)
 
-    def copied(half, path):
+    def copy_files(half, path):
         path.mkdir()
-        files = sorted(each for each in half.rglob("*") if each.is_file())
+        files = sorted(file for file in half.rglob("*") if file.is_file())
         for file in rng.sample(files, min(seed, len(files))):
             copy = path / file.relative_to(half)
             copy.parent.mkdir(exist_ok=True)
@@ -151,7 +151,7 @@ def test_a_rename_that_copies_file_by_file_and_is_killed_is_told(tmp_path, monke
                 os.truncate(copy, 1)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Path, "rename", copied)
+    monkeypatch.setattr(Path, "rename", copy_files)
     with pytest.raises(KeyboardInterrupt):
         mm.distributed.save(tmp_path / "2", tree)
     complete = seed == 7 and all(path.stat().st_size > 1 for path in (tmp_path / "2").rglob("*") if path.is_file())
@@ -168,5 +168,5 @@ def test_what_a_killed_job_left_is_removed_by_the_next_save(tmp_path):
     for name in ("1@n9-7-00", "1.5@n9-7-00", "11@n9-7-00"):
         (tmp_path / f"{name}.half-written").mkdir()
     mm.distributed.save(tmp_path / "1", {"x": 1})
-    left = {"1.5@n9-7-00.half-written", "11@n9-7-00.half-written"}
-    assert {p.name for p in tmp_path.iterdir()} == {"1", *left}
+    leftovers = {"1.5@n9-7-00.half-written", "11@n9-7-00.half-written"}
+    assert {p.name for p in tmp_path.iterdir()} == {"1", *leftovers}

@@ -17,11 +17,11 @@ ROWS = data_steps.ROWS
 
 
 def steps(processes, stages, folder, first):
-    ended = run(processes, 8 // processes, SCRIPT, str(stages), str(folder), str(first), "2")
-    assert [e.code for e in ended] == [0] * processes, [e.err for e in ended]
-    found = [json.loads(e.out.splitlines()[-1]) for e in ended]
-    assert all(each["losses"] == found[0]["losses"] for each in found)
-    return found[0]["losses"], [each["asked"] for each in found]
+    children = run(processes, 8 // processes, SCRIPT, str(stages), str(folder), str(first), "2")
+    assert [e.code for e in children] == [0] * processes, [e.err for e in children]
+    reports = [json.loads(e.out.splitlines()[-1]) for e in children]
+    assert all(report["losses"] == reports[0]["losses"] for report in reports)
+    return reports[0]["losses"], [report["asked"] for report in reports]
 
 
 def shares(first, parts):
@@ -32,17 +32,17 @@ def shares(first, parts):
 
 def wanted_losses(number):
     """Of plain jit, on one device, which is given all rows."""
-    dataset = data_steps.shuffled(data_steps.Source())
-    plain, params = jax.jit(data_steps.training(data_steps.loss_of)), data_steps.initial()
+    dataset = data_steps.shuffle(data_steps.Source())
+    reference, params = jax.jit(data_steps.training(data_steps.loss_of)), data_steps.initial()
     for step in range(number):
         rows = [dataset[step * ROWS + i] for i in range(ROWS)]
-        params, value = plain(params, {name: np.stack([row[name] for row in rows]) for name in ("x", "y")})
+        params, value = reference(params, {name: np.stack([row[name] for row in rows]) for name in ("x", "y")})
         yield float(value)
 
 
 def test_processes_read_the_rows_of_their_stages(tmp_path):
-    losses, asked = steps(2, 4, tmp_path, 0)
-    assert asked == [{"x": shares(0, 1)[0], "y": []}, {"x": [], "y": shares(0, 1)[0]}]
+    losses, requests = steps(2, 4, tmp_path, 0)
+    assert requests == [{"x": shares(0, 1)[0], "y": []}, {"x": [], "y": shares(0, 1)[0]}]
     np.testing.assert_allclose(losses, list(wanted_losses(2)), rtol=1e-5)
 
 
@@ -50,10 +50,10 @@ def test_processes_read_the_rows_of_their_stages(tmp_path):
 def test_a_run_goes_on_with_other_processes_and_stages(tmp_path):
     """Two processes with two stages each, then four: two for each of two stages, then one for each of four."""
     losses, _ = steps(2, 4, tmp_path, 0)
-    more, asked = steps(4, 2, tmp_path, 2)
+    middle, requests = steps(4, 2, tmp_path, 2)
     front, back = shares(2, 2)
-    assert asked == [{"x": front, "y": []}, {"x": back, "y": []}, {"x": [], "y": front}, {"x": [], "y": back}]
-    last, asked = steps(4, 4, tmp_path, 4)
-    (whole,) = shares(4, 1)
-    assert asked == [{"x": whole, "y": []}, {"x": [], "y": []}, {"x": [], "y": []}, {"x": [], "y": whole}]
-    np.testing.assert_allclose([*losses, *more, *last], list(wanted_losses(6)), rtol=1e-5)
+    assert requests == [{"x": front, "y": []}, {"x": back, "y": []}, {"x": [], "y": front}, {"x": [], "y": back}]
+    last, requests = steps(4, 4, tmp_path, 4)
+    (all_rows,) = shares(4, 1)
+    assert requests == [{"x": all_rows, "y": []}, {"x": [], "y": []}, {"x": [], "y": []}, {"x": [], "y": all_rows}]
+    np.testing.assert_allclose([*losses, *middle, *last], list(wanted_losses(6)), rtol=1e-5)

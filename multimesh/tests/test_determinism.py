@@ -18,16 +18,16 @@ HERE = Path(__file__).parent
 LAYOUTS = ((0, 0), (1, 50_000), (2, 7_000), (3, 900))  # of a process: its hash seed, and objects that lie about
 
 
-def made_in(seed, junk, *what, dump=None):
-    """Start a process that makes the plans named ``what``; ``dump`` also compiles them, and keeps what was lowered."""
+def made_in(seed, junk, *names, dump=None):
+    """Start a process that makes the plans named ``names``; ``dump`` also compiles them, and keeps what was lowered."""
     environment = os.environ | {"PYTHONHASHSEED": str(seed)} | ({"JAX_DUMP_IR_TO": str(dump)} if dump else {})
     path = os.pathsep.join([str(HERE), *filter(None, sys.path)])
-    command = [sys.executable, __file__, str(junk), *what]
+    command = [sys.executable, __file__, str(junk), *names]
     return subprocess.Popen(command, env=environment | {"PYTHONPATH": path}, stdout=subprocess.PIPE, text=True)
 
 
-def assert_alike(found):
-    first, *others = found
+def assert_alike(plans):
+    first, *others = plans
     assert first
     for other in others:
         assert other.keys() == first.keys()
@@ -90,7 +90,7 @@ def test_a_fingerprint_names_what_a_plan_does():
 
 
 @pytest.mark.parametrize(
-    ("value", "want"),
+    ("value", "expected"),
     [
         ({"b", "a"}, "{'a', 'b'}"),
         ({"b": 1, "a": frozenset((2, 1))}, "{'a': {1, 2}, 'b': 1}"),
@@ -101,10 +101,10 @@ def test_a_fingerprint_names_what_a_plan_does():
     ],
     ids=["set", "mapping", "function", "object", "float", "tuple"],
 )
-def test_text_without_addresses_and_orders(value, want):
+def test_text_without_addresses_and_orders(value, expected):
     from multimesh.core.stable import text
 
-    assert text(value) == want
+    assert text(value) == expected
 
 
 def scanned(schedule):
@@ -117,8 +117,8 @@ def scanned(schedule):
 
     import multimesh as mm
 
-    known = mm.schedules.get(schedule)
-    stages, on = 2 * known.usual, known.placement(2)
+    kind = mm.schedules.get(schedule)
+    stages, on = 2 * kind.usual, kind.placement(2)
     meshes = [submeshes(2, (1, 2))[on[s % len(on)]] for s in range(stages)]
 
     def layer(h, w):
@@ -153,14 +153,14 @@ def main(junk, names):
     if junk:  # what was traced before does not count
         step, args = scanned("gpipe")
         step.plan(args[0], args[1][:4])
-    found = {}
+    plans = {}
     for name in [*mm.schedules.names(), "auto"] if names == ["all"] else names:
         step, args = scanned(name)
         plan = step.plan(*args)
-        found[name] = [plan.fingerprint(), str(plan), [str(step) for step in plan.instructions]]
+        plans[name] = [plan.fingerprint(), str(plan), [str(step) for step in plan.instructions]]
         if "JAX_DUMP_IR_TO" in os.environ:
             step.lower(*args).compile()
-    print(json.dumps(found))
+    print(json.dumps(plans))
 
 
 if __name__ == "__main__":

@@ -42,10 +42,10 @@ for step in range(100000):  # each waits for all
 
 
 @dataclasses.dataclass(frozen=True)
-class Ended:
+class Ending:
     code: int
     seconds: float
-    said: str
+    log: str
 
 
 @pytest.fixture
@@ -78,38 +78,38 @@ def job(tmp_path, address):
     ):
         script = tmp_path / "job.py"
         script.write_text(body)
-        started = {}
+        jobs = {}
         for place, rank in enumerate(ranks or range(count)):
             with (tmp_path / f"{place}.log").open("w") as log:
                 argv = [sys.executable, script, str(rank), str(count), address, *words(place)]
-                started[place] = subprocess.Popen(argv, env=ONE_DEVICE | environ(place), stdout=log, stderr=log)
-        logs = [tmp_path / f"{place}.log" for place in started]
+                jobs[place] = subprocess.Popen(argv, env=ONE_DEVICE | environ(place), stdout=log, stderr=log)
+        logs = [tmp_path / f"{place}.log" for place in jobs]
         since = time.monotonic()
         if fault:
-            _until(limit, lambda: all("ready" in log.read_text() for log in logs) or any(map(_ended, started.values())))
+            _until(limit, lambda: all("ready" in log.read_text() for log in logs) or any(map(_is_dead, jobs.values())))
             since = time.monotonic()
             for number in fault[0]:
-                started[number].send_signal(fault[1])
+                jobs[number].send_signal(fault[1])
         seconds = {}
         try:
-            awaited = started if ends is None else {number: started[number] for number in ends}
+            awaited = jobs if ends is None else {number: jobs[number] for number in ends}
             _until(limit, lambda: _note(awaited, seconds, since))
         finally:
-            for process in started.values():
+            for process in jobs.values():
                 process.kill()
-        return [Ended(started[n].wait(), seconds.get(n, limit), logs[n].read_text()) for n in started]
+        return [Ending(jobs[n].wait(), seconds.get(n, limit), logs[n].read_text()) for n in jobs]
 
     return run
 
 
-def _ended(process):
+def _is_dead(process):
     """Whether a process ended, without telling the system to forget how: its neighbor may not have asked yet."""
     return process.returncode is not None or os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
 
 
-def _note(started, seconds, since):
-    seconds |= {n: time.monotonic() - since for n, p in started.items() if n not in seconds and _ended(p)}
-    return len(seconds) == len(started)
+def _note(jobs, seconds, since):
+    seconds |= {n: time.monotonic() - since for n, p in jobs.items() if n not in seconds and _is_dead(p)}
+    return len(seconds) == len(jobs)
 
 
 def _until(limit, true):
@@ -119,19 +119,19 @@ def _until(limit, true):
         time.sleep(0.02)
 
 
-def _named(rank, count=2):
+def _name(rank, count=2):
     return rf"process {rank} of {count} \(\S+, pid \d+\)"
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    ("count", "late"), [(2, 1), pytest.param(2, 14, marks=pytest.mark.full), pytest.param(4, 0, marks=pytest.mark.full)]
+    ("count", "wait"), [(2, 1), pytest.param(2, 14, marks=pytest.mark.full), pytest.param(4, 0, marks=pytest.mark.full)]
 )
-def test_processes_agree_whatever_their_hash_seeds_and_end_together(job, count, late):
-    ended = job(JOIN + AGREE.replace("LATE", str(late)), count, environ=lambda rank: {"PYTHONHASHSEED": str(rank)})
-    assert [(e.code, "the end\n" in e.said) for e in ended] == [(0, True)] * count, ended
-    waited = [re.search(f"multimesh: {_named(0, count)} is done and waits for others\n", e.said) for e in ended]
-    assert [bool(w) for w in waited] == [late > 10] + [False] * (count - 1), ended
+def test_processes_agree_whatever_their_hash_seeds_and_end_together(job, count, wait):
+    runs = job(JOIN + AGREE.replace("LATE", str(wait)), count, environ=lambda rank: {"PYTHONHASHSEED": str(rank)})
+    assert [(e.code, "the end\n" in e.log) for e in runs] == [(0, True)] * count, runs
+    waits = [re.search(f"multimesh: {_name(0, count)} is done and waits for others\n", e.log) for e in runs]
+    assert [bool(w) for w in waits] == [wait > 10] + [False] * (count - 1), runs
 
 
 FULL = pytest.mark.full
@@ -164,18 +164,18 @@ LEAVE = {  # what the last process does, its exit code, and what the others say 
 )
 def test_a_process_that_fails_leaves_at_once_and_the_others_name_it(job, how, count):
     """JAX alone: the process waits at its exit for the others, which wait for it."""
-    what, code, told = LEAVE[how]
+    fault, code, message = LEAVE[how]
     tell = "mm.distributed.tell_at_loss(lambda text, code: print('at loss', code, text, flush=True))\n"
-    *others, last = job(JOIN + tell + STEPS.replace("LAST", f"print('fault', time.time(), flush=True); {what}"), count)
+    *others, last = job(JOIN + tell + STEPS.replace("LAST", f"print('fault', time.time(), flush=True); {fault}"), count)
     assert last.code == code, last
-    assert ("Traceback" in last.said) == (how in ("raise", "usage", "Ctrl-C", "callback", "value")), last
-    assert "a fault" in last.said or how not in ("raise", "usage", "fail", "callback"), last
-    assert how != "value" or "\nmultimesh: multimesh.distributed.gather(x), called" in last.said, last
+    assert ("Traceback" in last.log) == (how in ("raise", "usage", "Ctrl-C", "callback", "value")), last
+    assert "a fault" in last.log or how not in ("raise", "usage", "fail", "callback"), last
+    assert how != "value" or "\nmultimesh: multimesh.distributed.gather(x), called" in last.log, last
     for rank, other in enumerate(others):
-        line = rf"multimesh: {_named(rank, count)} ends because {_named(count - 1, count)} {told}\n"
-        assert re.search(line, other.said), other
-        assert f"at loss {code} process {rank} of {count}" in other.said, other
-        assert "Traceback" not in other.said, other
+        line = rf"multimesh: {_name(rank, count)} ends because {_name(count - 1, count)} {message}\n"
+        assert re.search(line, other.log), other
+        assert f"at loss {code} process {rank} of {count}" in other.log, other
+        assert "Traceback" not in other.log, other
         assert other.code == (code if code > 0 else 17), other
         assert abs(other.seconds - last.seconds) < 5, (other, last)
 
@@ -195,13 +195,13 @@ def test_a_process_that_fails_leaves_at_once_and_the_others_name_it(job, how, co
 def test_a_process_out_of_reach_is_named(job, number, rank, count):
     """That its heartbeat is missing is all that is known."""
     soon = {"MULTIMESH_SILENCE_TIMEOUT": "4"}
-    others = [each for each in range(count) if each != rank]
+    others = [other for other in range(count) if other != rank]
     body = JOIN + STEPS.replace("LAST", "pass")
-    ended = job(body, count, fault=([rank], number), environ=lambda rank: soon, ends=others)
-    told = rf"ends because {_named(rank, count)} has been out of reach for \d s( after \d+ steps?)?: it was killed or"
+    runs = job(body, count, fault=([rank], number), environ=lambda rank: soon, ends=others)
+    message = rf"ends because {_name(rank, count)} has been out of reach for \d s( after \d+ steps?)?: it was killed or"
     for other in others:
-        assert re.search(told, ended[other].said), ended[other]
-        assert ended[other].code == 17, ended[other]
+        assert re.search(message, runs[other].log), runs[other]
+        assert runs[other].code == 17, runs[other]
 
 
 WITHOUT_FIRST = """
@@ -226,9 +226,9 @@ def test_when_process_0_is_killed_the_others_name_it(job, before, count):
     )
     assert zero.code == -signal.SIGKILL
     for rank, other in enumerate(others, 1):
-        line = rf"multimesh: {_named(rank, count)} ends because {_named(0, count)} is gone: it was killed"
-        assert len(re.findall(line, other.said)) == 1, other
-        assert (other.code, "terminate called" in other.said) == (17, False), other
+        line = rf"multimesh: {_name(rank, count)} ends because {_name(0, count)} is gone: it was killed"
+        assert len(re.findall(line, other.log)) == 1, other
+        assert (other.code, "terminate called" in other.log) == (17, False), other
 
 
 @pytest.mark.multiprocess
@@ -236,8 +236,8 @@ def test_when_process_0_is_killed_the_others_name_it(job, before, count):
 def test_when_process_0_is_killed_at_the_start_the_others_name_it(job):
     zero, other = job(START + WITHOUT_FIRST + JOIN[len(START) :])
     assert (zero.code, other.code) == (-signal.SIGKILL, 17), other
-    assert re.search(rf"multimesh: {_named(1)} ends because process 0 is gone: it was killed", other.said), other
-    assert "Traceback" not in other.said
+    assert re.search(rf"multimesh: {_name(1)} ends because process 0 is gone: it was killed", other.log), other
+    assert "Traceback" not in other.log
 
 
 @pytest.mark.multiprocess
@@ -258,16 +258,16 @@ for n in range(5):
 """
     first, second = job(JOIN + body.replace("LAST", last), limit=60)
     assert (first.code, second.code) == (17, code), (first, second)
-    told = f"{_named(1)} ended after step 3, and others have begun step 4, which needs it\n"
-    assert re.search(f"multimesh: {_named(0)} ends because {told}", first.said), first
-    assert re.search(f"multimesh: {told}", second.said), second
+    line = f"{_name(1)} ended after step 3, and others have begun step 4, which needs it\n"
+    assert re.search(f"multimesh: {_name(0)} ends because {line}", first.log), first
+    assert re.search(f"multimesh: {line}", second.log), second
 
 
 @pytest.mark.multiprocess
 def test_a_process_that_has_left_is_named_where_others_wait_for_it(job):
     first, second = job(JOIN + "if rank == 0:\n    mm.distributed.barrier('the end')\n")
     assert (first.code, second.code) == (17, 0), (first, second)
-    assert "LostProcessError: the end: process 1 of 2 has ended and does not come here; do all processes" in first.said
+    assert "LostProcessError: the end: process 1 of 2 has ended and does not come here; do all processes" in first.log
 
 
 @pytest.mark.multiprocess
@@ -297,9 +297,9 @@ for step in range(100):
 @pytest.mark.multiprocess
 def test_a_process_that_hangs_is_named_with_its_stack_and_ended_if_asked(job):
     first, second = job(JOIN.replace("rank)", "rank, stall_timeout=2)") + STALL)
-    told = rf"{_named(1)} has been after step 6 for [2-9] s, all others are after step 7"
-    assert re.search(rf"multimesh: {_named(0)} ends because {told}\n", first.said), first
-    assert re.search(rf'multimesh: {told}\n(?:.*\n)*?  File ".*job.py", line \d+ in <module>\n', second.said), second
+    line = rf"{_name(1)} has been after step 6 for [2-9] s, all others are after step 7"
+    assert re.search(rf"multimesh: {_name(0)} ends because {line}\n", first.log), first
+    assert re.search(rf'multimesh: {line}\n(?:.*\n)*?  File ".*job.py", line \d+ in <module>\n', second.log), second
     assert first.code == 17
     assert second.code in (17, -signal.SIGABRT), second  # JAX aborts all when it misses process 0: most often later
 
@@ -307,21 +307,21 @@ def test_a_process_that_hangs_is_named_with_its_stack_and_ended_if_asked(job):
 @pytest.mark.multiprocess
 def test_one_that_does_not_start_is_named(job):
     """By JAX's barrier, in the lines of process 0."""
-    ended = job(JOIN.replace("rank)", "rank, initialization_timeout=4)"), 4, ranks=[0, 2])
-    for each in ended:
+    runs = job(JOIN.replace("rank)", "rank, initialization_timeout=4)"), 4, ranks=[0, 2])
+    for result in runs:
         assert re.search(
-            r": not all 4 processes have started and reached process 0 at \S+ within 4 s; if", each.said
-        ), each
-        assert each.code == 2
-        assert "Traceback" not in each.said
-    assert re.search(r"timed out task names:\n(1\n3|3\n1)\n", ended[0].said), ended[0]
+            r": not all 4 processes have started and reached process 0 at \S+ within 4 s; if", result.log
+        ), result
+        assert result.code == 2
+        assert "Traceback" not in result.log
+    assert re.search(r"timed out task names:\n(1\n3|3\n1)\n", runs[0].log), runs[0]
 
 
 @pytest.mark.multiprocess
 def test_a_coordinator_that_is_not_there_is_named(job, address):
     (only,) = job(JOIN.replace("rank)", "rank, initialization_timeout=2)"), ranks=[1])
-    told = f"multimesh: {_named(1)}: not all 2 processes have started and reached process 0 at {address} within 2 s; if"
-    assert re.search(told, only.said), only
+    line = f"multimesh: {_name(1)}: not all 2 processes have started and reached process 0 at {address} within 2 s; if"
+    assert re.search(line, only.log), only
     assert only.code == 2
 
 
@@ -336,14 +336,14 @@ other.bind(("", int(address.rpartition(":")[2])))
 other.listen()
 """
     (only,) = job(START + shared + JOIN.removeprefix(START), ranks=[0])
-    told = rf"multimesh: {_named(0)} cannot listen at \[::\]:\d+: Address already in use.*; if another job"
-    assert re.search(told, only.said), only
+    line = rf"multimesh: {_name(0)} cannot listen at \[::\]:\d+: Address already in use.*; if another job"
+    assert re.search(line, only.log), only
     assert only.code == 2
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    ("environ", "word", "told"),
+    ("environ", "word", "message"),
     [
         ({"XLA_FLAGS": "--xla_cpu_enable_fast_math=true"}, "", "XLA_FLAGS: {} has nothing where {} has '--xla_cpu_en"),
         pytest.param({"MULTIMESH_TRANSPORT": "pull"}, "", "TRANSPORT: {} has nothing where {} has 'pull'", marks=FULL),
@@ -351,12 +351,12 @@ other.listen()
         pytest.param({}, "--steps=3", "command line: {} has nothing where {} has '--steps=3'", marks=FULL),
     ],
 )
-def test_what_differs_is_named_before_anything_is_compiled(job, environ, word, told):
-    ended = job(JOIN, environ=lambda rank: environ if rank else {}, words=lambda rank: [word] if rank and word else [])
-    told = told.format(_named(0), _named(1))
-    assert all(e.code == 2 for e in ended), ended
-    assert re.search(f"multimesh: .*{told}.*\n", ended[0].said), ended
-    assert ended[1].said == ""
+def test_what_differs_is_named_before_anything_is_compiled(job, environ, word, message):
+    runs = job(JOIN, environ=lambda rank: environ if rank else {}, words=lambda rank: [word] if rank and word else [])
+    message = message.format(_name(0), _name(1))
+    assert all(e.code == 2 for e in runs), runs
+    assert re.search(f"multimesh: .*{message}.*\n", runs[0].log), runs
+    assert runs[1].log == ""
 
 
 @pytest.mark.multiprocess
@@ -366,10 +366,10 @@ def test_the_first_line_that_differs_is_named(job, odd):
 lines = [f"operation {{i}} " + "x" * 200 + ("sin" if rank == {odd} and i > 3 else "cos") for i in range(9)]
 mm.distributed.agree_on("plan 1 (train)", lines)
 """
-    ended = job(JOIN + body, 3 if odd == 0 else 2)
-    told = f"plan 1 (train): process {odd} of {len(ended)} differs from process {1 - odd}, first in line 5, which is "
-    for e in ended:
-        assert re.search(re.escape(told) + "'[.]{3}x+sin' in place of '[.]{3}x+cos'; start all", e.said), e
+    runs = job(JOIN + body, 3 if odd == 0 else 2)
+    line = f"plan 1 (train): process {odd} of {len(runs)} differs from process {1 - odd}, first in line 5, which is "
+    for e in runs:
+        assert re.search(re.escape(line) + "'[.]{3}x+sin' in place of '[.]{3}x+cos'; start all", e.log), e
         assert e.code == 2
 
 
@@ -386,10 +386,10 @@ def test_under_mpirun(tmp_path, last, code):
     script = tmp_path / "job.py"
     script.write_text(f"{join}rank, count = job.rank, len(job.hosts)\n{steps}")
     argv = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, script]
-    done = subprocess.run(argv, env=ONE_DEVICE, capture_output=True, text=True, timeout=100)
-    assert done.returncode == code, done
-    assert len(re.findall(r"process \d of 2 on \S+, found by Open MPI: one process per device", done.stdout)) == 2, done
-    assert not code or re.search(f"multimesh: .*{_named(1)} failed after 6 steps: ValueError: a fault\n", done.stderr)
+    proc = subprocess.run(argv, env=ONE_DEVICE, capture_output=True, text=True, timeout=100)
+    assert proc.returncode == code, proc
+    assert len(re.findall(r"process \d of 2 on \S+, found by Open MPI: one process per device", proc.stdout)) == 2, proc
+    assert not code or re.search(f"multimesh: .*{_name(1)} failed after 6 steps: ValueError: a fault\n", proc.stderr)
 
 
 @pytest.mark.multiprocess
@@ -398,20 +398,20 @@ def test_under_mpirun(tmp_path, last, code):
 def test_certificates_of_jax_keep_others_out(job, tmp_path, who):
     """JAX's own options, from 0.12 on; an older one has none, and that is said. One that lacks them does not get in."""
     options = certificates(tmp_path)
-    given = f"{options} if rank == 0 or {who == 'all'} else dict()"
-    ended = job(
-        JOIN.replace("rank)", f"rank, initialization_timeout=20, jax_options={given})")
+    options_of = f"{options} if rank == 0 or {who == 'all'} else dict()"
+    runs = job(
+        JOIN.replace("rank)", f"rank, initialization_timeout=20, jax_options={options_of})")
         + "mm.distributed.barrier('here')\n"
     )
     if "mtls_cert_file" not in inspect.signature(jax.distributed.initialize).parameters:
-        told = r"multimesh: jax_options: .*mtls_"
-        assert re.search(told, ended[0].said), ended
-        assert ended[0].code == 2
+        line = r"multimesh: jax_options: .*mtls_"
+        assert re.search(line, runs[0].log), runs
+        assert runs[0].code == 2
     elif who == "all":
-        assert [e.code for e in ended] == [0, 0], ended
+        assert [e.code for e in runs] == [0, 0], runs
     else:
-        assert re.search(rf"multimesh: {_named(1)}: not all 2 processes .* within 20 s", ended[1].said), ended
-        assert [e.code for e in ended] == [2, 2], ended
+        assert re.search(rf"multimesh: {_name(1)}: not all 2 processes .* within 20 s", runs[1].log), runs
+        assert [e.code for e in runs] == [2, 2], runs
 
 
 @pytest.mark.multiprocess
@@ -424,20 +424,20 @@ time.sleep(600) if rank else mm.distributed.barrier("x")
     first, second = job(JOIN + wait, fault=([0], signal.SIGINT))
     assert (first.code, second.code) == (130, 130), (first, second)
     assert max(first.seconds, second.seconds) < 7, (first, second)
-    assert re.search(rf"ends because {_named(0)} failed: KeyboardInterrupt\n", second.said), second
+    assert re.search(rf"ends because {_name(0)} failed: KeyboardInterrupt\n", second.log), second
 
 
 @pytest.mark.multiprocess
 def test_a_second_ctrl_c_does_not_change_how_a_process_ends(job):
     """It comes while the process tells the others of the first."""
-    what = """
+    body = """
 import signal, threading
 if rank == 0:
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     os.kill(os.getpid(), signal.SIGINT)
 time.sleep(600)
 """
-    first, second = job(JOIN + what)
+    first, second = job(JOIN + body)
     assert (first.code, second.code) == (130, 130), (first, second)
-    assert "Error in sys.excepthook" not in first.said, first
-    assert re.search(rf"ends because {_named(0)} failed: KeyboardInterrupt\n", second.said), second
+    assert "Error in sys.excepthook" not in first.log, first
+    assert re.search(rf"ends because {_name(0)} failed: KeyboardInterrupt\n", second.log), second

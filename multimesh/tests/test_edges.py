@@ -28,13 +28,13 @@ def sums(x):
     return on(1, lambda y: y.sum())(on(0, lambda x: 2 * x)(x))
 
 
-def same_as_plain(body, *args, **how):
+def same_as_plain(body, *args, **options):
     """Results of the loop under `multimesh.jit`, which are those of plain jit: values, dtypes and weak types."""
-    looped = mm.microbatch(body, size=ROWS // COUNT, **how)
-    got, want = mm.jit(looped)(*args), jax.jit(looped)(*args)
-    assert_same(got, want)
-    assert [x.weak_type for x in jax.tree.leaves(got)] == [x.weak_type for x in jax.tree.leaves(want)]
-    return got
+    loop = mm.microbatch(body, size=ROWS // COUNT, **options)
+    actual, expected = mm.jit(loop)(*args), jax.jit(loop)(*args)
+    assert_same(actual, expected)
+    assert [x.weak_type for x in jax.tree.leaves(actual)] == [x.weak_type for x in jax.tree.leaves(expected)]
+    return actual
 
 
 def places(tree):
@@ -61,21 +61,21 @@ def test_what_a_task_makes_of_nothing_lies_on_its_submesh(how):
         y = on(0, lambda x: 2 * x)(x)
         return on(2, lambda y, c: (3.0, jnp.zeros_like(y) + 1, c, c + 0, y, y.sum()))(y, c)
 
-    got = same_as_plain(body, X, C, **how)
-    assert places(got) == [2] * 6
+    actual = same_as_plain(body, X, C, **how)
+    assert places(actual) == [2] * 6
 
 
 def test_what_a_task_passes_through_is_read_where_it_was_made():
     """It goes to its reader at once, not by way of each task in between."""
 
     def through(x):
-        y, kept = on(0, lambda x: (2 * x, jnp.sin(x)))(x)
-        y, kept = on(1, lambda y, kept: (jnp.cos(y), kept))(y, kept)
-        return on(2, lambda y, kept: (y * kept).sum())(y, kept)
+        y, residual = on(0, lambda x: (2 * x, jnp.sin(x)))(x)
+        y, residual = on(1, lambda y, residual: (jnp.cos(y), residual))(y, residual)
+        return on(2, lambda y, residual: (y * residual).sum())(y, residual)
 
     loop = mm.microbatch(through, size=4)
-    sent = {(t.source, t.target) for t in mm.jit(loop).plan(X).transfers}
-    assert sent == {(0, 1), (0, 2), (1, 2)}
+    transfers = {(t.source, t.target) for t in mm.jit(loop).plan(X).transfers}
+    assert transfers == {(0, 1), (0, 2), (1, 2)}
     assert_same(mm.jit(loop)(X), jax.jit(loop)(X))
 
 
@@ -87,9 +87,9 @@ def test_a_gradient_that_a_task_passes_through_lies_on_its_submesh():
 
     biases = [np.full((4, 2), k, np.float32) for k in range(3)]
     loop = functools.partial(mm.microbatch(jax.grad(loss), size=4, argnum=1))
-    got = mm.jit(loop)(biases, X)
-    assert_same(got, jax.jit(loop)(biases, X))
-    assert places(got) == [0, 1, 2]
+    actual = mm.jit(loop)(biases, X)
+    assert_same(actual, jax.jit(loop)(biases, X))
+    assert places(actual) == [0, 1, 2]
 
 
 def v_shaped(layer):
@@ -120,10 +120,10 @@ def test_a_checkpoint_around_all_stages_is_cut_at_the_borders_between_submeshes(
     weights, loss = v_shaped(lambda w, x: jnp.tanh(x @ w))
 
     def step(weights, x):
-        kept = loss if where == "around the loop" else jax.checkpoint(loss)
+        fn = loss if where == "around the loop" else jax.checkpoint(loss)
         if where == "inside":
-            return mm.microbatch(jax.value_and_grad(kept), size=2, argnum=1, schedule=schedule)(weights, x)
-        loop = mm.microbatch(kept, size=2, argnum=1, schedule=schedule)
+            return mm.microbatch(jax.value_and_grad(fn), size=2, argnum=1, schedule=schedule)(weights, x)
+        loop = mm.microbatch(fn, size=2, argnum=1, schedule=schedule)
         return jax.value_and_grad(jax.checkpoint(loop) if where == "around the loop" else loop)(weights, x)
 
     f = mm.jit(step)
@@ -154,16 +154,16 @@ BESIDE = {  # what the task of the last stage makes of something else than the r
 
 
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
-@pytest.mark.parametrize("beside", BESIDE)
-def test_what_the_last_stage_returns_beside_the_microbatch_does_not_make_it_an_earlier_one(beside, gradient):
+@pytest.mark.parametrize("case", BESIDE)
+def test_what_the_last_stage_returns_beside_the_microbatch_does_not_make_it_an_earlier_one(case, gradient):
     """Found by seeds 229, 1176 and 1182: the last stage came before the second, and zb-h1 refused the loop."""
     weights = [np.full((2, 2), 0.1 * (k + 1), np.float32) for k in range(3)]
 
     def loss(weights, x):
         h = [on(0, lambda w, x: jnp.tanh(x @ w))(weights[0], x)]
-        more = on(2, lambda w, x, h: BESIDE[beside](w, x, h))(weights, x, h)
+        extra = on(2, lambda w, x, h: BESIDE[case](w, x, h))(weights, x, h)
         h.append(on(1, lambda w, x: jnp.tanh(x @ w))(weights[1], h[0]))
-        return on(2, lambda w, x: jnp.tanh(x @ w).sum())(weights[2], h[1]), more
+        return on(2, lambda w, x: jnp.tanh(x @ w).sum())(weights[2], h[1]), extra
 
     body = jax.grad(loss, has_aux=True) if gradient else loss
     loop = mm.microbatch(body, size=2, argnum=1, schedule="zb-h1")
@@ -234,8 +234,8 @@ def test_an_unmarked_effect_happens_once():
     calls = []
 
     def f(w, x):
-        seen = io_callback(lambda v: calls.append(1) or v, jax.ShapeDtypeStruct((), jnp.float32), x[0, 0])
-        return front(w[0], x) + seen, back(w[1], x) + seen
+        value = io_callback(lambda v: calls.append(1) or v, jax.ShapeDtypeStruct((), jnp.float32), x[0, 0])
+        return front(w[0], x) + value, back(w[1], x) + value
 
     jax.block_until_ready(mm.jit(f)(W, Y))
     assert calls == [1]

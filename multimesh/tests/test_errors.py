@@ -22,7 +22,7 @@ HERE = Path(__file__).name
 X = np.ones((8, 4), np.float32)
 
 
-def here():
+def line_here():
     """The caller's line."""
     return inspect.currentframe().f_back.f_lineno
 
@@ -84,8 +84,8 @@ def test_a_schedule_of_two_stages_on_a_submesh_with_one(schedule):
     ) as all_:
         mm.jit(f).plan(MLP.init(2), MLP.batch(8, 0))
     assert "test_errors" in all_[0].filename
-    piped = mm.pipeline(lambda p, b: MLP.loss(p, b, lambda _, fn: fn), submeshes(2, (1,)))
-    f = mm.microbatch(jax.value_and_grad(piped), size=2, argnum=1, schedule=schedule)
+    pipeline = mm.pipeline(lambda p, b: MLP.loss(p, b, lambda _, fn: fn), submeshes(2, (1,)))
+    f = mm.microbatch(jax.value_and_grad(pipeline), size=2, argnum=1, schedule=schedule)
     with pytest.warns(UserWarning, match=r"pass the meshes to multimesh.pipeline once for each stage: \[a, b, a, b\]"):
         mm.jit(f).plan(MLP.init(2), MLP.batch(8, 0))
 
@@ -178,11 +178,11 @@ def test_a_value_that_is_asked_for_in_a_trace_names_the_users_line(asking, form)
         "microbatch": (mm.microbatch(fn, size=2), "microbatch"),
         "jit": (fn, "<lambda>"),
     }
-    call, who = forms[form]
+    call, name = forms[form]
     line = fn.__code__.co_firstlineno
-    with pytest.raises(mm.UsageError, match=rf"test_errors.py:{line}: {who} is traced.*jnp.where.*JAX says: ") as told:
+    with pytest.raises(mm.UsageError, match=rf"test_errors.py:{line}: {name} is traced.*jnp.where.*JAX says: ") as info:
         mm.jit(call)(X)
-    assert "concrete" in str(told.value.__cause__) or "traced array" in str(told.value.__cause__)
+    assert "concrete" in str(info.value.__cause__) or "traced array" in str(info.value.__cause__)
 
 
 def test_an_export_says_why_there_is_none():
@@ -211,27 +211,27 @@ def scoped(x):
 
 @pytest.mark.parametrize("pattern", [r"layer(\d+)", r"layers_(\d+)/mlp", r"layrs_(?P<n>[0-9]+)"])
 def test_a_registered_pattern_that_matches_no_scope_lists_near_names(pattern):
-    with mm.register_task(pattern, mesh=MESH) as made, pytest.raises(mm.UsageError, match="'layers_0'") as error:
+    with mm.register_task(pattern, mesh=MESH) as context, pytest.raises(mm.UsageError, match="'layers_0'") as error:
         mm.jit(scoped)(X)
-    assert names_line(error, here() - 2)
-    assert repr(made.pattern.pattern) in str(error.value)
+    assert names_line(error, line_here() - 2)
+    assert repr(context.pattern.pattern) in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("fn", "said"),
+    ("fn", "message"),
     [
         (scoped, "its scopes are 'layers_0', 'layers_1'"),
         (jnp.sin, "jax.named_scope in Flax NNX"),
         (lambda x: mm.task(jnp.sin, "s", mesh=MESH)(x), None),
     ],
 )
-def test_a_registered_pattern_that_is_far_from_every_scope_warns(fn, said):
+def test_a_registered_pattern_that_is_far_from_every_scope_warns(fn, message):
     """The function may be another than it was registered for; and where there are tasks, that is no surprise."""
-    with mm.register_task(r"decoder/block(\d+)", mesh=MESH), warnings.catch_warnings(record=True) as seen:
+    with mm.register_task(r"decoder/block(\d+)", mesh=MESH), warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
-        assert_same(mm.jit(fn)(X), fn(X) if said else jnp.sin(X))
-    told = [str(w.message) for w in seen if "register_task" in str(w.message)]
-    assert [said in text for text in told] == ([True] if said else [])
+        assert_same(mm.jit(fn)(X), fn(X) if message else jnp.sin(X))
+    texts = [str(w.message) for w in record if "register_task" in str(w.message)]
+    assert [message in text for text in texts] == ([True] if message else [])
 
 
 def two_stages(params, x):
@@ -291,23 +291,23 @@ def test_debug_nans(flag, value, kind, form):
     if form == "explicit":
         split = Split(tuple(Mesh(m.devices, m.axis_names, axis_types=(AxisType.Explicit,)) for m in split.meshes))
         value = split.lay_out(value)
-    line = here() + 3
+    line = line_here() + 3
 
     def f(x):
         h = split(0, lambda x: jnp.log(x) if form != "outside tasks" else x)(x)
         return split(1, jnp.cos)(jnp.log(h) if form == "outside tasks" else h)
 
-    wrapped = mm.microbatch(f, size=2) if form == "microbatch" else f
-    jitted = mm.jit(wrapped, donate_argnums=0 if form == "donated" else ())
+    fn = mm.microbatch(f, size=2) if form == "microbatch" else f
+    jitted = mm.jit(fn, donate_argnums=0 if form == "donated" else ())
     with flag(True):
         if form == "finite":
             assert_same(jitted(X + 1), jax.jit(f)(X + 1))
             return
-        who = "outside tasks" if form == "outside tasks" else "task 'stage0'"
-        said = rf"{who}.*invalid value \({kind}\) encountered in log"
+        subject = "outside tasks" if form == "outside tasks" else "task 'stage0'"
+        message = rf"{subject}.*invalid value \({kind}\) encountered in log"
         if form == "donated":
-            said += "|run without donate_argnums"
-        with pytest.raises(FloatingPointError, match=said) as error:
+            message += "|run without donate_argnums"
+        with pytest.raises(FloatingPointError, match=message) as error:
             jitted(value + 0)
     assert form == "donated" or names_line(error, line, line + 1)
 
@@ -316,26 +316,26 @@ def test_debug_nans(flag, value, kind, form):
 @pytest.mark.parametrize("loop", [True, False])
 def test_disable_jit_runs_operation_by_operation(wrap, loop):
     """So that prints and breakpoints in the function see values, also on arguments of several submeshes."""
-    seen = []
+    arrays = []
 
     def loss(params, x):
-        y = on(0, lambda w, x: seen.append(x) or jnp.tanh(x @ w))(params[0], x)
-        return on(1, lambda w, h: seen.append(h) or (h @ w).sum())(params[1], y)
+        y = on(0, lambda w, x: arrays.append(x) or jnp.tanh(x @ w))(params[0], x)
+        return on(1, lambda w, h: arrays.append(h) or (h @ w).sum())(params[1], y)
 
     f = mm.microbatch(wrap(loss), size=2, argnum=1) if loop else wrap(loss)
-    want = jax.jit(jax.value_and_grad(two_stages) if wrap is jax.value_and_grad else two_stages)(list(W), X)
+    expected = jax.jit(jax.value_and_grad(two_stages) if wrap is jax.value_and_grad else two_stages)(list(W), X)
     jitted = mm.jit(f)
     with jax.disable_jit():
-        got = jitted(placed_weights(), X)
-        runs = len(seen)
+        actual = jitted(placed_weights(), X)
+        runs = len(arrays)
         assert jitted.plan(list(W), X).submeshes == submeshes(2, (2,))  # a plan can be had all the same
-    assert_same(got, want)
+    assert_same(actual, expected)
     assert runs == (8 if loop else 2)
-    assert wrap is jax.value_and_grad or not any(isinstance(x, jax.core.Tracer) for x in seen[:runs])
+    assert wrap is jax.value_and_grad or not any(isinstance(x, jax.core.Tracer) for x in arrays[:runs])
 
 
 @pytest.mark.parametrize(
-    ("fn", "told"),
+    ("fn", "message"),
     [
         (mm.task(lambda x: "text", "bad", mesh=MESH), r"test_errors.py:\d+: task 'bad' must return a pytree of arrays"),
         (mm.microbatch(lambda x: object(), size=2), r"test_errors.py:\d+: microbatch must return a pytree of arrays"),
@@ -343,8 +343,8 @@ def test_disable_jit_runs_operation_by_operation(wrap, loop):
         (mm.task(lambda x: mm.with_sharding_constraint(x, P(3)), "a", mesh=MESH), "task 'a': .*must be a str, got 3"),
     ],
 )
-def test_results_and_specs_that_are_none_are_told_of_the_users_function(fn, told):
-    with pytest.raises(mm.UsageError, match=told):
+def test_results_and_specs_that_are_none_are_told_of_the_users_function(fn, message):
+    with pytest.raises(mm.UsageError, match=message):
         mm.jit(fn)(X)
 
 
@@ -355,9 +355,9 @@ def test_a_released_package_links_its_errors_to_their_page(monkeypatch):
         (lambda: mm.microbatch(len, size=1, schedule="lifo"), "schedules"),
         (lambda: mm.linalg.solve(np.eye(4), np.ones(4)), "core-specs"),
     ):
-        with pytest.raises(mm.MultiMeshError) as raised:
+        with pytest.raises(mm.MultiMeshError) as error:
             call()
-        assert raised.value.__notes__ == [f"https://site.example/docs/troubleshooting.html#{anchor}"]
+        assert error.value.__notes__ == [f"https://site.example/docs/troubleshooting.html#{anchor}"]
 
 
 OF_WRONG_TYPE = (2.5, "nonsense", None, [1.5], {"a": 1}, (None,), object(), MESH, np.ones(3), True)

@@ -22,8 +22,8 @@ NO_MESH = Mesh(np.empty((), object), ())
 
 
 def split_of(kinds, form="wrapper"):
-    found = submeshes(2, (2, 2))
-    return Split(tuple(Mesh(m.devices, m.axis_names, axis_types=k) for m, k in zip(found, kinds, strict=True)), form)
+    meshes = submeshes(2, (2, 2))
+    return Split(tuple(Mesh(m.devices, m.axis_names, axis_types=k) for m, k in zip(meshes, kinds, strict=True)), form)
 
 
 SPLIT = split_of((EXPLICIT, EXPLICIT))
@@ -46,8 +46,8 @@ def place(split, params, owners, spec=lambda path: P("model") if "down" in path 
 )
 def test_a_training_step(kinds, schedule, where):
     """Rows over ``data``: sums are delayed, arguments donated, and the next step takes its own results."""
-    found, model = mm.schedules.get(schedule), MLP
-    split, stages = dataclasses.replace(split_of(KINDS[kinds]), placement=found.placement(2)), 2 * found.usual
+    kind, model = mm.schedules.get(schedule), MLP
+    split, stages = dataclasses.replace(split_of(KINDS[kinds]), placement=kind.placement(2)), 2 * kind.usual
     owners = model.owners(model.init(stages))
     grad = gradient(model, split, size=4, rows=16, where=where, schedule=schedule)
 
@@ -56,13 +56,13 @@ def test_a_training_step(kinds, schedule, where):
         return loss, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
 
     params, batch = place(split, model.init(stages), owners), split.lay_out(model.batch(16, 0))
-    given = jax.tree.map(lambda x: x.sharding, params)
+    layouts = jax.tree.map(lambda x: x.sharding, params)
     loss, grads = reference_gradient(model, stages, 16, 4)
     jitted = mm.jit(step, donate_argnums=0)
-    got, new = jitted(params, batch)
-    assert_same((got, new), (loss, jax.tree.map(lambda p, g: p - np.float32(0.1) * g, model.init(stages), grads)))
-    assert jax.tree.map(lambda x: x.sharding, new) == given
-    assert got.sharding.mesh in split.meshes
+    actual, new = jitted(params, batch)
+    assert_same((actual, new), (loss, jax.tree.map(lambda p, g: p - np.float32(0.1) * g, model.init(stages), grads)))
+    assert jax.tree.map(lambda x: x.sharding, new) == layouts
+    assert actual.sharding.mesh in split.meshes
     assert all(x.is_deleted() for x in jax.tree.leaves(params))
     jitted(new, batch)
     assert len(jitted.compiled) == 1
@@ -137,10 +137,10 @@ def test_code_that_names_layouts(case):
     total = jax.value_and_grad(lambda f, w, x: (2 * f(w, x)).sum(), argnums=(1, 2))
     one = mm.task(first, "first", mesh=SPLIT.mesh(0))
     with jax.set_mesh(SPLIT.mesh(0)):
-        want, value = jax.jit(total, static_argnums=0)(first, *args), jax.jit(first)(*args)
-    got = mm.jit(functools.partial(total, one))(*args)
-    assert_same(got, want)
-    assert jax.tree.map(jax.typeof, got) == jax.tree.map(jax.typeof, want)
+        expected, value = jax.jit(total, static_argnums=0)(first, *args), jax.jit(first)(*args)
+    actual = mm.jit(functools.partial(total, one))(*args)
+    assert_same(actual, expected)
+    assert jax.tree.map(jax.typeof, actual) == jax.tree.map(jax.typeof, expected)
     assert jax.typeof(mm.jit(one)(*args)) == jax.typeof(value)
     assert_same(two(first)(*args), 2 * value)
 
@@ -172,8 +172,8 @@ def test_jaxs_error_about_auto_axes_stays_jaxs():
 
 
 def test_an_explicit_array_that_is_captured_outside_tasks():
-    got = two(lambda w, x: x @ w)
-    f = mm.jit(lambda x: got._fn(jnp.zeros_like(HELD) + HELD, x))
+    actual = two(lambda w, x: x @ w)
+    f = mm.jit(lambda x: actual._fn(jnp.zeros_like(HELD) + HELD, x))
     assert_same(f(on(P("data"))), 2 * X @ W)
 
 

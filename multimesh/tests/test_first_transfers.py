@@ -5,7 +5,7 @@ import re
 import pytest
 from multimesh.runtime.actions import ProcessTransfer
 from multimesh.runtime.between import exchange
-from test_distributed import FULL, JOIN, START, _named, address, job  # noqa: F401 - fixtures
+from test_distributed import FULL, JOIN, START, _name, address, job  # noqa: F401 - fixtures
 
 STEP = """
 import signal, socket, threading
@@ -82,17 +82,17 @@ def script(text, tracing="False"):
 def test_a_first_transfer_that_never_comes_ends_the_job_with_a_line(job, fault):  # noqa: F811
     """The job stood still for ever, as with NCCL where it refuses."""
     transport, breaks, source = FAULTS[fault]
-    ended = job(script(breaks + RUN), environ=lambda rank: NOTICES | {"MULTIMESH_TRANSPORT": transport})
-    ways = rf"from {_named(source)} to {_named(1 - source)}"
-    how, wait = "did not arrive within 3 s", ".*MULTIMESH_TRANSFER_TIMEOUT"
+    runs = job(script(breaks + RUN), environ=lambda rank: NOTICES | {"MULTIMESH_TRANSPORT": transport})
+    ways = rf"from {_name(source)} to {_name(1 - source)}"
+    event, wait = "did not arrive within 3 s", ".*MULTIMESH_TRANSFER_TIMEOUT"
     if CUT in breaks:
-        how, wait = r"failed: \S.*", "(?!.*TIMEOUT)"  # XLA says that it was closed, or that it is not connected
-    told = rf"LostProcessError: the first transfer {ways} {how}; {ADVICE[transport]}"
-    for e in ended:
-        assert re.search(f"{told}{wait}", e.said), ended
-    because = f"multimesh: {_named(source)} ends because {_named(1 - source)} failed: {told}"
-    assert re.search(because, ended[source].said), ended
-    assert [e.code for e in ended] == [17, 17], ended
+        event, wait = r"failed: \S.*", "(?!.*TIMEOUT)"  # XLA says that it was closed, or that it is not connected
+    message = rf"LostProcessError: the first transfer {ways} {event}; {ADVICE[transport]}"
+    for e in runs:
+        assert re.search(f"{message}{wait}", e.log), runs
+    because = f"multimesh: {_name(source)} ends because {_name(1 - source)} failed: {message}"
+    assert re.search(because, runs[source].log), runs
+    assert [e.code for e in runs] == [17, 17], runs
 
 
 SLOW = """
@@ -133,15 +133,15 @@ print("the end", flush=True)
 def test_a_slow_job_is_not_ended_and_each_way_is_tried_once(job, transport, tracing, before, ways):  # noqa: F811
     """One traces or compiles for longer than the limit of a first transfer."""
     body = script(before + RUN + ONCE.replace("WAYS", str(ways)), tracing)
-    ended = job(body, environ=lambda rank: NOTICES | {"MULTIMESH_TRANSPORT": transport})
-    assert [e.code for e in ended] == [0, 0], ended
-    assert all("the end" in e.said for e in ended), ended
+    runs = job(body, environ=lambda rank: NOTICES | {"MULTIMESH_TRANSPORT": transport})
+    assert [e.code for e in runs] == [0, 0], runs
+    assert all("the end" in e.log for e in runs), runs
 
 
 def test_neighbors_connect_at_once():
     """In a chain each process has two neighbors: it would wait for one who waits for another, and so on."""
-    for apart in (1, 2, 4):
-        ways = [ProcessTransfer(*ends, ()) for n in range(16 - apart) for ends in ((n, n + apart), (n + apart, n))]
+    for gap in (1, 2, 4):
+        ways = [ProcessTransfer(*ends, ()) for n in range(16 - gap) for ends in ((n, n + gap), (n + gap, n))]
         waves = 0
         queue = sorted(ways, key=exchange._turn)
         while queue:

@@ -129,11 +129,11 @@ def test_registered_scopes(name, schedule, where):
         mm.register_task(r"(?:layers_[01]|stage_0)(?!\d)", mesh=split.mesh(0)),
         mm.register_task(r"(?:layers_[23]|stage_1|head)(?!\d)", mesh=split.mesh(1)),
     ):
-        piped = mm.jit(step(functools.partial(mm.microbatch, schedule=schedule)))
-        got = piped(split.place(params, owners(params)), BATCH)
-    want = jax.jit(step(microbatched))(params, BATCH)
-    assert_same(jax.tree.leaves(got), jax.tree.leaves(want))
-    assert_at_home(split, got[1], owners(params))
+        pipelined_step = mm.jit(step(functools.partial(mm.microbatch, schedule=schedule)))
+        actual = pipelined_step(split.place(params, owners(params)), BATCH)
+    expected = jax.jit(step(microbatched))(params, BATCH)
+    assert_same(jax.tree.leaves(actual), jax.tree.leaves(expected))
+    assert_at_home(split, actual[1], owners(params))
 
 
 def test_modules_of_linen_as_tasks():
@@ -147,12 +147,12 @@ def test_modules_of_linen_as_tasks():
                 x = mm.task(Block(name=f"layers_{i}"), name=f"layer{i}", mesh=split.mesh(i // 2))(x)
             return mm.task(nn.Dense(1, name="head"), name="head", mesh=split.mesh(1))(x)
 
-    (apply, params), (alone, want) = functional(Tasks()), functional(Decoder())
-    assert jax.tree.structure(params) == jax.tree.structure(want)
-    got = mm.jit(mm.microbatch(jax.value_and_grad(loss_of(apply)), size=SIZE, argnum=1))(want, BATCH)
-    plain_step = microbatched(jax.value_and_grad(loss_of(alone)), size=SIZE, argnum=1)
-    assert_same(got, jax.jit(plain_step)(want, BATCH))
-    assert_at_home(split, got[1], owners(want))
+    (apply, params), (apply_alone, expected) = functional(Tasks()), functional(Decoder())
+    assert jax.tree.structure(params) == jax.tree.structure(expected)
+    actual = mm.jit(mm.microbatch(jax.value_and_grad(loss_of(apply)), size=SIZE, argnum=1))(expected, BATCH)
+    plain_step = microbatched(jax.value_and_grad(loss_of(apply_alone)), size=SIZE, argnum=1)
+    assert_same(actual, jax.jit(plain_step)(expected, BATCH))
+    assert_at_home(split, actual[1], owners(expected))
 
 
 @pytest.mark.parametrize("make", [Block, lambda: NnxBlock(nnx.Rngs(0))], ids=["linen", "nnx"])
@@ -221,11 +221,11 @@ def test_typed_modules(form):
 
         return f
 
-    def put(mesh, state):
+    def place(mesh, state):
         return jax.tree.map(lambda x: jax.device_put(np.asarray(x), NamedSharding(mesh, x.sharding.spec)), state)
 
     rows = jax.device_put(X, NamedSharding(meshes[0], P("data")))
-    placed, alone = ([put(meshes[n // k], state) for n, state in enumerate(states)] for k in (2, 4))
-    piped = jax.value_and_grad(mm.pipeline(loss(plain), meshes) if form == "pipeline" else loss(Split(meshes)))
-    step = mm.microbatch(piped, size=4, argnum=1, reduce="mean")
-    check(step, looped(jax.value_and_grad(loss(plain))), (placed, rows), (alone, rows), meshes[0])
+    placed, plain_state = ([place(meshes[n // k], state) for n, state in enumerate(states)] for k in (2, 4))
+    fn = jax.value_and_grad(mm.pipeline(loss(plain), meshes) if form == "pipeline" else loss(Split(meshes)))
+    step = mm.microbatch(fn, size=4, argnum=1, reduce="mean")
+    check(step, looped(jax.value_and_grad(loss(plain))), (placed, rows), (plain_state, rows), meshes[0])

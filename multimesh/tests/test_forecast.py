@@ -35,12 +35,12 @@ def test_a_plan_is_idle_for_as_long_as_its_table(schedule, where):
     """Also where phases of a stage are one program: the last forward and backward, or B and W of the first stage."""
     costs, chunks = {"F": 1.0, "B": 1.5, "W": 0.5}, schedules.get(schedule).usual
     line = plan_of(schedule, 4 * chunks, 8, where, meshes=4).simulate(costs)
-    whole = {phase: chunks * cost for phase, cost in costs.items()}  # of all stages of a submesh
-    table = forecast.simulate_schedule(schedule, Shape(4, chunks, 8), whole).timeline
+    stage_costs = {phase: chunks * cost for phase, cost in costs.items()}  # of all stages of a submesh
+    table = forecast.simulate_schedule(schedule, Shape(4, chunks, 8), stage_costs).timeline
     assert line.makespan == pytest.approx(table.makespan)
     assert line.idle == pytest.approx(table.idle)
-    each = " of 2 stages" if chunks > 1 else ""
-    assert line.title == f"{schedule}: 4 submeshes{each}, 8 microbatches"
+    stages_text = " of 2 stages" if chunks > 1 else ""
+    assert line.title == f"{schedule}: 4 submeshes{stages_text}, 8 microbatches"
 
 
 def test_the_last_stage_of_1f1b_is_one_program_of_both_phases():
@@ -52,19 +52,19 @@ def test_the_last_stage_of_1f1b_is_one_program_of_both_phases():
 def test_costs_by_stage_task_and_phase():
     """The most telling key counts."""
     plan = plan_of("gpipe", 2, 3)
-    given = {"F": 1, "B": 2, (1, "F"): 3, ("stage1", "B"): 5, (0, "B"): 7}
-    times = {(s.row, s.phases): s.duration for s in plan.simulate(given).spans if s.phases}
+    given_costs = {"F": 1, "B": 2, (1, "F"): 3, ("stage1", "B"): 5, (0, "B"): 7}
+    times = {(s.row, s.phases): s.duration for s in plan.simulate(given_costs).spans if s.phases}
     assert times == {(0, "F"): 1, (0, "B"): 7, (1, "F"): 3, (1, "B"): 5}
-    named = {"F": 1, "B": 2, "stage0": 4, (0, "B"): 5}
-    times = {(s.row, s.phases): s.duration for s in plan.simulate(named).spans if s.phases}
+    task_costs = {"F": 1, "B": 2, "stage0": 4, (0, "B"): 5}
+    times = {(s.row, s.phases): s.duration for s in plan.simulate(task_costs).spans if s.phases}
     assert times == {(0, "F"): 4, (0, "B"): 5, (1, "F"): 1, (1, "B"): 2}
 
 
 def test_programs_outside_of_the_loop_are_free_unless_named():
     plan = plan_of("gpipe", 2, 3)
     assert {s.duration for s in plan.simulate().spans if not s.phases} == {0}
-    named = plan.simulate({"F": 1, "B": 1, "zeros": 2})
-    assert {s.duration for s in named.spans if s.name == "zeros"} == {2}
+    timeline = plan.simulate({"F": 1, "B": 1, "zeros": 2})
+    assert {s.duration for s in timeline.spans if s.name == "zeros"} == {2}
 
 
 def test_transfers_take_their_time():
@@ -81,7 +81,7 @@ def test_transfers_take_their_time():
 
 
 @pytest.mark.parametrize(
-    ("costs", "named"),
+    ("costs", "name"),
     [
         ({"F": 1}, "none for B of stage 1"),
         ({"F": 1, "B": 1, "X": 1}, "'X' is no phase, task or stage of this plan; it has"),
@@ -90,10 +90,10 @@ def test_transfers_take_their_time():
         ({"F": 1, "B": 1, "transfer": float("nan")}, "that of 'transfer'"),
     ],
 )
-def test_bad_costs(costs, named):
-    with pytest.raises(mm.UsageError) as caught:
+def test_bad_costs(costs, name):
+    with pytest.raises(mm.UsageError) as error:
         plan_of("gpipe", 2, 2).simulate(costs)
-    assert named in str(caught.value)
+    assert name in str(error.value)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -131,19 +131,19 @@ def step():
 
 def test_a_profile_measures_every_program_one_after_another(step):
     compiled, args = step
-    found = compiled.profile(*args, repeats=2)
+    profile = compiled.profile(*args, repeats=2)
     plan = compiled.plan
-    assert len(found.measured.spans) == sum(i.kind == "RUN" for i in plan.instructions)
-    assert len(found.measured.transfers) == sum(i.kind == "SEND" for i in plan.instructions)
-    everything = sorted([*found.measured.spans, *found.measured.transfers], key=lambda item: item.start)
-    assert all(a.end <= b.start for a, b in itertools.pairwise(everything))
-    assert all(item.end > item.start for item in everything)
-    assert len(found.costs.programs) == len(plan.kernels)
-    assert all(seconds > 0 for seconds in found.costs.programs)
-    assert found.call > 0
-    assert "one kernel at a time" in found.measured.note
-    again = plan.simulate(found.costs)
-    assert (again.makespan, again.idle) == (found.simulated.makespan, found.simulated.idle)
+    assert len(profile.measured.spans) == sum(i.kind == "RUN" for i in plan.instructions)
+    assert len(profile.measured.transfers) == sum(i.kind == "SEND" for i in plan.instructions)
+    items = sorted([*profile.measured.spans, *profile.measured.transfers], key=lambda item: item.start)
+    assert all(a.end <= b.start for a, b in itertools.pairwise(items))
+    assert all(item.end > item.start for item in items)
+    assert len(profile.costs.programs) == len(plan.kernels)
+    assert all(seconds > 0 for seconds in profile.costs.programs)
+    assert profile.call > 0
+    assert "one kernel at a time" in profile.measured.note
+    simulated = plan.simulate(profile.costs)
+    assert (simulated.makespan, simulated.idle) == (profile.simulated.makespan, profile.simulated.idle)
 
 
 def test_a_profile_leaves_the_arguments_to_the_caller(step):
@@ -226,11 +226,11 @@ def products(dtype="bfloat16", size=1):
 
 def test_a_product_takes_what_the_device_takes():
     product = kernels.matmul(H100, ROWS, WIDTH, WIDTH)
-    written = kernels.move(H100, 2 * 2 * ROWS * WIDTH)  # tanh reads the product, and its result is written once
+    writing = kernels.move(H100, 2 * 2 * ROWS * WIDTH)  # tanh reads the product, and its result is written once
     timeline = products().simulate("h100")
     start = software("nvidia").kernel
     assert timeline.unit == "s"
-    assert timeline.busy == pytest.approx((product + start + written, product + start), rel=0.02)
+    assert timeline.busy == pytest.approx((product + start + writing, product + start), rel=0.02)
 
 
 def test_a_transfer_takes_what_the_link_takes():

@@ -53,16 +53,16 @@ def test_auto_says_what_it_chose_from(capsys):
     lines = out.splitlines()
     assert lines[-1] == "took zb-h1: the shortest published table that fits into memory"
     assert [line.split()[0] for line in lines if line.endswith("taken")] == ["zb-h1"]
-    (found,) = json.loads(run(capsys, *argv, "--json")[1])["schedules"]
-    assert found["choice"]["taken"] == "zb-h1"
-    assert found["makespan"] == found["choice"]["candidates"][1]["makespan"] == 30
+    (row,) = json.loads(run(capsys, *argv, "--json")[1])["schedules"]
+    assert row["choice"]["taken"] == "zb-h1"
+    assert row["makespan"] == row["choice"]["candidates"][1]["makespan"] == 30
 
 
 def test_json(capsys):
     code, out, _ = run(capsys, "--schedule", "interleaved", "--interleave", 4, "--json")
-    found = json.loads(out)
-    assert code == found["exit_code"] == 0
-    (only,) = found["schedules"]
+    document = json.loads(out)
+    assert code == document["exit_code"] == 0
+    (only,) = document["schedules"]
     assert only["idle"] == pytest.approx([9 / 4] * 4)
     assert only["agrees"] is True
     assert (only["stages_per_submesh"], only["formula"]) == (4, "(p-1)(tF+tB+tW)/v")
@@ -84,7 +84,7 @@ def test_pictures(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("argv", "named"),
+    ("argv", "word"),
     [
         (["--svg", "a.svg"], "--svg and --perfetto show one schedule; name it with --schedule"),
         (["--costs", "F=1"], "expected one for each of F, B and W, got 'F'"),
@@ -96,17 +96,17 @@ def test_pictures(tmp_path, capsys):
         (["--schedule", "zigzag"], "'zigzag'"),
     ],
 )
-def test_bad_flags(argv, named, capsys):
+def test_bad_flags(argv, word, capsys):
     code, out, err = run(capsys, *argv)
     assert (code, out) == (2, "")
     assert err.startswith("error: ")
-    assert named in err
+    assert word in err
     assert err.count("\n") == 1
 
 
 def test_an_idle_time_that_is_not_the_published_fails(capsys, monkeypatch):
-    wrong = PublishedIdle(5.0, "(p-1)")
-    monkeypatch.setattr(schedules.OneFOneB, "idle", lambda *_: wrong)
+    idle = PublishedIdle(5.0, "(p-1)")
+    monkeypatch.setattr(schedules.OneFOneB, "idle", lambda *_: idle)
     code, out, err = run(capsys, "--schedule", "1f1b")
     assert code == 14
     assert "(p-1)" in out
@@ -126,12 +126,12 @@ def test_a_step_of_the_user_is_compiled_for_gpus_that_are_not_there(capsys):
     argv = ("--compile", f"{STEP}:lower", "--device", "h100", "--gpus", 4)
     code, out, err = run(capsys, *argv, "--json")
     assert code == 0, err
-    found = json.loads(out)
-    assert found["compilation"]["kernels"] == 2
-    assert found["limit"] == pytest.approx(0.75 * 80 * 2**30, rel=0.03)
-    for forecast, compiled in zip(found["forecast"], found["compiled"], strict=True):
+    document = json.loads(out)
+    assert document["compilation"]["kernels"] == 2
+    assert document["limit"] == pytest.approx(0.75 * 80 * 2**30, rel=0.03)
+    for forecast, compiled in zip(document["forecast"], document["compiled"], strict=True):
         assert forecast["arguments"] == compiled["arguments"] >= 2 * 1024**2
-    most = max(each["total"] for each in found["compiled"])
+    most = max(kernel["total"] for kernel in document["compiled"])
     code, out, err = run(capsys, *argv, "--memory", most - 1)
     assert code == 16
     assert "2 kernels, " in out
@@ -140,18 +140,18 @@ def test_a_step_of_the_user_is_compiled_for_gpus_that_are_not_there(capsys):
 
 @pytest.mark.compile_gpu
 @pytest.mark.parametrize(
-    ("function", "code", "named"),
+    ("function", "code", "word"),
     [
         ("lower_nothing", 2, "returned a tuple"),
         ("missing", 2, "has no function 'missing'"),
         ("fail", 1, "it raised ValueError: 8 are too few"),
     ],
 )
-def test_a_function_that_lowers_no_step_is_named(capsys, function, code, named):
-    found = run(capsys, "--compile", f"{STEP}:{function}")
-    assert found[0] == code
-    assert named in found[2]
-    assert found[2].count("\n") == 1
+def test_a_function_that_lowers_no_step_is_named(capsys, function, code, word):
+    result = run(capsys, "--compile", f"{STEP}:{function}")
+    assert result[0] == code
+    assert word in result[2]
+    assert result[2].count("\n") == 1
 
 
 def test_a_file_that_is_not_there_is_named(capsys):

@@ -24,7 +24,7 @@ def loss(weights, x, place):
     return place(LAYERS - 1, lambda x: jnp.sum(x**2))(x)
 
 
-def steps(meshes, schedule, once, rows=ROWS):
+def steps(meshes, schedule, gather_once, rows=ROWS):
     def place(n, fn):
         return mm.task(fn, mesh=meshes[n % 2])
 
@@ -32,9 +32,9 @@ def steps(meshes, schedule, once, rows=ROWS):
         return lambda n, w: place(n, lambda w: lax.with_sharding_constraint(w, spec))(w)
 
     def step(weights, x):
-        used = [laid(P())(n, w) for n, w in enumerate(weights)] if once else weights
+        gathered = [laid(P())(n, w) for n, w in enumerate(weights)] if gather_once else weights
         total, grads = mm.microbatch(
-            lambda rows: jax.value_and_grad(loss)(used, rows[0], place),
+            lambda rows: jax.value_and_grad(loss)(gathered, rows[0], place),
             size=rows // MICROBATCHES, schedule=schedule,
         )((x,))  # fmt: skip
         grads = [laid(P("fsdp"))(n, g) for n, g in enumerate(grads)]
@@ -60,9 +60,9 @@ def test_weights_that_are_gathered_before_the_loop_are_gathered_once(schedule):
         costs = compiled.cost_analysis()
         gathered.append(sum(cost["all-gather"] for cost in costs))
         reduced.append(sum(cost["all-reduce"] for cost in costs))
-        found, made = compiled(weights, rows)
-        np.testing.assert_allclose(found, total, rtol=1e-6)
-        for new, w, g in zip(made, values, grads, strict=True):
+        value, updated = compiled(weights, rows)
+        np.testing.assert_allclose(value, total, rtol=1e-6)
+        for new, w, g in zip(updated, values, grads, strict=True):
             assert new.sharding.spec == P("fsdp")
             np.testing.assert_allclose(new, w - 0.1 * g, rtol=1e-5, atol=1e-6)
     assert gathered[1] == LAYERS * SIZE
@@ -86,7 +86,7 @@ def test_a_stage_that_goes_forward_and_back_gathers_a_weight_once():
     compiled = mm.jit(step).lower(weights, x).compile()
     programs = zip(compiled.plan.kernels, compiled.collectives(), strict=True)
     (last,) = (collectives for kernel, collectives in programs if kernel.name == "B1.back")
-    arrays = [shape for each in last if each.kind == "all-gather" for _, shape in each.arrays]
+    arrays = [shape for collective in last if collective.kind == "all-gather" for _, shape in collective.arrays]
     assert arrays == [(WIDTH, WIDTH)]
 
 
@@ -126,13 +126,13 @@ def layer(devices, backward):
     def loss(layout, weights, x):
         return jnp.sum(attention_and_mlp(layout, weights, x) ** 2)
 
-    def plain(weights, x):
+    def reference(weights, x):
         return loss(lambda *spec: NamedSharding(mesh, P(*spec)), weights, x)
 
     def task(weights, x):
         return mm.task(lambda weights, x: loss(P, weights, x), "layer", mesh=mesh)(weights, x)
 
-    fns = [jax.grad(fn, argnums=(0, 1)) if backward else fn for fn in (task, plain)]
+    fns = [jax.grad(fn, argnums=(0, 1)) if backward else fn for fn in (task, reference)]
     return fns, (weights, jax.ShapeDtypeStruct((1, 64, WIDTH), "float32", sharding=NamedSharding(mesh, P())))
 
 
@@ -165,7 +165,7 @@ def test_an_activation_that_several_products_read_is_gathered_once(monkeypatch, 
     compiled = mm.jit(mm.task(products, "products", mesh=mesh)).lower([w] * 3, x).compile()
     ((gather,),) = compiled.collectives()
     assert len(gather.arrays) == (1 if shared else 3)
-    texts = [each.text for each in compiled.inspect(least=0) if each.rule == "gathered-again"]
+    texts = [fault.text for fault in compiled.inspect(least=0) if fault.rule == "gathered-again"]
     assert len(texts) == (not shared)
     assert all("gathers the value bf16[32,16] 3 times along 'model'" in text for text in texts)
 

@@ -20,14 +20,14 @@ import multimesh as mm
 SEEDS, ALL = 100, 2000
 
 
-def each(first: int, count: int, draw: Callable[[int], Any], check: Callable[[Any], None]) -> None:
+def check_seeds(first: int, count: int, draw: Callable[[int], Any], check: Callable[[Any], None]) -> None:
     """Check what some seeds draw; a failure tells the seed, and what it drew."""
     for seed in range(first, first + count):
-        drawn = draw(seed)
+        program = draw(seed)
         try:
-            check(drawn)
+            check(program)
         except Exception as error:
-            error.add_note(f"seed {seed}: {drawn}")
+            error.add_note(f"seed {seed}: {program}")
             raise
     jax.clear_caches()
 
@@ -49,48 +49,48 @@ def parts(start: int, stop: int) -> list[Any]:
 @pytest.mark.telling("0-pipelines", "0-surrounded", "0-typed")
 @pytest.mark.parametrize(("first", "kind"), parts(0, SEEDS))
 def test_programs(first, kind):
-    each(first, TOGETHER[kind], *KINDS[kind])
+    check_seeds(first, TOGETHER[kind], *KINDS[kind])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("first", "kind"), parts(SEEDS, ALL))
 def test_many_programs(first, kind):
-    each(first, TOGETHER[kind], *KINDS[kind])
+    check_seeds(first, TOGETHER[kind], *KINDS[kind])
 
 
 def test_the_seeds_draw_every_surrounding():
-    drawn = [surrounded.surrounded(seed) for seed in range(SEEDS)]
-    assert {d.around for d in drawn} == set(surrounded.AROUND)
-    assert {d.ambient for d in drawn} == set(surrounded.AMBIENT)
-    assert {d.ambient for d in drawn if d.around in ("vmap", "grad")} == set(surrounded.AMBIENT)
-    assert any(d.form == "block" and d.program.inner and d.program.gradient != "none" for d in drawn)
+    programs = [surrounded.surrounded(seed) for seed in range(SEEDS)]
+    assert {d.transform for d in programs} == set(surrounded.AROUND)
+    assert {d.ambient for d in programs} == set(surrounded.AMBIENT)
+    assert {d.ambient for d in programs if d.transform in ("vmap", "grad")} == set(surrounded.AMBIENT)
+    assert any(d.form == "block" and d.program.inner and d.program.gradient != "none" for d in programs)
 
 
 def test_the_seeds_draw_everything():
     """Every schedule, dtype, gradient, layer and result is among the default ones."""
-    drawn = [generated.program(seed) for seed in range(SEEDS)]
-    assert {p.schedule for p in drawn} == {*mm.schedules.names(), "auto"}
-    assert {p.dtype for p in drawn} == {*generated.SMOOTH, *generated.EXACT}
-    assert {p.gradient for p in drawn} == set(generated.GRADIENTS)
-    assert {kind for p in drawn for kind in p.layers} == set(generated.LAYERS)
-    assert {r.kind for p in drawn for r in p.results} == set(generated.RESULTS)
-    assert {p.checkpoint for p in drawn} == {"none", "stage", "model"}
-    assert any(p.carry is not None and not p.read for p in drawn)
-    assert {p.start for p in drawn if p.carry is not None} == set(generated.STARTS)
-    assert {p.apart for p in drawn if p.schedule == "auto"} == {"none", "first", "last"}
-    assert any(p.key is not None for p in drawn)
-    assert any(p.clip for p in drawn)
-    assert {p.gradient for p in drawn if p.order is not None} == set(generated.GRADIENTS)
+    programs = [generated.program(seed) for seed in range(SEEDS)]
+    assert {p.schedule for p in programs} == {*mm.schedules.names(), "auto"}
+    assert {p.dtype for p in programs} == {*generated.SMOOTH, *generated.EXACT}
+    assert {p.gradient for p in programs} == set(generated.GRADIENTS)
+    assert {kind for p in programs for kind in p.layers} == set(generated.LAYERS)
+    assert {r.kind for p in programs for r in p.results} == set(generated.RESULTS)
+    assert {p.checkpoint for p in programs} == {"none", "stage", "model"}
+    assert any(p.carry is not None and not p.reads_state for p in programs)
+    assert {p.start for p in programs if p.carry is not None} == set(generated.STARTS)
+    assert {p.extra_task for p in programs if p.schedule == "auto"} == {"none", "first", "last"}
+    assert any(p.key is not None for p in programs)
+    assert any(p.clip for p in programs)
+    assert {p.gradient for p in programs if p.order is not None} == set(generated.GRADIENTS)
 
 
 def test_the_seeds_draw_every_typed_program():
-    drawn = [typed_programs.typed_program(seed) for seed in range(SEEDS)]
-    assert {p.schedule for p in drawn} == set(typed_programs.SCHEDULES)
-    assert {p.gradient for p in drawn} == set(typed_programs.GRADIENTS)
-    assert {name for p in drawn for name in p.bodies} == set(typed_programs.BODIES)
-    assert {(p.form, p.reduced) for p in drawn} == {(f, r) for f in ("task", "pipeline") for r in (False, True)}
-    assert {p.shapes[0] == p.shapes[1] for p in drawn} == {False, True}
-    assert {p.ambient for p in drawn} == {None, 0, 1}
+    programs = [typed_programs.typed_program(seed) for seed in range(SEEDS)]
+    assert {p.schedule for p in programs} == set(typed_programs.SCHEDULES)
+    assert {p.gradient for p in programs} == set(typed_programs.GRADIENTS)
+    assert {name for p in programs for name in p.bodies} == set(typed_programs.BODIES)
+    assert {(p.form, p.reduced) for p in programs} == {(f, r) for f in ("task", "pipeline") for r in (False, True)}
+    assert {p.shapes[0] == p.shapes[1] for p in programs} == {False, True}
+    assert {p.ambient for p in programs} == {None, 0, 1}
 
 
 def check_forward(graph: graphs.Graph) -> None:
@@ -122,14 +122,14 @@ def check_loop(graph: graphs.Graph) -> None:
 
         return loop(jax.value_and_grad(loss), size=2, argnum=1)
 
-    got = mm.jit(make(True, functools.partial(mm.microbatch, schedule=schedule)))
+    step = mm.jit(make(True, functools.partial(mm.microbatch, schedule=schedule)))
     try:
-        got.plan(params, x)
+        step.plan(params, x)
     except mm.UsageError as error:
         if schedule == "zb-h1" and "one stage a submesh" in str(error):
             return
         raise
-    assert_same(got(params, x), jax.jit(make(False, microbatched))(params, x))
+    assert_same(step(params, x), jax.jit(make(False, microbatched))(params, x))
 
 
 CHECKS = {"forward": check_forward, "gradient": check_gradient, "loop": check_loop}
@@ -138,7 +138,7 @@ CHECKS = {"forward": check_forward, "gradient": check_gradient, "loop": check_lo
 @pytest.mark.longer
 @pytest.mark.parametrize("check", CHECKS)
 def test_graphs(check):
-    each(0, 6, graphs.graph, CHECKS[check])
+    check_seeds(0, 6, graphs.graph, CHECKS[check])
 
 
 @pytest.mark.longer
@@ -161,4 +161,4 @@ def test_what_only_inputs_make_is_made_forward_where_both_directions_read_it():
 @pytest.mark.full
 @pytest.mark.parametrize("check", CHECKS)
 def test_many_graphs(check):
-    each(6, 150, graphs.graph, CHECKS[check])
+    check_seeds(6, 150, graphs.graph, CHECKS[check])

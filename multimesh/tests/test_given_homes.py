@@ -38,13 +38,13 @@ WITHOUT_TASKS = {
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("what", WITHOUT_TASKS)
-def test_a_function_without_tasks(what, kind):
+@pytest.mark.parametrize("case", WITHOUT_TASKS)
+def test_a_function_without_tasks(case, kind):
     meshes = [Mesh(m.devices, m.axis_names, axis_types=(kind,)) for m in submeshes(4)]
-    step = mm.jit(WITHOUT_TASKS[what])
-    got = step(on(meshes))
-    assert_same(got, jax.jit(WITHOUT_TASKS[what])(VALUES))
-    assert [v.sharding.mesh for v in got] == meshes
+    step = mm.jit(WITHOUT_TASKS[case])
+    actual = step(on(meshes))
+    assert_same(actual, jax.jit(WITHOUT_TASKS[case])(VALUES))
+    assert [v.sharding.mesh for v in actual] == meshes
     compiled = len(step.compiled)
     step(on(meshes))
     assert len(step.compiled) == compiled

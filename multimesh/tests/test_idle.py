@@ -27,15 +27,15 @@ def two_stages(meshes, constrain=lambda x: x):
     return forward
 
 
-def told(fn, *args):
-    with warnings.catch_warnings(record=True) as caught:
+def messages_of(fn, *args):
+    with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
         fn(*args)
-    return [f"{w.filename}:{w.lineno}: {w.message}" for w in caught if "shards nothing" in str(w.message)]
+    return [f"{w.filename}:{w.lineno}: {w.message}" for w in record if "shards nothing" in str(w.message)]
 
 
 def test_an_axis_that_shards_nothing_is_told_with_the_line_of_its_work():
-    (message,) = told(mm.jit(two_stages(submeshes(2, (2, 2)))).lower, W, X)
+    (message,) = messages_of(mm.jit(two_stages(submeshes(2, (2, 2)))).lower, W, X)
     assert "test_idle.py:" in message.partition(": axis 'data' of submesh [data=2 model=2 | devices 0..3]")[0]
     assert "shards nothing, nor do 3 more axes of submeshes: its devices all compute the same" in message
 
@@ -51,12 +51,12 @@ def test_an_axis_that_shards_nothing_is_told_with_the_line_of_its_work():
 def test_an_argument_a_constraint_or_a_shard_map_shares_the_work(constrain, spec):
     meshes = submeshes(2, (2,))
     x = X if spec is None else jax.device_put(X, NamedSharding(meshes[0], spec))
-    assert told(mm.jit(two_stages(meshes, constrain)).lower, W, x) == []
+    assert messages_of(mm.jit(two_stages(meshes, constrain)).lower, W, x) == []
 
 
 def test_without_work_or_with_one_device_there_is_nothing_to_share():
-    assert told(mm.jit(mm.task(jnp.tanh, mesh=submeshes(1, (2,))[0])).lower, X) == []
-    assert told(mm.jit(two_stages(submeshes(2, (1,)))).lower, W, X) == []
+    assert messages_of(mm.jit(mm.task(jnp.tanh, mesh=submeshes(1, (2,))[0])).lower, X) == []
+    assert messages_of(mm.jit(two_stages(submeshes(2, (1,)))).lower, W, X) == []
 
 
 PROGRAM = """
@@ -95,8 +95,8 @@ def test_a_task_in_one_program_is_told_once(before, tmp_path):
     """Also where JAX has kept the trace of the task: then the line is that of the first call, or of the next (0.10)."""
     script = tmp_path / "script.py"
     script.write_text(PROGRAM.replace("# known", USED_BEFORE[before]))
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=CLEAN, check=True)
-    told_before, message = done.stdout.split("\n")[:2]
+    process = subprocess.run([sys.executable, script], capture_output=True, text=True, env=CLEAN, check=True)
+    told_before, message = process.stdout.split("\n")[:2]
     assert told_before == "0"
     assert message.count("|") == 0
     lines = (11, 12) if "keeps" in before else (17,)
@@ -108,7 +108,7 @@ def constrained(x):
 
 
 @pytest.mark.parametrize(
-    ("fn", "what"),
+    ("fn", "name"),
     [
         (lambda mesh: jax.jit(mm.task(constrained, "mine", mesh=mesh)), "task 'mine'"),
         (lambda mesh: mm.task(constrained, "mine", mesh=mesh), "task 'mine'"),
@@ -116,7 +116,7 @@ def constrained(x):
         (lambda mesh: mm.jit(mm.pipeline(constrained, None)), "pipeline: constrained"),
     ],
 )
-def test_a_bare_spec_outside_of_a_mesh_is_an_error_with_its_line(fn, what):
+def test_a_bare_spec_outside_of_a_mesh_is_an_error_with_its_line(fn, name):
     (mesh,) = submeshes(1, (2,))
-    with pytest.raises(mm.UsageError, match=rf"test_idle.py:\d+: {what} has a bare PartitionSpec, and runs without a"):
+    with pytest.raises(mm.UsageError, match=rf"test_idle.py:\d+: {name} has a bare PartitionSpec, and runs without a"):
         fn(mesh)(X)

@@ -16,7 +16,7 @@ import multimesh as mm
 
 def meshes(devices=None):
     grid = np.array(jax.devices()[:8] if devices is None else devices).reshape(2, 2, 2)
-    return [Mesh(each, ("data", "model")) for each in grid]
+    return [Mesh(half, ("data", "model")) for half in grid]
 
 
 def on(mesh, *spec):
@@ -67,7 +67,7 @@ def replicated(mesh, w, x):
     return lax.with_sharding_constraint(jnp.tanh(x @ w), on(mesh))
 
 
-def turned(mesh, w, x):
+def transpose(mesh, w, x):
     h = lax.with_sharding_constraint(jnp.sin(x), on(mesh, "data", "model", None))
     return jnp.tanh(lax.with_sharding_constraint(h, on(mesh, "data", None, "model"))) @ lax.with_sharding_constraint(
         w, on(mesh, "model", None)
@@ -81,19 +81,19 @@ def turned(mesh, w, x):
         ("per-microbatch", batch_norm, {}),
         ("float32-product", wide_products, {"dtype": "bfloat16"}),
         ("replicated", replicated, {}),
-        ("all-to-all", turned, {}),
+        ("all-to-all", transpose, {}),
     ],
 )
 def test_a_fault_is_told_at_the_line_that_has_it(rule, first, options):
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
-        found = [each for each in compiled(first, **options).inspect(least=0) if each.rule == rule]
-    assert found, rule
+        faults = [fault for fault in compiled(first, **options).inspect(least=0) if fault.rule == rule]
+    assert faults, rule
     begin = first.__code__.co_firstlineno
-    lines = [int(each.line.rpartition(":")[2]) for each in found if each.line.rpartition(":")[0] == __file__]
-    assert any(begin < line <= begin + 4 for line in lines), [str(each) for each in found]
-    assert {str(each.message) for each in told} >= {each.text for each in found}
-    assert all("'" in each.text and each.nbytes > 0 for each in found)
+    lines = [int(fault.line.rpartition(":")[2]) for fault in faults if fault.line.rpartition(":")[0] == __file__]
+    assert any(begin < line <= begin + 4 for line in lines), [str(fault) for fault in faults]
+    assert {str(warning.message) for warning in record} >= {fault.text for fault in faults}
+    assert all("'" in fault.text and fault.nbytes > 0 for fault in faults)
 
 
 @pytest.mark.telling(
@@ -106,29 +106,29 @@ def test_a_fault_is_told_at_the_line_that_has_it(rule, first, options):
 @pytest.mark.parametrize("rule", ["gathered-weights", "per-microbatch", "float32-product", "replicated", "all-to-all"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_pipeline_without_a_fault_is_told_none(rule, dtype):
-    assert not [each for each in compiled(clean, dtype=dtype).inspect(least=256) if each.rule == rule]
+    assert not [fault for fault in compiled(clean, dtype=dtype).inspect(least=256) if fault.rule == rule]
 
 
 def test_parameters_divided_over_the_data_are_gathered_without_a_word():
     """FSDP gathers them for each microbatch, and reduces and scatters their gradients: that is what it is."""
-    found = compiled(clean, weight=P("data", "model")).inspect(least=512)
-    assert "gathered-weights" not in {each.rule for each in found}
+    faults = compiled(clean, weight=P("data", "model")).inspect(least=512)
+    assert "gathered-weights" not in {fault.rule for fault in faults}
 
 
 def test_without_a_loop_nothing_is_per_microbatch():
-    found = {each.rule for each in compiled(batch_norm, loop=False).inspect(least=0)}
-    assert not found & {"per-microbatch", "gathered-weights", "replicated"}
+    rules = {fault.rule for fault in compiled(batch_norm, loop=False).inspect(least=0)}
+    assert not rules & {"per-microbatch", "gathered-weights", "replicated"}
 
 
 def test_a_first_dimension_is_no_axis_of_the_data():
     """Only what the loop cuts has rows: sums along the axis that divides features are no fault of the loop."""
 
     def first(mesh, w, x):
-        turned = lax.with_sharding_constraint(jnp.transpose(x @ w, (2, 0, 1)), on(mesh, "model", "data"))
-        return jnp.tanh(jnp.transpose(turned, (1, 2, 0)) @ lax.with_sharding_constraint(w, on(mesh, "model")))
+        transposed = lax.with_sharding_constraint(jnp.transpose(x @ w, (2, 0, 1)), on(mesh, "model", "data"))
+        return jnp.tanh(jnp.transpose(transposed, (1, 2, 0)) @ lax.with_sharding_constraint(w, on(mesh, "model")))
 
-    found = [each for each in compiled(first).inspect(least=0) if each.rule == "per-microbatch"]
-    assert not [each for each in found if "'model'" in each.text]
+    faults = [fault for fault in compiled(first).inspect(least=0) if fault.rule == "per-microbatch"]
+    assert not [fault for fault in faults if "'model'" in fault.text]
 
 
 def test_small_ones_are_not_told():
@@ -146,15 +146,15 @@ def test_a_large_collective_that_nothing_hides_is_told_for_gpus():
             )
         )
 
-    found = compiled(first, weight=P("model"), devices=devices, tokens=4096, width=1024).inspect()
-    waits = [each for each in found if each.rule == "synchronous"]
+    faults = compiled(first, weight=P("model"), devices=devices, tokens=4096, width=1024).inspect()
+    waits = [fault for fault in faults if fault.rule == "synchronous"]
     assert waits
     assert "all-reduce" in waits[0].text
     assert waits[0].nbytes > 10e6
 
 
 @pytest.mark.parametrize(
-    ("groups", "found"),
+    ("groups", "expected"),
     [
         ("{{0,1},{2,3}}", ((0, 1), (2, 3))),
         ("[2,2]<=[4]", ((0, 1), (2, 3))),
@@ -164,11 +164,11 @@ def test_a_large_collective_that_nothing_hides_is_told_for_gpus():
         ("mesh['a'=2,'b'=2], device_ids=([4]) {'b'}", ((0, 1), (2, 3))),
     ],
 )
-def test_devices_of_a_collective_are_read_in_every_form(groups, found):
+def test_devices_of_a_collective_are_read_in_every_form(groups, expected):
     line = f"  ROOT %g = f32[8]{{0}} all-gather(%x), replica_groups={groups}, dimensions={{0}}"
     text = f"ENTRY %main (x: f32[4]) -> f32[8] {{\n{line}\n}}"
     (only,) = find_collectives(read_computations(text))
-    assert only.groups == found
+    assert only.groups == expected
 
 
 def test_a_collective_that_xla_compiles_for_gpus_as_its_own_counts():
@@ -253,10 +253,10 @@ def test_the_exchange_of_tokens_of_experts_counts_for_gpus():
     assert compiled.cost_analysis()[0]["ragged-all-to-all"] == only.nbytes
 
 
-@pytest.mark.parametrize("together", [True, False])
-def test_a_collective_that_is_started_as_a_computation_counts(together):
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_collective_that_is_started_as_a_computation_counts(asynchronous):
     """As XLA writes it for GPUs; where ``is_sync`` is set, nothing runs beside it."""
-    sync = "false" if together else "true"
+    sync = "false" if asynchronous else "true"
     text = f"""
 %async_computation.1 (param_0: bf16[4,1024]) -> bf16[4,2048] {{
   %param_0 = bf16[4,1024]{{1,0}} parameter(0)
@@ -271,4 +271,4 @@ ENTRY %main (x: bf16[4,1024]) -> bf16[4,2048] {{
 """  # noqa: E501
     (only,) = find_collectives(read_computations(text))
     assert (only.kind, only.nbytes, only.groups) == ("all-gather", 4 * 2048 * 2, ((0, 1), (2, 3)))
-    assert only.asynchronous == together
+    assert only.asynchronous == asynchronous

@@ -51,12 +51,12 @@ def test_inputs_passed_straight_through(split, case):
     def f(p, x, odd):
         return two_blocks(split)(p, x), p, odd, [odd["twice"], ()]
 
-    y, same, odd_out, again = mm.jit(f)(placed, batch["x"], odd)
+    y, params_out, odd_out, copies = mm.jit(f)(placed, batch["x"], odd)
     assert_same(y, two_blocks(plain)(params, batch["x"]))
-    assert_same(same, params)
+    assert_same(params_out, params)
     assert_same(odd_out, jax.jit(lambda o: o)(odd))
-    assert_same(again[0], odd["twice"])
-    assert_at_home(split, same, MLP.owners(params))
+    assert_same(copies[0], odd["twice"])
+    assert_at_home(split, params_out, MLP.owners(params))
     assert not any(x.is_deleted() for x in jax.tree.leaves(placed))
 
 
@@ -108,14 +108,14 @@ def test_donation(split, case):
         loss, grads = grads_of(params, batch)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
 
-    kept, donated = split.place(params, owners), split.place(params, owners)
+    donor_free, donated = split.place(params, owners), split.place(params, owners)
     batch = jax.device_put(batch)
-    want, _ = mm.jit(step)(kept, batch)
-    got, _ = mm.jit(step, donate_argnums=(0,))(donated, batch)
-    assert_same(got, jax.device_get(want))
+    expected, _ = mm.jit(step)(donor_free, batch)
+    actual, _ = mm.jit(step, donate_argnums=(0,))(donated, batch)
+    assert_same(actual, jax.device_get(expected))
     assert all(x.is_deleted() for x in jax.tree.leaves(donated))
-    assert not any(x.is_deleted() for x in jax.tree.leaves((kept, batch)))
-    assert_same(kept, params)
+    assert not any(x.is_deleted() for x in jax.tree.leaves((donor_free, batch)))
+    assert_same(donor_free, params)
 
 
 def test_static_arguments(split, case):
@@ -130,9 +130,9 @@ def test_static_arguments(split, case):
 
     compiled = mm.jit(f, static_argnums=(2, 3))
     reference = two_blocks(plain)
-    once = reference(params, batch["x"])
-    assert_same(compiled(params, batch["x"], 1, 2.0), once * 2)
-    assert_same(compiled(params, batch["x"], 2, 1.0), reference(params, once))
+    first = reference(params, batch["x"])
+    assert_same(compiled(params, batch["x"], 1, 2.0), first * 2)
+    assert_same(compiled(params, batch["x"], 2, 1.0), reference(params, first))
     compiled(params, batch["x"], 1, 2.0)
     assert traces == [(1, 2.0), (2, 1.0)]
 
@@ -193,11 +193,11 @@ def test_compilations_do_not_grow_with_microbatches(compilations, case):
 
 @pytest.mark.parametrize("collects", [True, False])
 def test_pythons_garbage_collector_rests_while_a_function_is_lowered_and_is_then_as_before(split, case, collects):
-    seen = []
+    states = []
 
     def f(p, x):
-        seen.append(gc.isenabled())
-        if len(seen) > 1:
+        states.append(gc.isenabled())
+        if len(states) > 1:
             raise ValueError("again")
         return two_blocks(split)(p, x)
 
@@ -211,7 +211,7 @@ def test_pythons_garbage_collector_rests_while_a_function_is_lowered_and_is_then
         assert gc.isenabled() == collects
     finally:
         (gc.enable if before else gc.disable)()
-    assert seen == [False, False]
+    assert states == [False, False]
 
 
 def test_what_a_call_compiled_is_analysed_without_compiling_again(split, case, compilations):
@@ -239,18 +239,18 @@ MISFITS = {  # layouts of x, which has 3 rows, and of the result; what is said o
 
 @pytest.mark.parametrize("misfit", MISFITS)
 def test_a_layout_that_an_array_cannot_have_is_refused_as_jax_does(misfit):
-    layouts, told = MISFITS[misfit]
+    layouts, message = MISFITS[misfit]
     (mesh,) = submeshes(1, (2,))
     x = np.ones((3, 2), np.float32)
-    with pytest.raises(mm.UsageError, match=told):
+    with pytest.raises(mm.UsageError, match=message):
         mm.jit(mm.task(lambda x: 2 * x, mesh=mesh), **layouts)(x)
-    whole = {k: v if isinstance(v, NamedSharding) else NamedSharding(mesh, v) for k, v in layouts.items()}
+    shardings = {k: v if isinstance(v, NamedSharding) else NamedSharding(mesh, v) for k, v in layouts.items()}
     with pytest.raises(ValueError, match="3"):
-        jax.jit(lambda x: 2 * x, **whole)(x)
+        jax.jit(lambda x: 2 * x, **shardings)(x)
 
 
 def test_an_axis_that_another_submesh_has_says_nothing_of_this_one():
     wide, narrow = (Mesh(np.array(jax.devices()[:n]), (name,)) for n, name in ((2, "rows"), (1, "data")))
     first, second = mm.task(lambda x: 2 * x, mesh=wide), mm.task(jnp.sin, mesh=narrow)
-    got = mm.jit(lambda x, y: (first(x), second(y)), in_shardings=(P("rows"), P("rows")))(np.ones((2, 3)), np.ones(3))
-    assert_same(got, (2 * jnp.ones((2, 3)), jnp.sin(jnp.ones(3))))
+    pair = mm.jit(lambda x, y: (first(x), second(y)), in_shardings=(P("rows"), P("rows")))(np.ones((2, 3)), np.ones(3))
+    assert_same(pair, (2 * jnp.ones((2, 3)), jnp.sin(jnp.ones(3))))

@@ -22,19 +22,19 @@ def scaled(split, jit=mm.jit, **options):
     """A function with every kind of parameter."""
     stage = plain if split is None else split
 
-    def f(p, x, repeat=1, /, scale=2.0, *rest, shift, **more):
+    def f(p, x, repeat=1, /, scale=2.0, *args, shift, **kwargs):
         x = stage(0, mlp_block)(p["stages"][0], x * scale)
         for _ in range(repeat):
             x = stage(1, mlp_block)(p["stages"][1], x + shift)
-        return {"x": x, **{k: v + sum(rest) for k, v in more.items()}}
+        return {"x": x, **{k: v + sum(args) for k, v in kwargs.items()}}
 
     return jit(f, **options)
 
 
 CALLS = {
-    "keywords": ({}, lambda f, p, x: f(p, x, shift=1.0, more=x, b=np.float32(2))),
-    "in another order": ({}, lambda f, p, x: f(p, x, b=1.0, more=x, shift=np.float32(1), scale=np.float32(3))),
-    "everything by position": ({}, lambda f, p, x: f(p, x, 1, 3.0, 4.0, 5.0, shift=1.0, more=1.0)),
+    "keywords": ({}, lambda f, p, x: f(p, x, shift=1.0, kwargs=x, b=np.float32(2))),
+    "in another order": ({}, lambda f, p, x: f(p, x, b=1.0, kwargs=x, shift=np.float32(1), scale=np.float32(3))),
+    "everything by position": ({}, lambda f, p, x: f(p, x, 1, 3.0, 4.0, 5.0, shift=1.0, kwargs=1.0)),
     "static number": ({"static_argnums": 2}, lambda f, p, x: f(p, x, 3, shift=1.0)),
     "static by name": ({"static_argnames": ("shift",)}, lambda f, p, x: f(p, x, shift=3)),
     "static name by position": (
@@ -53,28 +53,28 @@ def test_arguments_by_name(split, case, call):
     if "everything" in call:
         options = {"static_argnums": 2}
     f = scaled(split, **options)
-    want = run(scaled(None, jax.jit, **options), params, batch["x"])
-    assert_same(run(f, params, batch["x"]), want)
+    expected = run(scaled(None, jax.jit, **options), params, batch["x"])
+    assert_same(run(f, params, batch["x"]), expected)
     shapes = run(f.eval_shape, params, batch["x"])
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(lambda x: (x.shape, x.dtype), want)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(lambda x: (x.shape, x.dtype), expected)
 
 
 def test_ahead_of_time_with_keywords(split, case):
     params, batch = case
     f = scaled(split)
     compiled = f.lower(params, batch["x"], shift=np.float32(1)).compile()
-    theirs = scaled(None, jax.jit).lower(params, batch["x"], shift=np.float32(1)).compile()
-    assert (compiled.in_tree, compiled.out_tree) == (theirs.in_tree, theirs.out_tree)
-    got = compiled(params, batch["x"], shift=np.float32(1))
-    assert_same(got, theirs(params, batch["x"], shift=np.float32(1)))
-    assert jax.tree.map(lambda x: x.sharding, got) == compiled.output_shardings
-    (shardings, _), named = compiled.input_shardings
+    reference = scaled(None, jax.jit).lower(params, batch["x"], shift=np.float32(1)).compile()
+    assert (compiled.in_tree, compiled.out_tree) == (reference.in_tree, reference.out_tree)
+    actual = compiled(params, batch["x"], shift=np.float32(1))
+    assert_same(actual, reference(params, batch["x"], shift=np.float32(1)))
+    assert jax.tree.map(lambda x: x.sharding, actual) == compiled.output_shardings
+    (shardings, _), by_name = compiled.input_shardings
     assert {s.mesh for s in jax.tree.leaves(shardings["stages"][1])} == {split.mesh(1)}
-    assert named["shift"].mesh in split.meshes
+    assert by_name["shift"].mesh in split.meshes
     assert "HloModule" in compiled.as_text()
     traced = f.trace(params, batch["x"], shift=np.float32(1))
-    assert (traced.in_tree, traced.out_tree, traced.fun_name) == (theirs.in_tree, theirs.out_tree, "f")
-    assert str(traced.out_info) == str(jax.eval_shape(lambda: got))
+    assert (traced.in_tree, traced.out_tree, traced.fun_name) == (reference.in_tree, reference.out_tree, "f")
+    assert str(traced.out_info) == str(jax.eval_shape(lambda: actual))
     assert str(traced.lower().plan) == str(compiled.plan)
     with pytest.raises(mm.UsageError, match="compiled for arguments"):
         compiled(params, batch["x"])
@@ -144,9 +144,9 @@ def test_a_class_of_tasks(split, case):
     def f(first, second):
         return lambda p, x: second(p["stages"][1], first(p["stages"][0], x))
 
-    got = mm.jit(f(front(2.0), back(3.0)))(params, batch["x"])
-    assert_same(got, jax.jit(f(Block(2.0), Block(3.0)))(params, batch["x"]))
-    assert got.devices() == split.devices(1)
+    actual = mm.jit(f(front(2.0), back(3.0)))(params, batch["x"])
+    assert_same(actual, jax.jit(f(Block(2.0), Block(3.0)))(params, batch["x"]))
+    assert actual.devices() == split.devices(1)
     with pytest.raises(mm.UsageError, match="can't be called"):
         mm.task(type("Nothing", (), {}), mesh=split.mesh(0))
 
@@ -163,22 +163,22 @@ def test_results_have_the_weak_types_of_jax(split, case):
         return f
 
     args = params, 2.0, 3
-    got, want = mm.jit(make(split))(*args), jax.jit(make(plain))(*args)
-    assert_same(got, want)
-    assert jax.tree.map(lambda x: (x.dtype, x.weak_type), got) == jax.tree.map(lambda x: (x.dtype, x.weak_type), want)
+    actual, ref = mm.jit(make(split))(*args), jax.jit(make(plain))(*args)
+    assert_same(actual, ref)
+    assert jax.tree.map(lambda x: (x.dtype, x.weak_type), actual) == jax.tree.map(lambda x: (x.dtype, x.weak_type), ref)
 
 
 def test_a_result_in_the_memory_that_was_asked_for(split, case):
     params, batch = case
     host = NamedSharding(split.mesh(1), P("data"), memory_kind="pinned_host")
-    want = jax.jit(two_blocks(plain))(params, batch["x"])
+    expected = jax.jit(two_blocks(plain))(params, batch["x"])
     f = mm.jit(lambda p, x: (two_blocks(split)(p, x), x), out_shardings=host)
-    for got in f(params, batch["x"]):
-        assert got.sharding.memory_kind == "pinned_host"
-        assert got.sharding.spec == P("data")
-    assert_same(f(params, batch["x"])[0], want)
-    again = jax.device_put(f(params, batch["x"])[1], NamedSharding(split.mesh(0), P("data")))  # to compute with it
-    assert_same(mm.jit(two_blocks(split))(params, again), want)
+    for actual in f(params, batch["x"]):
+        assert actual.sharding.memory_kind == "pinned_host"
+        assert actual.sharding.spec == P("data")
+    assert_same(f(params, batch["x"])[0], expected)
+    on_device = jax.device_put(f(params, batch["x"])[1], NamedSharding(split.mesh(0), P("data")))  # to compute with it
+    assert_same(mm.jit(two_blocks(split))(params, on_device), expected)
     assert f.lower(params, batch["x"]).compile().output_shardings == (
         host,
         NamedSharding(split.mesh(0), P("data"), memory_kind="pinned_host"),
@@ -189,13 +189,13 @@ def test_an_inline_jit_compiles_once(split, case, compilations):
     """As of jax.jit: for as long as the function lives; in each way that it is jitted."""
     params, batch = case
     f = two_blocks(split)
-    want = mm.jit(f)(params, batch["x"])
+    expected = mm.jit(f)(params, batch["x"])
     assert_same(
         jax.grad(lambda x: mm.jit(f)(params, x).sum())(batch["x"]),
         jax.grad(lambda x: two_blocks(plain)(params, x).sum())(batch["x"]),
     )
     before = len(compilations)
-    assert_same(mm.jit(f)(params, batch["x"]), want)
+    assert_same(mm.jit(f)(params, batch["x"]), expected)
     jax.grad(lambda x: mm.jit(f)(params, x).sum())(batch["x"])
     assert len(compilations) <= before + 1  # the sum outside
     mm.jit(f, out_shardings=P("data"))(params, batch["x"])

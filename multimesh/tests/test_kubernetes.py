@@ -27,16 +27,16 @@ def test_pods_of_the_manifest_are_one_job(tmp_path):
     (part,) = jobset["spec"]["replicatedJobs"]
     job = part["template"]["spec"]
     (container,) = job["template"]["spec"]["containers"]
-    given = {entry["name"]: entry["value"] for entry in container["env"]}
+    variables = {entry["name"]: entry["value"] for entry in container["env"]}
     count = job["parallelism"]
     assert job["completionMode"] == "Indexed"
-    assert given["MULTIMESH_PROCESSES"] == str(count) == str(job["completions"])
-    host, _, port = given["JAX_COORDINATOR_ADDRESS"].partition(":")
+    assert variables["MULTIMESH_PROCESSES"] == str(count) == str(job["completions"])
+    host, _, port = variables["JAX_COORDINATOR_ADDRESS"].partition(":")
     assert (host, port.isdigit()) == ("{1}-{0}-0-0.{1}".format(part["name"], jobset["metadata"]["name"]), True)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        given["JAX_COORDINATOR_ADDRESS"] = f"localhost:{server.getsockname()[1]}"
+        variables["JAX_COORDINATOR_ADDRESS"] = f"localhost:{server.getsockname()[1]}"
     (tmp_path / "train.py").write_text(PROGRAM)
-    env = ON_CPU | given | {"JAX_NUM_CPU_DEVICES": "2", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+    env = ON_CPU | variables | {"JAX_NUM_CPU_DEVICES": "2", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
     pods = [
         subprocess.Popen(
             [sys.executable, "train.py"],

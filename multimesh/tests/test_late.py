@@ -18,8 +18,8 @@ OTHERS = [name for name in mm.schedules.names() if name not in (*SPLIT, "1f1b")]
 
 def way(schedule, count):
     """Submesh of each stage."""
-    there = [*range(count)]
-    return there + there[::-1] if schedule in V_SHAPES else there * 2 if schedule in TWICE else there
+    order = [*range(count)]
+    return order + order[::-1] if schedule in V_SHAPES else order * 2 if schedule in TWICE else order
 
 
 def model(split):
@@ -59,17 +59,17 @@ def arguments(stages):
     return [rng.normal(size=(4, 4)).astype(np.float32) for _ in range(stages)], rng.normal(size=(8, 4)).astype("f")
 
 
-def jitted(done, schedule, count):
+def jitted(finish, schedule, count):
     """The pipeline, its meaning in plain JAX, and arguments."""
     on = way(schedule, count)
-    body = functools.partial(done, model(Split(submeshes(4, (1,)), placement=tuple(on))))
-    looped = mm.microbatch(body, size=2, argnum=1, schedule=schedule)
-    return mm.jit(looped), jax.jit(microbatched(body, size=2, argnum=1)), arguments(len(on))
+    body = functools.partial(finish, model(Split(submeshes(4, (1,)), placement=tuple(on))))
+    loop = mm.microbatch(body, size=2, argnum=1, schedule=schedule)
+    return mm.jit(loop), jax.jit(microbatched(body, size=2, argnum=1)), arguments(len(on))
 
 
-def check(done, schedule, count):
-    f, plain, args = jitted(done, schedule, count)
-    assert_same(f(*args), plain(*args))
+def check(finish, schedule, count):
+    f, reference, args = jitted(finish, schedule, count)
+    assert_same(f(*args), reference(*args))
 
 
 @pytest.mark.telling("zb-v", "1f1b", "gpipe", "interleaved", "auto")
@@ -81,9 +81,9 @@ def test_a_clip_in_each_microbatch(schedule):
 
 
 @pytest.mark.telling("by_optax")
-@pytest.mark.parametrize("done", [guarded, clipped_twice, by_optax])
-def test_what_else_waits_for_all_gradients(done):
-    check(done, "zb-h1", 3)
+@pytest.mark.parametrize("finish", [guarded, clipped_twice, by_optax])
+def test_what_else_waits_for_all_gradients(finish):
+    check(finish, "zb-h1", 3)
 
 
 def test_it_runs_when_the_gradients_of_all_stages_are_there(tmp_path):
@@ -97,7 +97,7 @@ def test_it_runs_when_the_gradients_of_all_stages_are_there(tmp_path):
         "F0 F1 B0 F2 B1 W0 F3 L0 B2 W1 B3 L1 W2 W3 L2 L3",
         "B0 B1 B2 W0 L0 B3 W1 W2 L1 W3 L2 L3",
     ]
-    told = plan.simulate({"F": 1, "B": 1, "W": 1})
-    assert told.makespan < jitted(clipped, "1f1b", 3)[0].plan(*args).simulate({"F": 1, "B": 1, "W": 1}).makespan
+    simulation = plan.simulate({"F": 1, "B": 1, "W": 1})
+    assert simulation.makespan < jitted(clipped, "1f1b", 3)[0].plan(*args).simulate({"F": 1, "B": 1, "W": 1}).makespan
     plan.to_svg(tmp_path / "late.svg", plan.estimate())
     assert "late: waits for all stages" in (tmp_path / "late.svg").read_text(encoding="utf-8")

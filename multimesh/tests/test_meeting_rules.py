@@ -21,9 +21,9 @@ class Steps(step_counts.StepsOfAll):
             self.note(rank, calls)
         self.stall_at(now)
 
-    def note(self, rank, at, partners=(), done=False):
+    def note(self, rank, at, partners=(), finished=False):
         if at:
-            self.progress[rank] = step_counts.text_of(at, frozenset(partners), done)
+            self.progress[rank] = step_counts.text_of(at, frozenset(partners), finished)
 
     def stall_at(self, now):
         return self.find(self.progress, now)
@@ -78,12 +78,12 @@ def test_one_that_compiles_longer_than_others_holds_them_up_from_then_on():
 def test_one_that_has_ended_and_that_others_need_is_named():
     """After five seconds, but not where others call without it."""
     steps = Steps((3, 3), None, (3, 4))
-    steps.note(1, (3, 3), done=True)
+    steps.note(1, (3, 3), finished=True)
     assert steps.stall_at(1004) is None
     assert steps.stall_at(1006) == (1, "ended after step 3, and others have begun step 4, which needs it", True)
     steps.note(2, (3, 4), partners={0, 2})
     assert steps.stall_at(1006) is None
-    steps.note(0, (4, 4), done=True)
+    steps.note(0, (4, 4), finished=True)
     assert steps.stall_at(1200) == (2, "is in step 4 for 200 s, all others have ended", False)
 
 
@@ -93,18 +93,18 @@ def timeouts_of_this_test(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("given", "environ", "told"),
+    ("timeouts", "environ", "message"),
     [
         ({"start": 0.0}, {}, "start_timeout=0.0: give a positive"),
         ({"silence": None}, {"MULTIMESH_SILENCE_TIMEOUT": "soon"}, "MULTIMESH_SILENCE_TIMEOUT=soon: give a positive"),
         ({"compile": float("inf")}, {}, "compile_timeout=inf: give a positive"),
     ],
 )
-def test_timeouts_are_numbers(monkeypatch, given, environ, told):
+def test_timeouts_are_numbers(monkeypatch, timeouts, environ, message):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(mm.UsageError, match=re.escape(told)):
-        agree.choose_timeouts(given)
+    with pytest.raises(mm.UsageError, match=re.escape(message)):
+        agree.choose_timeouts(timeouts)
 
 
 @pytest.mark.parametrize("name", agree.TIMEOUTS)
@@ -112,10 +112,10 @@ def test_each_timeout_has_an_argument_and_a_variable(monkeypatch, name):
     """The argument wins; without both it is the usual one."""
     argument = "initialization_timeout" if name == "start" else f"{name}_timeout"
     assert argument in inspect.signature(mm.distributed.initialize).parameters
-    for variable, value, want in (("", None, agree.TIMEOUTS[name]), ("8", None, 8), ("8", 7, 7)):
+    for variable, value, expected in (("", None, agree.TIMEOUTS[name]), ("8", None, 8), ("8", 7, 7)):
         monkeypatch.setenv(f"MULTIMESH_{name.upper()}_TIMEOUT", variable)
         agree.choose_timeouts({name: value})
-        assert agree.seconds_of(name) == want
+        assert agree.seconds_of(name) == expected
 
 
 def member(rank, *words):
@@ -127,7 +127,7 @@ def member(rank, *words):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (lambda r: ["a.py", "--steps=1"], ""),
         (lambda r: ["a.py", str(r), "4", f"--log=/tmp/{r}.log", f"--me=n{r}"], ""),
@@ -138,17 +138,17 @@ def member(rank, *words):
         (lambda r: ["-a", "-b"] if r else ["-b", "-a"], "has '-b' where process 1 of 4 (n1, pid 7) has '-a'"),
     ],
 )
-def test_command_lines_may_differ_in_the_number_and_host_of_a_process_only(words, told):
+def test_command_lines_may_differ_in_the_number_and_host_of_a_process_only(words, message):
     members = [member(rank, *words(rank)) for rank in range(4)]
-    if not told:
+    if not message:
         assert [host for _, host in initialize.compare(members)] == ["n0", "n1", "n2", "n3"]
         return
-    with pytest.raises(mm.UsageError, match=re.escape(f"; command line: process 0 of 4 (n0, pid 7) {told}")):
+    with pytest.raises(mm.UsageError, match=re.escape(f"; command line: process 0 of 4 (n0, pid 7) {message}")):
         initialize.compare(members)
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("arguments", "message"),
     [
         ({}, "lacks coordinator_address, num_processes, process_id: start the processes with srun or mpirun"),
         ("pod", "lacks coordinator_address, num_processes, process_id: set JAX_COORDINATOR_ADDRESS=HOST:PORT and MUL"),
@@ -160,12 +160,12 @@ def test_command_lines_may_differ_in_the_number_and_host_of_a_process_only(words
         ({"cluster_detection_method": "slurm"}, "cluster_detection_method='slurm' finds nothing here"),
     ],
 )
-def test_arguments_that_do_not_do_are_refused(monkeypatch, given, told):
+def test_arguments_that_do_not_do_are_refused(monkeypatch, arguments, message):
     monkeypatch.setattr("multimesh.core._compat.has_backends", lambda: False)
-    if given == "pod":
+    if arguments == "pod":
         monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
-    with pytest.raises(mm.UsageError, match=re.escape(told)):
-        mm.distributed.initialize(**({} if given == "pod" else given))
+    with pytest.raises(mm.UsageError, match=re.escape(message)):
+        mm.distributed.initialize(**({} if arguments == "pod" else arguments))
 
 
 def test_devices_in_use_are_refused():
@@ -175,7 +175,7 @@ def test_devices_in_use_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("environ", "told"),
+    ("environ", "expected"),
     [
         ({"SLURM_JOB_ID": "5", "SLURM_STEP_NODELIST": "n[3-4]", "SLURM_NTASKS": "4", "SLURM_PROCID": "2"}
          | {"SLURM_LOCALID": "0"}, ("Slurm", ("n3:61445", 4, 2, [0]))),
@@ -191,12 +191,12 @@ def test_devices_in_use_are_refused():
     ],
     ids=["Slurm", "Open MPI", "Open MPI 5", "MPICH", "Kubernetes", "environment"],
 )  # fmt: skip
-def test_launchers_are_found(monkeypatch, environ, told):
+def test_launchers_are_found(monkeypatch, environ, expected):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert launchers.complete((None,) * 4, None, 1) == told
+    assert launchers.complete((None,) * 4, None, 1) == expected
     explicit = ("n9:1", 8, 7, None)
-    assert launchers.complete(explicit, None, 1) == ("arguments", (*explicit[:3], told[1][3]))
+    assert launchers.complete(explicit, None, 1) == ("arguments", (*explicit[:3], expected[1][3]))
 
 
 def test_what_a_launcher_lacks_is_said_in_a_line(monkeypatch):
@@ -205,7 +205,7 @@ def test_what_a_launcher_lacks_is_said_in_a_line(monkeypatch):
     class Launcher:
         name = "k8s"
 
-        def auto_detect_unset_distributed_params(self, *given):
+        def auto_detect_unset_distributed_params(self, *args):
             raise RuntimeError("Install the client of Kubernetes.")
 
     monkeypatch.setattr("multimesh.core._compat.launcher", lambda method: Launcher())
@@ -214,9 +214,9 @@ def test_what_a_launcher_lacks_is_said_in_a_line(monkeypatch):
 
 
 def test_one_process_gathers_what_it_has():
-    found = mm.distributed.gather({"a": jax.numpy.arange(3), "b": 2})
-    assert type(found["a"]) is np.ndarray
-    assert (found["a"].tolist(), found["b"]) == ([0, 1, 2], 2)
+    gathered = mm.distributed.gather({"a": jax.numpy.arange(3), "b": 2})
+    assert type(gathered["a"]) is np.ndarray
+    assert (gathered["a"].tolist(), gathered["b"]) == ([0, 1, 2], 2)
 
 
 def test_processes_may_dump_programs_to_folders_of_their_own(monkeypatch: pytest.MonkeyPatch):

@@ -54,11 +54,11 @@ def test_nothing_leaks_over_200_steps():
     state, batch = split.place(params, MLP.owners(params)), jax.device_put(MLP.batch(4, 0))
     for _ in range(2):
         state = step(state, batch)
-    arrays, held = live_arrays(), device_bytes()
+    arrays, sizes = live_arrays(), device_bytes()
     for _ in range(200):
         state = step(state, batch)
     assert live_arrays() == arrays
-    assert device_bytes() == held
+    assert device_bytes() == sizes
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
 
 
@@ -82,7 +82,7 @@ def test_during_a_step_every_array_lies_on_one_stage():
     before = {id(x) for x in jax.live_arrays()}
     homes = [split.devices(s) for s in range(STAGES)]
     widths = {p["up"].shape for p in params["stages"]}
-    spread, seen = [], dict.fromkeys(range(STAGES), 0)
+    spread, peaks = [], dict.fromkeys(range(STAGES), 0)
 
     def hook(k):
         if k % 5:
@@ -94,11 +94,11 @@ def test_during_a_step_every_array_lies_on_one_stage():
             if not where:
                 spread.append((x.shape, x.devices()))
             elif x.shape in widths:
-                seen[where[0]] = max(seen[where[0]], 1)
+                peaks[where[0]] = max(peaks[where[0]], 1)
 
     _, grads = at_every_call(lambda: jax.block_until_ready(f(params, batch)), hook)
     assert not spread
-    assert set(seen.values()) == {1}  # every stage did hold an array shaped like its own weights: its gradient
+    assert set(peaks.values()) == {1}  # every stage did hold an array shaped like its own weights: its gradient
     assert_at_home(split, grads, MLP.owners(params))
 
 
@@ -138,11 +138,11 @@ def lowered():
 def test_a_forecast_of_arguments_and_sums_is_exact(lowered):
     gradients = 2 * 4 * WIDTH * WIDTH * 4 // 2  # two float32 matrices, each over two devices of the model axis
     batch = ROWS * WIDTH * 4 // 2
-    for found, rows in zip(lowered.memory_estimate(), (batch, 0), strict=True):
-        assert found.sums == gradients
-        assert found.arguments == pytest.approx(2 * gradients + rows, abs=64)  # microbatch numbers
-        assert found.values > 0
-        assert found.total == found.arguments + found.sums + found.values + found.workspace
+    for estimate, rows in zip(lowered.memory_estimate(), (batch, 0), strict=True):
+        assert estimate.sums == gradients
+        assert estimate.arguments == pytest.approx(2 * gradients + rows, abs=64)  # microbatch numbers
+        assert estimate.values > 0
+        assert estimate.total == estimate.arguments + estimate.sums + estimate.values + estimate.workspace
 
 
 def test_the_forecast_workspace_is_that_of_xla(lowered):
@@ -184,8 +184,8 @@ def test_sums_that_no_device_shares_are_not_in_the_workspace_again(platform):
     (_, need) = product_step(meshes, (None,), P()).memory_estimate(platform)
     assert need.sums == MATRICES
     activations = 4 * 8 * 16 * (512 + 64) * 4  # bytes: a few arrays of each width
-    beside = MATRICES // 2 if platform == "cpu" else 0
-    assert need.workspace <= beside + activations
+    extra = MATRICES // 2 if platform == "cpu" else 0
+    assert need.workspace <= extra + activations
 
 
 def products(x, up):
@@ -264,26 +264,26 @@ def test_gathered_rows_are_in_the_workspace():
     """Under sequence parallelism each product gathers its rows: a whole copy, beside the part that a device has."""
     meshes = [Mesh(np.array(jax.devices()[i : i + 4]), ("model",)) for i in (0, 4)]
     lowered = product_step(meshes, ("model",), P(None, "model"))
-    whole = 8 * 16 * 64 * 4
+    gathered = 8 * 16 * 64 * 4
     need, measured = lowered.memory_estimate()[1], lowered.compile().memory_analysis()[1]["scratch"] / 4
-    assert need.workspace >= whole
+    assert need.workspace >= gathered
     assert 0.5 * measured <= need.workspace <= 2 * measured
 
 
 @pytest.mark.telling("P()", "P('model', None)")
-@pytest.mark.parametrize("given", [P(None, "model"), P("model", None), P()], ids=str)
-def test_a_constraint_to_the_layout_of_an_argument_copies_nothing(given):
+@pytest.mark.parametrize("spec", [P(None, "model"), P("model", None), P()], ids=str)
+def test_a_constraint_to_the_layout_of_an_argument_copies_nothing(spec):
     """MaxText constrains its parameters before it accumulates gradients; a copy of them all would stay for the loop."""
     meshes = [Mesh(np.array(jax.devices()[i : i + 2]), ("model",)) for i in (0, 2)]
-    layouts = [NamedSharding(mesh, given) for mesh in meshes]
+    layouts = [NamedSharding(mesh, spec) for mesh in meshes]
 
     def loss(weights, x):
         for mesh, w in zip(meshes, weights, strict=True):
             x = mm.task(lambda w, x: jnp.tanh(x @ w), "layer", mesh=mesh)(w, x)
         return jnp.sum(x**2)
 
-    def step(weights, x, wanted):
-        weights = [jax.lax.with_sharding_constraint(w, layout) for w, layout in zip(weights, wanted, strict=True)]
+    def step(weights, x, layouts):
+        weights = [jax.lax.with_sharding_constraint(w, layout) for w, layout in zip(weights, layouts, strict=True)]
         gradients = mm.microbatch(jax.grad(loss), size=1, argnum=1)(weights, x)
         return [w - 0.1 * g for w, g in zip(weights, gradients, strict=True)]
 
@@ -292,10 +292,10 @@ def test_a_constraint_to_the_layout_of_an_argument_copies_nothing(given):
     placed = [jax.device_put(w, layout) for w, layout in zip(weights, layouts, strict=True)]
     x = draw.normal(size=(4, 16)).astype(np.float32)
     other = [NamedSharding(mesh, P("model", None)) for mesh in meshes]
-    plain = [w - 0.1 * g for w, g in zip(weights, jax.jit(jax.grad(loss))(weights, x), strict=True)]
-    for wanted in (layouts, other):
-        f = mm.jit(lambda weights, x, wanted=wanted: step(weights, x, wanted), donate_argnums=0)
-        kept = f.lower(placed, x).memory_estimate()[1].values
-        assert (kept >= weights[1].nbytes / 2) == (wanted != layouts)
-        for got, want in zip(f(jax.tree.map(jnp.copy, placed), x), plain, strict=True):
-            np.testing.assert_allclose(got, want, atol=1e-5)
+    reference = [w - 0.1 * g for w, g in zip(weights, jax.jit(jax.grad(loss))(weights, x), strict=True)]
+    for targets in (layouts, other):
+        f = mm.jit(lambda weights, x, targets=targets: step(weights, x, targets), donate_argnums=0)
+        copies = f.lower(placed, x).memory_estimate()[1].values
+        assert (copies >= weights[1].nbytes / 2) == (targets != layouts)
+        for actual, expected in zip(f(jax.tree.map(jnp.copy, placed), x), reference, strict=True):
+            np.testing.assert_allclose(actual, expected, atol=1e-5)

@@ -52,11 +52,11 @@ def test_rows_of_results_go_back_to_their_places(dim, kind):
 
     predict = mm.microbatch(forward, dim=dim, size=SIZE, reduce=("rows", "sum"), schedule="wavefront")
     layout = P("data") if dim == 0 else P(None, "data")
-    given = np.moveaxis(x, 0, dim)
-    y, rows = mm.jit(predict)(jax.device_put(given, NamedSharding(front, layout)))
+    array = np.moveaxis(x, 0, dim)
+    y, rows = mm.jit(predict)(jax.device_put(array, NamedSharding(front, layout)))
     with mm.context(ignore_transforms=True):
-        want, _ = jax.jit(predict)(given)
-    assert_same(y, want)
+        expected, _ = jax.jit(predict)(array)
+    assert_same(y, expected)
     assert (y.sharding.spec, y.devices(), rows) == (layout, set(back.devices.flat), ROWS)
 
 
@@ -68,11 +68,11 @@ def test_another_dimension_and_another_argument(split):
     def one(scale, batch, params):
         return scale * (forward(split, params, batch["x"].T) * batch["weight"].T).sum(0)
 
-    def whole(scale, batch, params):
+    def reference(scale, batch, params):
         return scale * (forward(plain, params, batch["x"].T) * batch["weight"].T).sum(0)
 
     f = mm.jit(mm.microbatch(one, dim=1, size=SIZE, argnum=1))
-    assert_same(f(2.0, columns, params), jax.jit(whole)(2.0, columns, params))
+    assert_same(f(2.0, columns, params), jax.jit(reference)(2.0, columns, params))
 
 
 def test_typed_keys_can_be_stacked(split):
@@ -80,8 +80,8 @@ def test_typed_keys_can_be_stacked(split):
     f = mm.jit(
         mm.microbatch(split(0, lambda k: jax.vmap(lambda k: jax.random.fold_in(k, 7))(k)), size=SIZE, reduce="stack")
     )
-    want = jax.vmap(lambda k: jax.random.fold_in(k, 7))(keys)
-    assert_same(f(keys), jnp.stack([want[i::COUNT] for i in range(COUNT)]))
+    expected = jax.vmap(lambda k: jax.random.fold_in(k, 7))(keys)
+    assert_same(f(keys), jnp.stack([expected[i::COUNT] for i in range(COUNT)]))
 
 
 @pytest.mark.longer
@@ -93,8 +93,8 @@ def test_two_loops(split, schedule):
     def make(stage, loop):
         def f(params, batch):
             grads = loop(jax.grad(lambda p, b: MLP.loss(p, b, stage)), size=2, argnum=1)(params, batch)
-            moved = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-            return loop(jax.value_and_grad(lambda p, b: MLP.loss(p, b, stage)), size=4, argnum=1)(moved, batch)
+            updated = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+            return loop(jax.value_and_grad(lambda p, b: MLP.loss(p, b, stage)), size=4, argnum=1)(updated, batch)
 
         return f
 
@@ -185,15 +185,15 @@ def test_a_state_from_microbatch_to_microbatch(schedule):
 
     options = {"size": 2, "argnum": 1, "carry": 2, "reduce": ("mean", "mean", "stack")}
     by_loop = microbatched(with_statistics(plain), **options)
-    want = jax.jit(by_loop)(params, batch, state)
-    got = mm.jit(mm.microbatch(with_statistics(split), schedule=schedule, **options))(params, batch, state)
-    assert_same(got, want)
-    assert_same(jax.jit(mm.microbatch(with_statistics(plain), **options))(params, batch, state), want)
-    assert_same(mm.microbatch(with_statistics(split), **options)(params, batch, state), want)
-    for s, mean in enumerate(got[0]["mean"]):
+    expected = jax.jit(by_loop)(params, batch, state)
+    actual = mm.jit(mm.microbatch(with_statistics(split), schedule=schedule, **options))(params, batch, state)
+    assert_same(actual, expected)
+    assert_same(jax.jit(mm.microbatch(with_statistics(plain), **options))(params, batch, state), expected)
+    assert_same(mm.microbatch(with_statistics(split), **options)(params, batch, state), expected)
+    for s, mean in enumerate(actual[0]["mean"]):
         assert mean.devices() == split.devices(s)
-    again = mm.jit(mm.microbatch(with_statistics(split), schedule=schedule, **options), donate_argnums=2)
-    assert_same(again(params, batch, again(params, batch, state)[0]), jax.jit(by_loop)(params, batch, want[0]))
+    step = mm.jit(mm.microbatch(with_statistics(split), schedule=schedule, **options), donate_argnums=2)
+    assert_same(step(params, batch, step(params, batch, state)[0]), jax.jit(by_loop)(params, batch, expected[0]))
 
 
 @pytest.mark.telling("1f1b")
@@ -220,15 +220,15 @@ def test_mean_index_and_rows_that_are_cut(schedule):
     key = jax.random.key(3)
     options = {"argnum": 1, "index": "number", "reduce": ("sum", "mean", "stack")}
 
-    def first(params, batch, **named):
-        return make(plain)(params, jax.tree.map(lambda x: x[0], batch), **named)
+    def first(params, batch, **kwargs):
+        return make(plain)(params, jax.tree.map(lambda x: x[0], batch), **kwargs)
 
-    want = jax.jit(microbatched(first, size=1, **options))(params, cut, key=key)
+    expected = jax.jit(microbatched(first, size=1, **options))(params, cut, key=key)
     f = mm.microbatch(make(split), size=None, schedule=schedule, **options)
-    got = mm.jit(f)(params, cut, key=key)
-    assert_same(got, want)
-    assert got[2].dtype == jnp.int32
-    assert_same(f(params, cut, key=key), want)
+    actual = mm.jit(f)(params, cut, key=key)
+    assert_same(actual, expected)
+    assert actual[2].dtype == jnp.int32
+    assert_same(f(params, cut, key=key), expected)
 
 
 def test_gradient_around_a_loop_with_a_state(split):
@@ -296,8 +296,8 @@ def test_an_eager_loop_compiles_once(split, compilations):
     def f(p, b):
         return squared_error(forward(split, p, b["x"]), b["y"])
 
-    want = mm.microbatch(f, size=SIZE, argnum=1)(*args)
+    expected = mm.microbatch(f, size=SIZE, argnum=1)(*args)
     before = len(compilations)
-    assert_same(mm.microbatch(f, size=SIZE, argnum=1)(*args), want)
+    assert_same(mm.microbatch(f, size=SIZE, argnum=1)(*args), expected)
     assert len(compilations) == before
-    assert float(mm.microbatch(f, size=SIZE, argnum=1, reduce="mean")(*args)) != float(want)
+    assert float(mm.microbatch(f, size=SIZE, argnum=1, reduce="mean")(*args)) != float(expected)

@@ -18,7 +18,7 @@ def add(ref, x):
     return ref[...]
 
 
-def counted(x):
+def count_calls(x):
     return add(jax.new_ref(jnp.zeros_like(x)), x)
 
 
@@ -27,14 +27,14 @@ first, second = (lambda fn, mesh=mesh: mm.task(fn, mesh=mesh) for mesh in MESHES
 
 def test_made_and_read_within_a_task_or_outside_of_all():
     def step(x):
-        return first(counted)(x), second(lambda x: counted(2 * x))(x), counted(3 * x)
+        return first(count_calls)(x), second(lambda x: count_calls(2 * x))(x), count_calls(3 * x)
 
     assert_same(mm.jit(step)(X), jax.jit(step)(X))
 
 
 def test_made_and_read_within_a_microbatch():
     def body(w, x):
-        return second(jnp.sum)(first(lambda w, x: counted(w * x))(w, x))
+        return second(jnp.sum)(first(lambda w, x: count_calls(w * x))(w, x))
 
     step = mm.microbatch(body, size=2, argnum=1)
     assert_same(mm.jit(step)(np.float32(2), X), jax.jit(step)(np.float32(2), X))
@@ -56,22 +56,22 @@ def test_as_an_argument(fn):
 
 
 def test_captured():
-    seen = jax.new_ref(jnp.zeros(8))
+    ref = jax.new_ref(jnp.zeros(8))
     for fn in (
-        lambda x: first(lambda x: add(seen, x))(x),
-        lambda x: add(seen, first(jnp.sin)(x)),
-        lambda x: mm.microbatch(lambda x: add(seen, first(jnp.sin)(x)[0]).sum(), size=2)(x),
+        lambda x: first(lambda x: add(ref, x))(x),
+        lambda x: add(ref, first(jnp.sin)(x)),
+        lambda x: mm.microbatch(lambda x: add(ref, first(jnp.sin)(x)[0]).sum(), size=2)(x),
     ):
         with pytest.raises(mm.UsageError, match=LINE + r".*mutable array \(jax.new_ref\) that was made elsewhere"):
             mm.jit(fn)(X)
-    assert_same(seen[...], 0 * X)
+    assert_same(ref[...], 0 * X)
 
 
 def test_from_one_task_to_another():
     def step(x):
-        seen = jax.new_ref(jnp.zeros_like(x))
-        first(lambda x: add(seen, x))(x)
-        return second(lambda x: add(seen, x))(x)
+        ref = jax.new_ref(jnp.zeros_like(x))
+        first(lambda x: add(ref, x))(x)
+        return second(lambda x: add(ref, x))(x)
 
     with pytest.raises(mm.UsageError, match=LINE + r".*in task .* that was made elsewhere.*give the task its value"):
         mm.jit(step)(X)
@@ -85,21 +85,21 @@ def test_updated_by_every_stage_of_a_pipeline():
             add(total, jnp.mean(x**2))
         return jnp.mean(x) + total[...]
 
-    given = [np.eye(8, dtype="f")] * 4, np.ones((8, 8), "f")
-    piped = mm.pipeline(loss, MESHES)
-    for fn in (piped, jax.grad(piped), mm.microbatch(jax.grad(piped), size=2, argnum=1)):
+    args = [np.eye(8, dtype="f")] * 4, np.ones((8, 8), "f")
+    pipelined = mm.pipeline(loss, MESHES)
+    for fn in (pipelined, jax.grad(pipelined), mm.microbatch(jax.grad(pipelined), size=2, argnum=1)):
         with pytest.raises(
             mm.UsageError, match=LINE + r"pipeline: stages 0 and 1 both use this mutable array .* return"
         ):
-            mm.jit(fn)(*given)
+            mm.jit(fn)(*args)
 
 
 def test_made_within_a_stage_of_a_pipeline():
     def loss(weights, x):
         for w in weights:
-            x = x + counted(jnp.tanh(x @ w))
+            x = x + count_calls(jnp.tanh(x @ w))
         return jnp.mean(x**2)
 
-    given = [np.eye(8, dtype="f")] * 4, np.ones((8, 8), "f")
+    args = [np.eye(8, dtype="f")] * 4, np.ones((8, 8), "f")
     step = mm.microbatch(jax.value_and_grad(mm.pipeline(loss, MESHES)), size=4, argnum=1, reduce="mean")
-    assert_same(mm.jit(step)(*given), jax.jit(jax.value_and_grad(loss))(*given))
+    assert_same(mm.jit(step)(*args), jax.jit(jax.value_and_grad(loss))(*args))

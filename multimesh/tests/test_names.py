@@ -82,8 +82,8 @@ def every_room() -> dict[Path, dict[str, ast.Module]]:
 
 def every_function() -> Iterator[tuple[str, ast.FunctionDef, bool]]:
     """Return file and function for all rooms, and whether it is a member of a class."""
-    for every in every_room().values():
-        for file, tree in every.items():
+    for trees in every_room().values():
+        for file, tree in trees.items():
             yield from ((file, f, False) for f in functions(tree))
             classes = (node for node in tree.body if isinstance(node, ast.ClassDef))
             yield from ((file, f, True) for node in classes for f in functions(node))
@@ -96,31 +96,31 @@ def is_participle(name: str) -> bool:
 
 def test_functions_are_verbs():
     rules = "passes/verifying"  # these are named by the sentence that must hold
-    found = [(file, f.name) for file, f, member in every_function() if not member and is_participle(f.name)]
+    names = [(file, f.name) for file, f, member in every_function() if not member and is_participle(f.name)]
     assert [
         (file, name)
-        for file, name in found
+        for file, name in names
         if rules not in file and not name.startswith(PREDICATES) and name not in CALLED_BY_PATCHES
     ] == []
 
 
 def test_public_functions_of_a_room_have_names_of_their_own():
-    for room, every in every_room().items():
-        names = [f.name for tree in every.values() for f in functions(tree) if not f.name.startswith("_")]
+    for room, trees in every_room().items():
+        names = [f.name for tree in trees.values() for f in functions(tree) if not f.name.startswith("_")]
         twice = {name for name, times in collections.Counter(names).items() if times > 1}
         assert twice - PUBLIC_TWICE.get(room.name, set()) == set(), room
 
 
 def test_docstrings_say_what_is_done():
-    found = []
+    faults = []
     for file, f, _ in every_function():
         text = ast.get_docstring(f)
-        is_property = any("property" in ast.unparse(each) for each in f.decorator_list)
+        is_property = any("property" in ast.unparse(decorator) for decorator in f.decorator_list)
         if text and not is_property and f.name[0] != "_" and f.name not in NAMED_BY_FORMULA:
             first = text.split(maxsplit=1)[0].rstrip(".,:;").lower()
             if first in NO_VERBS or (first.endswith("s") and not first.endswith("ss")) or not first.isalpha():
-                found.append(f"{file}: {f.name}: {text.splitlines()[0]}")
-    assert found == []
+                faults.append(f"{file}: {f.name}: {text.splitlines()[0]}")
+    assert faults == []
 
 
 def bindings(tree: ast.AST) -> Iterator[str]:

@@ -30,8 +30,8 @@ BATCH = MLP.batch(ROWS, 0)
 
 def home(path):
     """Stage of the innermost key like ``"s1"`` in a path of a pytree."""
-    found = re.findall(r"\['s(\d)'\]", jax.tree_util.keystr(path))
-    return int(found[-1]) if found else None
+    names = re.findall(r"\['s(\d)'\]", jax.tree_util.keystr(path))
+    return int(names[-1]) if names else None
 
 
 def put(tree):
@@ -62,7 +62,7 @@ def descend(params, grads):
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
 
 
-def trained(loss, **options):
+def train_with(loss, **options):
     """A step by ``loss(stage, params, batch)``."""
 
     def case(stage, loop):
@@ -85,22 +85,22 @@ def with_odd_leaves(stage, params, batch):
 def running_statistics(stage, loop):
     """As batch norm: each stage normalizes by its rows and keeps a mean over all of them, beside a counter."""
 
-    def block(p, kept, x):
+    def block(p, statistics, x):
         mean = x.mean(0)
-        kept = {"mean": 0.9 * kept["mean"] + 0.1 * mean, "count": kept["count"] + 1}
-        return mlp_block(p, (x - mean) / jnp.sqrt(x.var(0) + 0.1)), kept
+        statistics = {"mean": 0.9 * statistics["mean"] + 0.1 * mean, "count": statistics["count"] + 1}
+        return mlp_block(p, (x - mean) / jnp.sqrt(x.var(0) + 0.1)), statistics
 
-    def loss(params, kept, batch):
+    def loss(params, statistics, batch):
         x, new = batch["x"], {}
         for n, s in enumerate(STAGES):
-            x, new[s] = stage(n, block)(params[s], kept[s], x)
+            x, new[s] = stage(n, block)(params[s], statistics[s], x)
         return squared_error(x, batch["y"]), new
 
     def step(state, batch):
         gradient = loop(jax.value_and_grad(loss, has_aux=True), size=SIZE, argnum=2)
-        (value, kept), grads = gradient(*state, batch)
-        kept = jax.tree.map(lambda x: (x / (ROWS // SIZE)).astype(x.dtype), kept)
-        return (descend(state[0], grads), kept), value
+        (value, statistics), grads = gradient(*state, batch)
+        statistics = jax.tree.map(lambda x: (x / (ROWS // SIZE)).astype(x.dtype), statistics)
+        return (descend(state[0], grads), statistics), value
 
     return step
 
@@ -148,16 +148,16 @@ def adversaries(stage, loop):
     """Two losses, two loops, each with the gradient of its own stage."""
 
     def step(params, batch):
-        def judged(params, x):
+        def judge(params, x):
             return stage(1, mlp_block)(params["s1"], x).sum(-1)
 
         def of_judge(s1, batch):
             p = params | {"s1": s1}
-            fake = jax.nn.softplus(judged(p, stage(0, mlp_block)(p["s0"], batch["x"][::-1])))
-            return jnp.mean(fake + jax.nn.softplus(-judged(p, batch["x"])))
+            fake = jax.nn.softplus(judge(p, stage(0, mlp_block)(p["s0"], batch["x"][::-1])))
+            return jnp.mean(fake + jax.nn.softplus(-judge(p, batch["x"])))
 
         def of_maker(s0, batch):
-            return jnp.mean(jax.nn.softplus(-judged(params, stage(0, mlp_block)(s0, batch["x"]))))
+            return jnp.mean(jax.nn.softplus(-judge(params, stage(0, mlp_block)(s0, batch["x"]))))
 
         losses = {"s0": of_maker, "s1": of_judge}
         both = {s: loop(jax.value_and_grad(f), size=SIZE, argnum=1)(params[s], batch) for s, f in losses.items()}
@@ -213,15 +213,15 @@ STATISTICS = {s: {"mean": np.zeros(WIDTH, np.float32), "count": np.int32(0)} for
 CACHES = {s: {"keys": np.zeros((ROWS, 6, WIDTH), np.float32)} for s in STAGES}
 ODD = {"none": None, "empty": (), "no rows": np.zeros((0, WIDTH), np.float32)}
 CASES = {
-    "none and empty leaves": (trained(with_odd_leaves), {s: p | ODD for s, p in PARAMS.items()}),
+    "none and empty leaves": (train_with(with_odd_leaves), {s: p | ODD for s, p in PARAMS.items()}),
     "running statistics": (running_statistics, (PARAMS, STATISTICS)),
     "moving average": (moving_average_teacher, (PARAMS, jax.tree.map(np.sin, PARAMS))),
     "None where frozen": (none_where_frozen, (without("bias"), without("up", "down"))),
-    "has_aux": (trained(with_metrics, has_aux=True), PARAMS),
+    "has_aux": (train_with(with_metrics, has_aux=True), PARAMS),
     "adversaries": (adversaries, PARAMS),
     "decoding": (decoding, (PARAMS, CACHES, np.int32(0))),
     "per example": (per_example, PARAMS),
-    "labels outside of tasks": (trained(labels_outside_of_tasks), PARAMS),
+    "labels outside of tasks": (train_with(labels_outside_of_tasks), PARAMS),
 }
 
 
@@ -230,16 +230,16 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_step(name, compilations):
     """Two steps: values, homes, donation; the second compiles nothing."""
-    case, want = CASES[name]
+    case, desired = CASES[name]
     reference, step = jax.jit(case(plain, microbatched)), mm.jit(case(SPLIT, mm.microbatch), donate_argnums=0)
-    got = put(want)
+    actual = put(desired)
     for i in range(2):
-        want, expected = reference(want, BATCH)
+        desired, expected = reference(desired, BATCH)
         before = len(compilations)
-        got, result = step(got, BATCH)
+        actual, result = step(actual, BATCH)
         assert i == 0 or len(compilations) == before
-        assert_same((jax.tree.map(jnp.copy, got), result), (want, expected))
-        assert_all_at_home((got, result))
+        assert_same((jax.tree.map(jnp.copy, actual), result), (desired, expected))
+        assert_all_at_home((actual, result))
 
 
 def test_functions_that_share_arrays(compilations):
@@ -250,28 +250,28 @@ def test_functions_that_share_arrays(compilations):
         return {s: stage(n, lambda k, s=s: jax.tree.map(lambda f: f(k), drawn[s]))(key) for n, s in enumerate(STAGES)}
 
     key = jax.random.key(0)
-    params, want = mm.jit(functools.partial(init, SPLIT))(key), jax.jit(functools.partial(init, plain))(key)
+    params, desired = mm.jit(functools.partial(init, SPLIT))(key), jax.jit(functools.partial(init, plain))(key)
     assert_all_at_home(params)
-    case = trained(loss_of)
+    case = train_with(loss_of)
     train, evaluate = mm.jit(case(SPLIT, mm.microbatch), donate_argnums=0), mm.jit(functools.partial(loss_of, SPLIT))
     reference = jax.jit(lambda p, b: (loss_of(plain, p, b), *case(plain, microbatched)(p, b)))
     for i in range(3):
         before = len(compilations)
-        got = evaluate(params, BATCH)
+        actual = evaluate(params, BATCH)
         params, value = train(params, BATCH)
         assert i == 0 or len(compilations) == before
-        expected, want, wanted = reference(want, BATCH)
-        assert_same((got, value, jax.tree.map(jnp.copy, params)), (expected, wanted, want))
+        expected, desired, reference_value = reference(desired, BATCH)
+        assert_same((actual, value, jax.tree.map(jnp.copy, params)), (expected, reference_value, desired))
 
 
 def test_callbacks_in_tasks_happen_once_a_microbatch(capfd):
     """In the order that plain jit has within a stage, where they are ordered."""
-    seen = {0: [], 1: []}
+    values = {0: [], 1: []}
 
     def loss(stage, params, batch):
         def block(s):
             def note(v):
-                seen[s].append(float(v))
+                values[s].append(float(v))
                 return np.float32(2)
 
             def f(p, x):
@@ -286,11 +286,11 @@ def test_callbacks_in_tasks_happen_once_a_microbatch(capfd):
 
     results, notes, lines = [], [], []
     for jit, *how in ((jax.jit, plain, microbatched), (mm.jit, SPLIT, mm.microbatch)):
-        results.append(jit(trained(loss)(*how))(PARAMS, BATCH))
+        results.append(jit(train_with(loss)(*how))(PARAMS, BATCH))
         jax.effects_barrier()
-        notes.append({s: np.array(seen[s]) for s in seen})
+        notes.append({s: np.array(values[s]) for s in values})
         lines.append(sorted(capfd.readouterr().out.splitlines()))
-        seen[0].clear(), seen[1].clear()
+        values[0].clear(), values[1].clear()
     assert_same(results[1], results[0])
     assert len(notes[0][0]) == ROWS // SIZE
     assert_same(notes[1], notes[0])

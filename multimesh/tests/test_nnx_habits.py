@@ -54,8 +54,8 @@ def test_an_object_that_a_jitted_function_changes_is_refused():
 def test_an_object_that_a_function_only_reads_is_an_argument():
     model = Model().layers[0]
     front, _ = submeshes(2, (1,))
-    got = mm.jit(mm.task(lambda layer, x: layer(x), "layer", mesh=front))(model, X)
-    np.testing.assert_allclose(got, model(X), rtol=1e-5)
+    actual = mm.jit(mm.task(lambda layer, x: layer(x), "layer", mesh=front))(model, X)
+    np.testing.assert_allclose(actual, model(X), rtol=1e-5)
 
 
 def test_a_task_that_changes_an_object_is_refused():
@@ -79,8 +79,8 @@ def stepped(meshes):
     """The form that the page on any model shows: objects are merged inside, and their state is returned."""
     graph, state = nnx.split(both())
 
-    def loss(params, x, graph, rest):
-        model = nnx.merge(graph, params, rest, copy=True)
+    def loss(params, x, graph, stats):
+        model = nnx.merge(graph, params, stats, copy=True)
         value = loss_of(model, x)
         return value, nnx.state(model, nnx.Not(nnx.Param))
 
@@ -88,15 +88,15 @@ def stepped(meshes):
 
     def step(state, x):
         model, optimizer = nnx.merge(graph, state)
-        layout, params, rest = nnx.split(model, nnx.Param, ...)
+        layout, params, stats = nnx.split(model, nnx.Param, ...)
 
-        def one(params, x, rest):
-            (value, rest), grads = gradients(params, x, layout, rest)
-            return rest, (value, grads)
+        def one(params, x, stats):
+            (value, stats), grads = gradients(params, x, layout, stats)
+            return stats, (value, grads)
 
-        rest, (value, grads) = mm.microbatch(one, size=SIZE, argnum=1, carry=2, reduce="mean")(params, x, rest)
+        stats, (value, grads) = mm.microbatch(one, size=SIZE, argnum=1, carry=2, reduce="mean")(params, x, stats)
         optimizer.update(model, grads)
-        nnx.update(model, rest)
+        nnx.update(model, stats)
         return nnx.state((model, optimizer)), value
 
     return state, step
@@ -106,12 +106,12 @@ def stepped(meshes):
 def test_an_optimizer_and_a_model_with_state_train_as_under_plain_jit():
     """Dropout that counts and batch statistics, in two stages: the loop hands both from one microbatch to the next."""
     state, step = stepped(submeshes(2, (1,)))
-    piped, plain = mm.jit(step), jax.jit(stepped(None)[1])
+    pipelined_step, reference = mm.jit(step), jax.jit(stepped(None)[1])
     wanted_state = state
     for _ in range(3):
-        state, value = piped(state, X)
-        wanted_state, wanted = plain(wanted_state, X)
-        np.testing.assert_allclose(value, wanted, rtol=1e-5)
+        state, value = pipelined_step(state, X)
+        wanted_state, reference_value = reference(wanted_state, X)
+        np.testing.assert_allclose(value, reference_value, rtol=1e-5)
     model, optimizer = both()
     nnx.update((model, optimizer), state)
     assert int(model.dropout.rngs.count[...]) == 3 * 4 * ROWS // SIZE

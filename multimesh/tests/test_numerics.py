@@ -63,9 +63,9 @@ def test_no_microbatches():
     """A pipeline without a loop: plain value_and_grad over the tasks."""
     split = Split(submeshes(2, (2, 2)))
     params, batch = TRANSFORMER.init(2), TRANSFORMER.batch(8, 0)
-    want = jax.jit(jax.value_and_grad(lambda p, b: TRANSFORMER.loss(p, b, lambda s, f: f)))(params, batch)
-    got = mm.jit(jax.value_and_grad(lambda p, b: TRANSFORMER.loss(p, b, split)))(params, batch)
-    assert_same(got, want)
+    expected = jax.jit(jax.value_and_grad(lambda p, b: TRANSFORMER.loss(p, b, lambda s, f: f)))(params, batch)
+    actual = mm.jit(jax.value_and_grad(lambda p, b: TRANSFORMER.loss(p, b, split)))(params, batch)
+    assert_same(actual, expected)
 
 
 @pytest.mark.telling("1f1b")
@@ -85,8 +85,8 @@ def test_one_function_is_its_own_reference():
     split = Split(submeshes(2, (2,)))
     f = gradient(DROPOUT, split, size=SIZE, rows=ROWS)
     params, batch = DROPOUT.init(2), DROPOUT.batch(ROWS, 0)
-    want = reference_gradient(DROPOUT, 2, ROWS, SIZE)
-    assert_same(jax.jit(f)(params, batch), want)
+    expected = reference_gradient(DROPOUT, 2, ROWS, SIZE)
+    assert_same(jax.jit(f)(params, batch), expected)
 
 
 @pytest.mark.full

@@ -35,8 +35,8 @@ def make(on, offloaded, loop=True):
             return jax.grad(loss)(params, x)
 
         grads = mm.microbatch(one, size=2)(x) if loop else one(x)
-        there = jax.tree.map(lambda s: jax.device_put(s, Space.Device), state) if offloaded else state
-        updates, new = OPTIMIZER.update(grads, there, params)
+        on_device = jax.tree.map(lambda s: jax.device_put(s, Space.Device), state) if offloaded else state
+        updates, new = OPTIMIZER.update(grads, on_device, params)
         new = jax.tree.map(lambda s: jax.device_put(s, Space.Host), new) if offloaded else new
         return optax.apply_updates(params, updates), new
 
@@ -66,30 +66,30 @@ def arguments(meshes, offloaded, spec=()):
 @pytest.mark.parametrize(("devices", "spec"), [(1, ()), (2, ("data",))])
 def test_moments_on_the_host_stay_there(devices, spec):
     meshes = submeshes(STAGES, (devices,))
-    steps = {kept: mm.jit(make(Split(meshes), kept), donate_argnums=(0, 1)) for kept in (False, True)}
+    steps = {on_host: mm.jit(make(Split(meshes), on_host), donate_argnums=(0, 1)) for on_host in (False, True)}
     needs = {}
-    for kept, step in steps.items():
-        params, state, x = arguments(meshes, kept, spec)
-        want = arguments(None, False)[:2]
+    for on_host, step in steps.items():
+        params, state, x = arguments(meshes, on_host, spec)
+        expected = arguments(None, False)[:2]
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             for _ in range(3):
                 old = jax.tree.leaves((params, state))
                 params, state = step(params, state, x)
-                want = jax.jit(make(plain, False))(*want, x)
+                expected = jax.jit(make(plain, False))(*expected, x)
                 assert all(leaf.is_deleted() for leaf in old if leaf.ndim)
         # Adam divides by the root of a moment: where a gradient is tiny, its rounding is as large as the update.
-        assert_same(jax.device_get((params, state)), jax.device_get(want), rtol=1e-4)
-        assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state)} == {HOST if kept else DEVICE}
+        assert_same(jax.device_get((params, state)), jax.device_get(expected), rtol=1e-4)
+        assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state)} == {HOST if on_host else DEVICE}
         assert {leaf.sharding.memory_kind for leaf in params} == {DEVICE}
         for n in range(STAGES):
             assert state[0].mu[n].devices() == set(meshes[n].devices.flat)
-        needs[kept] = step.lower(params, state, x).memory_estimate()
+        needs[on_host] = step.lower(params, state, x).memory_estimate()
         analysis = step.memory_analysis(params, state, x)
-        assert (analysis[1]["arguments"] > 3 * 4 * WIDTH**2) != kept
+        assert (analysis[1]["arguments"] > 3 * 4 * WIDTH**2) != on_host
     moments = 2 * 4 * WIDTH**2 // devices
-    for usual, offloaded in zip(needs[False], needs[True], strict=True):
-        assert usual.arguments - offloaded.arguments >= moments
+    for default, offloaded in zip(needs[False], needs[True], strict=True):
+        assert default.arguments - offloaded.arguments >= moments
 
 
 def test_in_shardings_say_that_an_argument_waits_on_the_host():
@@ -105,10 +105,10 @@ def test_in_shardings_say_that_an_argument_waits_on_the_host():
     assert layout.memory_kind == HOST
     assert_same(step(w, x), w @ x)
     assert_same(step(jax.device_put(w, layout), x), w @ x)
-    there = jax.device_put(w, NamedSharding(meshes[0], P()))
-    step(there, x)
+    array = jax.device_put(w, NamedSharding(meshes[0], P()))
+    step(array, x)
     with pytest.warns(UserWarning, match=r"lies on \[data=1 . devices 0\] as .*\(\) and is moved to .* in pinned_host"):
-        step(there, x)
+        step(array, x)
 
 
 @pytest.mark.parametrize("change", [jax.grad, jax.value_and_grad, jax.vmap], ids=lambda f: f.__name__)
@@ -121,10 +121,10 @@ def test_under_transformations(change):
 
     changed = functools.partial(jax.vmap, in_axes=(None, 0)) if change is jax.vmap else change
     w, x = jax.device_put(jnp.arange(4.0), host), jnp.ones((3, 4))[0 if change is not jax.vmap else slice(None)]
-    want = jax.jit(changed(loss))(w, x)
-    assert_same(mm.jit(changed(loss))(w, x), want)
+    expected = jax.jit(changed(loss))(w, x)
+    assert_same(mm.jit(changed(loss))(w, x), expected)
     if change is jax.vmap:
-        assert_same(changed(mm.jit(loss))(w, x), want)
+        assert_same(changed(mm.jit(loss))(w, x), expected)
 
 
 def test_a_type_on_the_host_can_be_lowered_for():

@@ -157,28 +157,28 @@ def works(program, x):
 def compare(fns, x):
     """Compare the results of several programs in a task, one after the other, with those under ``jax.jit``."""
 
-    def together(x):
+    def apply_all(x):
         return {name: fn(x) for name, fn in fns.items()}
 
     with jax.set_mesh(FIRST):
-        want = jax.jit(together)(x)
+        ref = jax.jit(apply_all)(x)
 
     def step(x):
-        return mm.task(lambda made: made, "second", mesh=SECOND)(mm.task(together, "first", mesh=FIRST)(x))
+        return mm.task(lambda values: values, "second", mesh=SECOND)(mm.task(apply_all, "first", mesh=FIRST)(x))
 
-    got = mm.jit(step)(x)
+    actual = mm.jit(step)(x)
     for name in fns:
         jax.tree.map(
-            lambda a, b, name=name: np.testing.assert_allclose(a, b, 1e-4, 1e-4, err_msg=name), got[name], want[name]
+            lambda a, b, name=name: np.testing.assert_allclose(a, b, 1e-4, 1e-4, err_msg=name), actual[name], ref[name]
         )
 
 
 def check(fns, layout):
     x = argument(layout)
-    typed = {name: fn for name, fn in fns.items() if works(fn, x)}
-    compare(typed, x)
-    compare({name: g for name, fn in typed.items() if works(g := gradient(fn), x)}, x)
-    return typed
+    typed_fns = {name: fn for name, fn in fns.items() if works(fn, x)}
+    compare(typed_fns, x)
+    compare({name: g for name, fn in typed_fns.items() if works(g := gradient(fn), x)}, x)
+    return typed_fns
 
 
 def test_quick():
@@ -189,5 +189,5 @@ def test_quick():
 @pytest.mark.telling("replicated")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_takes_functions(layout):
-    typed = check(TAKING_FUNCTIONS, layout)
-    assert layout != "replicated" or typed.keys() == TAKING_FUNCTIONS.keys()
+    names = check(TAKING_FUNCTIONS, layout)
+    assert layout != "replicated" or names.keys() == TAKING_FUNCTIONS.keys()

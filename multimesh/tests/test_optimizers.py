@@ -56,15 +56,15 @@ def check(model, optimizer, schedule, split, stages):
     params = model.init(stages)
     owners = model.owners(params)
     reference = jax.jit(train_step(model, plain, optimizer, None))
-    want = run(reference, model, params, optimizer.init(params))
+    expected = run(reference, model, params, optimizer.init(params))
 
     placed = split.place(params, owners)
     step = mm.jit(train_step(model, split, optimizer, schedule), donate_argnums=(0, 1))
     state = jax.jit(optimizer.init)(params)
-    got = run(step, model, placed, state)
-    assert_same(got, want)
-    assert_at_home(split, got[0], owners)
-    for moments in moments_of(got[1], params):
+    actual = run(step, model, placed, state)
+    assert_same(actual, expected)
+    assert_at_home(split, actual[0], owners)
+    for moments in moments_of(actual[1], params):
         assert_at_home(split, moments, owners)
 
 
@@ -116,9 +116,9 @@ def test_dropout_key_carried_through_steps():
 
     split = Split(submeshes(2, (2,)))
     params = DROPOUT.init(2)
-    want = run(jax.jit(step_of(plain, None)), DROPOUT, params, jax.random.key(3))
-    got = run(mm.jit(step_of(split, "1f1b")), DROPOUT, params, jax.random.key(3))
-    assert_same(got, want)
+    expected = run(jax.jit(step_of(plain, None)), DROPOUT, params, jax.random.key(3))
+    actual = run(mm.jit(step_of(split, "1f1b")), DROPOUT, params, jax.random.key(3))
+    assert_same(actual, expected)
 
 
 BFLOAT16 = 4e-2  # ten roundings of 2**-8: programs end elsewhere once a function is split, and round there
@@ -149,7 +149,7 @@ def test_mixed(model):
 
     state = optimizer.init(params)
     owners = model.owners(params)
-    got = mm.jit(make(split, "1f1b"))(split.place(params, owners), state, batch)
-    want = jax.jit(make(plain, None))(params, state, batch)
-    assert_same(got, want, rtol=BFLOAT16)
-    assert_at_home(split, got[0], owners)
+    actual = mm.jit(make(split, "1f1b"))(split.place(params, owners), state, batch)
+    expected = jax.jit(make(plain, None))(params, state, batch)
+    assert_same(actual, expected, rtol=BFLOAT16)
+    assert_at_home(split, actual[0], owners)

@@ -33,11 +33,11 @@ def loss(params, x):
     return jnp.sum(scoped(params, x) ** 2)
 
 
-def close(got, want):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
+def close(actual, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), actual, expected)
 
 
-def placed(plan):
+def places_of(plan):
     runs = [i for i in plan.instructions if i.kind == "RUN"]
     return {(i.task, tuple(d.id for d in plan.submeshes[i.submesh].devices.flat)) for i in runs}
 
@@ -62,10 +62,10 @@ def test_every_original_name_is_there():
 def test_microbatch_takes_dim_and_size_by_position():
     mm.register_task("layer_0", devices=[0, 1], dims=[2, 1], device_axes=["x", "y"], logical_axes=AXES)
     mm.register_task("layer_1", devices=[2, 3], dims=[2, 1], device_axes=["x", "y"], logical_axes=AXES)
-    want = jax.value_and_grad(loss)(W, X)
+    expected = jax.value_and_grad(loss)(W, X)
     for order in ("gpipe", "1f1b", "zero-bubble-h2", None):
         step = mm.microbatch(jax.value_and_grad(loss), 0, 2, 1, None, 2, order, arg_shardings=P("batch", None))
-        close(mm.jit(step)(W, X), want)
+        close(mm.jit(step)(W, X), expected)
 
 
 def test_microbatch_says_what_it_can_not_do():
@@ -105,7 +105,7 @@ def test_register_task_has_names_ids_and_dims():
     mm.register_task("layer_0", name="front", devices=[3, 2], dims=[2, 1], device_axes=["x", "y"], logical_axes=AXES)
     mm.register_task("layer_1", name="back", mesh=Mesh(DEVICES[4:].reshape(2, 2), ("x", "y")), logical_axes=AXES)
     f = mm.jit(scoped)
-    assert placed(f.plan(W, X)) == {("front", (3, 2)), ("back", (4, 5, 6, 7))}
+    assert places_of(f.plan(W, X)) == {("front", (3, 2)), ("back", (4, 5, 6, 7))}
     close(f(W, X), scoped(W, X))
 
 
@@ -115,7 +115,7 @@ def test_a_callback_needs_no_group_and_may_take_the_name_only():
         return [4 * layer, 4 * layer + 4], f"lyr_{layer}"
 
     mm.register_task(r"layer_\d", callback=callback, dims=(2, 2), device_axes=("x", "y"), logical_axes=AXES)
-    assert {name for name, _ in placed(mm.jit(scoped).plan(W, X))} == {"lyr_0", "lyr_1"}
+    assert {name for name, _ in places_of(mm.jit(scoped).plan(W, X))} == {"lyr_0", "lyr_1"}
 
 
 @pytest.mark.parametrize(
@@ -244,15 +244,15 @@ def block(nn, shard_axes):
 def test_a_class_of_modules_is_a_task(linen):
     from multimesh.jax.flax import shard_axes, task
 
-    there = Mesh(DEVICES[4:].reshape(2, 2), ("x", "y"))
-    placed_block = task(linen.Dense, mesh=there, logical_axes=AXES)
+    second_mesh = Mesh(DEVICES[4:].reshape(2, 2), ("x", "y"))
+    placed_block = task(linen.Dense, mesh=second_mesh, logical_axes=AXES)
     model = placed_block(features=4, kernel_init=shard_axes("batch", "model"))
     params = linen.unbox(model.init(jax.random.key(0), X))
     out = mm.jit(model.apply)(params, X)
     close(out, linen.Dense(4).apply(params, X))
     assert on(out) == {4, 5, 6, 7}
     with pytest.raises(mm.UsageError, match="the first argument must be callable"):
-        task("Dense", mesh=there)
+        task("Dense", mesh=second_mesh)
 
 
 @pytest.mark.flax
@@ -260,13 +260,13 @@ def test_parallelize_step_trains_a_model_by_its_names(linen):
     import optax
     from multimesh.jax.flax import parallelize_step, shard_axes
 
-    made = block(linen, shard_axes)
+    block_class = block(linen, shard_axes)
 
     class Pipeline(linen.Module):
         @linen.compact
         def __call__(self, x):
             for i in range(2):
-                x = made(name=f"layer_{i}")(x)
+                x = block_class(name=f"layer_{i}")(x)
             return (x * x).sum()
 
     axes = [("batch", "x"), ("data", "x"), ("model", "y")]
@@ -275,10 +275,10 @@ def test_parallelize_step_trains_a_model_by_its_names(linen):
         mm.register_task(f"layer_{i}", devices=ids, device_axes=["x", "y"], dims=[4, 1], logical_axes=axes)
     model, mesh = Pipeline(), Mesh(DEVICES.reshape(8, 1), ("x", "y"))
     step, state, mesh, prepare = parallelize_step(model, optax.sgd(0.02), mesh, local_batch=X)
-    want = jax.value_and_grad(model.apply)(model.init(jax.random.key(42), X), X)
+    pair = jax.value_and_grad(model.apply)(model.init(jax.random.key(42), X), X)
     loss, after = step(state, prepare(X))
-    close(loss, want[0])
-    close(jax.tree.map(lambda p, g: p - 0.02 * g, jax.device_get(state.params), jax.device_get(want[1])), after.params)
+    close(loss, pair[0])
+    close(jax.tree.map(lambda p, g: p - 0.02 * g, jax.device_get(state.params), jax.device_get(pair[1])), after.params)
     for i in range(2):
         kernel = linen.unbox(after.params)["params"][f"layer_{i}"]["Dense_0"]["kernel"]
         assert on(kernel) == {4 * i, 4 * i + 1, 4 * i + 2, 4 * i + 3}

@@ -37,7 +37,7 @@ def grads_of(stage):
     return mm.microbatch(jax.value_and_grad(loss_fn(stage)), size=SIZE, argnum=1, schedule="1f1b")
 
 
-def staged(meshes):
+def model(meshes):
     return lambda s, fn: mm.task(fn, f"stage{s}", mesh=meshes[s], logical_axes=LOGICAL)
 
 
@@ -83,11 +83,11 @@ DERIVED = {"up": P(None, "model"), "bias": P("model"), "down": P("model")}
 def test_autoshard_lays_out_weights_by_the_constraints_of_activations():
     """A gradient has the layout of its parameter, so it shows what was derived."""
     meshes = submeshes(2, (2, 2))
-    step, args = mm.jit(grads_of(staged(meshes))), (init_params(), get_batch())
-    whole = step(*args)[1]
+    step, args = mm.jit(grads_of(model(meshes))), (init_params(), get_batch())
+    replicated = step(*args)[1]
     with mm.context(autoshard=True):
         loss, grads = step(*args)
-    assert specs(whole) == jax.tree.map(lambda _: P(), whole)
+    assert specs(replicated) == jax.tree.map(lambda _: P(), replicated)
     assert specs(grads) == {"front": DERIVED, "back": DERIVED}
     assert {k: set(grads[k]["up"].devices()) for k in grads} == {
         "front": set(meshes[0].devices.flat),
@@ -97,7 +97,7 @@ def test_autoshard_lays_out_weights_by_the_constraints_of_activations():
 
 
 def test_autoshard_lays_out_the_batch():
-    step = mm.jit(grads_of(staged(submeshes(2, (2, 2)))))
+    step = mm.jit(grads_of(model(submeshes(2, (2, 2)))))
     shapes = jax.eval_shape(init_params), get_batch()
     with mm.context(autoshard=True):
         *_, x, y = step.lower(*shapes).input_shardings
@@ -110,10 +110,10 @@ def test_autoshard_leaves_what_has_a_layout():
     meshes = submeshes(2, (2, 2))
     params = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(meshes[0], P())), init_params())
     with mm.context(autoshard=True):
-        step = mm.jit(grads_of(staged(meshes)))
+        step = mm.jit(grads_of(model(meshes)))
         assert specs(step(params, get_batch())[1]["front"]) == dict.fromkeys(DERIVED, P())
-        given = mm.jit(grads_of(staged(meshes)), in_shardings=(P(), None))
-        shardings = given.lower(init_params(), get_batch()).input_shardings
+        fixed_step = mm.jit(grads_of(model(meshes)), in_shardings=(P(), None))
+        shardings = fixed_step.lower(init_params(), get_batch()).input_shardings
     assert {s.spec for s in shardings[:6]} == {P()}
     assert {s.spec for s in shardings[6:]} == {P("data")}
 
@@ -130,7 +130,7 @@ def test_a_dimension_that_does_not_divide_stays_whole():
 def test_the_results_of_one_step_are_the_arguments_of_the_next():
     """Nothing is traced again although parameters that had no layout come back with one."""
     traces = []
-    gradient = grads_of(staged(submeshes(2, (2, 2))))
+    gradient = grads_of(model(submeshes(2, (2, 2))))
 
     def step(params, state, batch):
         traces.append(1)
@@ -153,7 +153,7 @@ def test_the_results_of_one_step_are_the_arguments_of_the_next():
 
 def test_parallelize():
     meshes = submeshes(2, (2, 2))
-    step, init, batch = mm.parallelize(grads_of(staged(meshes)), init_params=init_params, get_input_batch=get_batch)
+    step, init, batch = mm.parallelize(grads_of(model(meshes)), init_params=init_params, get_input_batch=get_batch)
     params, data = init(), batch()
     assert specs(params) == {"front": DERIVED, "back": DERIVED}
     assert specs(data) == {"x": P("data"), "y": P("data")}
@@ -165,7 +165,7 @@ def test_parallelize():
 
 def test_nothing_is_compiled_by_the_first_call(compilations):
     step, init, batch = mm.parallelize(
-        grads_of(staged(submeshes(2, (2, 2)))), init_params=init_params, get_input_batch=get_batch
+        grads_of(model(submeshes(2, (2, 2)))), init_params=init_params, get_input_batch=get_batch
     )
     args = init(), batch()
     compilations.clear()
@@ -177,18 +177,18 @@ def test_nothing_is_compiled_by_the_first_call(compilations):
 @pytest.mark.longer
 def test_parameters_are_made_where_they_live():
     meshes = submeshes(2, (2, 2))
-    _, init = mm.parallelize(grads_of(staged(meshes)), init_params=init_params, initial_batch=jax.eval_shape(get_batch))
+    _, init = mm.parallelize(grads_of(model(meshes)), init_params=init_params, initial_batch=jax.eval_shape(get_batch))
     before = jax.live_arrays()
     params = init()
     assert len(jax.live_arrays()) - len(before) == len(jax.tree.leaves(params))
     shardings, shapes = zip(*((x.sharding, x.shape) for x in jax.tree.leaves(params)), strict=True)
     wide = jax.make_jaxpr(lambda: [jax.random.normal(jax.random.key(0), [64 * n for n in s]) for s in shapes])()
-    whole = sum(x.size * x.dtype.itemsize for x in wide.out_avals)
+    total = sum(x.size * x.dtype.itemsize for x in wide.out_avals)
     for program, positions in compile_initializers(wide, shardings):
         stats = program.memory_analysis()
         assert {shardings[i].mesh for i in positions} in ({meshes[0]}, {meshes[1]})
-        assert stats.output_size_in_bytes <= whole / 4 + 64  # two stages, two devices along `model`
-        assert stats.output_size_in_bytes + stats.temp_size_in_bytes < whole
+        assert stats.output_size_in_bytes <= total / 4 + 64  # two stages, two devices along `model`
+        assert stats.output_size_in_bytes + stats.temp_size_in_bytes < total
 
 
 def test_a_tied_parameter_is_made_where_its_update_is():
@@ -216,7 +216,7 @@ def test_a_tied_parameter_is_made_where_its_update_is():
 def test_a_batch_of_numpy_arrays_is_asked_for_anew():
     seeds = iter(range(9))
     step, init, batch = mm.parallelize(
-        grads_of(staged(submeshes(2, (2, 2)))), init_params=init_params, get_input_batch=lambda: get_batch(next(seeds))
+        grads_of(model(submeshes(2, (2, 2)))), init_params=init_params, get_input_batch=lambda: get_batch(next(seeds))
     )
     first, second = batch(), batch()
     assert_same(first, get_batch(1))
@@ -227,7 +227,7 @@ def test_a_batch_of_numpy_arrays_is_asked_for_anew():
 def test_a_batch_that_jax_computes_is_made_in_place():
     meshes = submeshes(2, (2, 2))
     _, _, batch = mm.parallelize(
-        grads_of(staged(meshes)),
+        grads_of(model(meshes)),
         init_params=init_params,
         get_input_batch=lambda: {"x": jnp.ones((ROWS, WIDTH)), "y": jnp.zeros((ROWS, WIDTH))},
     )
@@ -239,19 +239,19 @@ def test_parameters_from_numpy_are_sent():
     meshes = submeshes(2, (2, 2))
 
     def init():
-        return jax.tree.map(np.asarray, kept) | {"unused": np.float32(1)}
+        return jax.tree.map(np.asarray, params_in) | {"unused": np.float32(1)}
 
-    kept = init_params()
-    _, make = mm.parallelize(grads_of(staged(meshes)), init_params=init, initial_batch=get_batch())
+    params_in = init_params()
+    _, make = mm.parallelize(grads_of(model(meshes)), init_params=init, initial_batch=get_batch())
     params = make()
     assert specs(params) == {"front": DERIVED, "back": DERIVED, "unused": P()}
-    assert_same(params["back"], kept["back"])
+    assert_same(params["back"], params_in["back"])
 
 
 def test_a_given_batch_keeps_its_layout():
     meshes = submeshes(2, (2, 2))
     data = jax.device_put(get_batch(), NamedSharding(meshes[0], P(("data", "model"))))
-    step, init = mm.parallelize(grads_of(staged(meshes)), init_params=init_params, initial_batch=data)
+    step, init = mm.parallelize(grads_of(model(meshes)), init_params=init_params, initial_batch=data)
     assert_same(step(init(), data), plain_result())
 
 
@@ -271,46 +271,46 @@ def test_a_batch_may_hold_keys():
 
 def test_while_transforms_are_ignored_nothing_is_laid_out():
     with mm.context(ignore_transforms=True):
-        run, init, batch = mm.parallelize(tasked, init_params=init_params, get_input_batch=get_batch)
+        run, init, batch = mm.parallelize(in_tasks, init_params=init_params, get_input_batch=get_batch)
         assert (init, batch) == (init_params, get_batch)
-        got = run(init(), batch())
+        actual = run(init(), batch())
         with pytest.raises(mm.MultiMeshError, match="tasks are ignored under ignore_transforms"):
             run.plan(init(), batch())
-    assert_same(got, tasked(init_params(), get_batch()))
+    assert_same(actual, in_tasks(init_params(), get_batch()))
 
 
 def arguments(**changes):
     return {"init_params": init_params, "get_input_batch": get_batch} | changes
 
 
-def tasked(params, batch):
+def in_tasks(params, batch):
     return mm.task(lambda p, b: p["front"]["up"].sum() + b["x"].sum(), "a", mesh=submeshes(1)[0])(params, batch)
 
 
 @pytest.mark.parametrize(
-    ("fn", "changes", "error", "says"),
+    ("fn", "changes", "error", "message"),
     [
         (3, {}, mm.UsageError, "first argument must be callable, got int"),
-        (tasked, {"init_params": 3}, mm.UsageError, "init_params must be callable, got int"),
-        (tasked, {"init_params": lambda key: key}, mm.UsageError, "init_params must be a function without arguments"),
-        (tasked, {"init_params": lambda: {"a": "b"}}, mm.UsageError, "init_params must return a pytree of arrays"),
-        (tasked, {"get_input_batch": None}, mm.UsageError, "either get_input_batch= or initial_batch="),
-        (tasked, {"initial_batch": get_batch()}, mm.UsageError, "either get_input_batch= or initial_batch="),
-        (tasked, {"devices": [0, 1]}, mm.UsageError, "devices= must be jax devices"),
-        (tasked, {"devices": jax.devices()[6:]}, mm.UsageError, "task 'a' is on devices that are not among"),
+        (in_tasks, {"init_params": 3}, mm.UsageError, "init_params must be callable, got int"),
+        (in_tasks, {"init_params": lambda key: key}, mm.UsageError, "init_params must be a function without arguments"),
+        (in_tasks, {"init_params": lambda: {"a": "b"}}, mm.UsageError, "init_params must return a pytree of arrays"),
+        (in_tasks, {"get_input_batch": None}, mm.UsageError, "either get_input_batch= or initial_batch="),
+        (in_tasks, {"initial_batch": get_batch()}, mm.UsageError, "either get_input_batch= or initial_batch="),
+        (in_tasks, {"devices": [0, 1]}, mm.UsageError, "devices= must be jax devices"),
+        (in_tasks, {"devices": jax.devices()[6:]}, mm.UsageError, "task 'a' is on devices that are not among"),
         (lambda p: p, {}, mm.UsageError, "must take parameters and a batch"),
         (lambda p, b: b, {}, mm.MultiMeshError, "nothing in <lambda> is a task"),
     ],
 )
-def test_what_does_not_fit_together(fn, changes, error, says):
-    with pytest.raises(error, match=says):
+def test_what_does_not_fit_together(fn, changes, error, message):
+    with pytest.raises(error, match=message):
         mm.parallelize(fn, **arguments(**changes))
 
 
 def test_a_batch_that_changes_its_shape_raises():
     sizes = iter((4, 8))
     _, _, batch = mm.parallelize(
-        tasked, init_params=init_params, get_input_batch=lambda: {"x": np.ones((next(sizes), 2), np.float32)}
+        in_tasks, init_params=init_params, get_input_batch=lambda: {"x": np.ones((next(sizes), 2), np.float32)}
     )
     with pytest.raises(mm.UsageError, match="get_input_batch now returns other shapes or types"):
         batch()

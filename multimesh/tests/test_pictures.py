@@ -76,10 +76,10 @@ def test_a_picture_says_in_words_what_it_shows():
 
 
 def test_names_are_escaped():
-    odd = Timeline('<b> & "q"', "a < b", "s", ("submesh 0",), (Span(0, 0.0, 1e-3, "", "<x>&"),))
-    root = ET.fromstring(svg.draw(odd))
+    timeline = Timeline('<b> & "q"', "a < b", "s", ("submesh 0",), (Span(0, 0.0, 1e-3, "", "<x>&"),))
+    root = ET.fromstring(svg.draw(timeline))
     assert next(e.text for e in root.iter(NAME + "text")) == '<b> & "q"'
-    assert json.loads(perfetto.trace(odd))["traceEvents"][-1]["name"] == "<x>&"
+    assert json.loads(perfetto.trace(timeline))["traceEvents"][-1]["name"] == "<x>&"
 
 
 def test_a_page_needs_no_other_file(tmp_path):
@@ -104,8 +104,8 @@ def test_an_empty_timeline_is_a_picture_too(tmp_path):
 def test_a_trace_keeps_the_rules_of_its_format(name, shape, transfer, costs):
     """The Trace Event Format: required fields, nesting, flows that start and end inside of slices."""
     timeline = forecast.simulate_schedule(name, shape, costs, transfer).timeline
-    found = json.loads(perfetto.trace(timeline))
-    events = found["traceEvents"]
+    document = json.loads(perfetto.trace(timeline))
+    events = document["traceEvents"]
     assert all({"ph", "name", "pid", "tid"} <= e.keys() for e in events)
     assert all(e["ts"] >= 0 for e in events if e["ph"] != "M")
     kinds = collections.Counter(e["ph"] for e in events)
@@ -154,7 +154,7 @@ def test_a_plan_draws_its_forecast(tmp_path):
 
 
 def test_the_pictures_of_the_documentation_are_current_and_small():
-    assert drawings.stale() == [], "run multimesh/tests/drawings.py --write and look at what changed"
+    assert drawings.list_stale() == [], "run multimesh/tests/drawings.py --write and look at what changed"
     assert all(len(text) < 70_000 for text in drawings.drawings().values())
 
 

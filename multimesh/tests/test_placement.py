@@ -64,17 +64,17 @@ def check(make, *state, most=LARGEST):
     """``make(stage, loop)`` is a step of params, ``state``, batch; what it returns like params lies as they do."""
     params, batch = MLP.init(STAGES), MLP.batch(ROWS, 0)
     owners = MLP.owners(params)
-    want = jax.jit(make(plain, microbatched))(params, *state, batch)
+    expected = jax.jit(make(plain, microbatched))(params, *state, batch)
     step = mm.jit(make(SPLIT, mm.microbatch))
-    got = step(SPLIT.place(params, owners), *state, batch)
-    assert_same(got, want)
-    trees = moments_of(got, params)
+    actual = step(SPLIT.place(params, owners), *state, batch)
+    assert_same(actual, expected)
+    trees = moments_of(actual, params)
     assert trees
     for tree in trees:
         assert_at_home(SPLIT, tree, owners)
     plan = step.compiled[0].plan
-    given = [leaf for part in (params, *state) for leaf in jax.tree.leaves(part)]
-    assert not foreign_inputs(plan, [n for n, leaf in enumerate(given) if np.size(leaf) > 4])
+    leaves = [leaf for part in (params, *state) for leaf in jax.tree.leaves(part)]
+    assert not foreign_inputs(plan, [n for n, leaf in enumerate(leaves) if np.size(leaf) > 4])
     assert max(plan.slots[s].nbytes for t in plan.transfers for s in t.ins) <= most
     return plan
 
@@ -107,8 +107,8 @@ def test_a_penalty_in_the_loss(name, where):
             return lambda p, batch: jax.value_and_grad(lambda p: loop(loss, size=SIZE, argnum=1)(p, batch))(p)
         if where == "straight":
             return jax.value_and_grad(loss)
-        bare = loop(loss_of(stage), size=SIZE, argnum=1)
-        return lambda p, batch: jax.value_and_grad(lambda p: bare(p, batch) + penalty(p))(p)
+        loop_loss = loop(loss_of(stage), size=SIZE, argnum=1)
+        return lambda p, batch: jax.value_and_grad(lambda p: loop_loss(p, batch) + penalty(p))(p)
 
     check(make, most=ROWS // SIZE * LARGEST if where == "straight" else LARGEST)
 
@@ -121,8 +121,8 @@ def test_gradients_changed_per_microbatch(change, schedule):
             value, grads = jax.value_and_grad(loss_of(stage))(params, batch)
             return value, change(grads)
 
-        given = {} if loop is microbatched else {"schedule": schedule}
-        return loop(one, size=SIZE, argnum=1, **given)
+        options = {} if loop is microbatched else {"schedule": schedule}
+        return loop(one, size=SIZE, argnum=1, **options)
 
     check(make)
 
@@ -209,16 +209,16 @@ def test_loss_scaling_skips_an_update(form, scale, times):
             grads = jax.tree.map(lambda g: g / scale, grads)
             good = is_finite(grads)
 
-            def update(given):
-                params, state, grads = given
+            def update(operands):
+                params, state, grads = operands
                 updates, state = optimizer.update(grads, state, params)
                 return optax.apply_updates(params, updates), state
 
             if form == "cond":
-                new = jax.lax.cond(good, update, lambda given: given[:2], (params, state, grads))
+                new = jax.lax.cond(good, update, lambda operands: operands[:2], (params, state, grads))
             else:
-                done = update((params, state, grads))
-                new = jax.tree.map(lambda a, b: jnp.where(good, a, b), done, (params, state))
+                updated = update((params, state, grads))
+                new = jax.tree.map(lambda a, b: jnp.where(good, a, b), updated, (params, state))
             return *new, jnp.where(good, 2 * scale, scale / 2)
 
         return step
@@ -239,9 +239,9 @@ def test_adapters_of_frozen_weights():
         return loop(jax.grad(loss), size=SIZE, argnum=2)
 
     batch = MLP.batch(ROWS, 0)
-    got = mm.jit(make(SPLIT, mm.microbatch))(adapters, frozen, batch)
-    assert_same(got, jax.jit(make(plain, microbatched))(adapters, frozen, batch))
-    assert_at_home(SPLIT, got, [jax.tree.map(lambda _, s=s: (s,), a) for s, a in enumerate(adapters)])
+    actual = mm.jit(make(SPLIT, mm.microbatch))(adapters, frozen, batch)
+    assert_same(actual, jax.jit(make(plain, microbatched))(adapters, frozen, batch))
+    assert_at_home(SPLIT, actual, [jax.tree.map(lambda _, s=s: (s,), a) for s, a in enumerate(adapters)])
 
 
 TAKES = {
@@ -282,11 +282,11 @@ def test_stacked_weights_of_which_each_stage_takes_a_part(take, where):
 
     params, batch = {"layers": layers, "other": np.ones(3, np.float32)}, MLP.batch(ROWS, 0)
     step = mm.jit(make(SPLIT, mm.microbatch))
-    got = step(params, batch)
-    assert_same(got, jax.jit(make(plain, microbatched))(params, batch))
+    actual = step(params, batch)
+    assert_same(actual, jax.jit(make(plain, microbatched))(params, batch))
     plan = step.compiled[0].plan
     assert not foreign_inputs(plan, range(STAGES))  # the blocks of the stack
-    for shard in got["layers"].addressable_shards:
+    for shard in actual["layers"].addressable_shards:
         assert shard.device in SPLIT.mesh(shard.index[0].start // 2).devices
     assert max(plan.slots[s].nbytes for t in plan.transfers for s in t.ins) <= LARGEST
 
@@ -306,8 +306,8 @@ def test_only_layers_are_tasks_and_the_table_is_tied(schedule):
             for s, w in enumerate(params["stages"]):
                 x = stage(s % STAGES, lambda w, x: x + jnp.tanh(x @ w))(w, x)
             x = x - x.mean(-1, keepdims=True)
-            given = jax.nn.log_softmax(x @ params["table"].T)
-            return -jnp.take_along_axis(given[:, 0], tokens[:, 1:], 1).mean()
+            logits = jax.nn.log_softmax(x @ params["table"].T)
+            return -jnp.take_along_axis(logits[:, 0], tokens[:, 1:], 1).mean()
 
         def one(params, tokens):
             value, grads = jax.value_and_grad(loss)(params, tokens)
@@ -357,8 +357,8 @@ def test_a_loop_gets_no_stage_on_a_submesh_that_only_others_use(stacked, way, fi
                 return x.sum(), late[way]
 
             options = {"reduce": ("sum", "stack" if stacked else "sum")} if stage is not plain else {}
-            made = jax.value_and_grad(lambda *args: loop(one, size=SIZE, argnum=1, **options)(*args), has_aux=True)
-            return made(weights, x), before if first else far(0, jnp.sin)(c)
+            gradient = jax.value_and_grad(lambda *args: loop(one, size=SIZE, argnum=1, **options)(*args), has_aux=True)
+            return gradient(weights, x), before if first else far(0, jnp.sin)(c)
 
         return step
 
@@ -366,11 +366,11 @@ def test_a_loop_gets_no_stage_on_a_submesh_that_only_others_use(stacked, way, fi
     weights = [draw.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 8 for _ in range(STAGES)]
     args = weights, *(draw.normal(size=(n, WIDTH)).astype(np.float32) for n in (ROWS, 4))
     step = mm.jit(make(SPLIT, mm.microbatch))
-    got, want = step(*args), jax.jit(make(plain, microbatched))(*args)
+    actual, expected = step(*args), jax.jit(make(plain, microbatched))(*args)
     if stacked:
-        (loss, late), grads = got[0]
-        got = ((loss, late.sum(0)), grads), got[1]
-    assert_same(got, want)
+        (loss, late), grads = actual[0]
+        actual = ((loss, late.sum(0)), grads), actual[1]
+    assert_same(actual, expected)
     on = {run.submesh for run in step.plan(*args).runs if run.cell is not None}
     assert {step.plan(*args).submeshes[n] for n in on} == set(SPLIT.meshes)
 

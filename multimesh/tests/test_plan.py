@@ -38,10 +38,10 @@ def test_a_plan_needs_shapes_only():
 def test_the_passes_of_a_lowered_function_end_in_its_plan():
     split = Split(submeshes(2, (2,)))
     lowered = mm.jit(gradient(MLP, split, size=2, rows=8)).lower(MLP.init(2), split.lay_out(MLP.batch(8, 0)))
-    done = lowered.passes()
-    assert done[-1].result.instructions == lowered.plan.instructions
-    assert done[-1].result.over == lowered.plan.over != {}  # what delayed reductions leave: it was no other program
-    assert all(str(p) for p in done)
+    records = lowered.passes()
+    assert records[-1].result.instructions == lowered.plan.instructions
+    assert records[-1].result.over == lowered.plan.over != {}  # what delayed reductions leave: it was no other program
+    assert all(str(p) for p in records)
 
 
 def test_a_forward_pass_starts_a_kernel_for_each_microbatch_and_stage():

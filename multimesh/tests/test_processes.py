@@ -92,14 +92,14 @@ FULL = {
 
 
 @functools.cache
-def ran(layout, full):
+def run_cases(layout, full):
     """Cases that every process of a layout finished, in order, and what it said where it did not."""
     cases = (FULL if full else SHORT)[layout]
-    ended = run(*layout, CASES, *cases, timeout=3000 if full else 240)
-    lines = [[line for line in e.out.splitlines() if line.startswith("done ")] for e in ended]
-    done = [{line.removeprefix("done ").rpartition(" ")[0] for line in found} for found in lines]
-    failed = [f"process {rank} ended with {e.code}:\n{e.err[-4000:]}" for rank, e in enumerate(ended) if e.code]
-    return set.intersection(*done), "\n".join(failed)
+    processes = run(*layout, CASES, *cases, timeout=3000 if full else 240)
+    lines = [[line for line in e.out.splitlines() if line.startswith("done ")] for e in processes]
+    case_sets = [{line.removeprefix("done ").rpartition(" ")[0] for line in output} for output in lines]
+    failed = [f"process {rank} ended with {e.code}:\n{e.err[-4000:]}" for rank, e in enumerate(processes) if e.code]
+    return set.intersection(*case_sets), "\n".join(failed)
 
 
 def _params():
@@ -112,5 +112,5 @@ def _params():
 
 @pytest.mark.parametrize(("layout", "case", "full"), [*_params()])
 def test_in_processes(layout, case, full):
-    done, failed = ran(layout, full)
-    assert case in done, failed
+    cases, failed = run_cases(layout, full)
+    assert case in cases, failed

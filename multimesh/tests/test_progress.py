@@ -18,9 +18,9 @@ def at_once(monkeypatch):
 
 
 def wait_for_two():
-    with progress.progress("compiling kernels", 2) as done:
-        done()
-        done()
+    with progress.progress("compiling kernels", 2) as advance:
+        advance()
+        advance()
 
 
 def test_a_terminal_has_one_line_which_goes_away(monkeypatch):

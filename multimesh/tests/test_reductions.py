@@ -50,20 +50,20 @@ def test_one_name_for_all(name, how):
     loop = mm.microbatch(SPLIT_STATISTICS, size=2, argnum=1, reduce=name, schedule=schedule)
     run = {"jit of jax": jax.jit, "eager": lambda f: f, "without jit": lambda f: f}.get(how, mm.jit)(loop)
     with jax.disable_jit(how == "without jit"):
-        got = run(PARAMS, X)
+        actual = run(PARAMS, X)
     rows = [plain_statistics(k) for k in range(4)]
-    assert_same(got, jax.tree.map(lambda *r: BY_NAME[name](r), *rows))
+    assert_same(actual, jax.tree.map(lambda *r: BY_NAME[name](r), *rows))
     if how == schedule:
-        assert [x.devices() == SPLIT.devices(0) for x in jax.tree.leaves(got)] == [True] * 3 + [False] * 2
+        assert [x.devices() == SPLIT.devices(0) for x in jax.tree.leaves(actual)] == [True] * 3 + [False] * 2
 
 
 def test_a_name_for_each():
     reduce = ("max", ("mean", "last"))
-    got = mm.jit(mm.microbatch(SPLIT_STATISTICS, size=2, argnum=1, reduce=reduce))(PARAMS, X)
+    actual = mm.jit(mm.microbatch(SPLIT_STATISTICS, size=2, argnum=1, reduce=reduce))(PARAMS, X)
     firsts, seconds = zip(*map(plain_statistics, range(4)), strict=True)
     largest = jax.tree.map(lambda *r: BY_NAME["max"](r), *firsts)
     mean, last = zip(*seconds, strict=True)
-    assert_same(got, (largest, (np.stack(mean).mean(0), last[-1])))
+    assert_same(actual, (largest, (np.stack(mean).mean(0), last[-1])))
 
 
 def masked(stage, params, x, mask):
@@ -72,7 +72,7 @@ def masked(stage, params, x, mask):
     return stage(1, lambda y, mask: ((jnp.square(y).mean(1) * mask).sum(), mask.sum()))(y, mask)
 
 
-def whole(params, mask):
+def reference(params, mask):
     total, count = masked(plain, params, X, mask)
     return total / count
 
@@ -96,7 +96,13 @@ def test_a_masked_loss_is_the_ratio_of_sums(where, mask):
         step = mm.jit(mm.microbatch(inside, size=2, argnum=1, reduce=mm.Ratio()))
     else:
         step = mm.jit(jax.value_and_grad(mm.microbatch(outside, size=2, argnum=1, reduce=mm.Ratio())))
-    assert_same(step(PARAMS, (X, mask)), jax.jit(jax.value_and_grad(whole))(PARAMS, mask))
+    assert_same(step(PARAMS, (X, mask)), jax.jit(jax.value_and_grad(reference))(PARAMS, mask))
+
+
+@pytest.mark.parametrize("result", [lambda x: x.sum(), lambda x: (x.sum(),) * 3, lambda x: (x.sum(), x[0])])
+def test_a_ratio_is_of_a_pair_with_a_scalar(result):
+    with pytest.raises(mm.UsageError, match=r"takes \(numerators, a scalar\), not results of shapes"):
+        mm.jit(mm.microbatch(result, size=2, reduce=mm.Ratio()))(X)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,10 +127,10 @@ def test_a_reduction_of_the_user():
     def rows(params, x):
         return two_blocks(SPLIT)(params, x)[0], x.sum()
 
-    got = mm.jit(mm.microbatch(rows, size=2, argnum=1, reduce=(Moments(), "sum")))(PARAMS, X)
-    made = np.stack([rows_of[0] for rows_of in (plain_statistics(k)[1][1:] for k in range(4))])
-    assert_same(got, ({"mean": made.mean(0), "variance": made.var(0)}, X.sum()))
-    assert got[0]["mean"].devices() == SPLIT.devices(1)
+    actual = mm.jit(mm.microbatch(rows, size=2, argnum=1, reduce=(Moments(), "sum")))(PARAMS, X)
+    samples = np.stack([rows_of[0] for rows_of in (plain_statistics(k)[1][1:] for k in range(4))])
+    assert_same(actual, ({"mean": samples.mean(0), "variance": samples.var(0)}, X.sum()))
+    assert actual[0]["mean"].devices() == SPLIT.devices(1)
 
 
 def test_gradients_of_what_is_no_sum():
@@ -135,8 +141,8 @@ def test_gradients_of_what_is_no_sum():
         return jnp.square(y).sum(), jnp.abs(y).max()
 
     loop = mm.microbatch(functools.partial(loss, SPLIT), size=2, argnum=1, reduce=("sum", "max"))
-    got = mm.jit(jax.value_and_grad(loop, has_aux=True))(PARAMS, X)
-    assert_same(got, jax.jit(jax.value_and_grad(functools.partial(loss, plain), has_aux=True))(PARAMS, X))
+    actual = mm.jit(jax.value_and_grad(loop, has_aux=True))(PARAMS, X)
+    assert_same(actual, jax.jit(jax.value_and_grad(functools.partial(loss, plain), has_aux=True))(PARAMS, X))
     with pytest.raises(mm.MultiMeshError, match=r"test_reductions.py:\d+: the gradient goes through .* reduction"):
         mm.jit(jax.grad(lambda p, x: loop(p, x)[1]))(PARAMS, X)
 
@@ -163,8 +169,8 @@ def test_a_new_reduction_by_name_is_one_entry(monkeypatch):
     product = result_reductions.Fold(jnp.multiply, lambda dtype: 1)
     monkeypatch.setitem(result_reductions.NAMED, "product", product)
     x = jnp.arange(1.0, 9.0)
-    got = mm.jit(mm.microbatch(lambda x: x.prod(), size=2, reduce="product"))(x)
-    assert got == x.prod()
+    actual = mm.jit(mm.microbatch(lambda x: x.prod(), size=2, reduce="product"))(x)
+    assert actual == x.prod()
     with pytest.raises(mm.UsageError, match='"last", "product" and objects'):
         mm.microbatch(lambda x: x.prod(), size=2, reduce="products")(x)
 
@@ -187,10 +193,10 @@ def test_gradients_of_integers_pass_through(run, reduce):
     def step(params, x):
         return (gradient(params, x), 2.0) if isinstance(reduce, mm.Ratio) else gradient(params, x)
 
-    got = run(mm.microbatch(step, size=2, argnum=1, reduce=reduce))(params, np.ones((4, 4), "f"))
-    assert (got["n"].dtype, got["n"].shape) == (jax.dtypes.float0, (4,))
+    actual = run(mm.microbatch(step, size=2, argnum=1, reduce=reduce))(params, np.ones((4, 4), "f"))
+    assert (actual["n"].dtype, actual["n"].shape) == (jax.dtypes.float0, (4,))
     times = {"sum": 2, mm.Ratio(): 0.5}.get(reduce, 1)
-    np.testing.assert_allclose(got["v"], np.full((4, 2), times) * [[4], [6], [8], [10]])
+    np.testing.assert_allclose(actual["v"], np.full((4, 2), times) * [[4], [6], [8], [10]])
 
 
 @pytest.mark.telling("sum")

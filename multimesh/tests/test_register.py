@@ -57,10 +57,10 @@ def test_one_pattern_a_stage(case, f):
 def test_callback(case, f):
     """The callback gets group 1 and the direction, and answers with a range of devices and the task's name."""
     params, batch = case
-    seen = set()
+    scopes = set()
 
     def place(name, backprop):
-        seen.add((name, backprop))
+        scopes.add((name, backprop))
         stage = int(name) // 2
         return (2 * stage, 2 * stage + 2), f"stage{stage}"
 
@@ -71,8 +71,8 @@ def test_callback(case, f):
             i.task for i in compiled.plan(params, batch).instructions if i.kind == "RUN" and i.microbatch is not None
         }
     assert_same((loss, grads), reference_gradient(MLP, 4, ROWS, SIZE))
-    assert {name for name, _ in seen} == {"0", "1", "2", "3"}
-    assert {type(backprop) for _, backprop in seen} == {bool}
+    assert {name for name, _ in scopes} == {"0", "1", "2", "3"}
+    assert {type(backprop) for _, backprop in scopes} == {bool}
     assert {"stage0", "stage1"} <= tasks
     owners = {"stages": [jax.tree.map(lambda _, s=s: (s // 2,), p) for s, p in enumerate(params["stages"])]}
     assert_at_home(Split(submeshes(2, (2,))), grads, owners)
@@ -111,9 +111,9 @@ def test_remat_of_scoped_blocks(case, policy):
         mm.register_task(r"layers_([01])(?!\d)", mesh=split.mesh(0)),
         mm.register_task(r"layers_([23])(?!\d)", mesh=split.mesh(1)),
     ):
-        got = mm.jit(mm.microbatch(jax.value_and_grad(loss), size=SIZE, argnum=1))(params, batch)
-    got = jax.tree.map(lambda x: x / (ROWS // SIZE), got)
-    assert_same(got, reference_gradient(MLP, 4, ROWS, SIZE))
+        actual = mm.jit(mm.microbatch(jax.value_and_grad(loss), size=SIZE, argnum=1))(params, batch)
+    actual = jax.tree.map(lambda x: x / (ROWS // SIZE), actual)
+    assert_same(actual, reference_gradient(MLP, 4, ROWS, SIZE))
 
 
 @pytest.mark.parametrize(

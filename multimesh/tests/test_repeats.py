@@ -38,8 +38,8 @@ def chain_of_layers(
 @pytest.mark.parametrize("counts", [(8,), (5, 7), (2,), (40,)])
 def test_layers_are_found(counts):
     chain, kinds, starts = chain_of_layers(counts)
-    found = find_layers(chain, kinds)
-    assert [i for layers in found for i in layers] == starts
+    layers_of = find_layers(chain, kinds)
+    assert [i for layers in layers_of for i in layers] == starts
 
 
 def test_nothing_repeats_in_a_chain_of_unlike_operations():

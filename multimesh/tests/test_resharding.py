@@ -75,41 +75,41 @@ def no_host(monkeypatch):
 )
 def test_a_transfer_keeps_every_value_and_stays_on_devices(case, dtype, no_host, monkeypatch):
     """Also from the second one on, whose array is made without checks: it is as JAX makes one."""
-    before, spec, after, wanted = WAYS[case]
-    source, target = NamedSharding(before, spec), NamedSharding(after, wanted)
-    want = values(dtype)
-    x = jax.device_put(want, source)
+    before, spec, after, target_spec = WAYS[case]
+    source, target = NamedSharding(before, spec), NamedSharding(after, target_spec)
+    value = values(dtype)
+    x = jax.device_put(value, source)
     with _compat.explicit_transfers():
         no_host()
         move = mover([source], [target], [x])
         results = jax.block_until_ready([*move(x), *move(x)])
     monkeypatch.undo()
-    other = jax.device_put(want, target)
+    other = jax.device_put(value, target)
     bits = jax.random.key_data if dtype == "key" else lambda v: np.asarray(v).astype("complex64")
     for y in results:
         assert y.sharding.is_equivalent_to(target, 2)
         if dtype != "key":
             assert (y.aval, y.sharding, y.aval.sharding, y.committed) == (other.aval, target, other.aval.sharding, True)
         assert [shard.device for shard in y.addressable_shards] == [s.device for s in other.addressable_shards]
-        np.testing.assert_array_equal(np.asarray(bits(y)), np.asarray(bits(want)))
+        np.testing.assert_array_equal(np.asarray(bits(y)), np.asarray(bits(value)))
     if dtype == "float32":
-        np.testing.assert_array_equal(jax.jit(lambda x: x + x)(results[1]), want + want)
+        np.testing.assert_array_equal(jax.jit(lambda x: x + x)(results[1]), value + value)
 
 
 @pytest.mark.parametrize("case", WAYS)
 def test_each_byte_of_a_shard_crosses_once(case):
-    before, spec, after, wanted = WAYS[case]
-    resharding = plan_resharding(NamedSharding(before, spec), NamedSharding(after, wanted), SHAPE)
-    piece = np.prod(NamedSharding(after, wanted).shard_shape(SHAPE)) / np.prod(resharding.joins)
+    before, spec, after, target_spec = WAYS[case]
+    resharding = plan_resharding(NamedSharding(before, spec), NamedSharding(after, target_spec), SHAPE)
+    piece = np.prod(NamedSharding(after, target_spec).shard_shape(SHAPE)) / np.prod(resharding.joins)
     copies = {device: [p for p in resharding.copies if p.target == device] for device in after.devices.flat}
     for pieces in copies.values():
-        assert piece * len(pieces) == np.prod(NamedSharding(after, wanted).shard_shape(SHAPE))
+        assert piece * len(pieces) == np.prod(NamedSharding(after, target_spec).shard_shape(SHAPE))
         assert [p.join for p in pieces] == list(range(len(pieces)))
     sources = {d for p in resharding.copies for d in [p.source]}
     assert sources <= set(before.devices.flat)
 
 
-def piped(first, second):
+def two_stages(first, second):
     def f(w, x):
         h = mm.task(lambda w, x: mm.with_sharding_constraint(jnp.sin(x @ w), P("data")), "a", mesh=first)(w, x)
         return mm.task(lambda w, h: jnp.sum((h @ w) ** 2), "b", mesh=second)(w, h)
@@ -121,24 +121,24 @@ def piped(first, second):
 @pytest.mark.parametrize(("first", "second"), [(TWO, FOUR), (FOUR, TWO), (ROW, SQUARE)], ids=["2 to 4", "4 to 2", "2d"])
 def test_no_step_of_a_plan_touches_the_host(first, second, no_host, monkeypatch):
     w, x = np.eye(4, dtype=np.float32), np.ones((8, 4), np.float32)
-    f = mm.jit(piped(first, second))
+    f = mm.jit(two_stages(first, second))
     args = jax.device_put(w, NamedSharding(first, P())), jax.device_put(x, NamedSharding(first, P("data")))
     compiled = f.lower(*args).compile()
     layouts = compiled.plan.layouts
     moves = [case for t in compiled.plan.transfers for case in zip(t.ins, t.outs, strict=True)]
     assert any(needs_cutting(layouts[a], layouts[b], compiled.plan.slots[a]) for a, b in moves)
     no_host()
-    got = jax.block_until_ready(compiled(*args))
+    actual = jax.block_until_ready(compiled(*args))
     monkeypatch.undo()
-    each = [jax.value_and_grad(lambda w, x: jnp.sum((jnp.sin(x @ w) @ w) ** 2))(w, x[i::2]) for i in range(2)]
-    assert_same(got, jax.tree.map(lambda *parts: sum(parts), *each))
+    halves = [jax.value_and_grad(lambda w, x: jnp.sum((jnp.sin(x @ w) @ w) ** 2))(w, x[i::2]) for i in range(2)]
+    assert_same(actual, jax.tree.map(lambda *parts: sum(parts), *halves))
 
 
 def test_a_transfer_is_dispatched_before_its_array_is_there():
-    there = threading.Event()
+    event = threading.Event()
 
     def wait(x):
-        assert there.wait(60)
+        assert event.wait(60)
         return x
 
     def slow(x):
@@ -147,14 +147,14 @@ def test_a_transfer_is_dispatched_before_its_array_is_there():
         )
 
     f = mm.jit(lambda x: mm.task(lambda h: h + 1, "b", mesh=FOUR)(mm.task(slow, "a", mesh=TWO)(x)))
-    there.set()
+    event.set()
     x = jax.device_put(np.ones((8, 4), np.float32), NamedSharding(TWO, P("data")))
     jax.block_until_ready(f(x))
-    there.clear()
+    event.clear()
     y = f(x)
-    assert not there.is_set()
+    assert not event.is_set()
     assert not y.is_ready()
-    there.set()
+    event.set()
     assert_same(y, np.full((8, 4), 3.0, np.float32))
 
 

@@ -30,10 +30,10 @@ def compiled_case(model=MLP, schedule="1f1b"):
 def test_interrupted_at_any_point_of_a_step(error):
     """The step is broken off at each of the calls that it makes, of Python's and C's functions."""
     f, params, batch = compiled_case()
-    want = reference_gradient(MLP, 2, ROWS, SIZE)
+    expected = reference_gradient(MLP, 2, ROWS, SIZE)
     f(params, batch)
     total = calls(lambda: f(params, batch))
-    broken = 0
+    interrupts = 0
     for k in range(1, total - 1):
 
         def stop(n, k=k):
@@ -43,19 +43,19 @@ def test_interrupted_at_any_point_of_a_step(error):
         try:
             at_every_call(lambda: f(params, batch), stop)
         except error:
-            broken += 1
-        except ValueError as raised:  # jax 0.12, where a comparison of its own is broken off
-            if "Cache keys should be comparable" not in str(raised):
+            interrupts += 1
+        except ValueError as fault:  # jax 0.12, where a comparison of its own is broken off
+            if "Cache keys should be comparable" not in str(fault):
                 raise
-            broken += 1
+            interrupts += 1
         assert not any(x.is_deleted() for x in jax.tree.leaves((params, batch)))
-        assert_same(f(params, batch), want)
-    assert broken > 0.9 * total
+        assert_same(f(params, batch), expected)
+    assert interrupts > 0.9 * total
 
 
 def test_interrupted_during_the_first_call():
     """While it traces, partitions and compiles."""
-    want = reference_gradient(MLP, 2, ROWS, SIZE)
+    expected = reference_gradient(MLP, 2, ROWS, SIZE)
     for _ in range(2):  # the first of a process also fills caches of JAX
         f, params, batch = compiled_case()
         total = calls(lambda f=f, params=params, batch=batch: f(params, batch))
@@ -68,7 +68,7 @@ def test_interrupted_during_the_first_call():
 
         with pytest.raises(KeyboardInterrupt):
             at_every_call(lambda f=f, params=params, batch=batch: f(params, batch), stop)
-        assert_same(f(params, batch), want)
+        assert_same(f(params, batch), expected)
 
 
 def two_stages(split, params, x, on_host):
@@ -102,8 +102,8 @@ def test_a_signal_in_the_middle_of_a_step():
     # XLA may run the callback on this thread, and then wraps what it raises.
     with pytest.raises((KeyboardInterrupt, jax.errors.JaxRuntimeError), match=r"^$|KeyboardInterrupt"):
         steps()
-    want = jax.jit(two_blocks(plain))(params, x).sum()
-    assert_same(step(params, x), want)
+    expected = jax.jit(two_blocks(plain))(params, x).sum()
+    assert_same(step(params, x), expected)
 
 
 def test_an_error_inside_a_task():
@@ -157,10 +157,10 @@ def test_deletion_frees_the_programs():
     f, params, batch = compiled_case()
     before = executables()  # with those of jax that placed the parameters
     jax.block_until_ready(f(params, batch))
-    alive = weakref.ref(f)
-    held = executables()
+    reference = weakref.ref(f)
+    count = executables()
     del f
     gc.collect()
-    assert held > before
-    assert alive() is None
+    assert count > before
+    assert reference() is None
     assert executables() <= before

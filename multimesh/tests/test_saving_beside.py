@@ -34,17 +34,17 @@ def test_what_is_saved_is_what_was_there_at_the_call(gate, tmp_path):
     """Arrays are donated, NumPy arrays overwritten, while nothing is written yet."""
     host, w = np.arange(1000.0), jnp.arange(1000, dtype=jnp.float32)
     tree = {"w": jax.device_put(w, jax.devices()[1]), "free": w, "host": host, "key": jax.random.key(3), "n": 1}
-    want = jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, tree)
-    want |= {"w": np.asarray(w).copy(), "free": np.asarray(w).copy()}
+    expected = jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, tree)
+    expected |= {"w": np.asarray(w).copy(), "free": np.asarray(w).copy()}
     mm.distributed.save(tmp_path / "1", tree, background=True)
-    twice = jax.jit(lambda x: x * 2, donate_argnums=0)
-    later = twice(tree["w"]), twice(tree["free"])
+    double = jax.jit(lambda x: x * 2, donate_argnums=0)
+    later = double(tree["w"]), double(tree["free"])
     host[:] = -1
     assert not (tmp_path / "1").exists()
     gate.set()
     mm.distributed.wait_for_save()
-    assert_same(mm.distributed.restore(tmp_path / "1", want), want)
-    assert (later[0] == 2 * want["w"]).all()
+    assert_same(mm.distributed.restore(tmp_path / "1", expected), expected)
+    assert (later[0] == 2 * expected["w"]).all()
 
 
 CALLS = {
@@ -98,7 +98,7 @@ def script(tmp_path, end):
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    ("end", "code", "told"),
+    ("end", "code", "message"),
     [
         ('mm.distributed.save(f"{path}/1", tree, background=True)', 0, ""),
         ('mm.distributed.save(f"{path}/1", tree, background=True); sys.exit(3)', 3, ""),
@@ -111,14 +111,14 @@ def script(tmp_path, end):
         ),
     ],
 )
-def test_at_its_end_a_process_waits_for_its_save_and_tells_its_error(tmp_path, end, code, told):
-    ended = script(tmp_path, end)
-    _, err = ended.communicate(timeout=100)
-    assert ended.returncode == code
-    assert re.fullmatch(told, err)
+def test_at_its_end_a_process_waits_for_its_save_and_tells_its_error(tmp_path, end, code, message):
+    process = script(tmp_path, end)
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == code
+    assert re.fullmatch(message, err)
     for path in tmp_path.iterdir():
         mm.distributed.restore(path, LIKE)
-    assert len(list(tmp_path.iterdir())) == (1 if told else 2)
+    assert len(list(tmp_path.iterdir())) == (1 if message else 2)
 
 
 @pytest.mark.multiprocess
@@ -145,5 +145,5 @@ def test_ctrl_c_ends_a_process_after_its_save(tmp_path, then):
 @pytest.mark.telling("2")
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_several_processes_save_beside_their_training(tmp_path, count):
-    for ended in run(count, 1, CASES, f"saved_beside:{tmp_path}", timeout=200):
-        assert ended.code == 0, ended.err[-4000:]
+    for process in run(count, 1, CASES, f"saved_beside:{tmp_path}", timeout=200):
+        assert process.code == 0, process.err[-4000:]

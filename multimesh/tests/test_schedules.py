@@ -29,9 +29,9 @@ CUSTOM = [  # two stages, four microbatches: the first stage runs two ahead
 
 def split_for(schedule, stages):
     """As many stages on each submesh as the schedule is meant for, and where it says."""
-    found = schedules.get(schedule)
-    count = stages // found.usual
-    return Split(submeshes(count, (2,)), placement=found.placement(count))
+    kind = schedules.get(schedule)
+    count = stages // kind.usual
+    return Split(submeshes(count, (2,)), placement=kind.placement(count))
 
 
 @pytest.mark.parametrize(
@@ -80,20 +80,20 @@ def test_numerics_and_live_bytes(name, p, m):
 
     def loss(stage, weights, x):
         for s in range(stages):
-            own = weights[s * layers : (s + 1) * layers]
-            x = stage(s, lambda own, x: functools.reduce(lambda x, w: jnp.tanh(x @ w), own, x))(own, x)
+            rows_of = weights[s * layers : (s + 1) * layers]
+            x = stage(s, lambda rows_of, x: functools.reduce(lambda x, w: jnp.tanh(x @ w), rows_of, x))(rows_of, x)
         return stage(stages - 1, lambda x: jnp.mean(x**2))(x)
 
     weights = [(draw(size=(width, width)) / width**0.5).astype(np.float32) for _ in range(2 * p)]
     x = draw(size=(m * rows, width)).astype(np.float32)
-    piped, whole = (jax.value_and_grad(functools.partial(loss, stage)) for stage in (split, plain))
-    step = mm.jit(mm.microbatch(piped, size=rows, argnum=1, schedule=schedule, reduce="mean"))
+    pipelined, reference = (jax.value_and_grad(functools.partial(loss, stage)) for stage in (split, plain))
+    step = mm.jit(mm.microbatch(pipelined, size=rows, argnum=1, schedule=schedule, reduce="mean"))
     args = split.place((weights, x), ([(n // layers,) for n in range(2 * p)], (0,)))
-    assert_same(step(*args), jax.jit(whole)(weights, x))
-    held = peak_bytes(lambda: jax.block_until_ready(step(*args)), every=max(10, p * m // 8))
+    assert_same(step(*args), jax.jit(reference)(weights, x))
+    live = peak_bytes(lambda: jax.block_until_ready(step(*args)), every=max(10, p * m // 8))
     peaks = forecast.simulate_schedule(name, forecast.Shape(p, schedule.usual, m)).peaks
     for mesh, peak in zip(split.meshes, peaks, strict=True):
-        assert held[mesh.devices.flat[0]] <= 4 * rows * width * (m + 1.25 * peak * (1 + layers) * schedule.usual) + 1e5
+        assert live[mesh.devices.flat[0]] <= 4 * rows * width * (m + 1.25 * peak * (1 + layers) * schedule.usual) + 1e5
 
 
 @pytest.mark.longer
@@ -164,9 +164,9 @@ def as_dispatched(row):
     for first, second, dropped in ("FBF", "BWW"):
         for stage in {c.stage for c in row if c.phase == first}:
             following = dict(itertools.pairwise(row))
-            mine = [c for c in row if (c.phase, c.stage) == (first, stage)]
+            cells = [c for c in row if (c.phase, c.stage) == (first, stage)]
             if (second == "B" or not stage) and all(
-                following.get(c) == Cell(second, stage, c.microbatch) for c in mine
+                following.get(c) == Cell(second, stage, c.microbatch) for c in cells
             ):
                 row = [c for c in row if (c.phase, c.stage) != (dropped, stage)]
     return row
@@ -275,31 +275,31 @@ def fronts_of_transfers(schedule, model=MLP):
     """For each transfer: front of the task that made the value, of the issue (that of the next task), of its reader."""
     plan = plan_of(schedule, 3, 4, model=model)
     front = schedules.get(schedule).front
-    made, found = {}, []
+    front_of, fronts = {}, []
     steps = plan.instructions
     at = [front(Cell(s.phase, s.stage, s.microbatch), 3, 1) if s.kind == "RUN" and s.phase else None for s in steps]
     for n, step in enumerate(steps):
         if at[n] is not None:
-            made |= dict.fromkeys(step.outs, at[n])
+            front_of |= dict.fromkeys(step.outs, at[n])
         if step.kind == "SEND":
-            received = plan.transfers[step.transfer].outs
-            readers = [a for a, s in zip(at, steps, strict=True) if a is not None and set(s.ins) & set(received)]
+            arrays = plan.transfers[step.transfer].outs
+            readers = [a for a, s in zip(at, steps, strict=True) if a is not None and set(s.ins) & set(arrays)]
             if readers and step.microbatch is not None:
                 following = next(a for a in at[n:] if a is not None)
                 before = next(a for a in reversed(at[:n]) if a is not None)
-                found.append((made[step.ins[0]], before, following, min(readers)))
-    return found
+                fronts.append((front_of[step.ins[0]], before, following, min(readers)))
+    return fronts
 
 
 @pytest.mark.parametrize("model", [MLP, SKIP], ids=lambda m: m.name)
 def test_wavefront_transfers_what_a_front_reads_when_it_starts_and_its_other_form_one_front_ahead(model):
-    found = fronts_of_transfers("wavefront", model)
-    assert found
-    assert all(before < reader == following for _, before, following, reader in found)
-    found = fronts_of_transfers("prefetch-wavefront", model)
-    assert found
-    for made, before, following, reader in found:
-        if made == reader - 1:  # at once
-            assert before == made
+    fronts = fronts_of_transfers("wavefront", model)
+    assert fronts
+    assert all(before < reader == following for _, before, following, reader in fronts)
+    fronts = fronts_of_transfers("prefetch-wavefront", model)
+    assert fronts
+    for source, before, following, reader in fronts:
+        if source == reader - 1:  # at once
+            assert before == source
         else:  # at the start of the front before
             assert before < reader - 1 == following

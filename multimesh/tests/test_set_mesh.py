@@ -63,12 +63,12 @@ def test_every_transformation(ambient, kind):
     f = mm.jit(loss(lambda s, fn: mm.task(fn, f"stage{s}", mesh=meshes[s])))
     for name, transformed in TRANSFORMED.items():
         with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
-            got = transformed(f, weights, x)
-        want = transformed(jax.jit(loss(lambda _, fn: fn)), list(WEIGHTS), X)
-        assert_same(got, want)
+            actual = transformed(f, weights, x)
+        expected = transformed(jax.jit(loss(lambda _, fn: fn)), list(WEIGHTS), X)
+        assert_same(actual, expected)
         if name == "grad":
-            assert [g.sharding.mesh for g in got] == meshes
-            assert kind == "auto" or [jax.typeof(g) for g in got] == [jax.typeof(w) for w in weights]
+            assert [g.sharding.mesh for g in actual] == meshes
+            assert kind == "auto" or [jax.typeof(g) for g in actual] == [jax.typeof(w) for w in weights]
 
 
 def test_blocks_on_meshes_of_different_sizes_under_vmap_are_refused_in_a_line():
@@ -116,9 +116,9 @@ def test_gradients_of_blocks_on_meshes_of_different_sizes_are_refused_in_a_line(
         mm.UsageError, match=r"test_set_mesh.py:\d+: in blocks .* different sizes .*as calls(?!.*in blocks)"
     ):
         mm.jit(jax.grad(blocks))(ws, X)
-    want = jax.grad(scopes)(ws, X)
-    assert_same(mm.jit(jax.grad(calls))(ws, X), want)
+    desired = jax.grad(scopes)(ws, X)
+    assert_same(mm.jit(jax.grad(calls))(ws, X), desired)
     with mm.register_task("stage_0", mesh=meshes[0]), mm.register_task("stage_1", mesh=meshes[1]):
-        found = mm.jit(jax.grad(scopes))(ws, X)
-    assert_same(found, want)
-    assert [each.devices() for each in found] == [set(mesh.devices.flat) for mesh in meshes]
+        actual = mm.jit(jax.grad(scopes))(ws, X)
+    assert_same(actual, desired)
+    assert [gradient.devices() for gradient in actual] == [set(mesh.devices.flat) for mesh in meshes]

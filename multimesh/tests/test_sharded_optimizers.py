@@ -32,8 +32,8 @@ def step(optimizer, meshes=None, keep=lambda both: both):
     """Return a training step: in a pipeline over ``meshes``, or as one program."""
     if meshes:
         task = lambda fn, stage: mm.task(fn, stage, mesh=meshes[stage])  # noqa: E731
-        piped = jax.value_and_grad(lambda params, batch: loss(params, batch, task))
-        gradient = mm.microbatch(piped, argnum=1, size=SIZE, schedule="1f1b")
+        gradient_fn = jax.value_and_grad(lambda params, batch: loss(params, batch, task))
+        gradient = mm.microbatch(gradient_fn, argnum=1, size=SIZE, schedule="1f1b")
     else:
         gradient = microbatched(jax.value_and_grad(loss), argnum=1, size=SIZE)
 
@@ -67,7 +67,7 @@ def layouts(tree, meshes, spec):
     return jax.tree_util.tree_map_with_path(one, tree)
 
 
-def asked(optimizer, meshes):
+def lay_out(optimizer, meshes):
     """Return the layouts of parameters and state, and of a batch: only the state lies over ``data``."""
     params, state = jax.eval_shape(lambda: init(optimizer))
     both = layouts(params, meshes, P()), layouts(state, meshes, P("data"))
@@ -76,11 +76,11 @@ def asked(optimizer, meshes):
 
 def counts(compiled):
     """Return how many collectives of a kind there are for each submesh, in the loop and after it."""
-    found = collections.Counter()
+    counts = collections.Counter()
     looped = {run.kernel for run in compiled.plan.runs if run.cell}
     for number, (kernel, each) in enumerate(zip(compiled.plan.kernels, compiled.collectives(), strict=True)):
-        found.update((c.kind, kernel.submesh, number in looped) for c in each if c.nbytes > 8)  # but for norms
-    return found
+        counts.update((c.kind, kernel.submesh, number in looped) for c in each if c.nbytes > 8)  # but for norms
+    return counts
 
 
 @pytest.mark.telling("clipped adamw")
@@ -89,18 +89,18 @@ def test_in_shardings_say_it(name):
     """Three steps are those of one program, the state stays where it was, and gradients are summed after the loop."""
     optimizer = OPTIMIZERS[name]
     meshes = dict(zip(STAGES, submeshes(2), strict=True))
-    places = asked(optimizer, meshes)
+    places = lay_out(optimizer, meshes)
     train = mm.jit(step(optimizer, meshes), in_shardings=places, donate_argnums=0)
     both, batch = jax.device_put((init(optimizer), rows()), places)
-    want, plain = init(optimizer), jax.jit(step(optimizer))
+    desired, reference = init(optimizer), jax.jit(step(optimizer))
     kinds = counts(train.lower(both, batch).compile())
     assert {at for _, at, _ in kinds} == {0, 1}
     assert not [at for at in kinds if at[2]]
     for _ in range(3):
         both, value = train(both, batch)
-        want, expected = plain(want, rows())
+        desired, expected = reference(desired, rows())
         assert_same(value, expected)
-    assert_same(both, want)
+    assert_same(both, desired)
     assert all(jax.tree.leaves(jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), both, places[0])))
     moments = [x for x in jax.tree.leaves(both[1]) if x.ndim]
     assert moments
@@ -112,7 +112,7 @@ def test_parallelize_says_it_by_a_constraint():
     """Constraints on the new parameters, whole, and on the new state say how both are made."""
     optimizer = OPTIMIZERS["adamw"]
     meshes = dict(zip(STAGES, submeshes(2), strict=True))
-    places, layout = asked(optimizer, meshes)
+    places, layout = lay_out(optimizer, meshes)
 
     def keep(both):
         return jax.tree.map(jax.lax.with_sharding_constraint, both, places)
@@ -124,9 +124,9 @@ def test_parallelize_says_it_by_a_constraint():
     both = make()
     assert {x.sharding.spec for x in jax.tree.leaves(both[1]) if x.ndim} == {P("data")}
     assert {x.sharding.spec for x in jax.tree.leaves(both[0])} == {P()}
-    want, expected = jax.jit(step(optimizer))(init(optimizer), rows())
+    desired, expected = jax.jit(step(optimizer))(init(optimizer), rows())
     both, value = train(both, batch)
-    assert_same((both, value), (want, expected))
+    assert_same((both, value), (desired, expected))
 
 
 @pytest.mark.compile_gpu
@@ -135,10 +135,10 @@ def test_parallelize_says_it_by_a_constraint():
 def test_a_stage_scatters_gradients_once_and_gathers_parameters_once(name):
     """As XLA compiles it for H100; CPUs have no reduce-scatter."""
     devices = np.array(mm.topology("h100", gpus=4)).reshape(2, 2)
-    meshes = {stage: Mesh(each, ("data",)) for stage, each in zip(STAGES, devices, strict=True)}
-    places = asked(OPTIMIZERS[name], meshes)
+    meshes = {stage: Mesh(row, ("data",)) for stage, row in zip(STAGES, devices, strict=True)}
+    places = lay_out(OPTIMIZERS[name], meshes)
     types = jax.eval_shape(lambda: (init(OPTIMIZERS[name]), rows()))
-    given = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), types, places)
-    compiled = mm.jit(step(OPTIMIZERS[name], meshes), donate_argnums=0).lower(*given).compile()
-    once = {(kind, submesh, False): 1 for kind in ("reduce-scatter", "all-gather") for submesh in (0, 1)}
-    assert counts(compiled) == once
+    types_in = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), types, places)
+    compiled = mm.jit(step(OPTIMIZERS[name], meshes), donate_argnums=0).lower(*types_in).compile()
+    expected = {(kind, submesh, False): 1 for kind in ("reduce-scatter", "all-gather") for submesh in (0, 1)}
+    assert counts(compiled) == expected

@@ -29,9 +29,9 @@ def idle(name, submeshes, chunks, microbatches, costs, transfer=0.0):
 def test_idle_time_is_the_published(name):
     """Over p in {2, 4, 8}, m in {p, 2p, 4p} and costs that a formula is for."""
     shapes = [Shape(p, schedules.get(name).usual, m) for p, m in GRID]
-    found = [forecast.simulate_schedule(name, shape, costs).agrees for shape in shapes for costs in COSTS]
-    assert False not in found
-    assert True in found or "wavefront" in name
+    agreements = [forecast.simulate_schedule(name, shape, costs).agrees for shape in shapes for costs in COSTS]
+    assert False not in agreements
+    assert True in agreements or "wavefront" in name
 
 
 def test_what_the_v_shapes_and_zb_h2_wait_for():
@@ -88,11 +88,11 @@ def test_a_simulation_breaks_no_rule(name, transfer):
         spans = line.row(row)
         assert [Cell(s.phases, s.stage, s.microbatch) for s in spans] == list(cells)
         assert all(a.end <= b.start for a, b in itertools.pairwise(spans))
-    found = {Cell(s.phases, s.stage, s.microbatch): s for s in line.spans}
-    for cell, span in found.items():
+    span_of = {Cell(s.phases, s.stage, s.microbatch): s for s in line.spans}
+    for cell, span in span_of.items():
         for need in schedules.needs(cell, stages):
-            crossing = found[need].row != span.row
-            assert span.start >= found[need].end + (transfer if crossing else 0.0)
+            crossing = span_of[need].row != span.row
+            assert span.start >= span_of[need].end + (transfer if crossing else 0.0)
     assert len(line.transfers) == 2 * 2 * 5 * (schedule.chunks or 1)  # forward and backward over two borders
     assert all(t.end - t.start == transfer for t in line.transfers)
 
@@ -111,7 +111,7 @@ def test_forward_only():
 
 
 @pytest.mark.parametrize(
-    ("costs", "named"),
+    ("costs", "word"),
     [
         ({"F": 1, "B": 1}, "expected one for each of F, B and W, got 'F', 'B'"),
         ({"F": 1, "B": 1, "W": 1, "X": 1}, "'X'"),
@@ -121,7 +121,7 @@ def test_forward_only():
         ({"F": "1", "B": 1, "W": 1}, "got '1'"),
     ],
 )
-def test_bad_costs(costs, named):
-    with pytest.raises(mm.UsageError) as caught:
+def test_bad_costs(costs, word):
+    with pytest.raises(mm.UsageError) as error:
         simulate(schedules.get("1f1b").table(2, 1, 2, True), costs)
-    assert named in str(caught.value)
+    assert word in str(error.value)

@@ -21,7 +21,7 @@ def spawn(count, program, *words, **options):
     )
 
 
-def written(folder, text):
+def write(folder, text):
     (folder / "program.py").write_text(text)
     return folder / "program.py"
 
@@ -29,12 +29,12 @@ def written(folder, text):
 @pytest.mark.multiprocess
 def test_the_processes_find_each_other(tmp_path):
     text = "import multimesh, sys\nprint(multimesh.distributed.initialize(), sys.argv[1:])\n"
-    program = written(tmp_path, text)
-    done = spawn(2, program, "--steps", "3", check=True)
+    program = write(tmp_path, text)
+    process = spawn(2, program, "--steps", "3", check=True)
     for rank in range(2):
-        assert f"process {rank} of 2 on " in done.stdout
-    assert done.stdout.count("found by spawn: one process per device ['--steps', '3']") == 2
-    assert done.stderr == ""
+        assert f"process {rank} of 2 on " in process.stdout
+    assert process.stdout.count("found by spawn: one process per device ['--steps', '3']") == 2
+    assert process.stderr == ""
 
 
 CHATTER = """
@@ -50,30 +50,30 @@ print("half", file=sys.stderr, end="")
 
 @pytest.mark.parametrize("label", [False, True])
 def test_lines_of_processes_stay_whole(tmp_path, label):
-    done = spawn(3, *["--label"] * label, written(tmp_path, CHATTER), check=True)
+    process = spawn(3, *["--label"] * label, write(tmp_path, CHATTER), check=True)
     for rank in range(3):
-        own = [f"{rank}: " * label + f"line {rank} {str(number) * 50}" for number in range(300)]
-        assert [line for line in done.stdout.splitlines() if f"line {rank} " in line] == own
-    assert len(done.stdout.splitlines()) == 900
-    assert sorted(done.stderr.splitlines()) == [f"{rank}: half" if label else "half" for rank in range(3)]
+        expected = [f"{rank}: " * label + f"line {rank} {str(number) * 50}" for number in range(300)]
+        assert [line for line in process.stdout.splitlines() if f"line {rank} " in line] == expected
+    assert len(process.stdout.splitlines()) == 900
+    assert sorted(process.stderr.splitlines()) == [f"{rank}: half" if label else "half" for rank in range(3)]
 
 
 def test_lines_come_when_they_are_printed(tmp_path):
     text = "import time\nprint('first')\ntime.sleep(600)"
-    argv = [*SPAWN, "2", "-l", written(tmp_path, text)]
+    argv = [*SPAWN, "2", "-l", write(tmp_path, text)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, env=ON_CPU) as job:
-        found = b""
-        while not all(part in found for part in (b"0: first\n", b"1: first\n")):
-            found += job.stdout.read1()
+        output = b""
+        while not all(part in output for part in (b"0: first\n", b"1: first\n")):
+            output += job.stdout.read1()
         job.terminate()
 
 
 def test_output_that_a_stranger_holds_open_does_not_hold_up_the_end(tmp_path):
     text = "import subprocess, sys\nprint(subprocess.Popen(['sleep', '60'], start_new_session=True).pid)"
-    done = spawn(2, written(tmp_path, text), check=True)
-    for pid in done.stdout.split():
+    process = spawn(2, write(tmp_path, text), check=True)
+    for pid in process.stdout.split():
         os.kill(int(pid), signal.SIGKILL)
-    assert len(done.stdout.split()) == 2
+    assert len(process.stdout.split()) == 2
 
 
 @pytest.mark.longer  # others get ten seconds to end by themselves
@@ -83,34 +83,34 @@ def test_the_first_that_fails_ends_the_others_with_its_code(tmp_path, end, code)
     text = (
         f"import os, sys, time\n{end} if os.environ['MULTIMESH_PROCESS'] == '1' else time.sleep({600 if code else 0})"
     )
-    assert spawn(3, written(tmp_path, text)).returncode == code
+    assert spawn(3, write(tmp_path, text)).returncode == code
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_whatever_ends_it_ends_its_processes(tmp_path, number):
     text = "import os, time\nprint(os.getpid())\ntime.sleep(600)"
-    with subprocess.Popen([*SPAWN, "2", written(tmp_path, text)], stdout=subprocess.PIPE, text=True, env=ON_CPU) as job:
-        started = [int(job.stdout.readline()) for _ in range(2)]
+    with subprocess.Popen([*SPAWN, "2", write(tmp_path, text)], stdout=subprocess.PIPE, text=True, env=ON_CPU) as job:
+        processes = [int(job.stdout.readline()) for _ in range(2)]
         job.send_signal(number)
         assert job.wait() == {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGKILL: -9}[number]
     deadline = time.monotonic() + 20
-    while any(os.path.exists(f"/proc/{process}") for process in started):
+    while any(os.path.exists(f"/proc/{process}") for process in processes):
         assert time.monotonic() < deadline, "a process is left"
         time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("2", "nothing.py"), "error: spawn: there is no file 'nothing.py'; give the Python program after the flags\n"),
         (("0", "program.py"), "error: argument -n/--processes: must be a whole number of at least 1, got '0'; "),
     ],
 )
-def test_what_is_wrong_is_said_in_a_line(words, said):
-    done = subprocess.run([*SPAWN, *words], capture_output=True, text=True, env=ON_CPU, timeout=60)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(said)
-    assert done.stderr.count("\n") == 1
+def test_what_is_wrong_is_said_in_a_line(words, message):
+    process = subprocess.run([*SPAWN, *words], capture_output=True, text=True, env=ON_CPU, timeout=60)
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr.startswith(message)
+    assert process.stderr.count("\n") == 1
 
 
 OWN = """
@@ -126,19 +126,19 @@ sys.exit(99 if "jax" in sys.modules else code)
 @pytest.mark.multiprocess
 def test_a_launcher_of_ones_own_needs_no_jax(tmp_path):
     text = "import multimesh\nprint(multimesh.distributed.initialize(), flush=True)\n"
-    argv = [sys.executable, "-c", OWN, written(tmp_path, text)]
-    done = subprocess.run(argv, capture_output=True, text=True, env=ON_CPU, timeout=120, check=False)
-    assert done.returncode == 0, done
-    assert done.stdout.count("of 2 on ") == 2
-    assert done.stderr == ""
+    argv = [sys.executable, "-c", OWN, write(tmp_path, text)]
+    process = subprocess.run(argv, capture_output=True, text=True, env=ON_CPU, timeout=120, check=False)
+    assert process.returncode == 0, process
+    assert process.stdout.count("of 2 on ") == 2
+    assert process.stderr == ""
 
 
 def test_those_that_were_started_end_where_another_cannot_start(tmp_path):
-    waits = [sys.executable, written(tmp_path, "import time\ntime.sleep(600)")]
+    waits = [sys.executable, write(tmp_path, "import time\ntime.sleep(600)")]
     begin = time.monotonic()
-    with pytest.raises(mm.MultiMeshError, match="no-such-program cannot be started: No such file") as caught:
+    with pytest.raises(mm.MultiMeshError, match="no-such-program cannot be started: No such file") as error:
         launch.run_together([waits, ["no-such-program"]], [{}, {}])
-    assert caught.value.exit_code == 4
+    assert error.value.exit_code == 4
     assert time.monotonic() - begin < 30
     with pytest.raises(mm.UsageError, match="each command has variables of its own; got 2 and 1"):
         launch.run_together([waits] * 2, [{}])

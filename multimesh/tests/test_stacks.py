@@ -50,12 +50,12 @@ def by_hand(cut):
         for s, mesh in enumerate(MESHES):
             run = mm.task(lambda p, x: jax.lax.scan(layer, x, p)[0], mesh=mesh)
             one = mm.task(lambda p, x: layer(x, p)[0], mesh=mesh)
-            mine = slice(2 * s, 2 * s + 2)
+            rows = slice(2 * s, 2 * s + 2)
             if cut == "outside":
-                x = run(part(params, mine.start, mine.stop), x)
+                x = run(part(params, rows.start, rows.stop), x)
             elif cut == "inside":
                 x = mm.task(
-                    lambda p, x, m=mine: jax.lax.scan(layer, x, part(p, m.start, m.stop))[0],
+                    lambda p, x, m=rows: jax.lax.scan(layer, x, part(p, m.start, m.stop))[0],
                     mesh=mesh,
                 )(params, x)
             else:
@@ -78,32 +78,32 @@ def step_of(loss, optimizer=None, loop=mm.microbatch, **options):
     return step
 
 
-def held(tree, meshes=MESHES):
+def bytes_of(tree, meshes=MESHES):
     """Bytes of arrays on the first device of each submesh."""
     shards = [shard for x in jax.tree.leaves(tree) for shard in x.addressable_shards]
     return [sum(s.data.nbytes for s in shards if s.device == mesh.devices.flat[0]) for mesh in meshes]
 
 
-def check(loss=None, optimizer=None, params=WEIGHTS, plain=scanned, meshes=MESHES, steps=3, **options):
+def check(loss=None, optimizer=None, params=WEIGHTS, reference=scanned, meshes=MESHES, steps=3, **options):
     """Some steps, which equal those of plain ``jax.jit``. Returns the function and its last parameters and state."""
     optimizer = optimizer or optax.adam(1e-3)
-    step = mm.jit(step_of(loss or mm.pipeline(plain, meshes), optimizer, **options), donate_argnums=(0, 1))
-    want = jax.jit(step_of(plain, optimizer, microbatched))
-    got, expected = (params, optimizer.init(params)), (params, optimizer.init(params))
-    got = jax.device_get(got)
+    step = mm.jit(step_of(loss or mm.pipeline(reference, meshes), optimizer, **options), donate_argnums=(0, 1))
+    reference_step = jax.jit(step_of(reference, optimizer, microbatched))
+    actual, expected = (params, optimizer.init(params)), (params, optimizer.init(params))
+    actual = jax.device_get(actual)
     for _ in range(steps):
-        *got, value = step(*got, BATCH)
-        *expected, known = want(*expected, BATCH)
-        np.testing.assert_allclose(value, known, rtol=1e-5)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        *actual, value = step(*actual, BATCH)
+        *expected, reference_value = reference_step(*expected, BATCH)
+        np.testing.assert_allclose(value, reference_value, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=2e-6)
     assert len(step.compiled) == 1  # what it returns is what it takes
-    return step, got
+    return step, actual
 
 
-def assert_even(got, meshes=MESHES, copies=3):
+def assert_even(actual, meshes=MESHES, copies=3):
     """Each submesh holds its part of weights and moments, give or take scalars."""
-    assert max(held(got, meshes)) <= copies * STATE / len(meshes) + 16
+    assert max(bytes_of(actual, meshes)) <= copies * STATE / len(meshes) + 16
 
 
 @pytest.mark.telling("1f1b", "zb-h1")
@@ -125,9 +125,9 @@ def test_state_says_so():
     """``cuts`` of the function and the plan's arguments agree."""
     cuts = mm.pipeline(scanned, MESHES).cuts(WEIGHTS, {k: x[:SIZE] for k, x in BATCH.items()})
     _, (params, state) = check()
-    told = [stage.state for stage in cuts.stages]
-    for claimed, real in zip(told, held((params, state)), strict=True):
-        assert abs(claimed * 3 / 4 - real) <= 4 * SIZE * WIDTH + 16  # of four states a gradient is no argument
+    estimates = [stage.state for stage in cuts.stages]
+    for estimate, real in zip(estimates, bytes_of((params, state)), strict=True):
+        assert abs(estimate * 3 / 4 - real) <= 4 * SIZE * WIDTH + 16  # of four states a gradient is no argument
 
 
 OPTIMIZERS = {
@@ -150,16 +150,16 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_run_where_rows_are(name):
     """Muon's loop over all layers runs on one stage; what it makes returns to the rows."""
-    step, got = check(optimizer=OPTIMIZERS[name])
-    assert max(held(got)) - min(held(got)) <= 64
+    step, actual = check(optimizer=OPTIMIZERS[name])
+    assert max(bytes_of(actual)) - min(bytes_of(actual)) <= 64
     plan = step.compiled[0].plan
     assert name == "muon" or max(plan.slots[s].nbytes for t in plan.transfers for s in t.ins) <= 4 * SIZE * WIDTH
 
 
 @pytest.mark.longer
 def test_factored_moments():
-    step, got = check(optimizer=optax.adafactor(1e-2, min_dim_size_to_factor=4))
-    assert max(held(got)) < 1.3 * STATE / STAGES
+    step, actual = check(optimizer=optax.adafactor(1e-2, min_dim_size_to_factor=4))
+    assert max(bytes_of(actual)) < 1.3 * STATE / STAGES
     plan = step.compiled[0].plan
     assert max(plan.slots[s].nbytes for t in plan.transfers for s in t.ins) <= 4 * SIZE * WIDTH
 
@@ -168,8 +168,8 @@ def test_factored_moments():
 @pytest.mark.telling("outside", "rows")
 @pytest.mark.parametrize("cut", ["outside", "inside", "rows"])
 def test_rows_taken_by_hand(cut):
-    _, got = check(by_hand(cut))
-    assert_even(got)
+    _, actual = check(by_hand(cut))
+    assert_even(actual)
 
 
 @pytest.mark.longer
@@ -178,8 +178,8 @@ def test_casts_before_the_layers():
         return scanned(jax.tree.map(lambda w: w.astype("bfloat16").astype("float32"), params), batch)
 
     step = mm.jit(step_of(mm.pipeline(cast, MESHES)))
-    got = step(WEIGHTS, optax.adam(1e-3).init(WEIGHTS), BATCH)
-    assert_even(got[:2])
+    actual = step(WEIGHTS, optax.adam(1e-3).init(WEIGHTS), BATCH)
+    assert_even(actual[:2])
 
 
 def test_donated_blocks_are_written_in_place():
@@ -193,19 +193,19 @@ def test_donated_blocks_are_written_in_place():
 
 @pytest.mark.longer
 @pytest.mark.telling("own mesh", "one device")
-@pytest.mark.parametrize("given", ["own mesh", "first submesh", "one device"])
-def test_arrays_that_lie_elsewhere(given):
+@pytest.mark.parametrize("case", ["own mesh", "first submesh", "one device"])
+def test_arrays_that_lie_elsewhere(case):
     grid = Mesh(np.stack([m.devices for m in MESHES]), ("pp", "data"))
     layout = {
         "own mesh": NamedSharding(grid, P("pp")),
         "first submesh": NamedSharding(MESHES[0], P()),
         "one device": jax.devices()[3],
-    }[given]
+    }[case]
     params = jax.device_put(WEIGHTS, layout)
     step = mm.jit(step_of(mm.pipeline(scanned, MESHES)))
-    got = step(params, optax.adam(1e-3).init(params), BATCH)
-    assert_same(got, jax.jit(step_of(scanned, loop=microbatched))(WEIGHTS, optax.adam(1e-3).init(WEIGHTS), BATCH))
-    assert_even(got[:2])
+    actual = step(params, optax.adam(1e-3).init(params), BATCH)
+    assert_same(actual, jax.jit(step_of(scanned, loop=microbatched))(WEIGHTS, optax.adam(1e-3).init(WEIGHTS), BATCH))
+    assert_even(actual[:2])
 
 
 @pytest.mark.longer
@@ -217,9 +217,9 @@ def test_layouts_within_a_stage():
     value, grads = step(jax.device_put(WEIGHTS, where), BATCH)
     assert_same((value, grads), jax.jit(jax.value_and_grad(scanned))(WEIGHTS, BATCH))
     assert grads["kernel"].sharding.spec == P("stage", None, "data")
-    known = {name: g.sharding for name, g in grads.items()}
-    again = mm.jit(jax.value_and_grad(mm.pipeline(scanned, MESHES)), in_shardings=(known, None))
-    assert again(WEIGHTS, BATCH)[1]["bias"].sharding == known["bias"]
+    shardings = {name: g.sharding for name, g in grads.items()}
+    other = mm.jit(jax.value_and_grad(mm.pipeline(scanned, MESHES)), in_shardings=(shardings, None))
+    assert other(WEIGHTS, BATCH)[1]["bias"].sharding == shardings["bias"]
 
 
 def test_compiled_says_where_arguments_and_results_are():
@@ -250,10 +250,10 @@ def test_derived_layouts():
 
     step, make = mm.parallelize(jax.value_and_grad(loss), init_params=init, initial_batch=BATCH)
     params = make()
-    assert held(params) == [sum(held(params)) // STAGES] * STAGES
+    assert bytes_of(params) == [sum(bytes_of(params)) // STAGES] * STAGES
     assert params["kernel"].sharding.mesh.axis_names == ("stage", "data")
-    got = step(params, BATCH)
-    assert_same(got, jax.jit(jax.value_and_grad(scanned))(jax.device_get(init()), BATCH))
+    actual = step(params, BATCH)
+    assert_same(actual, jax.jit(jax.value_and_grad(scanned))(jax.device_get(init()), BATCH))
 
 
 def two_stages_each(schedule):
@@ -268,11 +268,11 @@ def test_two_stages_on_a_submesh(schedule):
     """An array has one run of rows on a device, so others are sent, and a line says what to do."""
     loss = mm.pipeline(scanned, two_stages_each(schedule))
     with pytest.warns(UserWarning, match=r"params\['kernel'\]: 6 of its 8 rows are sent in each call.* list of arrays"):
-        _, got = check(loss, schedule=schedule)
-    assert_even(got)
+        _, actual = check(loss, schedule=schedule)
+    assert_even(actual)
 
 
-def joined(of, parts, batch):
+def join(of, parts, batch):
     return of(jax.tree.map(lambda *rows: jnp.concatenate(rows), *parts), batch)
 
 
@@ -283,7 +283,7 @@ def test_a_list_of_stacks(ends):
     """The remedy: an array for each stage, which the function joins."""
     parts = [part(WEIGHTS, a, b) for a, b in itertools.pairwise(ends)]
     loss = mm.pipeline(scanned, MESHES[:3])
-    step, (params, _) = check(functools.partial(joined, loss), params=parts, plain=functools.partial(joined, scanned))
+    step, (params, _) = check(functools.partial(join, loss), params=parts, reference=functools.partial(join, scanned))
     if len(ends) == 4:  # as the three stages are cut
         for p, mesh in zip(params, MESHES, strict=False):
             assert p["kernel"].sharding.device_set == set(mesh.devices.flat)
@@ -296,9 +296,9 @@ def test_a_list_for_two_stages_on_a_submesh():
     parts = [part(WEIGHTS, row, row + 1) for row in range(LAYERS)]
     loss = mm.pipeline(scanned, two_stages_each("dualpipe-v"))
     _, (params, state) = check(
-        functools.partial(joined, loss),
+        functools.partial(join, loss),
         params=parts,
-        plain=functools.partial(joined, scanned),
+        reference=functools.partial(join, scanned),
         schedule="dualpipe-v",
     )
     assert_even((params, state))
@@ -322,8 +322,8 @@ def test_uneven_stages():
 
     params = {"layers": WEIGHTS, "head": (draw(size=(WIDTH, 2 * WIDTH)) / 4).astype("float32")}
     with pytest.warns(UserWarning, match=r"2 of its 8 rows are sent in each call"):
-        _, (got, _) = check(params=params, plain=headed, meshes=MESHES[:3])
-    assert held(got["layers"], MESHES[:2]) == [STATE // 2, STATE // 2]
+        _, (actual, _) = check(params=params, reference=headed, meshes=MESHES[:3])
+    assert bytes_of(actual["layers"], MESHES[:2]) == [STATE // 2, STATE // 2]
 
 
 def test_rows_that_two_stages_share_make_no_stack():
@@ -334,11 +334,11 @@ def test_rows_that_two_stages_share_make_no_stack():
         return error(last(w, first(w, batch["x"])), batch)
 
     w = WEIGHTS["kernel"][0]
-    got = mm.jit(jax.value_and_grad(loss))(w, BATCH)
+    actual = mm.jit(jax.value_and_grad(loss))(w, BATCH)
     assert_same(
-        got, jax.jit(jax.value_and_grad(lambda w, b: error(jnp.tanh(jnp.tanh(b["x"] + w[0]) + w[0]), b)))(w, BATCH)
+        actual, jax.jit(jax.value_and_grad(lambda w, b: error(jnp.tanh(jnp.tanh(b["x"] + w[0]) + w[0]), b)))(w, BATCH)
     )
-    assert got[1].devices() in [set(mesh.devices.flat) for mesh in MESHES]
+    assert actual[1].devices() in [set(mesh.devices.flat) for mesh in MESHES]
 
 
 @pytest.mark.parametrize("width", [32, 33])
@@ -360,15 +360,15 @@ def test_tokens_and_labels_of_a_batch_are_no_stack(width):
 @pytest.mark.longer
 def test_a_stack_that_a_task_reads_whole_stays_whole():
     step = mm.jit(jax.value_and_grad(lambda p, b: by_hand("outside")(p, b) + jnp.float32(0)))
-    whole = mm.jit(
+    reader = mm.jit(
         jax.value_and_grad(
             lambda p, b: by_hand("outside")(p, b) + mm.task(lambda p: jnp.sum(p["kernel"] ** 2), mesh=MESHES[1])(p)
         )
     )
     assert step(WEIGHTS, BATCH)[1]["kernel"].sharding.mesh.axis_names == ("stage", "data")
-    got = whole(WEIGHTS, BATCH)
+    actual = reader(WEIGHTS, BATCH)
     assert_same(
-        got, jax.jit(jax.value_and_grad(lambda p, b: scanned(p, b) + jnp.sum(p["kernel"] ** 2)))(WEIGHTS, BATCH)
+        actual, jax.jit(jax.value_and_grad(lambda p, b: scanned(p, b) + jnp.sum(p["kernel"] ** 2)))(WEIGHTS, BATCH)
     )
 
 
@@ -376,11 +376,11 @@ def test_a_stack_that_a_task_reads_whole_stays_whole():
 def test_explicit_axes():
     """Layouts in types: of a stack, that of a block."""
     meshes = [Mesh(m.devices, m.axis_names, axis_types=(jax.sharding.AxisType.Explicit,)) for m in MESHES]
-    whole = Mesh(np.stack([m.devices for m in MESHES]), ("pp", "data"))
-    params = {name: jax.device_put(w, NamedSharding(whole, P("pp"))) for name, w in WEIGHTS.items()}
+    mesh = Mesh(np.stack([m.devices for m in MESHES]), ("pp", "data"))
+    params = {name: jax.device_put(w, NamedSharding(mesh, P("pp"))) for name, w in WEIGHTS.items()}
     step = mm.jit(jax.value_and_grad(mm.pipeline(scanned, meshes)))
-    want = jax.jit(jax.value_and_grad(scanned))(WEIGHTS, BATCH)
-    assert_same(step(WEIGHTS, BATCH), want)
+    expected = jax.jit(jax.value_and_grad(scanned))(WEIGHTS, BATCH)
+    assert_same(step(WEIGHTS, BATCH), expected)
     _, grads = step(params, BATCH)
     assert_same(step(grads, BATCH), jax.jit(jax.value_and_grad(scanned))(jax.device_get(grads), BATCH))
 
@@ -408,18 +408,18 @@ def test_nnx_layers():
             run = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
             return self.embed.attend(run(self.embed(tokens), self.layers))
 
-    layout, params, rest = nnx.split(Model(nnx.Rngs(0)), nnx.Param, ...)
+    layout, params, stats = nnx.split(Model(nnx.Rngs(0)), nnx.Param, ...)
     tokens = np.random.default_rng(0).integers(0, 32, (16, 9))
 
     def loss(params, tokens):
-        made = nnx.merge(layout, params, rest, copy=True)(tokens[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(made, tokens[:, 1:]).mean()
+        logits = nnx.merge(layout, params, stats, copy=True)(tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
     step = mm.jit(step_of(mm.pipeline(loss, MESHES)))
     state = optax.adam(1e-3).init(params)
     new, moments, value = step(params, state, tokens)
-    want = jax.jit(step_of(loss, loop=microbatched))(params, state, tokens)
-    np.testing.assert_allclose(value, want[2], rtol=1e-5)
+    expected = jax.jit(step_of(loss, loop=microbatched))(params, state, tokens)
+    np.testing.assert_allclose(value, expected[2], rtol=1e-5)
     for tree in (new["layers"], moments[0].mu["layers"], moments[0].nu["layers"]):
-        assert len(set(held(tree))) == 1
+        assert len(set(bytes_of(tree))) == 1
         assert {x.sharding.mesh.axis_names for x in jax.tree.leaves(tree)} == {("stage", "data")}

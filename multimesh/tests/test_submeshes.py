@@ -74,17 +74,17 @@ def test_logical_axes(loop):
     def task(s):
         return mm.task(constrained_block, name=f"s{s}", mesh=meshes[s], logical_axes=RULES[s])
 
-    got = mm.jit(make(task, mm.microbatch))(params, batch)
-    assert_same(got, jax.jit(make(lambda _: mlp_block, microbatched))(params, batch))
+    actual = mm.jit(make(task, mm.microbatch))(params, batch)
+    assert_same(actual, jax.jit(make(lambda _: mlp_block, microbatched))(params, batch))
 
 
 def test_an_output_has_the_sharding_that_the_task_gave_it():
     meshes = LAYOUTS["axis names differ"]
     params, x = MLP.init(2), MLP.batch(ROWS, 0)["x"]
-    for s, want in enumerate([P("data"), P(("x", "y"))]):
+    for s, expected in enumerate([P("data"), P(("x", "y"))]):
         block = mm.task(constrained_block, name="block", mesh=meshes[s], logical_axes=RULES[s])
         y = mm.jit(block)(params["stages"][s], x)
-        assert y.sharding.is_equivalent_to(NamedSharding(meshes[s], want), y.ndim)
+        assert y.sharding.is_equivalent_to(NamedSharding(meshes[s], expected), y.ndim)
         assert_same(y, jax.jit(mlp_block)(params["stages"][s], x))
 
 
@@ -142,8 +142,8 @@ def test_types_of_a_few_bits_between_submeshes_and_as_arguments(name):
         return on(1, lambda h, y: h.astype(jnp.float32) + y.astype(jnp.float32))(small, y), small
 
     y = np.asarray(x.astype(dtype))
-    got, want = ([np.asarray(r, np.float32) for r in jit(f)(x, y)] for jit in (mm.jit, jax.jit))
-    assert_same(got, want)
+    actual, expected = ([np.asarray(r, np.float32) for r in jit(f)(x, y)] for jit in (mm.jit, jax.jit))
+    assert_same(actual, expected)
     loop = mm.microbatch(lambda x: f(x, x)[0], size=2)
     assert_same(mm.jit(loop)(x), loop(x))
 
@@ -237,12 +237,12 @@ def test_a_constraint_of_another_mesh(axes, inside):
         return mm.task(jnp.cos, "second", mesh=second)(h if inside else constrain(h))
 
     x = np.ones((8, 4), np.float32)
-    with warnings.catch_warnings(record=True) as seen:
+    with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
         assert_same(mm.jit(f)(x), jnp.cos(jnp.sin(x)))
-    told = {(str(w.message), w.filename) for w in seen if "sharding constraint" in str(w.message)}
-    assert len(told) == ("stage" in axes)
-    assert all("axis 'stage'" in text and file == __file__ and "[data=2" in text for text, file in told)
+    messages = {(str(w.message), w.filename) for w in record if "sharding constraint" in str(w.message)}
+    assert len(messages) == ("stage" in axes)
+    assert all("axis 'stage'" in text and file == __file__ and "[data=2" in text for text, file in messages)
 
 
 def test_a_constraint_to_one_device():

@@ -20,7 +20,7 @@ compile_gpu = pytest.mark.compile_gpu
 
 
 def lowered(devices, rows=32):
-    front, back = (Mesh(each, ("data",)) for each in np.array(devices).reshape(2, -1))
+    front, back = (Mesh(half, ("data",)) for half in np.array(devices).reshape(2, -1))
 
     def loss(params, batch):
         hidden = mm.task(lambda w, x: jax.numpy.tanh(x @ w), "front", mesh=front)(params["front"], batch["x"])
@@ -58,18 +58,18 @@ def test_without_the_plugin_one_line_says_what_to_install(monkeypatch):
 def test_readmes_pipeline_is_compiled_for_eight_gpus_and_refuses_to_run(device, per):
     devices = mm.topology(device, nodes=2, gpus=4, process_per=per)
     assert len({d.process_index for d in devices}) == (8 if per == "gpu" else 2)
-    low, given = lowered(devices)
+    low, types = lowered(devices)
     compiled = low.compile()
     memory = compiled.kernel_memory()
     assert len(memory) == len(low.plan.kernels)
-    assert max(each.arguments for each in memory) >= 16 * 64 * 4  # the weights of the front, and their sums
-    assert {each.aliases for each in memory} >= {16 * 64 * 4}
-    assert {each.kind for kernel in compiled.collectives() for each in kernel} >= {"all-reduce"}
+    assert max(kernel.arguments for kernel in memory) >= 16 * 64 * 4  # the weights of the front, and their sums
+    assert {kernel.aliases for kernel in memory} >= {16 * 64 * 4}
+    assert {collective.kind for kernel in compiled.collectives() for collective in kernel} >= {"all-reduce"}
     assert "HloModule" in compiled.as_text()
     assert all(stats["scratch"] >= 0 for stats in compiled.memory_analysis())
     assert all(seconds > 0 for seconds in compiled.compile_seconds)
     with pytest.raises(mm.UsageError, match="compiled for devices that are not there"):
-        compiled(*given)
+        compiled(*types)
 
 
 def test_each_gpu_that_is_planned_for_is_one_that_is_compiled_for():
@@ -120,9 +120,9 @@ def test_a_gpu_with_which_the_compiler_would_crash_is_refused(field):
 def test_gpus_that_are_not_there_need_no_variable(first, message):
     program = f"import jax, multimesh as mm\n{first}\nprint(len(mm.topology('h100', gpus=2)))"
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environ, check=False)
-    assert (done.stdout == "2\n") == (not message)
-    assert message in done.stderr
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environ, check=False)
+    assert (process.stdout == "2\n") == (not message)
+    assert message in process.stderr
 
 
 @compile_gpu
@@ -147,13 +147,13 @@ def test_operations_of_products_are_those_of_each_device_and_each_turn_of_a_loop
 def test_what_was_lowered_for_cpus_is_compiled_for_gpus():
     low, _ = lowered(jax.devices()[:8])
     devices = mm.topology("h100", nodes=2, gpus=4)
-    there = low.on(devices)
-    assert [d for mesh in there.plan.submeshes for d in mesh.devices.flat] == list(devices)
+    on_gpus = low.on(devices)
+    assert [d for mesh in on_gpus.plan.submeshes for d in mesh.devices.flat] == list(devices)
     direct, _ = lowered(devices)
-    moved, made = there.compile(), direct.compile()
-    assert moved.kernel_memory() == made.kernel_memory()
-    assert moved.custom_calls() == made.custom_calls()
-    kinds = [[each.kind for kernel in of.collectives() for each in kernel] for of in (moved, made)]
+    compiled, expected = on_gpus.compile(), direct.compile()
+    assert compiled.kernel_memory() == expected.kernel_memory()
+    assert compiled.custom_calls() == expected.custom_calls()
+    kinds = [[op.kind for kernel in of.collectives() for op in kernel] for of in (compiled, expected)]
     assert kinds[0] == kinds[1]
 
 
@@ -161,10 +161,10 @@ def test_a_plan_on_other_devices_runs_there_and_needs_as_many():
     low, (params, batch) = lowered(jax.devices()[:8])
     with pytest.raises(mm.UsageError, match="the plan has 8 devices, and got only 4"):
         low.on(jax.devices()[:4])
-    given = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), (params, batch))
-    here, there = (of.compile()(*given) for of in (low, low.on(jax.devices()[::-1])))
-    jax.tree.map(np.testing.assert_array_equal, here, there)
-    assert jax.tree.leaves(there[1])[0].devices() != jax.tree.leaves(here[1])[0].devices()
+    args = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), (params, batch))
+    first, second = (of.compile()(*args) for of in (low, low.on(jax.devices()[::-1])))
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+    assert jax.tree.leaves(second[1])[0].devices() != jax.tree.leaves(first[1])[0].devices()
 
 
 def attend(w, x):
@@ -193,12 +193,12 @@ def test_equal_stages_are_compiled_once(layer):
 def test_memory_of_a_compiled_step_counts_each_array_once(donated):
     """On one device: the peak is what XLA itself assigns to the whole program, where that is one kernel."""
     step = mm.task(lambda w, x: (w - 0.1 * (x.T @ jax.numpy.tanh(x @ w)), (x @ w).sum()), "step", mesh=one_device())
-    given = jax.ShapeDtypeStruct((512, 512), "float32"), jax.ShapeDtypeStruct((64, 512), "float32")
-    compiled = mm.jit(step, donate_argnums=donated).lower(*given).compile()
-    (alone,) = compiled.kernel_memory()
-    (whole,) = compiled.device_memory()
-    assert whole.total == alone.arguments + alone.results - alone.aliases + alone.temporaries
-    assert (alone.aliases > 0) == bool(donated)
+    types = jax.ShapeDtypeStruct((512, 512), "float32"), jax.ShapeDtypeStruct((64, 512), "float32")
+    compiled = mm.jit(step, donate_argnums=donated).lower(*types).compile()
+    (kernel,) = compiled.kernel_memory()
+    (device,) = compiled.device_memory()
+    assert device.total == kernel.arguments + kernel.results - kernel.aliases + kernel.temporaries
+    assert (kernel.aliases > 0) == bool(donated)
 
 
 def one_device():
@@ -218,9 +218,9 @@ def updated(w, x):
 def test_bytes_accessed_are_those_that_xla_counts(function, dtype):
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((256, 256), (512, 256))]
     compiled = jax.jit(function).lower(*arrays).compile()
-    counted, reference = mm.count_costs(compiled.as_text()), compiled.cost_analysis()
-    assert counted["bytes accessed"] == pytest.approx(reference["bytes accessed"], rel=0.01)
-    assert 0 < counted["flops"] <= reference["flops"]
+    counts, reference = mm.count_costs(compiled.as_text()), compiled.cost_analysis()
+    assert counts["bytes accessed"] == pytest.approx(reference["bytes accessed"], rel=0.01)
+    assert 0 < counts["flops"] <= reference["flops"]
 
 
 @compile_gpu
@@ -233,27 +233,27 @@ def test_a_loop_is_counted_as_often_as_it_runs_and_copies_are_told():
         loop = jax.jit(lambda w, x: jax.lax.scan(lambda c, _: (c @ w, None), x, None, length=turns)[0])
         return mm.count_costs(loop.lower(w, x).compile().as_text())
 
-    few, many = costs(64), costs(128)
-    assert many["flops"] - few["flops"] == 64 * 2 * 1024**3
-    assert many["bytes accessed"] - few["bytes accessed"] >= 64 * 3 * 4 * 1024**2
-    copied = mm.count_costs(jax.jit(lambda x: x.T).lower(x).compile().as_text())
-    assert (copied["copies"], copied["bytes copied"]) == (1, 2 * 4 * 1024**2)
+    short, long = costs(64), costs(128)
+    assert long["flops"] - short["flops"] == 64 * 2 * 1024**3
+    assert long["bytes accessed"] - short["bytes accessed"] >= 64 * 3 * 4 * 1024**2
+    transposition = mm.count_costs(jax.jit(lambda x: x.T).lower(x).compile().as_text())
+    assert (transposition["copies"], transposition["bytes copied"]) == (1, 2 * 4 * 1024**2)
 
 
 def test_the_text_of_a_kernel_is_read_once(monkeypatch):
     low, _ = lowered(jax.devices()[:8])
-    compiled, read, read_kernel = low.compile(), [], kernel_text.read_kernel
+    compiled, texts, read_kernel = low.compile(), [], kernel_text.read_kernel
 
     def count(hlo):
-        read.append(hlo)
+        texts.append(hlo)
         return read_kernel(hlo)
 
     monkeypatch.setattr(kernel_text, "read_kernel", count)
-    calls, found, costs = compiled.custom_calls(), compiled.collectives(), compiled.cost_analysis()
+    calls, collectives, costs = compiled.custom_calls(), compiled.collectives(), compiled.cost_analysis()
     compiled.inspect()
-    assert [len(each) for each in (calls, found, read)] == [len(low.plan.kernels)] * 3
+    assert [len(items) for items in (calls, collectives, texts)] == [len(low.plan.kernels)] * 3
     assert sum(cost["all-reduce"] for cost in costs) == sum(
-        each.nbytes * each.times for run in low.plan.runs for each in found[run.kernel] if each.kind == "all-reduce"
+        op.nbytes * op.times for run in low.plan.runs for op in collectives[run.kernel] if op.kind == "all-reduce"
     )
 
 
@@ -289,11 +289,11 @@ def test_the_forecast_of_a_gated_layer_is_what_xla_assigns(layer, per):
     params = [[[jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]] * 2] * 2
     x = jax.ShapeDtypeStruct((4 * rows, width), "bfloat16")
     low = mm.jit(mm.microbatch(jax.value_and_grad(loss), argnum=1, size=rows)).lower(params, x)
-    for forecast, found in zip(low.memory_estimate("gpu"), low.compile().device_memory(), strict=True):
+    for forecast, memory in zip(low.memory_estimate("gpu"), low.compile().device_memory(), strict=True):
         results = any(kernel.name.startswith("W") for kernel in low.plan.kernels)
-        beside, needed = (each.workspace + each.values * results for each in (forecast, found))
-        assert 0.75 < beside / needed < 1.35  # it was 1.4 to 1.9
-        assert forecast.total == pytest.approx(found.total, rel=0.14)
+        workspace, needed = (need.workspace + need.values * results for need in (forecast, memory))
+        assert 0.75 < workspace / needed < 1.35  # it was 1.4 to 1.9
+        assert forecast.total == pytest.approx(memory.total, rel=0.14)
 
 
 @compile_gpu
@@ -307,7 +307,7 @@ def test_the_forecast_of_experts_has_the_copies_that_xla_masks(argnums):
 
     types = [((4096, 512), "bfloat16"), ((8, 512, 1024), "bfloat16"), ((8,), "int32")]
     step = mm.jit(mm.task(jax.grad(loss, argnums=argnums), "experts", mesh=mesh))
-    low = step.lower(*(jax.ShapeDtypeStruct(*each) for each in types))
+    low = step.lower(*(jax.ShapeDtypeStruct(*spec) for spec in types))
     (forecast,), (compiled,) = low.memory_estimate("gpu"), low.compile().device_memory()
     assert forecast.workspace == pytest.approx(compiled.workspace, rel=0.15)
 
@@ -337,12 +337,12 @@ def test_a_plan_of_several_processes_is_made_in_one():
     """What another process waits for leaves before the weight gradients, as where the job runs."""
     low, _ = lowered(jax.devices()[:8])
     assert low.over(1) is low
-    there = low.over(2)
-    phases = [{run.cell.phase for run in of.plan.runs if run.cell} for of in (low, there)]
+    over_two = low.over(2)
+    phases = [{run.cell.phase for run in of.plan.runs if run.cell} for of in (low, over_two)]
     assert phases == [{"F", "B"}, {"F", "B", "W"}]
-    assert there.over(2) is there
-    assert there.over(1).plan.fingerprint() == low.plan.fingerprint()
-    assert there.plan.simulate({"F": 1, "B": 2}).makespan == low.plan.simulate({"F": 1, "B": 2}).makespan
+    assert over_two.over(2) is over_two
+    assert over_two.over(1).plan.fingerprint() == low.plan.fingerprint()
+    assert over_two.plan.simulate({"F": 1, "B": 2}).makespan == low.plan.simulate({"F": 1, "B": 2}).makespan
     with pytest.raises(mm.UsageError, match="over: 3 processes have no equal shares of 8 devices"):
         low.over(3)
     with pytest.raises(mm.UsageError, match="call it on what lower"):

@@ -26,7 +26,7 @@ CALLS = {
 PARTITIONS = {"call", "plan", "lower", "compile", "trace.lower", "prepare"}  # of the function itself
 
 
-def counted(monkeypatch: pytest.MonkeyPatch, tasks: bool):
+def count_traces(monkeypatch: pytest.MonkeyPatch, tasks: bool):
     """The function, the list that has an entry for each trace of it, and one for each run of the passes."""
     traces: list[str] = []
     partitions: list[pipeline.PassInputs] = []
@@ -52,37 +52,37 @@ def counted(monkeypatch: pytest.MonkeyPatch, tasks: bool):
 @pytest.mark.longer
 @pytest.mark.parametrize(("first", "second"), itertools.product(CALLS, repeat=2))
 def test_traces_and_partitions_are_those_that_jit_needs(monkeypatch, first, second):
-    loss, traces, partitions = counted(monkeypatch, tasks=True)
+    loss, traces, partitions = count_traces(monkeypatch, tasks=True)
     w, x = jnp.eye(4), jnp.ones((2, 4))
-    own = mm.jit(loss)
+    jitted = mm.jit(loss)
     for name in (first, second):
-        CALLS[name](own, w, x)
-    ours, cut = len(traces), len({id(traced.closed) for traced in partitions})
-    assert ours == 1
+        CALLS[name](jitted, w, x)
+    count, cut = len(traces), len({id(traced.closed) for traced in partitions})
+    assert count == 1
     by_value = {"grad": 2, "vmap": 1}  # plans of the transformed function
     assert len(partitions) == cut
     assert len(partitions) == bool(PARTITIONS & {first, second}) + sum(by_value.get(n, 0) for n in {first, second})
 
 
 def test_a_function_without_tasks_is_traced_once(monkeypatch):
-    loss, traces, _ = counted(monkeypatch, tasks=False)
-    own = mm.jit(loss)
-    own(jnp.eye(4), jnp.ones((2, 4)))
-    own(jnp.eye(4), jnp.ones((2, 4)))
+    loss, traces, _ = count_traces(monkeypatch, tasks=False)
+    jitted = mm.jit(loss)
+    jitted(jnp.eye(4), jnp.ones((2, 4)))
+    jitted(jnp.eye(4), jnp.ones((2, 4)))
     assert len(traces) == 1
 
 
 def test_another_layout_partitions_again_without_a_trace(monkeypatch):
-    loss, traces, partitions = counted(monkeypatch, tasks=True)
+    loss, traces, partitions = count_traces(monkeypatch, tasks=True)
     mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
-    own = mm.jit(loss)
-    own(jnp.eye(4), jnp.ones((2, 4)))
-    own.plan(jnp.eye(4), jax.device_put(jnp.ones((2, 4)), jax.sharding.NamedSharding(mesh, jax.P("data"))))
+    jitted = mm.jit(loss)
+    jitted(jnp.eye(4), jnp.ones((2, 4)))
+    jitted.plan(jnp.eye(4), jax.device_put(jnp.ones((2, 4)), jax.sharding.NamedSharding(mesh, jax.P("data"))))
     assert (len(traces), len(partitions)) == (1, 2)
 
 
 def test_captured_values_trace_once_in_each_transformation(monkeypatch):
-    loss, traces, _ = counted(monkeypatch, tasks=True)
+    loss, traces, _ = count_traces(monkeypatch, tasks=True)
     w, x = jnp.eye(4), jnp.ones((2, 4))
     jax.grad(lambda w: mm.jit(lambda x: loss(w, x))(x))(w)
     assert len(traces) == 1

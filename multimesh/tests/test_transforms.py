@@ -87,16 +87,16 @@ def test_a_call_under_set_mesh_of_all_devices(form, axes):
         return lambda p, b: microbatch(jax.value_and_grad(loss), size=4, argnum=1)(p, b)
 
     args = MLP.init(2), MLP.batch(ROWS, 0)
-    want = jax.jit(step(model(plain, lambda x, _: x), microbatched))(*args)
+    expected = jax.jit(step(model(plain, lambda x, _: x), microbatched))(*args)
 
     def constrain(x, spec):
         return x if spec is None else lax.with_sharding_constraint(x, spec)
 
     f = mm.jit(step(model(split, constrain), mm.microbatch))
     with jax.set_mesh(ambient):
-        got = [f(*args), f.lower(*args).compile()(*args)]
-    for each in got:
-        assert_same(each, jax.device_get(want))
+        actual = [f(*args), f.lower(*args).compile()(*args)]
+    for result in actual:
+        assert_same(result, jax.device_get(expected))
 
 
 @jax.custom_vjp
@@ -123,7 +123,7 @@ def branched(p, x):
     return lax.cond(jnp.sum(x) > 0, lambda x: mlp_block(p, x), lambda x: jnp.sin(x) @ p["up"] @ p["down"], x)
 
 
-def looped(p, x):
+def loop_over(p, x):
     """A while loop has no transpose: the loop's result is a constant of the gradient."""
     power = lax.while_loop(lambda c: c[1] < 3, lambda c: (c[0] * 0.9, c[1] + 1), (lax.stop_gradient(x), 0))[0]
     return mlp_block(p, x) + power
@@ -150,7 +150,7 @@ BODIES = {
     "custom_jvp": lambda p, x: halved_slope(mlp_block(p, x)),
     "scan": scanned,
     "cond": branched,
-    "while": looped,
+    "while": loop_over,
     "fori": fori,
     "linalg": lambda p, x: x @ jnp.linalg.inv(jnp.eye(x.shape[-1]) * 4 + p["up"] @ p["down"]),
     "scatter": lambda p, x: mlp_block(p, x).at[jnp.array([0, 1]), 1].add(p["bias"][0]),
@@ -188,8 +188,8 @@ def test_custom_vjp_around_tasks():
         def forward(p, x):
             return f(p, x), (p, x)
 
-        def backward(saved, g):
-            p, x = saved
+        def backward(residuals, g):
+            p, x = residuals
             return jax.tree.map(lambda w: w * 0.5, p), stage(0, lambda g, x: g * jnp.cos(x))(g, x)
 
         f.defvjp(forward, backward)
@@ -274,8 +274,8 @@ def test_outside(transform, compilations):
     placed = {"stages": [jax.device_put(p, split.mesh(s).devices.flat[0]) for s, p in enumerate(params["stages"])]}
     tangent = jax.tree.map(np.cos, params)
     f = mm.jit(energy(split))
-    got = OUTSIDE[transform](f, placed, tangent, x)
-    assert_same(got, OUTSIDE[transform](jax.jit(energy(plain)), params, tangent, x))
+    actual = OUTSIDE[transform](f, placed, tangent, x)
+    assert_same(actual, OUTSIDE[transform](jax.jit(energy(plain)), params, tangent, x))
     before = len(compilations)
     OUTSIDE[transform](f, placed, tangent, x)
     assert len(compilations) == before
@@ -303,8 +303,8 @@ INSIDE = {  # f() has no arguments of the trace
 def test_concrete_arguments_inside_another_trace(trace):
     split = split_two()
     args = MLP.init(2), MLP.batch(ROWS, 0)["x"]
-    jitted, want = mm.jit(energy(split)), jax.jit(energy(plain))
-    assert_same(INSIDE[trace](lambda: jitted(*args)[0]), INSIDE[trace](lambda: want(*args)[0]))
+    jitted, expected = mm.jit(energy(split)), jax.jit(energy(plain))
+    assert_same(INSIDE[trace](lambda: jitted(*args)[0]), INSIDE[trace](lambda: expected(*args)[0]))
 
 
 @pytest.mark.parametrize("transform", ["grad", "vmap"])
@@ -344,13 +344,13 @@ def test_a_constraint_between_tasks_is_transformed_as_the_identity(transform):
         return fn
 
     x = np.linspace(0, 1, 8, dtype=np.float32).reshape(4, 2)
-    plainly = make(lambda fn, name, mesh: fn, lambda x, spec: x)
-    for got, want in zip(
+    reference = make(lambda fn, name, mesh: fn, lambda x, spec: x)
+    for actual, expected in zip(
         CONSTRAINED[transform](make(mm.task, mm.with_sharding_constraint), mm.jit),
-        CONSTRAINED[transform](plainly, jax.jit),
+        CONSTRAINED[transform](reference, jax.jit),
         strict=True,
     ):
-        assert_same(got(x), want(x))
+        assert_same(actual(x), expected(x))
 
 
 def test_vmap_knows_which_results_have_no_rows():

@@ -29,20 +29,20 @@ def train(loss, schedule="1f1b", has_aux=False):
 @pytest.mark.telling("interleaved")
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
 def test_two_stages_on_a_submesh(schedule):
-    args, alone = arguments(MESHES)
+    args, plain_args = arguments(MESHES)
     route = [MESHES[n] for n in mm.schedules.get(schedule).placement(2)]
     loss = mm.pipeline(decoder(plain), route, interleave=4 // len(route))
-    check(train(loss, schedule), looped(jax.value_and_grad(decoder(plain))), args, alone, MESHES[0])
+    check(train(loss, schedule), looped(jax.value_and_grad(decoder(plain))), args, plain_args, MESHES[0])
 
 
 @pytest.mark.longer
 def test_cuts_within_a_checkpointed_layer_with_auto_axes():
     """More stages than layers: each layer is opened, and a part of it is computed under Auto axes."""
     meshes = typed_meshes(((2, 1),) * 4)
-    _, alone = arguments(meshes, layers=2)
+    _, plain_args = arguments(meshes, layers=2)
     loss = decoder(plain, jax.checkpoint(masked))
-    piped = mm.pipeline(loss, [*meshes, *reversed(meshes)])
-    check(train(piped, "dualpipe-v"), looped(jax.value_and_grad(loss)), alone, alone, meshes[0])
+    pipelined = mm.pipeline(loss, [*meshes, *reversed(meshes)])
+    check(train(pipelined, "dualpipe-v"), looped(jax.value_and_grad(loss)), plain_args, plain_args, meshes[0])
 
 
 @jax.custom_vjp
@@ -56,7 +56,7 @@ clipped.defvjp(
 )
 
 
-def named(w, x):
+def name_hidden(w, x):
     h = checkpoint_name(jnp.einsum("bd,df->bf", x, w["up"], out_sharding=P("data", "model")), "hidden")
     return x + jnp.einsum("bf,fd->bd", jnp.sin(h), w["down"], out_sharding=P("data", None))
 
@@ -103,15 +103,15 @@ def masked(w, x):
     """A mask of constants alone inside of `auto_axes`, as attention writes it; its cost is that of the rows."""
 
     def mix(up, down, x):
-        near = jnp.arange(x.shape[0])[:, None] - jnp.arange(x.shape[0])
-        return x + jnp.where((near >= 0) & (near < 3), 0.5, 0.0) @ jnp.tanh(x @ up) @ down
+        distance = jnp.arange(x.shape[0])[:, None] - jnp.arange(x.shape[0])
+        return x + jnp.where((distance >= 0) & (distance < 3), 0.5, 0.0) @ jnp.tanh(x @ up) @ down
 
     return auto_axes(mix, out_sharding=P("data", None))(w["up"], w["down"], x)
 
 
 BODIES = {
     "checkpoint": jax.checkpoint(block),
-    "policy by name": jax.checkpoint(named, policy=jax.checkpoint_policies.save_only_these_names("hidden")),
+    "policy by name": jax.checkpoint(name_hidden, policy=jax.checkpoint_policies.save_only_these_names("hidden")),
     "scan of checkpoint": lambda w, x: lax.scan(
         jax.checkpoint(lambda x, s: (block(jax.tree.map(lambda a: s * a, w), x), None)), x, jnp.array([1.0, 0.5])
     )[0],
@@ -140,9 +140,9 @@ BODIES = {
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize("form", ["task", "pipeline"])
 def test_inside(form, body):
-    args, alone = arguments(MESHES)
+    args, plain_args = arguments(MESHES)
     loss = loss_of(form, MESHES, BODIES[body])
-    check(train(loss), looped(jax.value_and_grad(decoder(plain, BODIES[body]))), args, alone, MESHES[0])
+    check(train(loss), looped(jax.value_and_grad(decoder(plain, BODIES[body]))), args, plain_args, MESHES[0])
 
 
 def losses(stage, loop):
@@ -175,10 +175,10 @@ def losses(stage, loop):
 @pytest.mark.telling("clipped step", "gradient outside")
 @pytest.mark.parametrize("case", losses(plain, looped))
 def test_around(case):
-    args, alone = arguments(MESHES)
+    args, plain_args = arguments(MESHES)
     loop = functools.partial(mm.microbatch, size=SIZE, argnum=1, reduce="mean")
-    got, want = losses(Split(MESHES), loop)[case], losses(plain, looped)[case]
-    check(got, want, args, alone, MESHES[0])
+    actual, expected = losses(Split(MESHES), loop)[case], losses(plain, looped)[case]
+    check(actual, expected, args, plain_args, MESHES[0])
 
 
 OUTSIDE = {
@@ -202,23 +202,23 @@ REFUSED_BY_JAX = {("jvp", "pallas"), ("hessian product", "pallas"), ("jvp", "cus
 )
 def test_outside(transform, body):
     """Transformations of the jitted function; a rule of custom_vjp is typed code too."""
-    args, alone = arguments(MESHES)
+    args, plain_args = arguments(MESHES)
     run = BODIES.get(body, block)
     with jax.set_mesh(MESHES[0]):
-        want = OUTSIDE[transform](jax.jit(decoder(plain, run)), *alone)
-    got = OUTSIDE[transform](mm.jit(decoder(Split(MESHES), run)), *args)
-    assert_same(got, jax.device_get(want))
+        expected = OUTSIDE[transform](jax.jit(decoder(plain, run)), *plain_args)
+    actual = OUTSIDE[transform](mm.jit(decoder(Split(MESHES), run)), *args)
+    assert_same(actual, jax.device_get(expected))
 
 
-@pytest.mark.parametrize("around", [jax.jit, jax.checkpoint, lambda f: jax.jit(jax.grad(f)), jax.make_jaxpr])
-def test_one_program_around(around):
+@pytest.mark.parametrize("transform", [jax.jit, jax.checkpoint, lambda f: jax.jit(jax.grad(f)), jax.make_jaxpr])
+def test_one_program_around(transform):
     """JAX makes one program, which needs one mesh: the error says so, and then it runs."""
-    args, alone = arguments(MESHES)
-    fn = around(mm.jit(decoder(Split(MESHES))))
+    args, plain_args = arguments(MESHES)
+    fn = transform(mm.jit(decoder(Split(MESHES))))
     with pytest.raises(mm.UsageError, match=r"runs without a submesh here; .* outside of jax.jit"):
         fn(*args)
     with jax.set_mesh(MESHES[0]), mm.context(ignore_transforms=True):
-        fn(*alone)
+        fn(*plain_args)
 
 
 AMBIENT = {"none": Mesh(np.empty((), object), ()), "first": MESHES[0], "last": MESHES[1]}
@@ -228,10 +228,10 @@ AMBIENT = {"none": Mesh(np.empty((), object), ()), "first": MESHES[0], "last": M
 @pytest.mark.parametrize("ambient", AMBIENT)
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_and_ambient_meshes(form, ambient):
-    args, alone = arguments(MESHES)
+    args, plain_args = arguments(MESHES)
     split = Split(MESHES, form)
     with scopes(split, 2), jax.set_mesh(AMBIENT[ambient]):
-        check(train(decoder(split)), looped(jax.value_and_grad(decoder(plain))), args, alone, MESHES[0])
+        check(train(decoder(split)), looped(jax.value_and_grad(decoder(plain))), args, plain_args, MESHES[0])
 
 
 def step_of(loss, loop):
@@ -264,19 +264,19 @@ def test_gradients_are_reduced_once_a_step(form):
     """Of parameters that are typed reduced: their gradients are unreduced, and stay so in all microbatches."""
     layer = {"up": P(None, "model", reduced={"data"}), "down": P("model", None, reduced={"data"})}
     specs = {"embed": P(reduced={"data"}), "layers": [layer] * 4}
-    args, alone = arguments(MESHES, specs)
+    args, plain_args = arguments(MESHES, specs)
     loss = loss_of(form, MESHES)
     loop = functools.partial(mm.microbatch, size=SIZE, argnum=1, reduce="sum")
-    jitted = check(step_of(loss, loop), step_of(decoder(plain), summed), args, alone, MESHES[0])
+    jitted = check(step_of(loss, loop), step_of(decoder(plain), summed), args, plain_args, MESHES[0])
     new = jitted(*args)[1]
     assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, args[0])
     jitted(new, args[1])
     (compiled,) = jitted.compiled
     reduced = [
         (kernel.submesh, run.cell)
-        for kernel, found in zip(compiled.plan.kernels, compiled.collectives(), strict=True)
-        for each in found
-        if each.kind == "all-reduce" and "data" in each.axes(compiled.plan.submeshes[kernel.submesh])
+        for kernel, collectives in zip(compiled.plan.kernels, compiled.collectives(), strict=True)
+        for collective in collectives
+        if collective.kind == "all-reduce" and "data" in collective.axes(compiled.plan.submeshes[kernel.submesh])
         for run in compiled.plan.runs
         if compiled.plan.kernels[run.kernel] is kernel
     ]

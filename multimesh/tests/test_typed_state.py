@@ -71,11 +71,11 @@ def test_forecasts_and_profiles(form):
     step = mm.jit(step_of(loss_of(form, MESHES)))
     args = params, OPTIMIZER.init(params), tokens
     lowered = step.lower(*args)
-    for mesh, told in zip(MESHES, lowered.memory_estimate(), strict=True):
+    for mesh, estimate in zip(MESHES, lowered.memory_estimate(), strict=True):
         first = mesh.devices.flat[0]
         shards = [s for x in jax.tree.leaves(args) for s in x.addressable_shards]
-        own = sum(s.data.nbytes for s in shards if s.device == first)
-        assert own <= told.arguments <= own + 1024  # the tied embedding is sent, scalars are copied
+        nbytes = sum(s.data.nbytes for s in shards if s.device == first)
+        assert nbytes <= estimate.arguments <= nbytes + 1024  # the tied embedding is sent, scalars are copied
     profile = step.profile(*args)
     assert len(profile.measured.spans) == sum(i.kind == "RUN" for i in lowered.plan.instructions)
 
@@ -103,10 +103,10 @@ def test_a_state_is_handed_on_from_microbatch_to_microbatch(form):
 
         return loop(one, size=SIZE, argnum=1, carry=2, reduce="mean")
 
-    (params, tokens), (alone, _) = arguments(MESHES)
+    (params, tokens), (reference, _) = arguments(MESHES)
     split = mm.pipeline(loss, MESHES) if form == "pipeline" else lambda *a: loss(*a, Split(MESHES))
     mean = jax.device_put(np.zeros(WIDTH, "float32"), NamedSharding(MESHES[0], P("model")))
-    check(step(split, mm.microbatch), step(loss, looped), (params, tokens, mean), (alone, tokens, mean), MESHES[0])
+    check(step(split, mm.microbatch), step(loss, looped), (params, tokens, mean), (reference, tokens, mean), MESHES[0])
 
 
 def test_without_a_mesh_in_arguments_a_call_keeps_one_program():
@@ -114,27 +114,27 @@ def test_without_a_mesh_in_arguments_a_call_keeps_one_program():
     loss = loss_of("task", MESHES)
     traces = []
 
-    def counted(params, tokens):
+    def count_call(params, tokens):
         traces.append(1)
         return jax.value_and_grad(loss)(params, tokens)
 
     params, _ = init()
-    step = mm.jit(counted)
+    step = mm.jit(count_call)
     first = step(params, batch())
-    many = len(traces)
+    count = len(traces)
     second = step(params, batch())
     assert_same(first, jax.device_get(second))
-    assert len(traces) == many
+    assert len(traces) == count
     assert len(step.compiled) == 1
 
 
 def test_a_plan_names_reshards_between_submeshes():
     """Where they differ in shape; of two of one shape nothing is said."""
-    for shapes, wanted in ((((2, 2), (2, 2)), []), (((2, 2), (4, 1)), ["0 to 1", "1 to 0"])):
+    for shapes, expected in ((((2, 2), (2, 2)), []), (((2, 2), (4, 1)), ["0 to 1", "1 to 0"])):
         meshes = typed_meshes(shapes)
         text = str(mm.jit(jax.value_and_grad(loss_of("task", meshes))).plan(*arguments(meshes)[0]))
         lines = [line for line in text.splitlines() if "becomes" in line]
         assert [line[:6] for line in lines] == sorted(line[:6] for line in lines)
-        assert sorted({line[:6] for line in lines}) == wanted
-        assert ("reshards between submeshes:" in text) == bool(wanted)
+        assert sorted({line[:6] for line in lines}) == expected
+        assert ("reshards between submeshes:" in text) == bool(expected)
     assert "0 to 1: float32[8, 8] P('data',) becomes P('data',)" in text

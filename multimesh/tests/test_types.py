@@ -74,5 +74,5 @@ def test_a_checker_finds_the_mistakes_of_a_script_and_no_others(checker: str, sc
         if npx is None:
             pytest.skip("needs Node.js")
         line = [npx, "--yes", PYRIGHT, "--pythonpath", sys.executable, script]
-    done = subprocess.run(line, capture_output=True, text=True, cwd=script.parent, check=False)
-    assert lines_of(done.stdout) == WRONG, done.stdout + done.stderr
+    process = subprocess.run(line, capture_output=True, text=True, cwd=script.parent, check=False)
+    assert lines_of(process.stdout) == WRONG, process.stdout + process.stderr

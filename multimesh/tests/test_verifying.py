@@ -25,8 +25,8 @@ def loss(params, x):
 
 def step(params, x):
     grads = mm.microbatch(jax.grad(loss), size=2, argnum=1)(params, x)
-    kept = mm.microbatch(lambda params, x: (loss(params, x), params[0] + 0), size=2, argnum=1)(params, x)
-    return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], kept
+    copy = mm.microbatch(lambda params, x: (loss(params, x), params[0] + 0), size=2, argnum=1)(params, x)
+    return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], copy
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +36,11 @@ def lowered():
 
 @pytest.fixture(scope="module")
 def passes(lowered):
-    return {done.name: done for done in lowered.passes()}
+    return {record.name: record for record in lowered.passes()}
 
 
-def broken_rules(name, made):
-    return {rule for rule, _ in verifying.faults(name, made)}
+def broken_rules(name, result):
+    return {rule for rule, _ in verifying.faults(name, result)}
 
 
 @pytest.mark.parametrize("name", pipeline.PASSES)
@@ -62,14 +62,14 @@ def with_const(loop, inner):
     return replace(loop, consts={**loop.consts, inner: next(iter(loop.consts.values()))})
 
 
-def elsewhere(mesh):
+def move_mesh(mesh):
     return next(m for m in MESHES if m != mesh)
 
 
 def with_task_elsewhere(loop):
     """The first operation of a task says that its task is on the other submesh."""
     first = next(op for op in loop.ops if op.task is not None)
-    moved = replace(first, task=replace(first.task, mesh=elsewhere(first.mesh)))
+    moved = replace(first, task=replace(first.task, mesh=move_mesh(first.mesh)))
     return replace(loop, ops=tuple(moved if op is first else op for op in loop.ops))
 
 
@@ -83,7 +83,7 @@ PROGRAMS = {
 }
 
 
-def changed(parts, change):
+def change_parts(parts, change):
     """Parts with the first loop changed."""
     first = next(part for part in parts.parts if isinstance(part, Pipeline))
     return parts.each_pipeline(lambda part: change(part) if part is first else part)
@@ -97,7 +97,7 @@ def with_fragment(change, which=lambda f: f.phase == "F"):
         fragments = tuple(change(f, part) if f is first else f for f in part.fragments)
         return replace(part, fragments=fragments)
 
-    return lambda parts: changed(parts, cut)
+    return lambda parts: change_parts(parts, cut)
 
 
 def without(values, fragment):
@@ -109,13 +109,13 @@ def last_microbatch_backwards(cells):
     return tuple(next(late) if cell[1] == 1 else cell for cell in cells)
 
 
-def reordered(change):
-    return lambda parts: changed(parts, lambda part: replace(part, cells=change(part.cells)))
+def reorder(change):
+    return lambda parts: change_parts(parts, lambda part: replace(part, cells=change(part.cells)))
 
 
 PARTS = {
     "leaves_are_given": with_fragment(lambda f, part: without(part.results, f), lambda f: f.phase == "B"),
-    "cells_run_once": reordered(lambda cells: cells[:-1]),
+    "cells_run_once": reorder(lambda cells: cells[:-1]),
 }
 LATER_PARTS = {
     "an operation on another submesh": with_fragment(lambda f, _: replace(f, mesh=MESHES[1])),
@@ -123,7 +123,7 @@ LATER_PARTS = {
     "a fragment in a wrong order": with_fragment(lambda f, _: replace(f, ops=f.ops[::-1])),
     "a fragment that lacks an operand": with_fragment(lambda f, _: replace(f, ins=f.ins[1:])),
     "a fragment that keeps its result": with_fragment(lambda f, part: without(set(f.outs) - part.results, f)),
-    "cells before their inputs": reordered(last_microbatch_backwards),
+    "cells before their inputs": reorder(last_microbatch_backwards),
 }
 
 
@@ -137,8 +137,8 @@ def with_kernel(plan, change):
     return replace(plan, kernels=tuple(change(k) if n == number else k for n, k in enumerate(plan.kernels)))
 
 
-def with_slot(plan, slot, **how):
-    return replace(plan, slots=tuple(replace(s, **how) if n == slot else s for n, s in enumerate(plan.slots)))
+def with_slot(plan, slot, **fields):
+    return replace(plan, slots=tuple(replace(s, **fields) if n == slot else s for n, s in enumerate(plan.slots)))
 
 
 def accumulator(plan):
@@ -146,13 +146,13 @@ def accumulator(plan):
     return first(plan, "RUN", task="zeros").outs[0]
 
 
-def repeated(plan, which):
-    steps = [again for s in plan.instructions for again in ([s, s] if s is which else [s])]
+def repeat(plan, which):
+    steps = [step for s in plan.instructions for step in ([s, s] if s is which else [s])]
     return replace(plan, instructions=tuple(steps))
 
 
-def first(plan, kind, **how):
-    return next(s for s in plan.instructions if s.kind == kind and all(getattr(s, k) == v for k, v in how.items()))
+def first(plan, kind, **fields):
+    return next(s for s in plan.instructions if s.kind == kind and all(getattr(s, k) == v for k, v in fields.items()))
 
 
 def with_transfer_to_another_type(plan):
@@ -175,15 +175,15 @@ PLANS = {
     "kernels_are_in_order: made twice": lambda plan: with_kernel(plan, lambda k: replace(k, ops=(*k.ops, k.ops[-1]))),
     "slots_are_where_they_are_used": lambda plan: with_slot(plan, accumulator(plan), submesh=1),
     "slots_are_used_in_order: an argument is missing": lambda plan: replace(plan, inputs=plan.inputs[1:]),
-    "slots_are_used_in_order: written twice": lambda plan: repeated(plan, first(plan, "RUN", task="zeros")),
-    "slots_are_used_in_order: freed twice": lambda plan: repeated(plan, first(plan, "FREE")),
+    "slots_are_used_in_order: written twice": lambda plan: repeat(plan, first(plan, "RUN", task="zeros")),
+    "slots_are_used_in_order: freed twice": lambda plan: repeat(plan, first(plan, "FREE")),
     "slots_are_used_in_order: a result twice": lambda plan: replace(plan, outputs=(*plan.outputs, plan.outputs[0])),
     "slots_are_used_in_order: donated too early": lambda plan: replace(
         plan, donations={**plan.donations, forward(plan)[0]: (len(forward(plan)[1].ins) - 1,)}
     ),
     "slots_are_of_the_types_of_values": lambda plan: with_slot(plan, accumulator(plan), shape=(3,)),
     "transfers_are_sent_then_received: another type": with_transfer_to_another_type,
-    "transfers_are_sent_then_received: twice": lambda plan: repeated(plan, first(plan, "SEND")),
+    "transfers_are_sent_then_received: twice": lambda plan: repeat(plan, first(plan, "SEND")),
     "layouts_fit": lambda plan: replace(
         plan, layouts=tuple(NamedSharding(MESHES[1 - s.submesh], P()) for s in plan.slots)
     ),
@@ -205,9 +205,9 @@ def test_every_rule_has_a_test():
 
 @pytest.mark.parametrize("case", LATER_PARTS)
 def test_what_no_rule_of_its_own_refuses_is_refused_later(passes, lowered, case):
-    broken = LATER_PARTS[case](passes["check_states"].result)
+    break_part = LATER_PARTS[case](passes["check_states"].result)
     with pytest.raises(mm.MultiMeshError, match="please report it"):
-        list(pipeline.run(lowered.traced, after=pipeline.Pass("check_states", broken)))
+        list(pipeline.run(lowered.traced, after=pipeline.Pass("check_states", break_part)))
 
 
 def test_the_error_names_the_pass_the_rule_the_value_and_the_users_line(passes, monkeypatch):

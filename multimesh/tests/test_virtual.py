@@ -23,8 +23,8 @@ except mm.UsageError as error:
 
 
 def test_devices_are_made_before_jax_starts():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=CLEAN, check=True)
-    assert done.stdout.startswith("virtual_devices(8): JAX has started already, with 4 devices (cpu); call it before")
+    child = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=CLEAN, check=True)
+    assert child.stdout.startswith("virtual_devices(8): JAX has started already, with 4 devices (cpu); call it before")
 
 
 LAPACK = """
@@ -39,8 +39,8 @@ print(ctypes.CDLL(path).scipy_openblas_get_num_threads())
 def test_lapack_has_one_thread():
     """With more, `eigh` of order 256 on eight devices took a minute in place of half a second."""
     env = {name: value for name, value in CLEAN.items() if name != "OPENBLAS_NUM_THREADS"}
-    done = subprocess.run([sys.executable, "-c", LAPACK], capture_output=True, text=True, env=env, check=True)
-    assert done.stdout == "1\n"
+    child = subprocess.run([sys.executable, "-c", LAPACK], capture_output=True, text=True, env=env, check=True)
+    assert child.stdout == "1\n"
 
 
 def test_devices_that_are_there_may_stay():

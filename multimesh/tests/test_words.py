@@ -28,7 +28,7 @@ HERE = r"test_words.py:\d+: "
 loss = mm.task(lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2), mesh=A)
 
 
-def refused(message, step, *args, kind=mm.UsageError):
+def assert_refused(message, step, *args, kind=mm.UsageError):
     with pytest.raises(kind, match=message):
         mm.jit(step)(*args)
 
@@ -44,7 +44,7 @@ def wide(fn, name, **options):
     return mm.task(fn, name, mesh=WIDE, **options)
 
 
-def moving(x, state):
+def move(x, state):
     return mm.task(lambda x, s: 0.5 * s + x.sum(0), mesh=A)(x, state)
 
 
@@ -80,14 +80,14 @@ REFUSED = {  # what is said, the step, and its arguments
     ),
     "a state that comes second": (
         r"returns \(state, result\), not \(result, state\)",
-        *(mm.microbatch(lambda x, state: (x.sum(), moving(x, state)), size=SIZE, carry=1), X, jnp.zeros(WIDTH)),
+        *(mm.microbatch(lambda x, state: (x.sum(), move(x, state)), size=SIZE, carry=1), X, jnp.zeros(WIDTH)),
     ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_refused(case):
-    refused(*REFUSED[case])
+    assert_refused(*REFUSED[case])
 
 
 def test_a_fault_of_a_microbatched_function_is_told_as_it_is():
@@ -115,16 +115,16 @@ def _raise():
 )
 def test_a_leaf_of_the_batch_without_its_rows(leaf, message):
     step = mm.microbatch(lambda w, batch: loss(w, batch["x"]), size=SIZE, argnum=1)
-    refused(message, step, W, {"x": X, "y": X, "t": leaf})
+    assert_refused(message, step, W, {"x": X, "y": X, "t": leaf})
 
 
 def test_a_constraint_that_does_not_divide_is_told():
     step = mm.jit(mm.task(lambda x: jax.lax.with_sharding_constraint(x, P("data")) * 1, mesh=WIDE))
     with pytest.warns(
         UserWarning, match=r"shape \(3, 8\) as P\('data',\), but axis 'data' of submesh .* not divide"
-    ) as seen:
+    ) as record:
         assert_same(step(X[:3]), X[:3])
-    assert seen[0].filename == __file__
+    assert record[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step(X[:4])
@@ -142,7 +142,7 @@ def test_several_stages_a_submesh_of_a_function_that_is_cut(schedule):
         return mm.microbatch(body, size=SIZE, argnum=1, schedule=schedule)
 
     message = r"pass the meshes to multimesh.pipeline once for each stage: \[a, b, b, a\]"
-    refused(message, step([A, B]), [W] * 4, X)
+    assert_refused(message, step([A, B]), [W] * 4, X)
     mm.jit(step([A, B, B, A])).plan([W] * 4, X)
 
 
@@ -160,7 +160,7 @@ def test_lbfgs():
         return step, [W, W], optimizer.init([W, W])
 
     message = HERE + r"this \w+ has tasks on 2 submeshes.*optax.lbfgs.*linesearch=None"
-    refused(message, *step_of(optax.lbfgs()), kind=mm.MultiMeshError)
+    assert_refused(message, *step_of(optax.lbfgs()), kind=mm.MultiMeshError)
     step, *args = step_of(optax.lbfgs(0.1, linesearch=None))
     assert_same(mm.jit(step)(*args), jax.jit(step)(*args), rtol=1e-4)
 
@@ -183,9 +183,9 @@ def test_lines_are_those_of_the_user_and_not_of_a_library():
     }
     for fn, params in steps.values():
         step = mm.jit(lambda p, x, fn=fn: mm.task(lambda p, x: fn(p, x), mesh=WIDE)(p, x))
-        with pytest.warns(UserWarning, match="shards nothing") as seen:
+        with pytest.warns(UserWarning, match="shards nothing") as record:
             step(params, X)
-        assert {each.filename for each in seen} == {__file__}
+        assert {warning.filename for warning in record} == {__file__}
 
 
 LIBRARY = """
@@ -216,16 +216,16 @@ def test_lines_are_those_of_the_user_of_a_library_that_writes_code(folder, tmp_p
     }
     for step in steps.values():
         library.SPEC = P(None)
-        with pytest.warns(UserWarning, match="shards nothing") as seen:
+        with pytest.warns(UserWarning, match="shards nothing") as record:
             mm.jit(lambda w, x, step=step: step(w, x))(W, X)
-        assert {each.filename for each in seen} == {__file__}
+        assert {warning.filename for warning in record} == {__file__}
         library.SPEC = P("model")
-        refused(HERE + "task 'inner'.* names axis 'model'", lambda w, x, step=step: step(w, x), W, X)
+        assert_refused(HERE + "task 'inner'.* names axis 'model'", lambda w, x, step=step: step(w, x), W, X)
     del sys.modules[name]
 
 
 def test_lines_of_code_without_a_file_are_those_of_its_caller():
     code = "step = mm.jit(mm.task(lambda w, x: x @ w, mesh=mesh))\nstep(w, x)"
-    with pytest.warns(UserWarning, match="shards nothing") as seen:
+    with pytest.warns(UserWarning, match="shards nothing") as record:
         exec(code, {"mm": mm, "mesh": WIDE, "w": W, "x": X})
-    assert {each.filename for each in seen} == {__file__}
+    assert {warning.filename for warning in record} == {__file__}

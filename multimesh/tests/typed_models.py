@@ -49,8 +49,8 @@ def block(w: Any, x: Any) -> Any:
 
 def init(layers: int = 4) -> tuple[Any, Any]:
     """Parameters of a decoder, and their specs."""
-    made = [{"up": draw(s, WIDTH, HIDDEN), "down": draw(100 + s, HIDDEN, WIDTH)} for s in range(layers)]
-    return {"embed": draw(7, VOCAB, WIDTH), "layers": made}, {
+    weights = [{"up": draw(s, WIDTH, HIDDEN), "down": draw(100 + s, HIDDEN, WIDTH)} for s in range(layers)]
+    return {"embed": draw(7, VOCAB, WIDTH), "layers": weights}, {
         "embed": P(),
         "layers": [dict(LAYER) for _ in range(layers)],
     }
@@ -103,22 +103,22 @@ def loss_of(form: str, meshes: Sequence[Mesh], body: Block = block) -> Callable[
 
 def arguments(meshes: Sequence[Mesh], specs: Any = None, layers: int = 4) -> tuple[Any, Any]:
     """Parameters and tokens on the submeshes, and the same on the first one."""
-    params, known = init(layers)
-    specs, where = specs or known, owners(params)
+    params, default_specs = init(layers)
+    specs, where = specs or default_specs, owners(params)
     tokens = jax.device_put(batch(), NamedSharding(meshes[0], P("data")))
-    alone = place(params, specs, jax.tree.map(lambda _: 0, where), meshes)
-    return (place(params, specs, where, meshes), tokens), (alone, tokens)
+    plain_args = place(params, specs, jax.tree.map(lambda _: 0, where), meshes)
+    return (place(params, specs, where, meshes), tokens), (plain_args, tokens)
 
 
-def check(fn: Any, want: Any, args: Any, plain_args: Any, mesh: Mesh, *, types: bool = True, **tolerance: Any) -> Any:
-    """Compare ``fn`` under `mm.jit` with ``want`` under `jax.jit`: values, and the layouts in types. Return the jit."""
+def check(fn: Any, plain: Any, args: Any, plain_args: Any, mesh: Mesh, *, types: bool = True, **tolerance: Any) -> Any:
+    """Compare ``fn`` under `mm.jit` with ``plain`` under `jax.jit`: values, and layouts in types. Return the jit."""
     with jax.set_mesh(mesh):
-        wanted = jax.jit(want)(*plain_args)
+        expected = jax.jit(plain)(*plain_args)
     jitted = mm.jit(fn)
-    got = jitted(*args)
-    assert_same(got, jax.device_get(wanted), **tolerance)
+    actual = jitted(*args)
+    assert_same(actual, jax.device_get(expected), **tolerance)
     if types:
-        specs = [jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tree) for tree in (got, wanted)]
+        specs = [jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tree) for tree in (actual, expected)]
         assert specs[0] == specs[1]
     jitted(*args)
     assert len(jitted.compiled) == 1

@@ -123,12 +123,12 @@ def typed_program(seed: int) -> TypedProgram:
     first = choose(SHAPES)
     shapes = (first, first if rng.random() < 0.6 else choose(SHAPES))
     form = choose(("task", "pipeline"))
-    alike = shapes[0] == shapes[1]  # on meshes of other sizes JAX does not transpose a shard_map
-    whole = form == "task" or alike  # else bodies of scans keep the mesh that shapes have in common
+    equal = shapes[0] == shapes[1]  # on meshes of other sizes JAX does not transpose a shard_map
+    any_body = form == "task" or equal  # else bodies of scans keep the mesh that shapes have in common
     bodies = [
         n
         for n in BODIES
-        if (n != "shard_map" or alike) and (n not in ("scan", "stacked", "reference", "cond") or whole)
+        if (n != "shard_map" or equal) and (n not in ("scan", "stacked", "reference", "cond") or any_body)
     ]
     if form == "pipeline":  # which may cut a layer between two uses of its reference, and then refuses
         bodies = [n for n in bodies if n != "reference"]
@@ -199,17 +199,17 @@ def check_typed(program: TypedProgram) -> None:
     with jax.set_mesh(meshes[0]):
         on_mesh = jax.jit(make(plain, looped))(*plain_args)
     if program.ambient is None:
-        got = jitted(*args)
+        actual = jitted(*args)
     else:
         with jax.set_mesh(meshes[program.ambient]):
-            got = jitted(*args)
-    want = jax.device_get(on_mesh)
+            actual = jitted(*args)
+    expected = jax.device_get(on_mesh)
 
     def exactly() -> Any:
         with jax.set_mesh(meshes[0]):
             return jax.jit(make(plain, looped))(place(double(params), specs, zeros, meshes), plain_args[1])
 
-    assert_near(got, want, exactly)
+    assert_near(actual, expected, exactly)
     if meshes[0].abstract_mesh == meshes[1].abstract_mesh:
-        types = [jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tree) for tree in (got, on_mesh)]
+        types = [jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tree) for tree in (actual, on_mesh)]
         assert types[0] == types[1]

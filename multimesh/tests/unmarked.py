@@ -40,8 +40,8 @@ def regression() -> dict[str, np.ndarray]:
 
 
 def tokens() -> dict[str, np.ndarray]:
-    drawn = np.random.default_rng(5).integers(0, VOCAB, (8, SEQUENCE + 1)).astype(np.int32)
-    return {"x": drawn[:, :-1], "y": drawn[:, 1:]}
+    text = np.random.default_rng(5).integers(0, VOCAB, (8, SEQUENCE + 1)).astype(np.int32)
+    return {"x": text[:, :-1], "y": text[:, 1:]}
 
 
 def error(x: Any, y: Any) -> Any:
@@ -58,13 +58,13 @@ def mlp(params: Any, batch: Any) -> Any:
 def scan(params: Any, batch: Any) -> Any:
     """Parameters are cast first, and each layer gives a result of its own."""
     half = jax.tree.map(lambda w: w.astype(jnp.bfloat16).astype(jnp.float32), params)
-    x, seen = jax.lax.scan(jax.checkpoint(lambda x, p: (mlp_block(p, x), jnp.mean(x**2))), batch["x"], half)
-    return error(x, batch["y"]) + jnp.sum(seen * jnp.arange(DEPTH))
+    x, means = jax.lax.scan(jax.checkpoint(lambda x, p: (mlp_block(p, x), jnp.mean(x**2))), batch["x"], half)
+    return error(x, batch["y"]) + jnp.sum(means * jnp.arange(DEPTH))
 
 
 def backward_scan(params: Any, batch: Any) -> Any:
-    x, seen = jax.lax.scan(lambda x, p: (mlp_block(p, x), jnp.mean(x**2)), batch["x"], params, reverse=True)
-    return error(x, batch["y"]) + jnp.sum(seen * jnp.arange(len(seen)))
+    x, means = jax.lax.scan(lambda x, p: (mlp_block(p, x), jnp.mean(x**2)), batch["x"], params, reverse=True)
+    return error(x, batch["y"]) + jnp.sum(means * jnp.arange(len(means)))
 
 
 def checkpointed(params: Any, batch: Any) -> Any:
@@ -111,16 +111,16 @@ def encoder_decoder(params: Any, batch: Any) -> Any:
         source = attention_block(p, source)
     x = params["emb"][batch["y"]]
     for p in params["decoder"]:
-        seen = jax.nn.softmax(jnp.einsum("btd,bsd->bts", x, source))
-        x = attention_block(p, x + jnp.einsum("bts,bsd->btd", seen, source))
+        scores = jax.nn.softmax(jnp.einsum("btd,bsd->bts", x, source))
+        x = attention_block(p, x + jnp.einsum("bts,bsd->btd", scores, source))
     return cross_entropy(x @ params["emb"].T, batch["y"])
 
 
 def moe(params: Any, batch: Any) -> Any:
     x, balance = batch["x"], 0.0
     for p in params:
-        x, more = moe_block(p, x)
-        balance = balance + more
+        x, loss = moe_block(p, x)
+        balance = balance + loss
     return error(x, batch["y"]) + 0.01 * balance
 
 
@@ -128,13 +128,13 @@ def mamba(params: Any, batch: Any) -> Any:
     """A scan over time in every layer, in a scan over layers."""
 
     def layer(x: Any, p: Any) -> tuple[Any, None]:
-        decay, given = jax.nn.sigmoid(x @ p["decay"]), x @ p["input"]
+        decay, inputs = jax.nn.sigmoid(x @ p["decay"]), x @ p["input"]
 
-        def move(h: Any, now: Any) -> tuple[Any, Any]:
-            h = now[0] * h + (1 - now[0]) * now[1]
+        def move(h: Any, gates: Any) -> tuple[Any, Any]:
+            h = gates[0] * h + (1 - gates[0]) * gates[1]
             return h, h
 
-        steps = (jnp.swapaxes(decay, 0, 1), jnp.swapaxes(given, 0, 1))
+        steps = (jnp.swapaxes(decay, 0, 1), jnp.swapaxes(inputs, 0, 1))
         _, states = jax.lax.scan(move, jnp.zeros_like(x[:, 0]), steps)
         return x + jnp.swapaxes(states, 0, 1) @ p["out"], None
 

@@ -114,7 +114,7 @@ WORKS = {
 }
 
 
-def given(work: Work, order: int) -> tuple[np.ndarray, np.ndarray]:
+def draw_operands(work: Work, order: int) -> tuple[np.ndarray, np.ndarray]:
     """A matrix and a right-hand side."""
     rng = np.random.default_rng(0)
     a = rng.standard_normal((order, order // 8 if work.tall else order), dtype=np.float32)
@@ -122,34 +122,34 @@ def given(work: Work, order: int) -> tuple[np.ndarray, np.ndarray]:
     return a, rng.standard_normal((order, 1), dtype=np.float32)
 
 
-def errors(work: Work, a: np.ndarray, b: np.ndarray, found: Any) -> Errors:
+def errors(work: Work, a: np.ndarray, b: np.ndarray, results: Any) -> Errors:
     """Those of one result, computed in double precision."""
-    parts = found if isinstance(found, tuple) else (found,)
+    parts = results if isinstance(results, tuple) else (results,)
     return work.errors(*(np.asarray(x, np.float64) for x in (a, b, *parts)))
 
 
-def row(name: str, work: Work, a: np.ndarray, b: np.ndarray, devices: int, theirs: Errors, runs: int) -> str:
+def row(name: str, work: Work, a: np.ndarray, b: np.ndarray, devices: int, reference: Errors, runs: int) -> str:
     """One line of the table."""
     mesh = Mesh(np.array(jax.devices()[:devices]), ("x",), axis_types=(AxisType.Explicit,))
     shards, copies = jax.device_put(a, NamedSharding(mesh, P("x"))), jax.device_put(b, NamedSharding(mesh, P()))
-    whole, beside = jax.device_put((a, b), jax.devices()[0])
+    matrix, rhs = jax.device_put((a, b), jax.devices()[0])
     start = time.process_time()
     compiled = jax.jit(work.ours).lower(shards, copies).compile()
     compilation = time.process_time() - start
-    held = compiled.memory_analysis().temp_size_in_bytes / (a.nbytes / devices)
+    memory = compiled.memory_analysis().temp_size_in_bytes / (a.nbytes / devices)
     single = jax.jit(work.jax)
     contenders = {
         "ours": lambda: compiled(shards, copies),
-        "one": lambda: single(whole, beside),
+        "one": lambda: single(matrix, rhs),
         "SciPy": lambda: work.scipy(a, b),
     }
     ours, its, scipys = (float(np.median(times)) for times in turns.measure(contenders, runs).values())
-    wrong = ", ".join(
-        f"{mine:.2g} ({other:.2g})"
-        for mine, other in zip(errors(work, a, b, compiled(shards, copies)), theirs, strict=True)
+    accuracy = ", ".join(
+        f"{error:.2g} ({other:.2g})"
+        for error, other in zip(errors(work, a, b, compiled(shards, copies)), reference, strict=True)
     )
     ratios = f"{ours / its:.2f}", f"{ours / scipys:.2f}"
-    cells = f"`{name}`", len(a), devices, f"{compilation:.1f}", f"{held:.2f}", f"{ours:.0f}", *ratios, wrong
+    cells = f"`{name}`", len(a), devices, f"{compilation:.1f}", f"{memory:.2f}", f"{ours:.0f}", *ratios, accuracy
     return f"| {' | '.join(map(str, cells))} |"
 
 
@@ -165,10 +165,10 @@ def main() -> None:
     for name in args.only:
         for order in args.orders:
             work = WORKS[name]
-            a, b = given(work, order)
-            theirs = errors(work, a, b, work.scipy(a, b))
+            a, b = draw_operands(work, order)
+            reference = errors(work, a, b, work.scipy(a, b))
             for devices in args.devices:
-                print(row(name, work, a, b, devices, theirs, args.runs), flush=True)
+                print(row(name, work, a, b, devices, reference, args.runs), flush=True)
     print(f"load average {os.getloadavg()[0]:.1f}")
 
 

@@ -24,13 +24,13 @@ N = 16
 close = functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9)
 
 
-def whole(x):
+def gather_all(x):
     """A result, gathered in every process."""
     return jax.tree.map(lambda x: multihost_utils.process_allgather(x, tiled=True), x)
 
 
-def same(ours, theirs):
-    jax.tree.map(close, whole(ours), theirs)
+def assert_close(actual, expected):
+    jax.tree.map(close, gather_all(actual), expected)
 
 
 def random(*shape, dtype, seed=0):
@@ -40,38 +40,38 @@ def random(*shape, dtype, seed=0):
 
 
 def check_linalg(mesh, spec, dtype):
-    def put(x):
+    def replicate(x):
         return jax.device_put(x, NamedSharding(mesh, spec))
 
     full, b = random(N, N, dtype=dtype), random(N, 3, dtype=dtype, seed=1)
     definite = full @ full.conj().T / N + np.eye(N)
-    a, square = put(definite), put(full)
+    a, square = replicate(definite), replicate(full)
     factor = linalg.cho_factor(a)
-    same(linalg.solve(a, b), scipy.linalg.solve(definite, b))
-    same(linalg.potrs(a, b), scipy.linalg.solve(definite, b))
-    same(linalg.cho_solve(factor, b), scipy.linalg.solve(definite, b))
-    same(linalg.slogdet(factor).logabsdet, np.linalg.slogdet(definite)[1])
-    same(linalg.cholesky(a), np.linalg.cholesky(definite))
-    same(linalg.inv(a), np.linalg.inv(definite))
-    same(linalg.lu_solve(linalg.lu_factor(square), b, "C"), np.linalg.solve(full.conj().T, b))
-    same(linalg.solve_triangular(square, b, lower=True), scipy.linalg.solve_triangular(full, b, lower=True))
-    w, v = whole(tuple(linalg.eigh(a)))
+    assert_close(linalg.solve(a, b), scipy.linalg.solve(definite, b))
+    assert_close(linalg.potrs(a, b), scipy.linalg.solve(definite, b))
+    assert_close(linalg.cho_solve(factor, b), scipy.linalg.solve(definite, b))
+    assert_close(linalg.slogdet(factor).logabsdet, np.linalg.slogdet(definite)[1])
+    assert_close(linalg.cholesky(a), np.linalg.cholesky(definite))
+    assert_close(linalg.inv(a), np.linalg.inv(definite))
+    assert_close(linalg.lu_solve(linalg.lu_factor(square), b, "C"), np.linalg.solve(full.conj().T, b))
+    assert_close(linalg.solve_triangular(square, b, lower=True), scipy.linalg.solve_triangular(full, b, lower=True))
+    w, v = gather_all(tuple(linalg.eigh(a)))
     close(w, np.linalg.eigvalsh(definite))
     close(definite @ v, v * w)
-    u, s, vh = whole(tuple(linalg.svd(square)))
+    u, s, vh = gather_all(tuple(linalg.svd(square)))
     close(s, np.linalg.svd(full, compute_uv=False))
     close((u * s) @ vh, full)
-    same(tuple(linalg.polar(square)), scipy.linalg.polar(full))
+    assert_close(tuple(linalg.polar(square)), scipy.linalg.polar(full))
 
     def cost(f, x, b):
         return jnp.sum(jnp.abs(f(x, b)) ** 2)
 
-    same(
+    assert_close(
         jax.grad(lambda x: cost(linalg.solve, x, b))(a),
         jax.grad(lambda x: cost(jnp.linalg.solve, x, b))(jnp.asarray(definite)),
     )
     if np.dtype(dtype).kind == "f":
-        same(
+        assert_close(
             jax.grad(lambda x: linalg.eigh(x)[0][0] + linalg.slogdet(x).logabsdet)(a),
             jax.grad(lambda x: jnp.linalg.eigh(x)[0][0] + jnp.linalg.slogdet(x)[1])(jnp.asarray(definite)),
         )
@@ -80,9 +80,9 @@ def check_linalg(mesh, spec, dtype):
 def check_tall(mesh, axes, dtype):
     full, b = random(8 * N, 3, dtype=dtype), random(8 * N, 2, dtype=dtype, seed=1)
     a = jax.device_put(full, NamedSharding(mesh, P(axes)))
-    q, r = whole(tuple(linalg.qr(a)))
+    q, r = gather_all(tuple(linalg.qr(a)))
     close(q @ r, full)
-    same(linalg.least_squares(a, b), scipy.linalg.lstsq(full, b)[0])
+    assert_close(linalg.least_squares(a, b), scipy.linalg.lstsq(full, b)[0])
 
 
 def check_fft(mesh, spec):
@@ -91,12 +91,12 @@ def check_fft(mesh, spec):
     for transposed in (False, True):
         y = mm.fft.fftn(x, transposed=transposed)
         order = (0, 1, 2) if not transposed else (2, 1, 0) if len(spec) > 1 else (1, 2, 0)
-        same(y, np.fft.fftn(full).transpose(order))
-        same(mm.fft.ifftn(y, transposed=transposed), full)
+        assert_close(y, np.fft.fftn(full).transpose(order))
+        assert_close(mm.fft.ifftn(y, transposed=transposed), full)
     real = jax.device_put(full.real, NamedSharding(mesh, spec))
     half = mm.fft.rfftn(real)
-    same(mm.fft.unpad(half, (N, N, N // 2 + 1)), np.fft.rfftn(full.real))
-    same(mm.fft.irfftn(half, (N, N, N)), full.real)
+    assert_close(mm.fft.unpad(half, (N, N, N // 2 + 1)), np.fft.rfftn(full.real))
+    assert_close(mm.fft.irfftn(half, (N, N, N)), full.real)
 
 
 def check_grids(mesh, spec):
@@ -106,18 +106,18 @@ def check_grids(mesh, spec):
     values = rng.standard_normal(cells.shape[:-1])
 
     def work(positions, values, mesh, spec):
-        given = {"mesh": mesh, "spec": spec}
-        density, lost = grids.paint(positions, shape=(N, N, N), halo=1, **given)
-        found = grids.read(grids.poisson(density - 1, **given), positions, halo=1, **given)
-        return jnp.sum(found**2) + jnp.sum(density * values), (density, lost, grids.gradient(values, **given))
+        layout = {"mesh": mesh, "spec": spec}
+        density, lost = grids.paint(positions, shape=(N, N, N), halo=1, **layout)
+        forces = grids.read(grids.poisson(density - 1, **layout), positions, halo=1, **layout)
+        return jnp.sum(forces**2) + jnp.sum(density * values), (density, lost, grids.gradient(values, **layout))
 
     results = []
-    for where, by in ((Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1), ("x", "y")), P("x", None)), (mesh, spec)):
-        args = (jax.device_put(x, NamedSharding(where, by)) for x in (start, values))
-        step = jax.jit(jax.value_and_grad(functools.partial(work, mesh=where, spec=by), (0, 1), has_aux=True))
+    for grid, by in ((Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1), ("x", "y")), P("x", None)), (mesh, spec)):
+        args = (jax.device_put(x, NamedSharding(grid, by)) for x in (start, values))
+        step = jax.jit(jax.value_and_grad(functools.partial(work, mesh=grid, spec=by), (0, 1), has_aux=True))
         results.append(step(*args))
-    alone, ours = results
-    same(ours, jax.tree.map(np.asarray, alone))
+    reference, result = results
+    assert_close(result, jax.tree.map(np.asarray, reference))
 
 
 def main():
@@ -126,11 +126,11 @@ def main():
     mm.distributed.initialize(os.environ["COORDINATOR"], processes, int(os.environ["PROCESS"]))
     assert jax.device_count() == 8
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
-    what, dtype = sys.argv[1:]
-    if what == "rows":
+    case, dtype = sys.argv[1:]
+    if case == "rows":
         check_linalg(mesh, P(("x", "y")), dtype)
         check_tall(mesh, ("x", "y"), dtype)
-    elif what == "both":
+    elif case == "both":
         check_linalg(mesh, P("x", "y"), dtype)
     else:
         for spec in (P(("x", "y")), P("x", "y")):

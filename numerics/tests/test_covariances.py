@@ -50,22 +50,22 @@ def lapack(a):
 
 def check(layout, n, dtype):
     b = normal(n, 8, seed=1).astype(dtype)
-    eps, seen = np.finfo(dtype).eps, 0
+    eps, checks = np.finfo(dtype).eps, 0
     order = np.arange(n).reshape(np.prod(LAYOUTS[layout][0]), -1).T.ravel()  # that of our elimination
     for case, a in cases(n, dtype):
-        l, ours = lapack(a), sharded(a, layout)
-        x, logdet, status = mm.linalg.potrs(ours, b, 1, return_logdet=True, return_status=True)
+        l, shards = lapack(a), sharded(a, layout)
+        x, logdet, status = mm.linalg.potrs(shards, b, 1, return_logdet=True, return_status=True)
         if l is None or (case[2] < 2 and lapack(a[order][:, order]) is None):
             continue  # rounding alone decides
-        seen += 1
+        checks += 1
         assert status == 0, case
-        theirs = residual(a, scipy.linalg.cho_solve((l, True), b), b)
-        assert residual(a, x, b) < 3 * theirs, case
+        reference = residual(a, scipy.linalg.cho_solve((l, True), b), b)
+        assert residual(a, x, b) < 3 * reference, case
         expected = 2 * np.log(np.diag(l).real).sum()
         root = scipy.linalg.solve_triangular(l, np.eye(n), lower=True)
         change = eps * np.linalg.norm(a, 2) * np.linalg.norm(root) ** 2  # what rounding the matrix makes of it
         assert abs(logdet - expected) < change + 100 * eps * abs(expected), case
-    assert seen > 50
+    assert checks > 50
 
 
 @pytest.mark.telling("rows-128-float32", "columns-64-complex64")
@@ -94,19 +94,19 @@ def test_factors_inverses_and_gradients_are_as_good_as_lapacks(layout, dtype):
     k = covariance("rbf", 1, n, dtype)
     a = (k + 16 * np.finfo(dtype).eps * np.linalg.norm(k, 2) * np.eye(n)).astype(dtype)
     l, eye = lapack(a), np.eye(n, dtype=dtype)
-    theirs = residual(a, scipy.linalg.cho_solve((l, True), eye), eye)
-    ours = sharded(a, layout)
-    factor = mm.linalg.cholesky(ours)
+    reference = residual(a, scipy.linalg.cho_solve((l, True), eye), eye)
+    shards = sharded(a, layout)
+    factor = mm.linalg.cholesky(shards)
     wide = np.asarray(factor, "complex128")
     assert np.linalg.norm(wide @ wide.conj().T - a) < 3 * np.linalg.norm(a) * np.finfo(dtype).eps
-    by_columns = jax.device_put(eye, NamedSharding(ours.sharding.mesh, P(None, ours.sharding.mesh.axis_names)))
-    assert residual(a, mm.linalg.solve(ours, by_columns), eye) < 3 * theirs
-    inverse = jax.grad(lambda a: mm.linalg.slogdet(a).logabsdet)(ours)
+    by_columns = jax.device_put(eye, NamedSharding(shards.sharding.mesh, P(None, shards.sharding.mesh.axis_names)))
+    assert residual(a, mm.linalg.solve(shards, by_columns), eye) < 3 * reference
+    inverse = jax.grad(lambda a: mm.linalg.slogdet(a).logabsdet)(shards)
     sides = (residual(a, inverse.conj(), eye), residual(a, inverse.T, eye))  # an inverse is good on one of them
-    assert min(sides) < 3 * theirs
+    assert min(sides) < 3 * reference
     v = normal(n, 8, seed=1).astype(dtype)
-    back = jax.grad(lambda b: jnp.real(jnp.vdot(v, mm.linalg.solve(ours, b))))(jnp.ones((n, 8), dtype))
-    assert residual(a, back.conj(), v) < 3 * residual(a, scipy.linalg.cho_solve((l, True), v), v)
+    gradient = jax.grad(lambda b: jnp.real(jnp.vdot(v, mm.linalg.solve(shards, b))))(jnp.ones((n, 8), dtype))
+    assert residual(a, gradient.conj(), v) < 3 * residual(a, scipy.linalg.cho_solve((l, True), v), v)
 
 
 @pytest.mark.longer
@@ -115,8 +115,8 @@ def test_a_stack_of_matrices_is_as_good_as_lapacks():
     stack = np.stack([k + j * np.eye(64) for j in (1e-1, 1e-3, 1e-4)]).astype("float32")
     b = normal(64, 8, dtype="float32", seed=1)
     mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
-    found = jax.jit(jax.vmap(lambda a: mm.linalg.solve(a, jnp.asarray(b), mesh=mesh, spec=P("x"))))(stack)
-    for a, x in zip(stack, found, strict=True):
+    solutions = jax.jit(jax.vmap(lambda a: mm.linalg.solve(a, jnp.asarray(b), mesh=mesh, spec=P("x"))))(stack)
+    for a, x in zip(stack, solutions, strict=True):
         assert residual(a, x, b) < 3 * residual(a, scipy.linalg.cho_solve((lapack(a), True), b), b)
 
 
@@ -128,10 +128,10 @@ def test_what_lapack_refuses_is_nan_as_in_jax(layout):
     k = covariance("rbf", 1, n, "float64")
     a = k - 1e-6 * np.eye(n)
     assert lapack(a) is None
-    ours, b = sharded(a, layout), np.ones(n)
+    shards, b = sharded(a, layout), np.ones(n)
     np.testing.assert_array_equal(
-        mm.linalg.solve(ours, b), jax.scipy.linalg.cho_solve((jnp.linalg.cholesky(a), True), b)
+        mm.linalg.solve(shards, b), jax.scipy.linalg.cho_solve((jnp.linalg.cholesky(a), True), b)
     )
-    np.testing.assert_array_equal(mm.linalg.cholesky(ours), jnp.linalg.cholesky(a))
-    assert np.isnan(mm.linalg.slogdet(ours)).all()
-    assert np.isnan(jax.grad(lambda a: mm.linalg.slogdet(a).logabsdet)(ours)).all()
+    np.testing.assert_array_equal(mm.linalg.cholesky(shards), jnp.linalg.cholesky(a))
+    assert np.isnan(mm.linalg.slogdet(shards)).all()
+    assert np.isnan(jax.grad(lambda a: mm.linalg.slogdet(a).logabsdet)(shards)).all()

@@ -71,11 +71,11 @@ def check_eigh(layout, kind, n, dtype):
 def check_polar(layout, kind, m, n, dtype):
     a = sharded(matrix(kind, m, n, dtype), layout)
     u, h = linalg.polar(a)
-    least = (max(16, 2 * n) if layout == "one" else 16) * rounding(np.asarray(a))  # on one device it is LAPACK's svd
-    assert norm(np.asarray(u) @ np.asarray(h) - np.asarray(a)) <= least
+    bound = (max(16, 2 * n) if layout == "one" else 16) * rounding(np.asarray(a))  # on one device it is LAPACK's svd
+    assert norm(np.asarray(u) @ np.asarray(h) - np.asarray(a)) <= bound
     assert_orthonormal(u)
     np.testing.assert_array_equal(h, adjoint(h))
-    assert np.linalg.eigvalsh(np.asarray(h)).min() >= -least
+    assert np.linalg.eigvalsh(np.asarray(h)).min() >= -bound
     assert u.sharding.is_equivalent_to(a.sharding, 2)
 
 
@@ -112,9 +112,9 @@ def check_lu(layout, kind, n, dtype):
     full, b = GENERAL[kind](n, dtype), normal(n, 3, dtype=dtype)
     factor = linalg.lu_factor(sharded(full, layout))
     for trans, a in ((0, full), ("T", full.T), (2, full.conj().T)):
-        theirs = scipy.linalg.lu_solve(scipy.linalg.lu_factor(full), b, {"T": 1}.get(trans, trans))
+        reference = scipy.linalg.lu_solve(scipy.linalg.lu_factor(full), b, {"T": 1}.get(trans, trans))
         x = np.asarray(linalg.lu_solve(factor, b, trans))
-        assert residual(a, x, b) <= 8 * max(residual(a, theirs, b), np.finfo(dtype).eps)
+        assert residual(a, x, b) <= 8 * max(residual(a, reference, b), np.finfo(dtype).eps)
 
 
 def check_triangular(layout, n, dtype):
@@ -125,8 +125,8 @@ def check_triangular(layout, n, dtype):
         a[(-1, 0) if lower else (0, -1)] = 1
         x = linalg.solve_triangular(sharded(a, layout), b, trans, lower, unit)
         a[(0, -1) if lower else (-1, 0)] = 0
-        want = scipy.linalg.solve_triangular(a, b, trans=trans, lower=lower, unit_diagonal=unit)
-        np.testing.assert_allclose(x, want, rtol=0, atol=1e3 * np.finfo(dtype).eps * np.abs(want).max())
+        expected = scipy.linalg.solve_triangular(a, b, trans=trans, lower=lower, unit_diagonal=unit)
+        np.testing.assert_allclose(x, expected, rtol=0, atol=1e3 * np.finfo(dtype).eps * np.abs(expected).max())
 
 
 FEW = [("one", "random", 5, "float64"), ("rows", "graded", 24, "float32"), ("both", "singular", 20, "complex128"),
@@ -205,16 +205,16 @@ def test_everything_everywhere(layout, dtype):
 
 def test_inverse():
     a = definite(24, "complex128")
-    given = sharded(a, "both")
-    np.testing.assert_allclose(linalg.inv(given), np.linalg.inv(a), rtol=1e-10, atol=1e-12)
-    assert linalg.inv(given).sharding.is_equivalent_to(given.sharding, 2)
+    matrix = sharded(a, "both")
+    np.testing.assert_allclose(linalg.inv(matrix), np.linalg.inv(a), rtol=1e-10, atol=1e-12)
+    assert linalg.inv(matrix).sharding.is_equivalent_to(matrix.sharding, 2)
 
 
 def test_least_squares():
     a, b = normal(80, 8), normal(80, 2)
-    given = sharded(a, "pairs")
-    np.testing.assert_allclose(linalg.least_squares(given, b), np.linalg.lstsq(a, b)[0], rtol=1e-10)
-    np.testing.assert_allclose(linalg.least_squares(given, b[:, 0]), np.linalg.lstsq(a, b[:, 0])[0], rtol=1e-10)
+    matrix = sharded(a, "pairs")
+    np.testing.assert_allclose(linalg.least_squares(matrix, b), np.linalg.lstsq(a, b)[0], rtol=1e-10)
+    np.testing.assert_allclose(linalg.least_squares(matrix, b[:, 0]), np.linalg.lstsq(a, b[:, 0])[0], rtol=1e-10)
 
 
 def weighted(x, seed):
@@ -256,11 +256,11 @@ def test_gradients_are_those_of_one_device(name, dtype):
     a = normal(*shape, dtype=dtype) + 2 * np.eye(*shape) if name != "eigh" else hermitian("random", 8, dtype)
     total = lambda la: lambda a: sum(weighted(x, k) for k, x in enumerate(f(la, a)))  # noqa: E731
     along = normal(*shape, dtype=dtype, seed=3)
-    want = jax.jvp(jax.grad(total(jnp.linalg)), (jnp.asarray(a),), (jnp.asarray(along),))
+    references = jax.jvp(jax.grad(total(jnp.linalg)), (jnp.asarray(a),), (jnp.asarray(along),))
     layout = "rows" if shape[0] == 16 else "both"
-    got = jax.jvp(jax.grad(total(linalg)), (sharded(a, layout),), (sharded(along, layout),))
-    for ours, theirs in zip(got, want, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-7, atol=1e-7 * max(1, np.abs(theirs).max()))
+    derivatives = jax.jvp(jax.grad(total(linalg)), (sharded(a, layout),), (sharded(along, layout),))
+    for actual, expected in zip(derivatives, references, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-7, atol=1e-7 * max(1, np.abs(expected).max()))
 
 
 def test_right_hand_sides_keep_their_layout():
@@ -277,11 +277,11 @@ def test_right_hand_sides_keep_their_layout():
 def test_one_triangle_is_never_taken_for_a_matrix(layout):
     a = definite(16)
     for half in (np.tril(a), np.triu(a)):
-        given = sharded(half, layout)
-        assert np.isnan(linalg.solve(given, np.ones(16))).all()
-        assert np.isnan(linalg.cholesky(given)).any()
-        assert np.isnan(linalg.eigh(given).eigenvalues).all()
-        assert linalg.potrs(given, np.ones(16), return_status=True)[1] == -1
+        triangle = sharded(half, layout)
+        assert np.isnan(linalg.solve(triangle, np.ones(16))).all()
+        assert np.isnan(linalg.cholesky(triangle)).any()
+        assert np.isnan(linalg.eigh(triangle).eigenvalues).all()
+        assert linalg.potrs(triangle, np.ones(16), return_status=True)[1] == -1
 
 
 @pytest.mark.parametrize("layout", ["one", "rows"])
@@ -290,11 +290,11 @@ def test_what_is_not_finite_gives_nan(layout, bad):
     """LAPACK's svd never ended; an infinite pivot gave a finite solution."""
     a, b = definite(16), np.ones(16)
     a[0, 0] = bad
-    given = sharded(a, layout)
-    found = [linalg.solve(given, b), linalg.inv(given), linalg.slogdet(given), linalg.eigh(given), linalg.svd(given)]
-    for x in jax.tree.leaves([*found, linalg.lu_solve(linalg.lu_factor(given), b)]):
+    array = sharded(a, layout)
+    results = [linalg.solve(array, b), linalg.inv(array), linalg.slogdet(array), linalg.eigh(array), linalg.svd(array)]
+    for x in jax.tree.leaves([*results, linalg.lu_solve(linalg.lu_factor(array), b)]):
         assert np.isnan(x).all()
-    assert linalg.potrs(given, b, return_status=True)[1] == -1
+    assert linalg.potrs(array, b, return_status=True)[1] == -1
 
 
 @pytest.mark.parametrize("layout", ["one", "both"])
@@ -341,6 +341,6 @@ def test_errors_say_what_to_do(call, message):
 def test_several_processes(processes, case):
     """Linear algebra, transforms and grids, each with eight devices over processes."""
     script = spawning.HERE / "process_numerics.py"
-    for ended in spawning.run(processes, 8 // processes, script, *case.split(), timeout=800):
-        assert ended.code == 0, ended.err
-        assert ended.out.endswith("ok\n")
+    for process in spawning.run(processes, 8 // processes, script, *case.split(), timeout=800):
+        assert process.code == 0, process.err
+        assert process.out.endswith("ok\n")

@@ -32,17 +32,17 @@ def mesh_of(shape, kind="Auto"):
     return Mesh(devices, (A, B)[: len(shape)], axis_types=(AxisType[kind],) * len(shape))
 
 
-def put(x, mesh, spec, kind="Auto"):
+def place(x, mesh, spec, kind="Auto"):
     return jax.device_put(x, NamedSharding(mesh_of(mesh, kind), spec))
 
 
-def turned(want, axes, transposed, pencil, np=np):
+def transpose_spectrum(spectrum, axes, transposed, pencil, np=np):
     """What numpy returns, its transformed dimensions in the transposed order at the end."""
     if not transposed:
-        return want
+        return spectrum
     if len(axes) == 2:
-        return np.moveaxis(want, axes, (-1, -2))
-    return np.moveaxis(want, axes, (-1, -2, -3) if pencil else (-1, -3, -2))
+        return np.moveaxis(spectrum, axes, (-1, -2))
+    return np.moveaxis(spectrum, axes, (-1, -2, -3) if pencil else (-1, -3, -2))
 
 
 def padded_to(x, spec, mesh):
@@ -51,25 +51,25 @@ def padded_to(x, spec, mesh):
 
 
 def check(case, dtype, transposed, kind="Auto", norm=None, chunks=1):
-    shape, mesh, spec, axes, natural, swapped = CASES[case]
+    shape, mesh, spec, axes, natural, swapped_spec = CASES[case]
     real = np.dtype(dtype).kind == "f"
-    x = put(normal(*shape, dtype=dtype), mesh, spec, kind)
+    x = place(normal(*shape, dtype=dtype), mesh, spec, kind)
     axes = tuple(a % len(shape) for a in (axes or range(len(shape))))
     options = {"axes": axes, "transposed": transposed, "norm": norm, "chunks": chunks}
     forward, backward = (mm.fft.rfftn, mm.fft.irfftn) if real else (mm.fft.fftn, mm.fft.ifftn)
     y = forward(x, **options)
     tolerance = {"rtol": 0, "atol": (1e-11 if np.dtype(dtype).itemsize in (8, 16) and dtype[-1] != "4" else 1e-3)}
-    want = (np.fft.rfftn if real else np.fft.fftn)(np.asarray(x, "f8" if real else "c16"), axes=axes, norm=norm)
-    want = turned(want, axes, transposed, pencil=case == "pencil")
-    expected = padded_to(want, swapped if transposed else natural, x.sharding.mesh)
+    reference = (np.fft.rfftn if real else np.fft.fftn)(np.asarray(x, "f8" if real else "c16"), axes=axes, norm=norm)
+    reference = transpose_spectrum(reference, axes, transposed, pencil=case == "pencil")
+    expected = padded_to(reference, swapped_spec if transposed else natural, x.sharding.mesh)
     assert y.shape == expected.shape
-    assert y.sharding.is_equivalent_to(NamedSharding(x.sharding.mesh, swapped if transposed else natural), y.ndim)
+    assert y.sharding.is_equivalent_to(NamedSharding(x.sharding.mesh, swapped_spec if transposed else natural), y.ndim)
     np.testing.assert_allclose(y, expected, **tolerance)
-    np.testing.assert_allclose(mm.fft.unpad(y, want.shape), want, **tolerance)
-    back = backward(y, s=[shape[a] for a in axes], **options)
-    assert back.dtype == x.dtype
-    assert back.sharding.is_equivalent_to(x.sharding, x.ndim)
-    np.testing.assert_allclose(back, x, **tolerance)
+    np.testing.assert_allclose(mm.fft.unpad(y, reference.shape), reference, **tolerance)
+    restored = backward(y, s=[shape[a] for a in axes], **options)
+    assert restored.dtype == x.dtype
+    assert restored.sharding.is_equivalent_to(x.sharding, x.ndim)
+    np.testing.assert_allclose(restored, x, **tolerance)
 
 
 @pytest.mark.parametrize(
@@ -108,13 +108,13 @@ def test_sizes_that_do_not_divide_are_padded(case):
     y = mm.fft.rfftn(x, (9, 5, 4), mesh=mesh, spec=spec)
     np.testing.assert_allclose(mm.fft.unpad(y, (9, 5, 3)), np.fft.rfftn(x, (9, 5, 4), axes=(0, 1, 2)), atol=1e-12)
     y = mm.fft.fftn(x, mesh=mesh, spec=spec)
-    back = mm.fft.ifftn(y, (7, 5, 6))
-    assert back.shape == (8, 5 + (case == "pencil"), 6)
-    np.testing.assert_allclose(mm.fft.unpad(back, (7, 5, 6)), x, atol=1e-12)
+    restored = mm.fft.ifftn(y, (7, 5, 6))
+    assert restored.shape == (8, 5 + (case == "pencil"), 6)
+    np.testing.assert_allclose(mm.fft.unpad(restored, (7, 5, 6)), x, atol=1e-12)
 
 
 def test_sizes_may_be_numpys():
-    x = put(normal(4, 4, 4), (4,), P(A))
+    x = place(normal(4, 4, 4), (4,), P(A))
     np.testing.assert_array_equal(mm.fft.fftn(x, tuple(np.array([4, 5, 6]))), mm.fft.fftn(x, (4, 5, 6)))
 
 
@@ -146,10 +146,10 @@ def test_under_grad_vmap_and_checkpoint():
     def cut(x):  # the half axis, padded from 3 to 4 by two devices
         return mm.fft.unpad(mm.fft.rfftn(x, mesh=mesh, spec=P(A, B)), (4, 6, 3))
 
-    ours = total(cut, lambda y: mm.fft.irfftn(y, (4, 6, 5), mesh=mesh, spec=P(None, A, B)))
-    theirs = total(jnp.fft.rfftn, lambda y: jnp.fft.irfftn(y, (4, 6, 5)))
-    for got, want in zip(*(jax.jit(jax.grad(f, (0, 1)))(x, w) for f in (ours, theirs)), strict=True):
-        np.testing.assert_allclose(got, want, atol=1e-12)
+    sharded_total = total(cut, lambda y: mm.fft.irfftn(y, (4, 6, 5), mesh=mesh, spec=P(None, A, B)))
+    jax_total = total(jnp.fft.rfftn, lambda y: jnp.fft.irfftn(y, (4, 6, 5)))
+    for actual, expected in zip(*(jax.jit(jax.grad(f, (0, 1)))(x, w) for f in (sharded_total, jax_total)), strict=True):
+        np.testing.assert_allclose(actual, expected, atol=1e-12)
 
 
 @pytest.mark.longer
@@ -158,32 +158,32 @@ def test_under_grad_vmap_and_checkpoint():
 @pytest.mark.parametrize("case", ["slab", "pencil", pytest.param("one", marks=pytest.mark.longer)])
 def test_eager_derivatives_take_tangents_and_cotangents_in_any_layout(case, transposed):
     shape, mesh, spec = CASES[case][:3]
-    x = put(normal(*shape), mesh, spec)
+    x = place(normal(*shape), mesh, spec)
 
-    def there(x):
+    def transform(x):
         return mm.fft.rfftn(x, transposed=transposed)
 
-    def back(y):
+    def invert(y):
         return mm.fft.irfftn(y, shape, transposed=transposed)
 
-    y = there(x)
+    y = transform(x)
 
-    def theirs(x):
-        found = turned(jnp.fft.rfftn(x), (0, 1, 2), transposed, case == "pencil", np=jnp)
-        return jnp.pad(found, [(0, n - m) for n, m in zip(y.shape, found.shape, strict=True)])
+    def reference(x):
+        spectrum = transpose_spectrum(jnp.fft.rfftn(x), (0, 1, 2), transposed, case == "pencil", np=jnp)
+        return jnp.pad(spectrum, [(0, n - m) for n, m in zip(y.shape, spectrum.shape, strict=True)])
 
     weight = normal(*y.shape, dtype="complex128", seed=1)
-    want = jax.vjp(theirs, np.asarray(x))[1](jnp.asarray(weight))[0]
-    for given in (P(), P(A), P(None, A)):
-        if any(n % mesh[0] for n, e in zip(y.shape, given, strict=False) if e):
+    cotangents = jax.vjp(reference, np.asarray(x))[1](jnp.asarray(weight))[0]
+    for layout in (P(), P(A), P(None, A)):
+        if any(n % mesh[0] for n, e in zip(y.shape, layout, strict=False) if e):
             continue
-        cotangent = put(weight, mesh, given)
-        np.testing.assert_allclose(jax.vjp(there, x)[1](cotangent)[0], want, atol=1e-10)
-        for f, at, v in ((there, x, put(np.asarray(x), mesh, P())), (back, y, cotangent)):
+        cotangent = place(weight, mesh, layout)
+        np.testing.assert_allclose(jax.vjp(transform, x)[1](cotangent)[0], cotangents, atol=1e-10)
+        for f, at, v in ((transform, x, place(np.asarray(x), mesh, P())), (invert, y, cotangent)):
             expected = f(jax.device_put(v, at.sharding))
             np.testing.assert_allclose(jax.jvp(f, (at,), (v,))[1], expected, atol=1e-10)
             np.testing.assert_allclose(jax.linearize(f, at)[1](v), expected, atol=1e-10)
-    jax.grad(lambda x: jnp.real(there(x)[0, 0, 0]))(x)  # a cotangent that JAX makes, on one device
+    jax.grad(lambda x: jnp.real(transform(x)[0, 0, 0]))(x)  # a cotangent that JAX makes, on one device
 
 
 def test_inside_tasks_on_submeshes():
@@ -196,9 +196,9 @@ def test_inside_tasks_on_submeshes():
         return jnp.sum(z**3)
 
     x = normal(4, 4, 6)
-    got = mm.jit(jax.value_and_grad(step))(x)
-    want = jax.jit(jax.value_and_grad(lambda x: jnp.sum(jnp.fft.irfftn(jnp.fft.rfftn(x) * 1j, x.shape) ** 3)))(x)
-    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, atol=1e-10), got, want)
+    actual = mm.jit(jax.value_and_grad(step))(x)
+    expected = jax.jit(jax.value_and_grad(lambda x: jnp.sum(jnp.fft.irfftn(jnp.fft.rfftn(x) * 1j, x.shape) ** 3)))(x)
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, atol=1e-10), actual, expected)
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
@@ -242,4 +242,4 @@ def test_frequencies_match_a_result(kind):
 )
 def test_errors_say_what_to_do(call, message):
     with pytest.raises(mm.UsageError, match=re.escape(message)):
-        call(mm.fft, put(normal(4, 4, 4), (4,), P(A)))
+        call(mm.fft, place(normal(4, 4, 4), (4,), P(A)))

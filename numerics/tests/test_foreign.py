@@ -26,9 +26,9 @@ DEBIAN = ["gcc", "openmpi-bin", "libopenmpi-dev", "libscalapack-openmpi-dev", "l
 
 
 def run(*command, **env):
-    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, env=os.environ | env, check=False)
-    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
-    return done.stdout
+    child = subprocess.run([str(c) for c in command], capture_output=True, text=True, env=os.environ | env, check=False)
+    assert child.returncode == 0, f"{command}\n{child.stdout}{child.stderr}"
+    return child.stdout
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +41,7 @@ def mpi():
         run("apt-get", "install", "-y", "-qq", "--no-install-recommends", *DEBIAN, DEBIAN_FRONTEND="noninteractive")
 
 
-def installed(folder, *packages, **env):
+def install_packages(folder, *packages, **env):
     """A folder with packages from PyPI that the tests' own environment lacks."""
     run(sys.executable, "-m", "pip", "install", "-q", "--target", folder, *packages, **env)
     return folder
@@ -55,12 +55,12 @@ def test_solutions_are_scalapacks(mpi, tmp_path, ranks):
     (tmp_path / "in").write_bytes(a.tobytes() + b.tobytes())
     run("mpicc", "-O2", "-o", tmp_path / "psposv", FOREIGN / "psposv.c", "-lscalapack-openmpi")
     run(*MPIRUN, "-n", ranks, tmp_path / "psposv", n, 32, 1, tmp_path / "in", tmp_path / "out")
-    theirs = np.fromfile(tmp_path / "out", np.float32)
+    expected = np.fromfile(tmp_path / "out", np.float32)
     for devices, spec in ((2, P("x")), (8, P(None, "x"))):
-        placed = jax.device_put(a, NamedSharding(Mesh(np.array(jax.devices()[:devices]), ("x",)), spec))
-        ours = mm.linalg.solve(placed, b)
-        np.testing.assert_allclose(ours, theirs, atol=2e-5)
-        assert np.linalg.norm(a @ np.asarray(ours) - b) <= 2 * np.linalg.norm(a @ theirs - b)
+        matrix = jax.device_put(a, NamedSharding(Mesh(np.array(jax.devices()[:devices]), ("x",)), spec))
+        actual = mm.linalg.solve(matrix, b)
+        np.testing.assert_allclose(actual, expected, atol=2e-5)
+        assert np.linalg.norm(a @ np.asarray(actual) - b) <= 2 * np.linalg.norm(a @ expected - b)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -70,12 +70,12 @@ def test_transforms_are_those_of_fftw(mpi, tmp_path, ranks):
     x.tofile(tmp_path / "in")
     run("mpicc", "-O2", "-o", tmp_path / "fftw_mpi", FOREIGN / "fftw_mpi.c", "-lfftw3_mpi", "-lfftw3", "-lm")
     run(*MPIRUN, "-n", ranks, tmp_path / "fftw_mpi", *shape, tmp_path / "in", tmp_path / "out")
-    theirs = np.fromfile(tmp_path / "out", np.complex128).reshape(shape)
+    expected = np.fromfile(tmp_path / "out", np.complex128).reshape(shape)
     with jax.enable_x64(True):
         for grid, spec in (((8, 1), P("x")), ((4, 2), P("x", "y"))):
             mesh = Mesh(np.array(jax.devices()).reshape(grid), ("x", "y"))
-            ours = mm.fft.fftn(jax.device_put(x, NamedSharding(mesh, spec)))
-            np.testing.assert_allclose(mm.fft.unpad(ours, shape), theirs, atol=1e-12)
+            actual = mm.fft.fftn(jax.device_put(x, NamedSharding(mesh, spec)))
+            np.testing.assert_allclose(mm.fft.unpad(actual, shape), expected, atol=1e-12)
 
 
 DECOMP = """
@@ -96,7 +96,7 @@ for grid, spec in (((8, 1), P("x", None)), ((4, 2), P("x", "y"))):
 
 
 def test_transforms_are_jaxdecomps(tmp_path):
-    folder = installed(tmp_path / "packages", "--no-deps", JAXDECOMP, "jaxtyping", "wadler-lindig")
+    folder = install_packages(tmp_path / "packages", "--no-deps", JAXDECOMP, "jaxtyping", "wadler-lindig")
     run(sys.executable, "-c", DECOMP, PYTHONPATH=f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
 
 
@@ -129,9 +129,9 @@ np.testing.assert_array_equal(ours.addressable_data(0)[0], theirs)
 
 
 def test_collectives_are_mpi4jaxs(mpi, tmp_path):
-    folder = installed(tmp_path / "packages", "mpi4py", "cython", "nanobind", "wheel", "setuptools")
+    folder = install_packages(tmp_path / "packages", "mpi4py", "cython", "nanobind", "wheel", "setuptools")
     path = f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     build = {"PYTHONPATH": path, "CUDA_PATH": "/usr/local/cuda"}  # no CUDA is needed, only a path
-    installed(folder, "--no-deps", "--no-build-isolation", "mpi4jax==0.9.0", **build)
+    install_packages(folder, "--no-deps", "--no-build-isolation", "mpi4jax==0.9.0", **build)
     single = {"XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": path}
     run(*MPIRUN, "-n", 4, sys.executable, "-c", ALLREDUCE, **single)

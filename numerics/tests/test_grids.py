@@ -42,13 +42,13 @@ def blocks(f, layout, out=None):
 def test_a_halo_holds_the_cells_of_neighbours(layout, axes, periodic):
     x, widths = random(16, 6), (2, 1)
     padded = np.pad(x, ((2, 2), (1, 1)), "wrap" if periodic else "constant")
-    got = np.asarray(blocks(lambda x: grids.halo_exchange(x, widths, axes, periodic), layout)(on(layout, x)))
+    actual = np.asarray(blocks(lambda x: grids.halo_exchange(x, widths, axes, periodic), layout)(on(layout, x)))
     columns = LAYOUTS[layout][0].shape.get("y", 1)
-    rows, each = 16 // 4, 6 // columns
+    rows, cols = 16 // 4, 6 // columns
     for i in range(4):
         for j in range(columns):
-            mine = got[i * (rows + 4) : (i + 1) * (rows + 4), j * (each + 2) : (j + 1) * (each + 2)]
-            np.testing.assert_array_equal(mine, padded[i * rows : i * rows + rows + 4, j * each : j * each + each + 2])
+            block = actual[i * (rows + 4) : (i + 1) * (rows + 4), j * (cols + 2) : (j + 1) * (cols + 2)]
+            np.testing.assert_array_equal(block, padded[i * rows : i * rows + rows + 4, j * cols : j * cols + cols + 2])
 
 
 @pytest.mark.parametrize("periodic", [True, False])
@@ -68,7 +68,7 @@ def test_one_device_wraps_around():
     np.testing.assert_array_equal(f(x), np.pad(x, 2, "wrap"))
 
 
-def painted(positions, mass, shape):
+def paint_with_numpy(positions, mass, shape):
     """Cloud in cell, particle by particle."""
     grid = np.zeros(shape)
     for x, m in zip(
@@ -92,23 +92,23 @@ def test_painting_and_reading(layout, shape):
     mesh, spec = LAYOUTS[layout]
     positions = lattice(shape) + np.clip(random(*shape, len(shape)), -2.9, 1.9)
     mass = np.abs(random(*shape, seed=1))
-    mine = grids.paint(on(layout, positions), mass, shape=shape, mesh=mesh, spec=spec, halo=3)
-    np.testing.assert_allclose(mine.mass, painted(positions, mass, shape), atol=1e-12)
-    assert mine.lost == 0
+    density = grids.paint(on(layout, positions), mass, shape=shape, mesh=mesh, spec=spec, halo=3)
+    np.testing.assert_allclose(density.mass, paint_with_numpy(positions, mass, shape), atol=1e-12)
+    assert density.lost == 0
     values = on(layout, random(*shape, seed=2))
-    got = grids.read(values, positions, halo=3)
-    np.testing.assert_allclose(jnp.vdot(got, mass), jnp.vdot(mine.mass, values))
-    assert got.sharding.is_equivalent_to(NamedSharding(mesh, spec), len(shape))
+    actual = grids.read(values, positions, halo=3)
+    np.testing.assert_allclose(jnp.vdot(actual, mass), jnp.vdot(density.mass, values))
+    assert actual.sharding.is_equivalent_to(NamedSharding(mesh, spec), len(shape))
 
 
 def test_a_list_of_particles_and_those_that_are_too_far_away():
     mesh, spec = SLABS
     positions = lattice((16, 4)).reshape(-1, 2).astype(float)
     positions[3, 0] += 7.5
-    mine = grids.paint(positions, shape=(16, 4), mesh=mesh, spec=spec, halo=2)
-    assert (mine.lost, mine.mass.sum()) == (1, 63)
-    got = grids.read(on("slabs", np.ones((16, 4))), positions, halo=2)
-    assert np.flatnonzero(np.isnan(got)).tolist() == [3]
+    density = grids.paint(positions, shape=(16, 4), mesh=mesh, spec=spec, halo=2)
+    assert (density.lost, density.mass.sum()) == (1, 63)
+    actual = grids.read(on("slabs", np.ones((16, 4))), positions, halo=2)
+    assert np.flatnonzero(np.isnan(actual)).tolist() == [3]
 
 
 def waves(shape, box):
@@ -120,7 +120,7 @@ def waves(shape, box):
     slopes = (np.cos(x) * np.cos(2 * y) - np.sin(x + z), -2 * np.sin(x) * np.sin(2 * y), -np.sin(x + z))
     laplacian = -5 * np.sin(x) * np.cos(2 * y) - (len(shape) - 1) * np.cos(x + z)
     flat = np.zeros(shape)
-    return f + flat, [k * each + flat for each in slopes], k**2 * laplacian + flat
+    return f + flat, [k * slope + flat for slope in slopes], k**2 * laplacian + flat
 
 
 @pytest.mark.telling("slabs-shape0", "pencils-shape3")
@@ -129,25 +129,25 @@ def waves(shape, box):
 def test_derivatives_and_poissons_equation_of_waves(layout, shape):
     box = 3.0
     f, slopes, laplacian = waves(shape, box)
-    given = on(layout, f)
-    for got, want in zip(grids.gradient(given, box=box), slopes, strict=False):
-        np.testing.assert_allclose(got, want, atol=1e-12)
-        assert got.sharding.is_equivalent_to(given.sharding, f.ndim)
+    field = on(layout, f)
+    for actual, expected in zip(grids.gradient(field, box=box), slopes, strict=False):
+        np.testing.assert_allclose(actual, expected, atol=1e-12)
+        assert actual.sharding.is_equivalent_to(field.sharding, f.ndim)
     np.testing.assert_allclose(grids.poisson(on(layout, laplacian), box=box), f - f.mean(), atol=1e-12)
 
 
 @pytest.mark.parametrize(("layout", "shape"), [("slabs", (8, 12, 10)), ("pencils", (8, 12, 9)), ("slabs", (12, 7))])
 def test_the_power_spectrum_is_numpys(layout, shape):
     x, box, bins = random(*shape), 5.0, 5
-    mine = grids.power_spectrum(on(layout, x), bins, box=box)
+    spectrum = grids.power_spectrum(on(layout, x), bins, box=box)
     k = np.sqrt(sum(np.meshgrid(*((2 * np.pi * np.fft.fftfreq(n, box / n)) ** 2 for n in shape), indexing="ij")))
     power = np.abs(np.fft.fftn(x)) ** 2 * box ** len(shape) / x.size**2
     edges = np.linspace(0, np.pi * max(shape) / box, bins + 1)
     edges[-1] += 1e-3  # the last bin holds its end
     for b in range(bins):
-        chosen = (k > 0) & (k >= edges[b]) & (k < edges[b + 1])
-        assert mine.modes[b] == chosen.sum()
-        np.testing.assert_allclose((mine.k[b], mine.power[b]), (k[chosen].mean(), power[chosen].mean()))
+        inside = (k > 0) & (k >= edges[b]) & (k < edges[b + 1])
+        assert spectrum.modes[b] == inside.sum()
+        np.testing.assert_allclose((spectrum.k[b], spectrum.power[b]), (k[inside].mean(), power[inside].mean()))
 
 
 @pytest.mark.longer

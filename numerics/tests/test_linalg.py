@@ -99,8 +99,8 @@ def test_cholesky_is_numpys(layout, n, dtype):
 def test_residuals_are_as_small_as_lapacks(dtype):
     for condition in (1e2, 1e4, 1e6):
         a, b = definite(32, dtype, condition), normal(32, 4, dtype=dtype)
-        theirs = scipy.linalg.cho_solve(scipy.linalg.cho_factor(a), b)
-        assert residual(a, mm.linalg.solve(sharded(a), b), b) <= 2 * residual(a, theirs, b)
+        reference = scipy.linalg.cho_solve(scipy.linalg.cho_factor(a), b)
+        assert residual(a, mm.linalg.solve(sharded(a), b), b) <= 2 * residual(a, reference, b)
 
 
 def test_columns_of_the_right_hand_side_stay_sharded():
@@ -112,7 +112,7 @@ def test_columns_of_the_right_hand_side_stay_sharded():
     assert x.sharding.is_equivalent_to(by_columns, 2)
 
 
-def ours(a, b, mesh=None, spec=None):
+def potrs_loss(a, b, mesh=None, spec=None):
     factor = mm.linalg.cho_factor(a, mesh=mesh, spec=spec)
     return jnp.sum(jnp.abs(mm.linalg.cho_solve(factor, b) - 1) ** 2) + mm.linalg.slogdet(factor).logabsdet
 
@@ -129,29 +129,29 @@ def reference(a, b):
 )
 def test_gradients_are_those_of_one_device(layout, dtype, kind):
     a, b = definite(12, dtype), normal(12, 8, dtype=dtype)
-    given = sharded(a, layout, kind)
-    f = jax.value_and_grad(ours, (0, 1))
-    with jax.set_mesh(given.sharding.mesh):
-        value, grads = (jax.jit(f) if kind == "Explicit" else f)(given, jnp.asarray(b))
+    matrix = sharded(a, layout, kind)
+    f = jax.value_and_grad(potrs_loss, (0, 1))
+    with jax.set_mesh(matrix.sharding.mesh):
+        value, grads = (jax.jit(f) if kind == "Explicit" else f)(matrix, jnp.asarray(b))
     expected, by_one = jax.jit(jax.value_and_grad(reference, (0, 1)))(a, b)
     np.testing.assert_allclose(value, expected)
-    for got, want in zip(grads, by_one, strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-8, atol=1e-8)
-    assert grads[0].sharding.is_equivalent_to(given.sharding, 2)
+    for actual, desired in zip(grads, by_one, strict=True):
+        np.testing.assert_allclose(actual, desired, rtol=1e-8, atol=1e-8)
+    assert grads[0].sharding.is_equivalent_to(matrix.sharding, 2)
 
 
 @pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.full)])
 def test_second_derivatives(kind):
     a, b, v = definite(8), normal(8), definite(8, condition=3.0)
-    given, v_given = sharded(a, kind=kind), sharded(v, kind=kind)
+    matrix, direction = sharded(a, kind=kind), sharded(v, kind=kind)
 
     def product(f, args):
         return lambda a, v: jax.jvp(jax.grad(f), (a, *args), (v, *(jnp.zeros_like(x) for x in args)))[1]
 
-    spec = {"mesh": given.sharding.mesh, "spec": P("x")}
-    with jax.set_mesh(given.sharding.mesh):
-        got = jax.jit(product(lambda a, b: ours(a, b, **spec), (jnp.asarray(b),)))(given, v_given)
-    np.testing.assert_allclose(got, jax.jit(product(reference, (b,)))(a, v), rtol=1e-7, atol=1e-7)
+    spec = {"mesh": matrix.sharding.mesh, "spec": P("x")}
+    with jax.set_mesh(matrix.sharding.mesh):
+        actual = jax.jit(product(lambda a, b: potrs_loss(a, b, **spec), (jnp.asarray(b),)))(matrix, direction)
+    np.testing.assert_allclose(actual, jax.jit(product(reference, (b,)))(a, v), rtol=1e-7, atol=1e-7)
 
 
 @pytest.mark.full
@@ -160,12 +160,12 @@ def test_second_derivatives(kind):
 @pytest.mark.parametrize("dtype", ["float64", "complex128"])
 def test_gradient_of_the_lower_factor(layout, kind, dtype):
     a, w = definite(24, dtype), normal(24, 24)
-    given = sharded(a, layout, kind)
-    with jax.set_mesh(given.sharding.mesh):
-        got = jax.jit(jax.grad(lambda a: jnp.sum(jnp.abs(mm.linalg.cholesky(a, mesh=given.sharding.mesh,
-                      spec=given.sharding.spec)) ** 2 * jax.device_put(w, given.sharding))))(given)  # fmt: skip
-    want = jax.grad(lambda a: jnp.sum(jnp.abs(jnp.linalg.cholesky(a)) ** 2 * w))(a)
-    np.testing.assert_allclose(got, want, rtol=1e-8, atol=1e-8)
+    matrix = sharded(a, layout, kind)
+    with jax.set_mesh(matrix.sharding.mesh):
+        actual = jax.jit(jax.grad(lambda a: jnp.sum(jnp.abs(mm.linalg.cholesky(a, mesh=matrix.sharding.mesh,
+                      spec=matrix.sharding.spec)) ** 2 * jax.device_put(w, matrix.sharding))))(matrix)  # fmt: skip
+    expected = jax.grad(lambda a: jnp.sum(jnp.abs(jnp.linalg.cholesky(a)) ** 2 * w))(a)
+    np.testing.assert_allclose(actual, expected, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.longer
@@ -176,8 +176,8 @@ def test_under_vmap_and_checkpoint():
     def total(solve):
         return lambda a, b: jnp.sum(jax.vmap(jax.checkpoint(lambda a, b: jnp.sin(solve(a, b))))(a, b))
 
-    got = jax.jit(jax.grad(total(lambda a, b: mm.linalg.solve(a, b, mesh=mesh, spec=P("x")))))(a, b)
-    np.testing.assert_allclose(got, jax.jit(jax.grad(total(jnp.linalg.solve)))(a, b), rtol=1e-8, atol=1e-8)
+    actual = jax.jit(jax.grad(total(lambda a, b: mm.linalg.solve(a, b, mesh=mesh, spec=P("x")))))(a, b)
+    np.testing.assert_allclose(actual, jax.jit(jax.grad(total(jnp.linalg.solve)))(a, b), rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.longer
@@ -187,20 +187,20 @@ def test_inside_tasks_on_submeshes():
 
     def step(a, b):
         x = mm.task(lambda a, b: mm.linalg.solve(a, b, mesh=front, spec=P("x")), "front", mesh=front)(a, b)
-        return mm.task(lambda a, x: ours(a, x, back, P("p", "q")), "back", mesh=back)(a, x)
+        return mm.task(lambda a, x: potrs_loss(a, x, back, P("p", "q")), "back", mesh=back)(a, x)
 
     a, b = definite(4), normal(4, 2)
-    got = mm.jit(jax.value_and_grad(step))(a, b)
-    want = jax.jit(jax.value_and_grad(lambda a, b: reference(a, jnp.linalg.solve(a, b))))(a, b)
-    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-8), got, want)
-    assert got[1].devices() == set(front.devices.flat)
+    actual = mm.jit(jax.value_and_grad(step))(a, b)
+    expected = jax.jit(jax.value_and_grad(lambda a, b: reference(a, jnp.linalg.solve(a, b))))(a, b)
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-8), actual, expected)
+    assert actual[1].devices() == set(front.devices.flat)
 
 
 def test_no_device_holds_the_whole_matrix():
     n, mesh = 32, mesh_of((8,))
     a = jax.ShapeDtypeStruct((n, n), jnp.float32, sharding=NamedSharding(mesh, P("x")))
     b = jax.ShapeDtypeStruct((n, 1), jnp.float32, sharding=NamedSharding(mesh, P()))
-    f = jax.jit(jax.grad(lambda a, b: ours(a, b, mesh, P("x"))))
+    f = jax.jit(jax.grad(lambda a, b: potrs_loss(a, b, mesh, P("x"))))
     text = f.lower(a, b).compile().as_text()
     largest = max(np.prod([int(d) for d in dims.split(",")]) for dims in re.findall(r"f32\[([\d,]+)\]", text))
     assert n * n // 8 <= largest < n * n
@@ -220,9 +220,9 @@ def test_a_matrix_that_is_not_positive_definite_is_nan_and_said_where():
 def test_very_small_and_very_large_matrices(dtype, scale):
     """Squares of their elements underflow or overflow."""
     a, b = definite(16, dtype), normal(16, dtype=dtype)
-    given = sharded(a * np.asarray(scale, dtype))
-    np.testing.assert_allclose(mm.linalg.solve(given, b * np.asarray(scale, dtype)), np.linalg.solve(a, b), rtol=1e-3)
-    np.testing.assert_allclose(mm.linalg.eigh(given).eigenvalues / scale, np.linalg.eigvalsh(a), rtol=1e-4)
+    matrix = sharded(a * np.asarray(scale, dtype))
+    np.testing.assert_allclose(mm.linalg.solve(matrix, b * np.asarray(scale, dtype)), np.linalg.solve(a, b), rtol=1e-3)
+    np.testing.assert_allclose(mm.linalg.eigh(matrix).eigenvalues / scale, np.linalg.eigvalsh(a), rtol=1e-4)
     half = sharded(np.tril(a) * np.asarray(scale, dtype))
     assert np.isnan(mm.linalg.solve(half, b)).all()
 

@@ -41,6 +41,6 @@ def test_no_device_holds_more_than_a_few_shards(devices, n):
     env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": source}
     command = [sys.executable, "-c", PROGRAM, str(devices), str(n)]
     out = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
-    found = {name: float(shards) for name, shards in (line.split(": ") for line in out.splitlines())}
-    assert len(found) == 4
-    assert all(shards < (4.1 if "gradient" in name else 2.1) for name, shards in found.items()), found
+    shards_of = {name: float(shards) for name, shards in (line.split(": ") for line in out.splitlines())}
+    assert len(shards_of) == 4
+    assert all(shards < (4.1 if "gradient" in name else 2.1) for name, shards in shards_of.items()), shards_of

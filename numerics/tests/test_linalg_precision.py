@@ -54,7 +54,7 @@ def test_products_have_full_precision(name, devices):
     mesh = Mesh(np.array(jax.devices()[:devices]), ("x",))
     a, b = np.eye(16, dtype=np.float32) * 4 + 1, np.ones((16, 2), np.float32)
     program = jax.make_jaxpr(jax.value_and_grad(lambda a: scalar(WORKS[name](a, b, mesh))))(a)
-    found = list(products(program.jaxpr))
-    assert found
+    eqns = list(products(program.jaxpr))
+    assert eqns
     full = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
-    assert [eqn for eqn in found if eqn.params["precision"] != full] == []
+    assert [eqn for eqn in eqns if eqn.params["precision"] != full] == []

@@ -17,9 +17,9 @@ CLEAN = ON_CPU | {"NPROC": "64"}
 
 def run(*command, **env):
     command = [str(part) for part in command]
-    done = subprocess.run(command, capture_output=True, text=True, env=CLEAN | env, check=False, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    child = subprocess.run(command, capture_output=True, text=True, env=CLEAN | env, check=False, timeout=600)
+    assert child.returncode == 0, child.stdout + child.stderr
+    return child.stdout
 
 
 @pytest.mark.full
@@ -43,10 +43,10 @@ def test_multi_process():
     out = run(EXAMPLES / "multi_process.sh", PYTHON=sys.executable, COORDINATOR=f"localhost:{free_port()}")
     column = "shard\n [[0. 0.]\n [0. 0.]\n [0. 0.]\n [0. 0.]\n [0. 0.]\n [0. 0.]\n [7. 0.]\n [0. 8.]]"
     for rank, text in enumerate(re.split("=+ process 1 output =+", out)):
-        said = [f"Rank {rank}\nLocal devices 4\nGlobal devices 8\nWorld size 2\nDevice grid[[CpuDevice(id=0) "]
-        said += ["shard\n " + str(np.eye(8)[:, [n]] * (n + 1)) for n in range(4 * rank, 4 * rank + 4)]
-        said += [column, f"gradient of {'second' if rank else 'first'}: (16, 16) on ", "loss ", ", as on one device"]
-        places = [text.index(line) for line in said]
+        words = [f"Rank {rank}\nLocal devices 4\nGlobal devices 8\nWorld size 2\nDevice grid[[CpuDevice(id=0) "]
+        words += ["shard\n " + str(np.eye(8)[:, [n]] * (n + 1)) for n in range(4 * rank, 4 * rank + 4)]
+        words += [column, f"gradient of {'second' if rank else 'first'}: (16, 16) on ", "loss ", ", as on one device"]
+        places = [text.index(line) for line in words]
         assert places == sorted(places), text
         assert f"gradient of {'first' if rank else 'second'}: elsewhere" in text
 
@@ -97,11 +97,11 @@ def test_sharded_files(tmp_path):
 def mpirun(processes, name="mpirun"):
     if shutil.which(name) is None:
         pytest.skip(f"no {name} on this machine: apt-get install openmpi-bin mpich")
-    more = () if "mpich" in name else ("--allow-run-as-root", "--oversubscribe")
-    return [name, *more, "-n", processes]
+    options = () if "mpich" in name else ("--allow-run-as-root", "--oversubscribe")
+    return [name, *options, "-n", processes]
 
 
-def started(launcher, processes):
+def launch_command(launcher, processes):
     if launcher == "spawn":
         return [sys.executable, "-m", "multimesh", "spawn", "-n", processes]
     return [*mpirun(processes), sys.executable]
@@ -110,7 +110,7 @@ def started(launcher, processes):
 @pytest.mark.full
 @pytest.mark.parametrize(("launcher", "processes"), [("mpirun", 2), ("mpirun", 4), ("spawn", 2)])
 @pytest.mark.parametrize(
-    ("example", "said"),
+    ("example", "text"),
     [
         (("allreduce.py",), "ok: the sum over {0} devices of {0} processes"),
         (("fft3d.py", "16"), "16^3 on 8 devices: P('x', 'y') -> P('y', 'x')"),
@@ -120,20 +120,20 @@ def started(launcher, processes):
         (("density_field.py", "32", os.devnull), "8 devices: 1.000000 of the mass painted, 0 of 32768 particles"),
     ],
 )
-def test_examples_in_several_processes(example, said, launcher, processes):
-    out = run(*started(launcher, processes), EXAMPLES / example[0], *example[1:])
-    assert said.format(processes) in out
+def test_examples_in_several_processes(example, text, launcher, processes):
+    out = run(*launch_command(launcher, processes), EXAMPLES / example[0], *example[1:])
+    assert text.format(processes) in out
 
 
 @pytest.mark.full
 def test_copies_that_know_nothing_of_each_other_do_not_run():
     """MPICH's processes find each other through mpi4py; without it they end in one line each."""
     command = [str(part) for part in (*mpirun(2, "mpirun.mpich"), sys.executable, EXAMPLES / "allreduce.py")]
-    done = subprocess.run(command, capture_output=True, text=True, env=CLEAN, check=False, timeout=600)
-    assert done.returncode == 2
-    assert done.stderr.count("2 copies of this program were started") == 2
-    assert "Traceback" not in done.stderr
-    assert "ok" not in done.stdout
+    child = subprocess.run(command, capture_output=True, text=True, env=CLEAN, check=False, timeout=600)
+    assert child.returncode == 2
+    assert child.stderr.count("2 copies of this program were started") == 2
+    assert "Traceback" not in child.stderr
+    assert "ok" not in child.stdout
 
 
 @pytest.mark.full
@@ -150,10 +150,10 @@ def test_mpich_with_the_right_and_the_wrong_mpi4py(tmp_path):
             command, capture_output=True, text=True, env=env | {"MPI4PY_MPIABI": abi}, check=False, timeout=600
         )
 
-    done = start("mpich")
-    assert done.returncode == 0, done.stderr
-    assert "ok: the sum over 2 devices of 2 processes" in done.stdout
-    done = start("openmpi")
-    assert done.returncode == 2
-    assert "2 copies of this program were started, and mpi4py finds 1: it uses another MPI than mpirun" in done.stderr
-    assert "ok" not in done.stdout
+    child = start("mpich")
+    assert child.returncode == 0, child.stderr
+    assert "ok: the sum over 2 devices of 2 processes" in child.stdout
+    child = start("openmpi")
+    assert child.returncode == 2
+    assert "2 copies of this program were started, and mpi4py finds 1: it uses another MPI than mpirun" in child.stderr
+    assert "ok" not in child.stdout

@@ -58,10 +58,10 @@ LINALG = {  # of a positive definite matrix, any square one, a tall one, and rig
 def compare(name, layout, dtype, kind):
     mesh, spec = LAYOUTS[layout]
     mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType[kind],) * len(mesh.axis_names))
-    ours, theirs = LINALG[name]
-    given = definite(N, dtype), normal(N, N, dtype=dtype) + 3 * np.eye(N, dtype=dtype), normal(2 * N, 4, dtype=dtype)
-    given = *given, normal(N, 2, dtype=dtype, seed=2)
-    placed = *(jax.device_put(x, NamedSharding(mesh, spec)) for x in given[:3]), given[3]
+    method, ref = LINALG[name]
+    args = definite(N, dtype), normal(N, N, dtype=dtype) + 3 * np.eye(N, dtype=dtype), normal(2 * N, 4, dtype=dtype)
+    args = *args, normal(N, 2, dtype=dtype, seed=2)
+    shards = *(jax.device_put(x, NamedSharding(mesh, spec)) for x in args[:3]), args[3]
     eps = float(np.finfo(dtype).eps)
 
     def call(f, x, *more, **options):
@@ -70,17 +70,17 @@ def compare(name, layout, dtype, kind):
     def total(f):
         return lambda *args: sum(jnp.sum(jnp.abs(x) ** 3) for x in jax.tree.leaves(f(*args)))
 
-    f = functools.partial(ours, call)
+    f = functools.partial(method, call)
     with jax.set_mesh(mesh):
-        results = jax.jit(f)(*placed)
-        gradients = jax.jit(jax.grad(total(f), (0, 1, 2, 3)))(*placed)
-        program = jax.jit(f).lower(*placed).compile().as_text()
-    wanted = theirs(*map(jnp.asarray, given))
-    for got, want in zip(jax.tree.leaves(results), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(got, want, rtol=0, atol=1e4 * eps)
-        assert (got.dtype, got.shape) == (want.dtype, want.shape)
-    for got, want in zip(gradients, jax.grad(total(theirs), (0, 1, 2, 3))(*map(jnp.asarray, given)), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e4 * eps, atol=1e5 * eps)
+        results = jax.jit(f)(*shards)
+        gradients = jax.jit(jax.grad(total(f), (0, 1, 2, 3)))(*shards)
+        program = jax.jit(f).lower(*shards).compile().as_text()
+    references = ref(*map(jnp.asarray, args))
+    for actual, expected in zip(jax.tree.leaves(results), jax.tree.leaves(references), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=1e4 * eps)
+        assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    for actual, expected in zip(gradients, jax.grad(total(ref), (0, 1, 2, 3))(*map(jnp.asarray, args)), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e4 * eps, atol=1e5 * eps)
     # Devices that wait for each other, or copy what they gather, would have more than numbers to tell.
     assert set(re.findall(r"= \(?\w+\[([\d,]*)\]\S* (?:all-|collective-|reduce-scatter)", program)) <= {""}
 
@@ -119,17 +119,17 @@ GRIDS = {  # mesh, spec, spec of the result in natural order and of the transpos
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("grid", GRIDS)
 def test_transforms_are_jaxs(grid, transposed, kind):
-    mesh, spec, natural, turned, order = GRIDS[grid]
+    mesh, spec, natural, swapped_spec, order = GRIDS[grid]
     mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType[kind],) * len(mesh.axis_names))
     options = {"transposed": transposed, "norm": "ortho", "chunks": 2}
     for real, s in itertools.product((False, True), (None, (4, 7, 6))):
         x = jax.device_put(normal(5, 4, 7, dtype="float64" if real else "complex128"), NamedSharding(mesh, spec))
-        forward, back = (mm.fft.rfftn, mm.fft.irfftn) if real else (mm.fft.fftn, mm.fft.ifftn)
+        forward, backward = (mm.fft.rfftn, mm.fft.irfftn) if real else (mm.fft.fftn, mm.fft.ifftn)
         y = forward(x, s, **options)
-        want = (jnp.fft.rfftn if real else jnp.fft.fftn)(np.asarray(x), s, norm="ortho")
-        np.testing.assert_array_equal(y, want.transpose(order) if transposed else want)
-        assert y.sharding.is_equivalent_to(NamedSharding(mesh, turned if transposed else natural), 3)
+        expected = (jnp.fft.rfftn if real else jnp.fft.fftn)(np.asarray(x), s, norm="ortho")
+        np.testing.assert_array_equal(y, expected.transpose(order) if transposed else expected)
+        assert y.sharding.is_equivalent_to(NamedSharding(mesh, swapped_spec if transposed else natural), 3)
         size = s or x.shape
-        z = back(y, size, **options)
-        np.testing.assert_array_equal(z, (jnp.fft.irfftn if real else jnp.fft.ifftn)(want, size, norm="ortho"))
+        z = backward(y, size, **options)
+        np.testing.assert_array_equal(z, (jnp.fft.irfftn if real else jnp.fft.ifftn)(expected, size, norm="ortho"))
         assert z.sharding.is_equivalent_to(x.sharding, 3)

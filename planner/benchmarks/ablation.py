@@ -39,13 +39,13 @@ def estimate(run: rows.Run) -> float:
 
     rounds = 4 if not model.experts or model.shared_ffn else 2  # arrays of tensor parallelism, each way
     array = 2 * tokens * model.hidden
-    sent = (2 * rounds + how.sequence_parallel) / 3 * collective(array, how.tp, 1)
-    sent += collective(2 * tokens * model.keys_and_values / how.tp * how.cp, how.cp, how.tp)
+    traffic = (2 * rounds + how.sequence_parallel) / 3 * collective(array, how.tp, 1)
+    traffic += collective(2 * tokens * model.keys_and_values / how.tp * how.cp, how.cp, how.tp)
     if model.experts:
-        sent += 4 / 3 * collective(array / how.tp * model.active * how.load, how.ep, how.expert_tp)
+        traffic += 4 / 3 * collective(array / how.tp * model.active * how.load, how.ep, how.expert_tp)
     size = sum(model.split_parameters(how.tp, how.ep * how.tp, sparse=1.0))
-    sent += collective(2.0 * size, how.shards, how.tp)
-    forward = layer + _EXPOSED * sent
+    traffic += collective(2.0 * size, how.shards, how.tp)
+    forward = layer + _EXPOSED * traffic
     again = 1.0 if how.recompute in ("full", "alternate") else 0.0
     head = 2 * tokens * model.embedding_parameters / how.tp / rate
     micro = (1 + _BACKWARD + again) * forward * model.layers / how.pp + (1 + _BACKWARD) * head / how.pp
@@ -69,13 +69,13 @@ def main() -> None:
     errors = json.loads(held_out.HELD_OUT.read_text(encoding="utf-8"))["errors"]
     table: list[report.Row] = []
     for name, keep in GROUPS:
-        some = [run for run in runs if keep(run) and run.id in errors]
-        small = [abs(estimate(run) / run.seconds - 1) for run in some]
-        planner = [abs(math.expm1(errors[run.id])) for run in some]
+        recomputed = [run for run in runs if keep(run) and run.id in errors]
+        small = [abs(estimate(run) / run.seconds - 1) for run in recomputed]
+        planner = [abs(math.expm1(errors[run.id])) for run in recomputed]
         table.append(
             {
                 "runs": name,
-                "number": len(some),
+                "number": len(recomputed),
                 "planner, median %": 100 * statistics.median(planner),
                 "12 constants, median %": 100 * statistics.median(small),
             }

@@ -23,16 +23,16 @@ GROUPS = (
 """Ids of runs; each stands for all of its model, batch, precision and devices."""
 
 
-def beside(run: rows.Run, runs: tuple[rows.Run, ...]) -> report.Row:
+def compare_best(run: rows.Run, runs: tuple[rows.Run, ...]) -> report.Row:
     """Return the fastest published run of a group, and what is suggested for it."""
-    same = [
+    rivals = [
         other
         for other in runs
         if other.model == run.model and other.device == run.device and other.how.precision == run.how.precision
         if (other.how.batch, other.how.sequence, other.how.devices)
         == (run.how.batch, run.how.sequence, run.how.devices)
     ]
-    best = min(same, key=lambda other: other.seconds)
+    best = min(rivals, key=lambda other: other.seconds)
     how, on = best.how, best.device
     training = Training(
         best.model,
@@ -43,23 +43,23 @@ def beside(run: rows.Run, runs: tuple[rows.Run, ...]) -> report.Row:
         software=best.software,
         limit=_MEMORY * on.memory,
     )
-    suggested = suggest(training, how.devices, count=1).best
+    suggestion = suggest(training, how.devices, count=1).best
     forecast = step_time(best.model, how, on, best.software)
-    after = dict(suggested.shares)
-    less = {name: seconds - after.get(name, 0.0) for name, seconds in forecast.shares}
-    reason = max(less, key=less.__getitem__)
+    after = dict(suggestion.shares)
+    savings = {name: seconds - after.get(name, 0.0) for name, seconds in forecast.shares}
+    reason = max(savings, key=savings.__getitem__)
     return {
         "run": best.id,
         "model": best.model.name,
         "on": f"{how.devices} {on.name}",
         "published s": best.seconds,
         "its forecast s": forecast.seconds,
-        "suggested s": suggested.seconds,
-        "band %": 100 * suggested.band,
+        "suggested s": suggestion.seconds,
+        "band %": 100 * suggestion.band,
         "published": how.shown(),
-        "suggested": describe_how(suggested.how),
-        "because": f"{reason} {less[reason]:.2g} s less" if less[reason] > 0 else "-",
-        "warns": "; ".join(bands.warnings(suggested)) or "-",
+        "suggested": describe_how(suggestion.how),
+        "because": f"{reason} {savings[reason]:.2g} s less" if savings[reason] > 0 else "-",
+        "warns": "; ".join(bands.warnings(suggestion)) or "-",
     }
 
 
@@ -69,8 +69,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="ids that begin so")
     args = parser.parse_args()
     runs, _ = rows.read(*rows.FILES)
-    wanted = [run for run in runs if run.id in GROUPS and run.id.startswith(args.only)]
-    report.show({"Beside the best published": [beside(run, runs) for run in wanted]}, as_json=args.json)
+    selected = [run for run in runs if run.id in GROUPS and run.id.startswith(args.only)]
+    report.show({"Beside the best published": [compare_best(run, runs) for run in selected]}, as_json=args.json)
 
 
 if __name__ == "__main__":

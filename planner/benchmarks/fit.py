@@ -147,11 +147,11 @@ def improve(at: np.ndarray, errors: np.ndarray, slopes: np.ndarray, weight: np.n
     """Return the logarithms of the constants after a Gauss-Newton step."""
     middle = np.log([value for value, _ in ROUND.values()])
     spread = np.array([width for _, width in ROUND.values()])
-    most = np.log([0.98 if any(word in name for word in _AT_MOST_ONE) else 1e9 for name in ROUND])
+    bounds = np.log([0.98 if any(word in name for word in _AT_MOST_ONE) else 1e9 for name in ROUND])
     scale = weight / _NOISE / np.sqrt(np.maximum(1, np.abs(errors) / (_NOISE * _LARGE)))
     sides = np.concatenate([slopes * scale[:, None], np.diag(1 / spread)])
     targets = np.concatenate([-errors * scale, (middle - at) / spread])
-    return np.minimum(at + np.clip(np.linalg.lstsq(sides, targets, rcond=None)[0], -0.5, 0.5), most)
+    return np.minimum(at + np.clip(np.linalg.lstsq(sides, targets, rcond=None)[0], -0.5, 0.5), bounds)
 
 
 def _round(at: np.ndarray) -> Values:

@@ -114,10 +114,10 @@ def _pairs(runs: Sequence[HeldOut]) -> Iterable[tuple[str, Key, float]]:
 def list_fastest(runs: Iterable[HeldOut]) -> list[Sequence[object]]:
     """Return the fastest run of each model, device, precision and number of devices, by model FLOPs utilization."""
     best: dict[tuple[object, ...], tuple[float, Sequence[object]]] = {}
-    for held in runs:
-        run, how = held.run, held.run.how
+    for row in runs:
+        run, how = row.run, row.run.how
         key = (run.model.layers, run.model.hidden, run.model.experts, run.device.name, how.precision, how.devices)
-        utilization = held.step.utilization * held.step.seconds / run.seconds
+        utilization = row.step.utilization * row.step.seconds / run.seconds
         if utilization > best.get(key, (0.0, ()))[0]:
             numbers = (how.batch, how.sequence, f"{run.seconds:.4g}", f"{utilization:.3f}")
             best[key] = utilization, (run.id, *key, *numbers)

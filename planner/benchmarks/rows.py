@@ -129,11 +129,11 @@ def read(*files: Path) -> tuple[tuple[Run, ...], dict[str, str]]:
     """Return the runs of some files, and why each other row is none, by its id."""
     runs, others = [], {}
     for file in files:
-        seen = {run.id for run in runs}
+        names = {run.id for run in runs}
         with file.open(encoding="utf-8", newline="") as text:
             for number, row in enumerate(csv.DictReader(text)):
                 name = row.get("id") or f"row {number}"
-                name = f"{name}-{file.stem}" if name in seen else name  # files number their rows apart
+                name = f"{name}-{file.stem}" if name in names else name  # files number their rows apart
                 try:
                     runs.append(_run(name, row))
                 except (UsageError, ValueError) as error:
@@ -151,23 +151,23 @@ def _run(name: str, row: Mapping[str, str]) -> Run:
     missing = [column for column in _NEEDED if not row.get(column)]
     if "CHECK:" in note:
         raise ValueError("disagrees with itself")
-    if found := re.search(r"known fault: (.*)", note):
-        raise ValueError(f"a fault that its source knows: {found[1]}")
+    if match := re.search(r"known fault: (.*)", note):
+        raise ValueError(f"a fault that its source knows: {match[1]}")
     if "lora" in (row.get("source", "") + note).lower():
         raise ValueError("most of its weights are frozen")
     model = _model(row)
     if missing:
         raise ValueError(f"not stated: {', '.join(missing)}")
-    tp, pp, cp, fsdp, ep = (_whole(row, column, 1) for column in ("tp", "pp", "cp", "fsdp", "ep"))
-    dp, rest = divmod(_whole(row, "gpus", 0), tp * pp * cp * fsdp)
-    if rest:
+    tp, pp, cp, fsdp, ep = (_read_count(row, column, 1) for column in ("tp", "pp", "cp", "fsdp", "ep"))
+    dp, remainder = divmod(_read_count(row, "gpus", 0), tp * pp * cp * fsdp)
+    if remainder:
         raise ValueError("its axes do not make its GPUs")
     on = device(_DEVICES.get(row["gpu"], row["gpu"].split(" ")[0].lower()))
     software = _software(row)
     how = Configuration(
-        batch=_whole(row, "gbs", 0),
-        sequence=_whole(row, "seq", 0),
-        microbatch=_whole(row, "mbs", 1),
+        batch=_read_count(row, "gbs", 0),
+        sequence=_read_count(row, "seq", 0),
+        microbatch=_read_count(row, "mbs", 1),
         dp=dp,
         fsdp=fsdp,
         tp=tp,
@@ -175,23 +175,23 @@ def _run(name: str, row: Mapping[str, str]) -> Run:
         cp=cp,
         ep=ep if model.experts else 1,
         etp=_etp(note, dp * fsdp * cp, tp, ep) if model.experts else 0,
-        interleave=_whole(row, "vp", 1),
-        schedule="interleaved" if _whole(row, "vp", 1) > 1 else "1f1b",
+        interleave=_read_count(row, "vp", 1),
+        schedule="interleaved" if _read_count(row, "vp", 1) > 1 else "1f1b",
         sequence_parallel=row["sp"] == "1" or (not row["sp"] and software.fused_attention),
         sharded=_sharded(row["optimizer_sharding"], fsdp),
         gather_once="gathered once" in row["optimizer_sharding"],
         reduce_once="reduced once" in row["optimizer_sharding"],
-        within=int(found[1]) if (found := re.search(r"within (\d+)", row["optimizer_sharding"])) else 0,
+        within=int(match[1]) if (match := re.search(r"within (\d+)", row["optimizer_sharding"])) else 0,
         moments="bfloat16" if "kf" in name else "float32",
-        load=float(found[1]) if (found := re.search(r"capacity ([\d.]+\d)", note)) else 1.0,
+        load=float(match[1]) if (match := re.search(r"capacity ([\d.]+\d)", note)) else 1.0,
         offload="offload" in row["recompute"] + note,
         precision="fp4" if "FP4" in row["precision"] else "fp8" if "8" in row["precision"] else "bf16",
     )
     on = dataclasses.replace(on, **_MACHINES.get(row["system"], {}))
-    if found := _ADAPTERS.search(row["system"]):
-        on = dataclasses.replace(on, network=int(found[1]) * int(found[2]) * 1e9 / 8 / on.domain)
-    if found := _SLICES.search(row["system"]):
-        on = dataclasses.replace(on, domain=how.devices // int(found[1]))
+    if match := _ADAPTERS.search(row["system"]):
+        on = dataclasses.replace(on, network=int(match[1]) * int(match[2]) * 1e9 / 8 / on.domain)
+    if match := _SLICES.search(row["system"]):
+        on = dataclasses.replace(on, domain=how.devices // int(match[1]))
     how = _recomputed(row["recompute"].lower(), model, how, on, software)
     if "nanotron" in row["source"] and how.pp > 1:
         how = how.changed(layers=_by_cost(model, how.pp))
@@ -200,11 +200,11 @@ def _run(name: str, row: Mapping[str, str]) -> Run:
         route = schedules.get(how.schedule).placement(how.pp)
         how = how.changed(layers=layer_seconds.balance(model, how, parts, route))
     memory = float(row["memory_gb"] or 0) * 1e9
-    counted = next((what for pattern, what in _COUNTED if re.search(pattern, row["source"], re.IGNORECASE)), "device")
+    counted = next((word for pattern, word in _COUNTED if re.search(pattern, row["source"], re.IGNORECASE)), "device")
     return Run(name, row["source"], model, how, on, software, float(row["step_s"]), memory, counted)
 
 
-def _whole(row: Mapping[str, str], column: str, otherwise: int) -> int:
+def _read_count(row: Mapping[str, str], column: str, otherwise: int) -> int:
     value = float(row.get(column) or otherwise)
     if value != int(value):
         raise ValueError(f"{column} = {value} is not whole")
@@ -213,21 +213,21 @@ def _whole(row: Mapping[str, str], column: str, otherwise: int) -> int:
 
 def _model(row: Mapping[str, str]) -> Transformer:
     name = row["model"]
-    if _EXPERTS.search(name) or _whole(row, "ep", 1) > 1:
+    if _EXPERTS.search(name) or _read_count(row, "ep", 1) > 1:
         return _with_experts(name, row)
     missing = [column for column in ("hidden", "heads") if not row.get(column)]
     if missing:
         raise ValueError(f"not stated: {', '.join(missing)}")
-    heads, hidden = _whole(row, "heads", 0), _whole(row, "hidden", 0)
+    heads, hidden = _read_count(row, "heads", 0), _read_count(row, "hidden", 0)
     return Transformer(
         name=name,
-        layers=_whole(row, "layers", 0) if row.get("layers") else _layers(row, hidden, _whole(row, "pp", 1)),
+        layers=_read_count(row, "layers", 0) if row.get("layers") else _layers(row, hidden, _read_count(row, "pp", 1)),
         hidden=hidden,
-        ffn=_whole(row, "ffn", 4 * hidden),
+        ffn=_read_count(row, "ffn", 4 * hidden),
         heads=heads,
-        kv_heads=_whole(row, "kv_heads", heads),
-        vocabulary=_whole(row, "vocab", 51200),
-        head=int(found[1]) if (found := re.search(r"head_dim (\d+)", row["note"])) else 0,
+        kv_heads=_read_count(row, "kv_heads", heads),
+        vocabulary=_read_count(row, "vocab", 51200),
+        head=int(match[1]) if (match := re.search(r"head_dim (\d+)", row["note"])) else 0,
         gated=bool(_GATED.search(name)),
         tied=name.startswith(("mpt", "maxtext")) or "tied" in row["note"],
     )
@@ -236,20 +236,20 @@ def _model(row: Mapping[str, str]) -> Transformer:
 def _with_experts(name: str, row: Mapping[str, str]) -> Transformer:
     if name == _INTERNAL.name:
         return _INTERNAL
-    known = next((public for word, public in _MODELS.items() if name.lower().startswith(word)), None)
-    if known is None:
+    public_name = next((public for word, public in _MODELS.items() if name.lower().startswith(word)), None)
+    if public_name is None:
         raise ValueError(f"its experts are not stated, and no public configuration of {name} is known")
-    model = models.model(known)
-    fewer = {"layers": _whole(row, "layers", model.layers)}
+    model = models.model(public_name)
+    changes = {"layers": _read_count(row, "layers", model.layers)}
     if "w/o MTP" in row.get("note", ""):
-        fewer["predicted"] = 0
-    return dataclasses.replace(model, **fewer)
+        changes["predicted"] = 0
+    return dataclasses.replace(model, **changes)
 
 
 def _etp(note: str, replicas: int, tp: int, ep: int) -> int:
     """Return the devices that share the matrices of an expert: those of tp, unless ep needs them."""
-    if found := re.search(r"ETP(\d+)", note):
-        return int(found[1])
+    if match := re.search(r"ETP(\d+)", note):
+        return int(match[1])
     return tp if replicas % ep == 0 else 1
 
 
@@ -257,8 +257,8 @@ def _layers(row: Mapping[str, str], hidden: int, pp: int) -> int:
     """Return the layers of a GPT of so many parameters: the nearest number that pp stages share evenly."""
     if not row.get("params_b"):
         raise ValueError("not stated: layers")
-    rest = float(row["params_b"]) * 1e9 - hidden * float(row.get("vocab") or 51200)
-    return max(1, round(rest / (12 * hidden**2) / pp)) * pp
+    layer_parameters = float(row["params_b"]) * 1e9 - hidden * float(row.get("vocab") or 51200)
+    return max(1, round(layer_parameters / (12 * hidden**2) / pp)) * pp
 
 
 def _software(row: Mapping[str, str]) -> Software:
@@ -288,9 +288,9 @@ def _recomputed(text: str, model: Transformer, how: Configuration, on: Device, s
     if stated:
         return how.changed(recompute=stated)
     for name, share in (*((name, 1.0) for name in USUAL[:-1]), *(("full", n / 4) for n in range(1, 5))):
-        tried = how.changed(recompute=name, recomputed=share)
-        if max(part.total for part in footprint.peak_bytes(model, tried, software)) <= on.memory:
-            return tried
+        attempt = how.changed(recompute=name, recomputed=share)
+        if max(part.total for part in footprint.peak_bytes(model, attempt, software)) <= on.memory:
+            return attempt
     return how
 
 
@@ -301,9 +301,9 @@ def _by_cost(model: Transformer, pp: int) -> tuple[int, ...]:
     """
     costs = [model.layer_parameters[0]] * model.layers + [model.embedding_parameters]
     sizes, stage = [0] * pp, 0
-    for number, done in enumerate(itertools.accumulate(costs)):
+    for number, seconds in enumerate(itertools.accumulate(costs)):
         sizes[stage] += number < model.layers
-        stage += done > sum(costs) * (stage + 1) / pp
+        stage += seconds > sum(costs) * (stage + 1) / pp
     return tuple(sizes)
 
 

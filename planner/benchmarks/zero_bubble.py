@@ -85,9 +85,9 @@ def run(row: Row) -> Timeline:
     f, b, w = (time / row.chunks for time in row.times)
     number = row.stages * row.chunks
     costs = StageCosts(((f, b, w),) * number, (row.transfer,) * (number - 1), unit="ms")
-    named = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-H1": "zb-h1", "ZB-H2": "zb-h2"}
-    if row.schedule in named:
-        schedule = schedules.get(named[row.schedule])
+    names = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-H1": "zb-h1", "ZB-H2": "zb-h2"}
+    if row.schedule in names:
+        schedule = schedules.get(names[row.schedule])
     else:
         schedule = Auto(costs, memory=float(row.stages) * int(row.schedule[3]))
     return simulate(schedule.table(row.stages, row.chunks, row.microbatches, backward=True), costs)
@@ -114,7 +114,7 @@ def throughput(row: Row) -> float:
 def main() -> None:
     """Print all rows, and what is left out."""
     args = report.parser(__doc__).parse_args()
-    shown = [
+    bubbles = [
         {
             "schedule": row.schedule,
             "model": row.model,
@@ -129,8 +129,8 @@ def main() -> None:
         }
         for row in ROWS
     ]
-    left = [{"left out": name, "because": reason} for name, reason in LEFT_OUT.items()]
-    report.show({"Bubble rates of arXiv 2401.10241": shown, "Not held": left}, args.json)
+    excluded = [{"left out": name, "because": reason} for name, reason in LEFT_OUT.items()]
+    report.show({"Bubble rates of arXiv 2401.10241": bubbles, "Not held": excluded}, args.json)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@ from multimesh_planner.hardware.devices import EXAMPLE, PRECISIONS, device, devi
 
 def test_every_device_says_where_its_numbers_are_from():
     for name in device_names():
-        found = device(name)
-        assert found.sources
-        assert 0 < found.matmul_rate("bf16") < found.bf16 < 1e17
-        assert found.network < found.link <= found.bandwidth
+        card = device(name)
+        assert card.sources
+        assert 0 < card.matmul_rate("bf16") < card.bf16 < 1e17
+        assert card.network < card.link <= card.bandwidth
 
 
 def test_every_precision_of_a_device_has_a_rate(tmp_path: Path):
@@ -25,16 +25,16 @@ def test_every_precision_of_a_device_has_a_rate(tmp_path: Path):
         'network = 0.8\n[old]\nlike = "a100"\nfp8 = 624e12\n',
         encoding="utf-8",
     )
-    found = [device(name) for name in device_names()] + [device("mine", file), device("old", file)]
-    for each in found:
+    devices = [device(name) for name in device_names()] + [device("mine", file), device("old", file)]
+    for card in devices:
         for precision in PRECISIONS:
-            if getattr(each, precision):
-                seconds = kernels.matmul(each, 8192, 8192, 8192, precision)
-                assert 0 < seconds <= kernels.matmul(each, 8192, 8192, 8192) * 1.1
+            if getattr(card, precision):
+                seconds = kernels.matmul(card, 8192, 8192, 8192, precision)
+                assert 0 < seconds <= kernels.matmul(card, 8192, 8192, 8192) * 1.1
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("[x]\nlike = 'h100'\nnetwork = 0\n", "device x: network must be a number above 0, got 0"),
         ("[x]\nlike = 'h100'\nfp8 = 'fast'\n", "device x: fp8 must be a number above 0, got 'fast'"),
@@ -44,10 +44,10 @@ def test_every_precision_of_a_device_has_a_rate(tmp_path: Path):
         ("[x\n", "cannot be read"),
     ],
 )
-def test_a_wrong_file_is_named(text: str, said: str, tmp_path: Path):
+def test_a_wrong_file_is_named(text: str, message: str, tmp_path: Path):
     file = tmp_path / "ours.toml"
     file.write_text(text, encoding="utf-8")
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         device("x", file)
 
 
@@ -72,5 +72,5 @@ def test_cards_that_people_own_are_there_and_an_example_of_a_table_is_printed(tm
         device("rtx-5060")
     file = tmp_path / "own.toml"
     file.write_text(EXAMPLE, encoding="utf-8")
-    mine, h100 = device("my-machine", file), device("h100")
-    assert (mine.network, mine.bandwidth, mine.rates) == (25e9, h100.bandwidth, h100.rates)
+    card, h100 = device("my-machine", file), device("h100")
+    assert (card.network, card.bandwidth, card.rates) == (25e9, h100.bandwidth, h100.rates)

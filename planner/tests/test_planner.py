@@ -25,7 +25,7 @@ from multimesh import schedules
 LLAMA = Transformer("llama3-8b", 32, 4096, 14336, 32, 8, 128256)
 
 
-def how(**fields: object) -> Configuration:
+def configure(**fields: object) -> Configuration:
     return Configuration(batch=64, sequence=8192, tp=4, pp=2, sharded="optimizer").changed(**fields)
 
 
@@ -61,18 +61,18 @@ def test_a_loop_of_unequal_stages_is_never_shorter_than_its_table(name: str, see
     stages[draw.randrange(len(stages))] *= 2.5
     times = tuple((s.forward, s.backward, s.weights) for s in stages)
     table = schedules.get(name).table(p, chunks, microbatches, True)
-    whole = simulate(table, StageCosts(times, (0.25,) * (len(stages) - 1))).makespan
-    found = loop_seconds(name, p, microbatches, stages, 0.25)
+    table_seconds = simulate(table, StageCosts(times, (0.25,) * (len(stages) - 1))).makespan
+    seconds = loop_seconds(name, p, microbatches, stages, 0.25)
     busiest = microbatches * max(row_seconds(schedules.get(name).placement(p), stages))
-    assert found >= busiest * (1 - 1e-9)
-    assert least_seconds(name, p, microbatches, stages, 0.25) <= whole * (1 + 1e-9)
-    assert whole * (1 - 1e-9) <= found <= 1.03 * whole
+    assert seconds >= busiest * (1 - 1e-9)
+    assert least_seconds(name, p, microbatches, stages, 0.25) <= table_seconds * (1 + 1e-9)
+    assert table_seconds * (1 - 1e-9) <= seconds <= 1.03 * table_seconds
 
 
 def test_operations_of_a_layer_are_six_for_each_parameter_and_token():
-    for full, each in ((False, 6), (True, 8)):
-        step = how(microbatch=2, batch=32, tp=2, recompute="full" if full else "minimal")
-        expected = each * LLAMA.layer_parameters[0] * step.tokens / 2
+    for full, operations_each in ((False, 6), (True, 8)):
+        step = configure(microbatch=2, batch=32, tp=2, recompute="full" if full else "minimal")
+        expected = operations_each * LLAMA.layer_parameters[0] * step.tokens / 2
         assert operations(LLAMA, step) == pytest.approx(expected)
 
 
@@ -83,25 +83,25 @@ def test_policies_compute_again_what_xla_does():
         ({"recompute": "save_dot_except_mlp", "pp": 4, "interleave": 2, "schedule": "zb-v"}, 1.365),  # for B and for W
         ({"recompute": "save_out_proj", "pp": 2, "schedule": "eager-1f1b"}, 1.22),
     ):
-        minimal = operations(wide, how(**fields | {"recompute": "minimal"}))
-        assert operations(wide, how(**fields)) == pytest.approx(times * minimal, rel=0.01)
+        minimal = operations(wide, configure(**fields | {"recompute": "minimal"}))
+        assert operations(wide, configure(**fields)) == pytest.approx(times * minimal, rel=0.01)
 
 
 def test_shares_add_up_to_the_step():
     for pp, recompute in itertools.product((1, 2), ("none", "full")):
-        step = step_time(LLAMA, how(pp=pp, recompute=recompute), "h100")
+        step = step_time(LLAMA, configure(pp=pp, recompute=recompute), "h100")
         assert sum(seconds for _, seconds in step.shares) == pytest.approx(step.seconds)
 
 
 def test_what_cannot_be_is_refused():
     with pytest.raises(UsageError, match="whole microbatches of 3"):
-        how(microbatch=3)
+        configure(microbatch=3)
     with pytest.raises(UsageError, match="there is no 'h101'; known are a100"):
-        step_time(LLAMA, how(), "h101")
+        step_time(LLAMA, configure(), "h101")
     with pytest.raises(UsageError, match="software: there is no 'nemo'; choose one of nvidia, maxtext, pytorch"):
-        step_time(LLAMA, how(), "h100", "nemo")
+        step_time(LLAMA, configure(), "h100", "nemo")
     with pytest.raises(UsageError, match="device a100 computes no fp8"):
-        step_time(LLAMA, how(precision="fp8"), "a100")
+        step_time(LLAMA, configure(precision="fp8"), "a100")
 
 
 def test_models_have_the_parameters_that_they_are_known_for():
@@ -128,8 +128,8 @@ def test_a_configuration_of_hugging_face_is_a_model(tmp_path: Path):
         "num_nextn_predict_layers": 1,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    found = models.model(str(tmp_path))
-    assert dataclasses.replace(found, name="deepseek-v3") == models.model("deepseek-v3")
+    model = models.model(str(tmp_path))
+    assert dataclasses.replace(model, name="deepseek-v3") == models.model("deepseek-v3")
 
 
 @pytest.mark.parametrize(
@@ -148,11 +148,11 @@ def test_a_configuration_that_is_no_transformer_is_refused(config: object, messa
 
 def test_experts_cost_what_they_add():
     small = models.model("qwen3-30b-a3b")
-    base = how(tp=1, pp=1, dp=8, batch=64, sequence=4096)
-    alone = step_time(small, base, "h100", "nvidia")
+    base = configure(tp=1, pp=1, dp=8, batch=64, sequence=4096)
+    one_device = step_time(small, base, "h100", "nvidia")
     spread = step_time(small, base.changed(ep=8), "h100", "nvidia")
     assert dict(spread.shares)["expert parallelism"] > 0
-    assert spread.bytes < 0.5 * alone.bytes
+    assert spread.bytes < 0.5 * one_device.bytes
     uneven = step_time(small, base.changed(ep=8, microbatch=8, load=1.5), "h100", "nvidia")
     assert uneven.seconds > 1.1 * step_time(small, base.changed(ep=8, microbatch=8), "h100", "nvidia").seconds
     shared = dataclasses.replace(small, shared_ffn=4096)
@@ -162,63 +162,63 @@ def test_experts_cost_what_they_add():
 
 
 def test_local_attention_takes_less_than_whole():
-    whole, long = models.model("llama3-8b"), how(sequence=65536, batch=8, dp=1)
-    local = dataclasses.replace(whole, window=1024, windowed=0.75)
-    assert step_time(local, long, "h100").seconds < 0.7 * step_time(whole, long, "h100").seconds
-    assert local.operations(65536) < whole.operations(65536)
+    model, long = models.model("llama3-8b"), configure(sequence=65536, batch=8, dp=1)
+    local = dataclasses.replace(model, window=1024, windowed=0.75)
+    assert step_time(local, long, "h100").seconds < 0.7 * step_time(model, long, "h100").seconds
+    assert local.operations(65536) < model.operations(65536)
 
 
 def test_what_is_kept_shrinks_with_recomputation_and_offload():
     policies = ("none", "minimal", "save_dot_except_mlp", "save_qkv_proj", "save_out_proj", "full")
     for chain in (("none", "alternate", "full"), policies):
-        steps = [step_time(LLAMA, how(recompute=name), "h100") for name in chain]
-        kept = [step.memory[0].activations for step in steps]
-        assert kept == sorted(kept, reverse=True)
+        steps = [step_time(LLAMA, configure(recompute=name), "h100") for name in chain]
+        activations = [step.memory[0].activations for step in steps]
+        assert activations == sorted(activations, reverse=True)
         assert [step.seconds for step in steps] == sorted(step.seconds for step in steps)
-    half = step_time(LLAMA, how(recompute="full", recomputed=0.5), "h100").memory[0].activations
-    assert kept[-1] < half < kept[0]
-    offloaded = step_time(LLAMA, how(offload=True), "h100")
+    half = step_time(LLAMA, configure(recompute="full", recomputed=0.5), "h100").memory[0].activations
+    assert activations[-1] < half < activations[0]
+    offloaded = step_time(LLAMA, configure(offload=True), "h100")
     assert offloaded.memory[0].activations == 0
-    assert offloaded.seconds >= step_time(LLAMA, how(), "h100").seconds
+    assert offloaded.seconds >= step_time(LLAMA, configure(), "h100").seconds
     one, two = (
-        step_time(LLAMA, how(precision="fp8"), "h100", of).memory[0].activations for of in ("nvidia", "maxtext")
+        step_time(LLAMA, configure(precision="fp8"), "h100", of).memory[0].activations for of in ("nvidia", "maxtext")
     )
-    assert 0.6 * kept[0] < one < two == kept[0]  # copies of a byte: that by columns alone, and both
+    assert 0.6 * activations[0] < one < two == activations[0]  # copies of a byte: that by columns alone, and both
 
 
 def test_fully_sharded_parameters_are_sharded_over_context_parallelism_too():
-    plain = Configuration(batch=8, sequence=32768, fsdp=8, sharded="parameters")
+    sharded = Configuration(batch=8, sequence=32768, fsdp=8, sharded="parameters")
     ring = Configuration(batch=8, sequence=32768, cp=8, sharded="parameters")
-    held = [step_time(LLAMA, each, "h100", "pytorch").memory[0] for each in (plain, ring)]
-    assert held[0].parameters == held[1].parameters == pytest.approx(LLAMA.parameters / 8 * 2)
-    assert held[0].optimizer == held[1].optimizer
+    memories = [step_time(LLAMA, how, "h100", "pytorch").memory[0] for how in (sharded, ring)]
+    assert memories[0].parameters == memories[1].parameters == pytest.approx(LLAMA.parameters / 8 * 2)
+    assert memories[0].optimizer == memories[1].optimizer
 
 
 def test_what_a_policy_keeps_does_not_run_again():
     """The last product of a dense MLP is read by nothing, so it runs again with no policy."""
     none, *others = (
-        step_time(LLAMA, how(recompute="full", saved=names), "tpu-v5p")
+        step_time(LLAMA, configure(recompute="full", saved=names), "tpu-v5p")
         for names in ((), ("input",), ("input", "mlpwo"), ("input", "query", "context"), SAVED)
     )
     assert [step.seconds for step in others] == sorted((step.seconds for step in others), reverse=True)
     assert none.seconds > others[0].seconds == others[1].seconds > others[2].seconds
-    again = footprint.count_again(LLAMA, how(recompute="full", saved=SAVED))
+    again = footprint.count_again(LLAMA, configure(recompute="full", saved=SAVED))
     assert {name for name, share in again.items() if share} == {"memory"}
-    kept = [step.memory[0].activations for step in (none, *others)]
-    assert kept == sorted(kept)
-    assert kept[0] == kept[1]
+    activations = [step.memory[0].activations for step in (none, *others)]
+    assert activations == sorted(activations)
+    assert activations[0] == activations[1]
     with pytest.raises(UsageError, match="saved must be some of input, query"):
-        how(saved=("everything",))
+        configure(saved=("everything",))
 
 
 def test_a_band_is_that_of_the_class_of_software_generation_and_kind():
-    usual = step_time(LLAMA, how(), "h100")
-    assert bands.classify(usual) == ("nvidia", "hopper", "dense")
-    assert bands.classify(step_time(LLAMA, how(), "a100", "pytorch-eager")) == ("pytorch", "ampere", "dense")
-    assert 0.1 < bands.band(usual) < 0.25
-    experts = step_time(models.model("qwen3-235b-a22b"), how(tp=1, dp=4, ep=4), "h100")
-    assert bands.band(experts) > 1.5 * bands.band(usual)
-    assert bands.band(step_time(LLAMA, how(), "h100", "pytorch")) >= bands.band(usual)
+    default = step_time(LLAMA, configure(), "h100")
+    assert bands.classify(default) == ("nvidia", "hopper", "dense")
+    assert bands.classify(step_time(LLAMA, configure(), "a100", "pytorch-eager")) == ("pytorch", "ampere", "dense")
+    assert 0.1 < bands.band(default) < 0.25
+    experts = step_time(models.model("qwen3-235b-a22b"), configure(tp=1, dp=4, ep=4), "h100")
+    assert bands.band(experts) > 1.5 * bands.band(default)
+    assert bands.band(step_time(LLAMA, configure(), "h100", "pytorch")) >= bands.band(default)
 
 
 def test_a_forecast_that_is_faster_than_every_published_run_says_so():
@@ -242,34 +242,34 @@ def test_a_forecast_that_is_faster_than_every_published_run_says_so():
 
 def test_a_measured_run_moves_the_forecast_and_narrows_the_band_of_what_is_like_it_alone():
     of, on = software("nvidia"), device("h100")
-    plain, other = step_time(LLAMA, how(), on, of), step_time(LLAMA, how(tp=2), on, of)
-    fitted = calibration.fit(LLAMA, how(), on, of, 1.2 * plain.seconds)
-    assert fitted.after == pytest.approx(1, abs=0.02)
-    assert step_time(LLAMA, how(tp=2), fitted.device, fitted.software).seconds > 1.1 * other.seconds
-    assert bands.band(other, fitted.run) < bands.band(other)
-    for unlike in (how(batch=8, sequence=65536), how(tp=1, pp=1, fsdp=8), how(recompute="full")):
-        step = step_time(LLAMA, unlike, on, of)
-        assert bands.band(step, fitted.run) == bands.band(step)
+    base, other = step_time(LLAMA, configure(), on, of), step_time(LLAMA, configure(tp=2), on, of)
+    fit = calibration.fit(LLAMA, configure(), on, of, 1.2 * base.seconds)
+    assert fit.after == pytest.approx(1, abs=0.02)
+    assert step_time(LLAMA, configure(tp=2), fit.device, fit.software).seconds > 1.1 * other.seconds
+    assert bands.band(other, fit.run) < bands.band(other)
+    for case in (configure(batch=8, sequence=65536), configure(tp=1, pp=1, fsdp=8), configure(recompute="full")):
+        step = step_time(LLAMA, case, on, of)
+        assert bands.band(step, fit.run) == bands.band(step)
 
 
 def test_an_optimizer_has_its_moments_and_the_host_takes_them_at_its_link():
     sizes = {
-        name: step_time(LLAMA, how(optimizer=name, moments=kind), "h100").memory[0].optimizer
+        name: step_time(LLAMA, configure(optimizer=name, moments=kind), "h100").memory[0].optimizer
         for name, kind in (("adamw", "float32"), ("muon", "float32"), ("adafactor", "float32"), ("sgd", "bfloat16"))
     }
     copy = sizes["adafactor"]  # in float32
     assert sizes["adamw"] == pytest.approx(3 * copy)
     assert sizes["muon"] == pytest.approx(2 * copy)
     assert sizes["sgd"] == pytest.approx(1.5 * copy)
-    near, far = (step_time(LLAMA, how(dp=1, offload_optimizer=away), "h100") for away in (False, True))
-    assert far.memory[0].optimizer == 0
-    state = near.memory[0].optimizer
-    assert far.optimizer >= 0.5 * state / device("h100").host
-    assert far.seconds > near.seconds
-    muon = step_time(LLAMA, how(optimizer="muon", moments="bfloat16"), "h100")
-    assert muon.optimizer > step_time(LLAMA, how(optimizer="sgd", moments="bfloat16"), "h100").optimizer
+    on_device, on_host = (step_time(LLAMA, configure(dp=1, offload_optimizer=away), "h100") for away in (False, True))
+    assert on_host.memory[0].optimizer == 0
+    state = on_device.memory[0].optimizer
+    assert on_host.optimizer >= 0.5 * state / device("h100").host
+    assert on_host.seconds > on_device.seconds
+    muon = step_time(LLAMA, configure(optimizer="muon", moments="bfloat16"), "h100")
+    assert muon.optimizer > step_time(LLAMA, configure(optimizer="sgd", moments="bfloat16"), "h100").optimizer
     with pytest.raises(UsageError, match="optimizer must be one of adamw"):
-        how(optimizer="lion")
+        configure(optimizer="lion")
 
 
 def test_a_job_of_535_billion_parameters_on_192_h100_is_forecast_within_its_band():
@@ -289,8 +289,8 @@ def test_a_job_of_535_billion_parameters_on_192_h100_is_forecast_within_its_band
 def test_experts_share_the_matrices_of_an_expert_and_send_copies_of_tokens():
     grok = models.model("grok-1")
     cut = Configuration(batch=512, sequence=4096, dp=64, tp=4, ep=8, etp=4, sharded="optimizer")
-    sent = [dict(step_time(grok, c, "h100").shares)["expert parallelism"] for c in (cut, cut.changed(etp=1))]
-    assert sent[0] > 2 * sent[1]
+    exchanges = [dict(step_time(grok, c, "h100").shares)["expert parallelism"] for c in (cut, cut.changed(etp=1))]
+    assert exchanges[0] > 2 * exchanges[1]
 
 
 def test_latent_attention_can_be_expanded_again():
@@ -303,7 +303,7 @@ def test_latent_attention_can_be_expanded_again():
 
 def test_a_late_w_of_layers_computed_again_has_its_operands_in_memory():
     """The figures are those of `run.py --forecast`, in GiB, by the plan of this step."""
-    plain = how(batch=32, tp=2, pp=4, sharded="none", sequence_parallel=False, recompute="full")
+    base = configure(batch=32, tp=2, pp=4, sharded="none", sequence_parallel=False, recompute="full")
     for schedule, by_plan in (("1f1b", (21.1, 16.3, 16.1, 21.1)), ("zb-h1", (21.1, 27.0, 32.7, 46.9))):
-        rows = footprint.peak_bytes(LLAMA, plain.changed(schedule=schedule), software("maxtext"))
+        rows = footprint.peak_bytes(LLAMA, base.changed(schedule=schedule), software("maxtext"))
         assert [row.total / 2**30 for row in rows] == pytest.approx(by_plan, rel=0.1)

@@ -62,8 +62,8 @@ def test_nanotron_ends_a_stage_where_it_exceeds_its_share():
 
 @pytest.mark.longer
 def test_most_of_what_ran_fits():
-    used = [step.bytes / run.device.memory for run, step in steps().items()]
-    assert statistics.mean(share > 1 for share in used) <= 0.1
+    shares = [step.bytes / run.device.memory for run, step in steps().items()]
+    assert statistics.mean(share > 1 for share in shares) <= 0.1
 
 
 def test_models_with_experts_are_read_or_refused_with_a_reason():
@@ -114,11 +114,11 @@ def test_the_best_by_forecast_is_the_best_measured():
 
 
 def test_the_script_prints_one_json_object(tmp_path: Path):
-    few = tmp_path / "few.csv"
-    few.write_text("\n".join(RUNS.read_text(encoding="utf-8").splitlines()[:6]), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, published.__file__, "--runs", str(few), "--json"], check=True, capture_output=True, text=True
+    file = tmp_path / "few.csv"
+    file.write_text("\n".join(RUNS.read_text(encoding="utf-8").splitlines()[:6]), encoding="utf-8")
+    process = subprocess.run(
+        [sys.executable, published.__file__, "--runs", str(file), "--json"], check=True, capture_output=True, text=True
     )
-    found = json.loads(done.stdout)["runs"]
-    assert {"id", "forecast_s", "measured_s", "forecast_gb"} <= set(found[0])
-    assert all(0.5 < run["forecast_s"] / run["measured_s"] < 2 for run in found)
+    runs = json.loads(process.stdout)["runs"]
+    assert {"id", "forecast_s", "measured_s", "forecast_gb"} <= set(runs[0])
+    assert all(0.5 < run["forecast_s"] / run["measured_s"] < 2 for run in runs)

@@ -33,39 +33,39 @@ def job(model: Transformer = SMALL, **fields: Any) -> Training:
     return Training(model, fields.pop("batch", 16), 4096, device("h100"), fixed=fields.pop("fixed", {}), **fields)
 
 
-def every(devices: int, batch: int) -> list[Configuration]:
+def every_configuration(devices: int, batch: int) -> list[Configuration]:
     """All configurations of the small model with equal stages, made without the search."""
-    found = []
+    configurations = []
     for tp, pp, fsdp in itertools.product(divisors(devices), repeat=3):
-        rest, over = divmod(devices, tp * pp * fsdp)
-        if over or batch % (rest * fsdp) or tp > 8 or pp > SMALL.layers:
+        dp, over = divmod(devices, tp * pp * fsdp)
+        if over or batch % (dp * fsdp) or tp > 8 or pp > SMALL.layers:
             continue
-        for microbatch, v, recompute in itertools.product(divisors(batch // (rest * fsdp)), range(1, 13), USUAL):
+        for microbatch, v, recompute in itertools.product(divisors(batch // (dp * fsdp)), range(1, 13), USUAL):
             if SMALL.layers % (pp * v) or (pp == 1 and v > 1):
                 continue
             names = ("1f1b",) if pp == 1 else list_schedules(v)
             for name in names:
                 common: dict[str, Any] = {"microbatch": microbatch, "interleave": v, "recompute": recompute}
-                axes = {"dp": rest, "fsdp": fsdp, "tp": tp, "pp": pp, "sequence_parallel": tp > 1, "schedule": name}
-                sharded = "optimizer" if rest > 1 else "none"
-                found.append(Configuration(batch, 4096, sharded=sharded, **common, **axes))
-    return found
+                axes = {"dp": dp, "fsdp": fsdp, "tp": tp, "pp": pp, "sequence_parallel": tp > 1, "schedule": name}
+                sharded = "optimizer" if dp > 1 else "none"
+                configurations.append(Configuration(batch, 4096, sharded=sharded, **common, **axes))
+    return configurations
 
 
 @pytest.mark.parametrize("limit", [pytest.param(12e9, marks=pytest.mark.longer), 16e9])
 def test_the_search_finds_what_simulating_all_finds(limit: float):
     steps: list[float] = []
-    for how in every(8, 16):
-        if max(held.total for held in footprint.peak_bytes(SMALL, how, FREE)) <= limit:
+    for how in every_configuration(8, 16):
+        if max(part.total for part in footprint.peak_bytes(SMALL, how, FREE)) <= limit:
             try:
                 steps.append(step_time(SMALL, how, "h100", FREE).seconds)
             except UsageError:
                 assert how.schedule in ("zb-h2", "zb-v", "interleaved-zb")  # has no table of so few microbatches
-    found = suggest(job(batch=16, limit=limit), 8)
-    assert found.fastest.seconds <= min(steps)
-    if not found.fastest.how.layers:
-        assert found.fastest.seconds == min(steps)
-    of_equal = [option for option in found.options if not option.how.layers]
+    advice = suggest(job(batch=16, limit=limit), 8)
+    assert advice.fastest.seconds <= min(steps)
+    if not advice.fastest.how.layers:
+        assert advice.fastest.seconds == min(steps)
+    of_equal = [option for option in advice.options if not option.how.layers]
     assert of_equal
     for option in of_equal:
         assert option.seconds == pytest.approx(step_time(SMALL, option.how, "h100", FREE).seconds)
@@ -79,15 +79,15 @@ def test_what_is_fixed_stays():
 
 
 def test_nothing_is_over_the_memory_and_all_are_ranked():
-    found = suggest(job(limit=14e9), 8)
-    assert all(option.bytes <= 14e9 for option in found.options)
-    assert [o.seconds for o in found.options] == sorted(o.seconds for o in found.options)
-    ranked = [o.how for o in found.options if o.how != found.roomy]
+    advice = suggest(job(limit=14e9), 8)
+    assert all(option.bytes <= 14e9 for option in advice.options)
+    assert [o.seconds for o in advice.options] == sorted(o.seconds for o in advice.options)
+    ranked = [o.how for o in advice.options if o.how != advice.roomy]
     assert len({dataclasses.replace(how, recompute="none", schedule="1f1b", layers=()) for how in ranked}) == len(
         ranked
     )
-    assert {found.simplest, found.roomy, found.fastest.how} - {None} <= {option.how for option in found.options}
-    assert all(schedules.get(o.how.schedule).table(o.how.pp, o.how.interleave, 8, True) for o in found.options)
+    assert {advice.simplest, advice.roomy, advice.fastest.how} - {None} <= {option.how for option in advice.options}
+    assert all(schedules.get(o.how.schedule).table(o.how.pp, o.how.interleave, 8, True) for o in advice.options)
 
 
 def test_two_searches_find_the_same():
@@ -99,9 +99,9 @@ def test_who_is_asked_last_may_refuse():
 
 
 def test_tensor_parallelism_stays_in_a_node_unless_it_is_fixed():
-    few = dataclasses.replace(job(), gpus=2)
-    assert max(option.how.tp for option in suggest(few, 8).options) <= 2
-    assert suggest(dataclasses.replace(few, fixed={"tp": 4}), 8).best.how.tp == 4
+    two_gpus = dataclasses.replace(job(), gpus=2)
+    assert max(option.how.tp for option in suggest(two_gpus, 8).options) <= 2
+    assert suggest(dataclasses.replace(two_gpus, fixed={"tp": 4}), 8).best.how.tp == 4
 
 
 def test_the_nearest_needs_the_fewest_bytes_of_all():
@@ -163,10 +163,10 @@ def test_the_command_prints_the_table_or_data(capsys: pytest.CaptureFixture[str]
     assert code == 0
     assert "8 h100, batch 16 x 4096 tokens" in text
     code, text, _ = command(capsys, *SIZES, "--tp", "2", "--json")
-    found = json.loads(text)
-    assert code == found["exit_code"] == 0
-    assert {row["how"]["tp"] for row in found["suggestions"]} == {2}
-    assert found["suggestions"][found["suggested"]]["how"]["batch"] == 16
+    document = json.loads(text)
+    assert code == document["exit_code"] == 0
+    assert {row["how"]["tp"] for row in document["suggestions"]} == {2}
+    assert document["suggestions"][document["suggested"]]["how"]["batch"] == 16
 
 
 @pytest.mark.parametrize(
@@ -184,23 +184,23 @@ def test_the_command_prints_the_table_or_data(capsys: pytest.CaptureFixture[str]
     ],
 )
 def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str], flags: str, code: int, message: str):
-    found, _, error = command(capsys, *flags.split())
-    assert found == code
+    status, _, error = command(capsys, *flags.split())
+    assert status == code
     assert message in error
 
 
 def test_precision_context_and_offload_are_searched():
-    found = suggest(job(precisions=("bf16", "fp8")), 8)
-    assert {option.how.precision for option in found.options} == {"fp8"}  # it is faster
-    assert " fp8 " in str(found)
+    advice = suggest(job(precisions=("bf16", "fp8")), 8)
+    assert {option.how.precision for option in advice.options} == {"fp8"}  # it is faster
+    assert " fp8 " in str(advice)
     long = Training(models.model("llama3-8b"), 8, 131072, device("h100"), precisions=("bf16",))
     assert max(option.how.cp for option in suggest(long, 64).options) > 1
     fixed: dict[str, Any] = {"recompute": "none", "microbatch": 2, "fsdp": 8}
-    whole = step_time(SMALL, Configuration(16, 4096, **fixed), "h100", FREE).bytes
-    tight = job(limit=0.9 * whole, fixed=fixed)
+    size = step_time(SMALL, Configuration(16, 4096, **fixed), "h100", FREE).bytes
+    limited = job(limit=0.9 * size, fixed=fixed)
     with pytest.raises(DoesNotFitError):
-        suggest(tight, 8)
-    host = suggest(dataclasses.replace(tight, offloads=True), 8)
+        suggest(limited, 8)
+    host = suggest(dataclasses.replace(limited, offloads=True), 8)
     assert host.best.how.offload or host.best.how.offload_optimizer
     assert " host " in str(host)
 
@@ -209,9 +209,9 @@ def test_precision_context_and_offload_are_searched():
 def test_the_optimum_of_experts_does_not_run_away():
     """DeepSeek-V3 on 1,024 H100 in bf16 was promised in 16 s once; the best published step takes 37.9 s."""
     training = Training(models.model("deepseek-v3"), 8192, 4096, device("h100"), fixed={"tp": 1, "pp": 16})
-    found = suggest(training, 1024, count=1)
-    assert found.fastest.seconds > 25
-    assert found.fastest.band >= 0.2
+    advice = suggest(training, 1024, count=1)
+    assert advice.fastest.seconds > 25
+    assert advice.fastest.band >= 0.2
 
 
 def test_a_run_of_ones_own_narrows_the_band(capsys: pytest.CaptureFixture[str], tmp_path: Any):
@@ -223,37 +223,37 @@ def test_a_run_of_ones_own_narrows_the_band(capsys: pytest.CaptureFixture[str], 
     code, text, _ = command(capsys, *flags)
     assert code == 0
     assert "calibrated: products take 1." in text
-    said = re.search(r"the band of the suggestion is (\d+) % after your run, (\d+) %", text.replace("\n  ", ""))
-    assert said is not None
-    assert int(said[1]) < int(said[2])
-    for wrong, message in (
+    bands = re.search(r"the band of the suggestion is (\d+) % after your run, (\d+) %", text.replace("\n  ", ""))
+    assert bands is not None
+    assert int(bands[1]) < int(bands[2])
+    for document, message in (
         ({}, "has no run with its seconds"),
         ({**run, "rates": {"network": 40e9}}, "rates belong to a device"),
         ({**run, "seconds": 0}, "seconds must be a number above 0"),
         ({**run, "configuration": {"depth": 1}}, "model and configuration: .*depth"),
         ({**run, "model": "llama9"}, "there is no 'llama9'"),
     ):
-        file.write_text(json.dumps(wrong))
+        file.write_text(json.dumps(document))
         code, _, error = command(capsys, *flags)
         assert code == 2
         assert re.search(message, error), error
 
 
 def test_the_simplest_of_equals_is_suggested_and_marked():
-    found = suggest(job(models.model("llama3-8b"), batch=16), 8)
-    assert found.best.how.pp == 1
-    assert found.best.seconds <= 1.05 * found.fastest.seconds
-    (row,) = [line for line in str(found).splitlines() if line.startswith(">") and "suggested" not in line]
-    assert row[1:].split()[0] == str(found.options.index(found.best) + 1)
+    advice = suggest(job(models.model("llama3-8b"), batch=16), 8)
+    assert advice.best.how.pp == 1
+    assert advice.best.seconds <= 1.05 * advice.fastest.seconds
+    (row,) = [line for line in str(advice).splitlines() if line.startswith(">") and "suggested" not in line]
+    assert row[1:].split()[0] == str(advice.options.index(advice.best) + 1)
 
 
 def test_tpus_run_maxtext_unless_software_is_named(capsys: pytest.CaptureFixture[str]):
     flags = (*SIZES, "--device", "tpu-v6e", "--tp", "1", "--pp", "1", "--json")
-    usual, same, other = (
+    default, maxtext, other = (
         json.loads(command(capsys, *flags, *more)[1])["suggestions"][0]["seconds"]
         for more in ((), ("--software", "maxtext"), ("--software", "nvidia"))
     )
-    assert usual == same != other
+    assert default == maxtext != other
 
 
 @pytest.mark.parametrize(
@@ -267,8 +267,8 @@ def test_tpus_run_maxtext_unless_software_is_named(capsys: pytest.CaptureFixture
 )
 def test_each_axis_can_be_fixed_and_with_others(fixed: dict[str, int]):
     """``--ep N`` was refused on every call."""
-    few = {"microbatch": 1, "recompute": "full", **fixed}
-    training = Training(models.model("qwen3-30b-a3b"), 32, 4096, device("gb300"), fixed=few)
+    limits = {"microbatch": 1, "recompute": "full", **fixed}
+    training = Training(models.model("qwen3-30b-a3b"), 32, 4096, device("gb300"), fixed=limits)
     for option in suggest(training, 16, count=2).options:
         assert {name: getattr(option.how, name) for name in fixed} == fixed
 
@@ -298,9 +298,9 @@ def test_the_end_of_the_answer_is_to_be_pasted(capsys: pytest.CaptureFixture[str
 
 
 def test_what_is_pasted_has_the_words_of_run_py():
-    plain = Configuration(64, 4096, dp=8, pp=2, ep=4, sharded="optimizer", optimizer="muon", offload_optimizer=True)
+    base = Configuration(64, 4096, dp=8, pp=2, ep=4, sharded="optimizer", optimizer="muon", offload_optimizer=True)
     training = job(models.model("mixtral-8x7b"), gpus=8, limit=72e9)
-    text = write_command(training, plain, 2)
+    text = write_command(training, base, 2)
     assert "--model-name mixtral-8x7b" in text
     assert "--dp 2 --ep 4 --pp 2 --schedule 1f1b --remat minimal_with_context --zero 2 --fbmem 68664" in text
     for fields, remedy in (
@@ -309,18 +309,18 @@ def test_what_is_pasted_has_the_words_of_run_py():
         ({"pp": 1, "fsdp": 2}, "--sharded none"),
         ({"optimizer": "adafactor", "offload_optimizer": False}, "--optimizer"),
     ):
-        assert remedy in find_obstacle(training, plain.changed(**fields))
+        assert remedy in find_obstacle(training, base.changed(**fields))
     assert "--maxtext-config" in find_obstacle(job(dataclasses.replace(LARGE, window=128)), Configuration(64, 4096))
 
 
 def test_a_suggestion_near_the_limit_says_that_it_may_not_fit_and_shows_the_next_that_does():
     fixed = {"pp": 1, "tp": 1, "microbatch": 1, "fsdp": 8}
     sizes = [step_time(SMALL, Configuration(16, 4096, recompute=r, fsdp=8), "h100", FREE).bytes for r in USUAL]
-    found = suggest(job(fixed=fixed, limit=1.01 * max(sizes)), 8)
-    assert found.best.may_not_fit(found.limit)
-    (roomy,) = [option for option in found.options if option.how == found.roomy]
-    assert roomy.bytes * (1 + found.best.memory_band) <= found.limit
-    assert f"{found.options.index(found.best) + 1} may not fit; {found.options.index(roomy) + 1} fits" in str(found)
+    advice = suggest(job(fixed=fixed, limit=1.01 * max(sizes)), 8)
+    assert advice.best.may_not_fit(advice.limit)
+    (roomy,) = [option for option in advice.options if option.how == advice.roomy]
+    assert roomy.bytes * (1 + advice.best.memory_band) <= advice.limit
+    assert f"{advice.options.index(advice.best) + 1} may not fit; {advice.options.index(roomy) + 1} fits" in str(advice)
 
 
 def test_products_of_experts_by_masks_have_the_bytes_that_runs_forecast():

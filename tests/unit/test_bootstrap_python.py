@@ -64,12 +64,12 @@ def test_shims_that_fail_lead_to_the_versions_behind_them(machine: Path) -> None
 
 def test_a_python_that_cannot_be_taken_is_told(machine: Path) -> None:
     python = fake(machine / "bin/python3", 12, "is not CPython")
-    refused = bootstrap(machine)
-    assert refused.returncode == 1
-    assert refused.stderr == f"error: {python}: is not CPython; or name another with PYTHON=/path/to/python3\n"
+    process = bootstrap(machine)
+    assert process.returncode == 1
+    assert process.stderr == f"error: {python}: is not CPython; or name another with PYTHON=/path/to/python3\n"
     other = fake(machine / "bin/python3.11", 11)
     assert bootstrap(machine).stdout == f"3.11 {other}\n"
-    assert bootstrap(machine, PYTHON="python3").stderr == refused.stderr
+    assert bootstrap(machine, PYTHON="python3").stderr == process.stderr
     assert "error: missing: is not there, or is no Python" in bootstrap(machine, PYTHON="missing").stderr
 
 

@@ -23,8 +23,8 @@ def release(index: Path, name: str, version: str, python: str, *asks: str) -> No
     """Offer a wheel to these Pythons in a folder that uv reads as a package index."""
     wheel = index / name / f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
     wheel.parent.mkdir(parents=True, exist_ok=True)
-    more = [f"Requires-Python: {python}", "Provides-Extra: with-cuda", *(f"Requires-Dist: {ask}" for ask in asks)]
-    sha256 = wheels.pack(wheel, metadata=more)
+    lines = [f"Requires-Python: {python}", "Provides-Extra: with-cuda", *(f"Requires-Dist: {ask}" for ask in asks)]
+    sha256 = wheels.pack(wheel, metadata=lines)
     quoted = python.replace("<", "&lt;").replace(">", "&gt;")
     with (wheel.parent / "index.html").open("a") as page:
         page.write(f'<a href="{wheel.name}#sha256={sha256}" data-requires-python="{quoted}">{wheel.name}</a><br>\n')
@@ -46,7 +46,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Path:
+def checkout(tmp_path: Path) -> Path:
     """A repository with one group, and few packages in it."""
     root = tmp_path / "root"
     for name in (".ci/lock", *(f"tooling/{name}.py" for name in ("__init__", "environment/__init__", CHECK))):
@@ -63,16 +63,16 @@ def here(tmp_path: Path) -> Path:
     return root
 
 
-def lock(here: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([here / ".ci/lock", *words], capture_output=True, text=True, check=False)
+def lock(checkout: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([checkout / ".ci/lock", *words], capture_output=True, text=True, check=False)
 
 
-def test_a_lock_holds_what_each_python_is_offered(here: Path, index: None) -> None:
+def test_a_lock_holds_what_each_python_is_offered(checkout: Path, index: None) -> None:
     """Whichever Python runs this: an index that is asked for it alone shows 3.11 no later JAX."""
-    assert lock(here, "run").returncode == 0
-    assert 'requires-python = ">=3.11"' in (here / "multimesh" / "pyproject.toml").read_text()
-    assert "is no group; choose from run dev" in lock(here, "nosuch").stderr
-    run = here / "requirements" / "run.txt"
+    assert lock(checkout, "run").returncode == 0
+    assert 'requires-python = ">=3.11"' in (checkout / "multimesh" / "pyproject.toml").read_text()
+    assert "is no group; choose from run dev" in lock(checkout, "nosuch").stderr
+    run = checkout / "requirements" / "run.txt"
     assert locks.locked_versions(run, "3.11.7") == {"flax": "1.0", "jax": "0.10.2"}
     for python in ("3.12.0", "3.13.0", "3.14.2"):
         assert locks.locked_versions(run, python) == {"flax": "1.1", "jax": "0.12.0"}
@@ -101,13 +101,13 @@ def test_three_files_say_which_python_is_the_oldest() -> None:
     """``.ci/lock`` writes what it says for pip and mypy; doors, workflows and ``.ci/run`` ask ``check_python``."""
     for name in steps.PROJECTS:
         text = (ROOT / name).read_text(encoding="utf-8")
-        named = re.findall(r'(?m)^(?:requires-python = ">=|python_version = ")([0-9.]+)"', text)
-        assert set(named) == {check_python.in_dots(check_python.OLDEST)}, f"{name}: .ci/lock"
+        versions = re.findall(r'(?m)^(?:requires-python = ">=|python_version = ")([0-9.]+)"', text)
+        assert set(versions) == {check_python.in_dots(check_python.OLDEST)}, f"{name}: .ci/lock"
     major, minor = check_python.OLDEST
     bound = rf"(?<![\w.-]){major}\.{minor}(?!\.?[0-9])|\({major}, {minor}\)"
     excluded = ["tests", "multimesh/tests", "maxtext/tests", "requirements", "patches", "sources.*", "docs/pictures"]
     excluded += [f"docs/{page}.md" for page in RECORDS]
     command = ["git", "grep", "-lIP", bound, "--", *steps.PROJECTS, ".", *(f":!{path}" for path in excluded)]
-    named = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    by_hand = set(named) - set(steps.PROJECTS)
+    versions = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    by_hand = set(versions) - set(steps.PROJECTS)
     assert by_hand == {"README.md", "docs/getting-started.md", f"tooling/{CHECK}.py"}

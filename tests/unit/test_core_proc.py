@@ -37,8 +37,8 @@ sys.exit(cli.main(sys.argv[1:], work))
 
 def test_a_program_that_fails_or_is_not_there_is_named() -> None:
     assert proc.run(["echo", "$(a) b"]).text == "$(a) b"
-    for argv, said in ((["sh", "-c", "echo no >&2; exit 3"], "exit 3'.*: no$"), (["no-such-program"], "not found")):
-        with pytest.raises(errors.ToolingError, match=said):
+    for argv, message in ((["sh", "-c", "echo no >&2; exit 3"], "exit 3'.*: no$"), (["no-such-program"], "not found")):
+        with pytest.raises(errors.ToolingError, match=message):
             proc.run(argv)
 
 
@@ -51,8 +51,8 @@ def test_all_that_was_started_ends_and_the_lock_is_free(tmp_path: Path, signum: 
         process.send_signal(signum)
         process.wait(120)
         assert process.returncode == (-signum if signum == signal.SIGKILL else 130)
-    ours = pids[:1] if signum == signal.SIGKILL else pids  # nobody can be told of a kill but children
-    processes.wait_for(lambda: not any(map(processes.runs, ours)), "all have ended")
+    ending = pids[:1] if signum == signal.SIGKILL else pids  # nobody can be told of a kill but children
+    processes.wait_for(lambda: not any(map(processes.runs, ending)), "all have ended")
     with files.lock(tmp_path / "lock"):
         pass
     subprocess.run(["kill", *map(str, pids)], capture_output=True)
@@ -69,19 +69,19 @@ with console.work("alpha: fetching [bold]") as advance:
 
 def test_a_terminal_gets_a_bar_and_a_pipe_a_line(root: Path) -> None:
     command, env = [sys.executable, "-c", WORK], os.environ | {"TERM": "xterm", "COLUMNS": "120"}
-    ours, theirs = pty.openpty()
-    with subprocess.Popen(command, cwd=root, env=env, stderr=theirs) as process:
-        os.close(theirs)
-        shown = b""
+    reader, writer = pty.openpty()
+    with subprocess.Popen(command, cwd=root, env=env, stderr=writer) as process:
+        os.close(writer)
+        output = b""
         with contextlib.suppress(OSError):  # Linux says EIO where the other end closed
-            while chunk := os.read(ours, 65536):
-                shown += chunk
-    os.close(ours)
-    assert process.returncode == 0, shown
-    assert "\N{BOX DRAWINGS HEAVY HORIZONTAL}" * 10 in shown.decode()
-    assert re.search(r"alpha: fetching \[bold\].* 25%", shown.decode())
-    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=True)
-    assert done.stderr == "alpha: fetching [bold]\n"
+            while chunk := os.read(reader, 65536):
+                output += chunk
+    os.close(reader)
+    assert process.returncode == 0, output
+    assert "\N{BOX DRAWINGS HEAVY HORIZONTAL}" * 10 in output.decode()
+    assert re.search(r"alpha: fetching \[bold\].* 25%", output.decode())
+    child = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=True)
+    assert child.stderr == "alpha: fetching [bold]\n"
 
 
 def test_every_command_names_a_function_and_its_groups_are_those_that_are_installed(root: Path) -> None:

@@ -51,9 +51,9 @@ def test_an_environment_in_parts_is_whole(root: Path, tmp_path: Path) -> None:
 
 def test_layers_of_cuda_name_locked_packages(root: Path) -> None:
     steps = re.findall(r"cuda\.sh(.*)", (root / "docker" / "Dockerfile").read_text(encoding="utf-8"))
-    named = [name for step in steps for name in step.split()]
-    assert set(named) <= locks.locked_versions(root / "requirements" / "cuda12.txt").keys()
-    assert len(named) == len(set(named))
+    packages = [name for step in steps for name in step.split()]
+    assert set(packages) <= locks.locked_versions(root / "requirements" / "cuda12.txt").keys()
+    assert len(packages) == len(set(packages))
     assert steps[-1] == "", "the last installs what is left"
 
 

@@ -44,18 +44,18 @@ def test_a_container_trusts_no_stranger_at_the_port_of_the_cache(root: Path, tmp
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         script = script.replace("9090", str(stranger.getsockname()[1]))
         for _ in range(2):
-            done = subprocess.run(
+            process = subprocess.run(
                 ["bash", "-c", script],
                 env={"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"},
                 capture_output=True,
                 text=True,
                 check=True,
             )
-    assert done.stdout.startswith("Bazel reads the remote cache" if runs else "no remote Bazel cache")
+    assert process.stdout.startswith("Bazel reads the remote cache" if runs else "no remote Bazel cache")
     assert (tmp_path / ".bazelrc").read_text() == f"try-import {caches}/remote.bazelrc\n"
-    written = (caches / "remote.bazelrc").read_text()
-    assert "remote_cache" not in written
-    assert f"try-import {caches}/bazel/reading.bazelrc\n" in written
+    text = (caches / "remote.bazelrc").read_text()
+    assert "remote_cache" not in text
+    assert f"try-import {caches}/bazel/reading.bazelrc\n" in text
 
 
 def test_it_asks_for_nothing_that_a_laptop_lacks() -> None:

@@ -21,9 +21,9 @@ RELEASE = ("--release", "v1.0.0", "--upload", "--repo", "r.example/x")
 
 def build(root: Path, *argv: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Run the door where no engine answers."""
-    nowhere = {"DOCKER_HOST": "unix:///nonexistent/docker.sock"}
+    no_engine = {"DOCKER_HOST": "unix:///nonexistent/docker.sock"}
     command = [root / "docker" / "build.py", *argv]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | nowhere | env)
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | no_engine | env)
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,9 @@ def test_what_cannot_be_meant_is_refused_with_a_reason(argv: list[str], reason: 
 
 def test_dry_run_prints_the_commands_and_touches_nothing(root: Path, tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in (root / "docker").rglob("*")}
-    done = build(root, "--accelerator", "cpu", "--tag", "T", "--dry-run", HOME=str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    (command,) = (shlex.split(line) for line in done.stdout.splitlines())
+    process = build(root, "--accelerator", "cpu", "--tag", "T", "--dry-run", HOME=str(tmp_path))
+    assert process.returncode == 0, process.stderr
+    (command,) = (shlex.split(line) for line in process.stdout.splitlines())
     assert command[:3] == ["docker", "buildx", "build"]
     assert command[-2:] == ["runtime", str(root / "build/image/context")]
     assert {path: path.stat().st_mtime_ns for path in (root / "docker").rglob("*")} == before
@@ -114,9 +114,9 @@ def test_dry_run_prints_the_commands_and_touches_nothing(root: Path, tmp_path: P
 def test_dry_run_refuses_what_a_run_refuses(root: Path, tmp_path: Path, options: list[str], line: str) -> None:
     for name in ("sh", "dirname", "git"):
         (tmp_path / name).symlink_to(str(shutil.which(name)))
-    done = build(root, "--upload", "--repo", "r.example/x", "--dry-run", "--allow-dirty", *options, PATH=str(tmp_path))
-    assert (done.returncode != 0, done.stdout) == (True, "")
-    assert line in done.stderr
+    child = build(root, "--upload", "--repo", "r.example/x", "--dry-run", "--allow-dirty", *options, PATH=str(tmp_path))
+    assert (child.returncode != 0, child.stdout) == (True, "")
+    assert line in child.stderr
 
 
 def test_dry_run_speaks_json_and_says_what_would_be_pushed(root: Path) -> None:
@@ -129,25 +129,25 @@ def test_dry_run_speaks_json_and_says_what_would_be_pushed(root: Path) -> None:
 
 def test_without_an_engine_it_says_so_and_what_to_do(root: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = build(root, "--accelerator", "cpu")
+    process = build(root, "--accelerator", "cpu")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     # Of a processor, not of the clock: this machine may have more to do.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
-    assert done.returncode == errors.EngineError.exit_code
-    assert done.stderr.startswith("error: no engine answers at unix:///nonexistent/docker.sock (")
-    assert "start one, or install docker.io and docker-buildx" in done.stderr
-    assert "maxtext/validate-cpu.sh" in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert process.returncode == errors.EngineError.exit_code
+    assert process.stderr.startswith("error: no engine answers at unix:///nonexistent/docker.sock (")
+    assert "start one, or install docker.io and docker-buildx" in process.stderr
+    assert "maxtext/validate-cpu.sh" in process.stderr
+    assert process.stderr.count("\n") == 1
 
 
 def test_a_refusal_is_one_line_of_the_door_and_its_exit_code_says_usage(root: Path, capsys) -> None:
-    done = build(root, "--tag", "$(touch x)")
-    assert (done.returncode, done.stderr.count("\n"), done.stdout) == (2, 1, "")
+    process = build(root, "--tag", "$(touch x)")
+    assert (process.returncode, process.stderr.count("\n"), process.stdout) == (2, 1, "")
     for words in (["image"], ["ci", "preflight"], ["promote"]):
         for place in ("user:hunter2@r.example/i", "https://user:hunter2@r.example/i", "user:hunter2@r.example/i@x"):
             argv = [*words, *(["--repo", place] if words == ["image"] else [place, "--tag", "T"])]
             assert cli.main(argv) == 2
             assert "hunter2" not in "".join(capsys.readouterr())
-    done = build(root, "--bogus")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines()[-1] == "docker/build.py: error: unrecognized arguments: --bogus"
+    process = build(root, "--bogus")
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr.splitlines()[-1] == "docker/build.py: error: unrecognized arguments: --bogus"

@@ -38,12 +38,12 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("changes", "there", "absent"), CASES, ids=["cuda", "cpu", "release", "debug"])
-def test_what_each_recipe_gives_to_jaxs_program(changes: dict[str, str], there: set[str], absent: tuple[str]) -> None:
+@pytest.mark.parametrize(("changes", "present", "absent"), CASES, ids=["cuda", "cpu", "release", "debug"])
+def test_what_each_recipe_gives_to_jaxs_program(changes: dict[str, str], present: set[str], absent: tuple[str]) -> None:
     """A release reads no cache of another build."""
     words = arguments(RECIPE | changes)
     assert words[0] == "build"
-    assert there <= set(words)
+    assert present <= set(words)
     assert not [word for word in words for other in absent if other in word]
     assert bool([word for word in words if "disk_cache" in word]) == ("disk_cache" not in absent)
     assert not [word for word in arguments(RECIPE | changes, bazelrc="") if "bazelrc" in word]
@@ -68,11 +68,11 @@ def test_the_locked_jax_takes_these_arguments(root: Path, tmp_path: Path, accele
     words = jaxlib.command(recipe, **places, python_version="3.11")
     # Its parser, its checks and the Bazel commands that it makes of them; nothing is built.
     argv, env = [sys.executable, program, *words, "--dry_run", "--configure_only"], {"PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, env=os.environ | env)
-    assert done.returncode == 0, done.stderr
-    written = (tmp_path / ".jax_configure.bazelrc").read_text(encoding="utf-8")
-    assert "HERMETIC_PYTHON_VERSION=3.11" in written
-    assert ("HERMETIC_CUDA_VERSION=12.8.1" in written) == (accelerator == "cuda12")
+    process = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, env=os.environ | env)
+    assert process.returncode == 0, process.stderr
+    text = (tmp_path / ".jax_configure.bazelrc").read_text(encoding="utf-8")
+    assert "HERMETIC_PYTHON_VERSION=3.11" in text
+    assert ("HERMETIC_CUDA_VERSION=12.8.1" in text) == (accelerator == "cuda12")
 
 
 @pytest.mark.parametrize(

@@ -77,18 +77,18 @@ def test_labels_name_revision_lock_and_versions(
     def labels(*words: str) -> dict[str, str]:
         return build.make_labels(root, ask(*words), build.choose_bases(ask(*words), pinned), SNAPSHOT, "ab")
 
-    usual = labels()
-    assert usual[f"{OCI}.revision"] == "c0ffee"
-    assert re.fullmatch("sha256:[0-9a-f]{64}", usual[f"{LABEL}.lock"])
-    assert usual[f"{LABEL}.maxtext.revision"] == "beef"
-    assert usual[f"{LABEL}.python"] == "standalone sha256:ab"
+    default = labels()
+    assert default[f"{OCI}.revision"] == "c0ffee"
+    assert re.fullmatch("sha256:[0-9a-f]{64}", default[f"{LABEL}.lock"])
+    assert default[f"{LABEL}.maxtext.revision"] == "beef"
+    assert default[f"{LABEL}.python"] == "standalone sha256:ab"
     assert labels("--base-image", "debian:13")[f"{LABEL}.python"] == "of the base, or standalone sha256:ab"
-    assert usual[f"{LABEL}.jax"] == locks.locked_versions(root / "requirements" / "run.txt", "3.13.0")["jax"]
+    assert default[f"{LABEL}.jax"] == locks.locked_versions(root / "requirements" / "run.txt", "3.13.0")["jax"]
     # The installed version, not the one that the base image is named after.
-    assert usual[f"{LABEL}.accelerator"] == "cuda12 12.8.90"
+    assert default[f"{LABEL}.accelerator"] == "cuda12 12.8.90"
     assert labels("--jaxlib", "source")[f"{LABEL}.accelerator"] == "cuda12 12.8.1"
-    assert "unknown" not in usual.values()
-    assert f"{OCI}.source" not in usual
+    assert "unknown" not in default.values()
+    assert f"{OCI}.source" not in default
     for name, value in (("GITHUB_SERVER_URL", "https://github.com"), ("GITHUB_REPOSITORY", "some-lab/x")):
         monkeypatch.setenv(name, value)
     assert labels()[f"{OCI}.source"] == "https://github.com/some-lab/x"
@@ -113,8 +113,8 @@ def test_what_reaches_a_build_is_named_and_a_password_is_not(tmp_path: Path) -> 
 def test_images_with_cuda_ask_for_the_driver_and_for_no_toolkit(root: Path) -> None:
     """JAX finds its libraries by their wheels. A toolkit on its path would give it another cuBLASLt."""
     stages = (root / "docker/Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ").split("\nFROM ")
-    asking = [stage.split(None, 3)[2] for stage in stages if "NVIDIA_DRIVER_CAPABILITIES=compute,utility" in stage]
-    assert asking == ["accelerator-cuda12", "toolbox"]
+    askers = [stage.split(None, 3)[2] for stage in stages if "NVIDIA_DRIVER_CAPABILITIES=compute,utility" in stage]
+    assert askers == ["accelerator-cuda12", "toolbox"]
     assert not [stage for stage in stages if re.search("LD_LIBRARY_PATH=[^ ]*/usr/local/cuda", stage)]
 
 

@@ -34,10 +34,10 @@ def check(labels: dict[str, str], pins: dict[str, Pin], images: ImageLock = IMAG
     release.check_release(options.pop("version"), labels, (pins, images), **options)
 
 
-def refused(labels: dict[str, str], pins: dict[str, Pin], images: ImageLock = IMAGES, **changes: Any) -> list[str]:
-    with pytest.raises(ExceptionGroup) as caught:
+def get_refusals(labels: dict[str, str], pins: dict[str, Pin], images: ImageLock = IMAGES, **changes: Any) -> list[str]:
+    with pytest.raises(ExceptionGroup) as error:
         check(labels, pins, images, **changes)
-    return list(map(str, caught.value.exceptions))
+    return list(map(str, error.value.exceptions))
 
 
 def test_faults_of_a_release() -> None:
@@ -46,23 +46,23 @@ def test_faults_of_a_release() -> None:
     # Bytes count, not the name of a commit: a tree is its bytes, and a commit fixes its tree.
     for pin in (Pin("1", None, "b" * 40), Pin("1", "a" * 40, None)):
         check(GOOD, {"maxtext": pin})
-    (line,) = refused(GOOD, {"maxtext": Pin("1", None, None)})
+    (line,) = get_refusals(GOOD, {"maxtext": Pin("1", None, None)})
     assert "neither commit nor tree; run `.venv/bin/python -m tooling lock maxtext 1`" in line
     jax = {"jax": Pin("1", None, None)}
     check(GOOD, jax)  # wheels need no sources of jaxlib, and no Bazel
-    line, bazel = refused(GOOD | {f"{LABEL}.jaxlib": "source Release"}, jax)
+    line, bazel = get_refusals(GOOD | {f"{LABEL}.jaxlib": "source Release"}, jax)
     assert line.startswith("no release: jax:")
     assert "bazel linux/amd64: images.lock has no sha256" in bazel
     base = {f"{OCI}.base.name": "docker.io/nvidia/cuda:12.8.1", f"{OCI}.base.digest": "unpinned"}
-    (line,) = refused(GOOD | base, {})
+    (line,) = get_refusals(GOOD | base, {})
     assert "has no digest; write the one that `docker buildx imagetools inspect docker.io/nvidia/cuda:12.8.1`" in line
-    (line,) = refused(GOOD | {f"{OCI}.revision": "ab" * 20 + "-dirty"}, {})
+    (line,) = get_refusals(GOOD | {f"{OCI}.revision": "ab" * 20 + "-dirty"}, {})
     assert "this repository: has changes that are not committed" in line
-    (line,) = refused(GOOD, {}, version="v0.4.0")
+    (line,) = get_refusals(GOOD, {}, version="v0.4.0")
     assert "the library says 0.3.0; make them agree" in line
-    (line,) = refused(GOOD | {f"{LABEL}.python": f"standalone sha256:{'cd' * 32}"}, {})
+    (line,) = get_refusals(GOOD | {f"{LABEL}.python": f"standalone sha256:{'cd' * 32}"}, {})
     assert line.startswith(f"no release: Python: sha256 {'cd' * 32} of the standalone one is not in images.lock; leave")
-    assert len(refused({}, {"maxtext": Pin("1", None, None)})) == 5
+    assert len(get_refusals({}, {"maxtext": Pin("1", None, None)})) == 5
 
 
 def test_tags_of_a_release_promise_an_image() -> None:
@@ -70,10 +70,10 @@ def test_tags_of_a_release_promise_an_image() -> None:
     check(GOOD, {}, latest=True)
     cpu, tools = {f"{LABEL}.accelerator": "cpu"}, {f"{LABEL}.target": "devcontainer"}
     check(GOOD | cpu, {})
-    (line,) = refused(GOOD | cpu, {}, latest=True)
+    (line,) = get_refusals(GOOD | cpu, {}, latest=True)
     assert "--latest is the image for GPUs that runs, and this is runtime, cpu" in line
     check(GOOD | tools, {}, tag="devcontainer-v0.3.0")
-    (line,) = refused(GOOD | tools, {})
+    (line,) = get_refusals(GOOD | tools, {})
     assert line.endswith("this is devcontainer; add --tag devcontainer-v0.3.0")
 
 
@@ -86,7 +86,7 @@ def test_everything_that_this_repository_releases_is_pinned(root: Path, jaxlib: 
     python = f"standalone sha256:{images.files[f'python linux/{platform}']['sha256']}"
     labels = GOOD | {f"{LABEL}.jaxlib": jaxlib, f"{LABEL}.python": python}
     if (jaxlib, platform) == ("source Release", "arm64"):
-        (line,) = refused(labels, pins, images)
+        (line,) = get_refusals(labels, pins, images)
         assert line == "no release: bazel linux/arm64: images.lock has no sha256; write it there"
     else:
         check(labels, pins, images)

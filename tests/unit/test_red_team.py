@@ -84,10 +84,10 @@ INJECTIONS: list[Callable[[], object]] = [
 
 @pytest.mark.parametrize("injection", INJECTIONS)
 def test_an_injection_is_refused(injection: Callable[[], object]) -> None:
-    with pytest.raises(errors.OptionError) as refused:
+    with pytest.raises(errors.OptionError) as error:
         injection()
-    assert "pass@" not in str(refused.value)
-    assert "u:p@" not in str(refused.value)
+    assert "pass@" not in str(error.value)
+    assert "u:p@" not in str(error.value)
 
 
 @pytest.mark.parametrize(

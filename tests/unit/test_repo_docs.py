@@ -235,4 +235,4 @@ def test_the_runs_are_of_the_jax_that_the_locks_bring() -> None:
 def test_a_page_has_the_figures_of_the_runs(name: str) -> None:
     page = (ROOT / name).read_text(encoding="utf-8")
     assert figures.BLOCK.search(page)
-    assert figures.renewed(page) == page, "python -m tests.figures --write"
+    assert figures.renew(page) == page, "python -m tests.figures --write"

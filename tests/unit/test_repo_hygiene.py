@@ -79,14 +79,14 @@ def is_public(url: str) -> bool:
 
 def test_no_file_names_a_path_of_somebodys_machine_or_a_private_host(root: Path) -> None:
     """The Dockerfile and its scripts speak of paths inside of an image, which are nobody's machine."""
-    wrong = []
+    faults = []
     for path in tracked(root):
         name, text = str(path.relative_to(root)), text_of(path)
         if name != "docker/Dockerfile" and not name.startswith("docker/scripts/"):
             folders = [match for match in ABSOLUTE_PATH.finditer(text) if match[1] not in SYSTEM_FOLDERS]
-            wrong += [f"{name}: {match[0]}" for match in folders]
-        wrong += [f"{name}: {url}" for url in URL.findall(text) if not is_public(url)]
-    assert wrong == []
+            faults += [f"{name}: {match[0]}" for match in folders]
+        faults += [f"{name}: {url}" for url in URL.findall(text) if not is_public(url)]
+    assert faults == []
 
 
 def test_requirements_are_locked_by_hash_and_name_no_index(root: Path) -> None:
@@ -103,8 +103,8 @@ def test_shell_scripts_and_the_dockerfile_are_clean(root: Path) -> None:
     assert scripts
     programs = {"shellcheck": ["-x", *scripts], "shfmt": ["-i", "2", "-ci", "-d", *scripts]}
     for program, words in (programs | {"hadolint": ["docker/Dockerfile"]}).items():
-        done = subprocess.run([tools / program, *words], capture_output=True, text=True, cwd=root, check=False)
-        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+        process = subprocess.run([tools / program, *words], capture_output=True, text=True, cwd=root, check=False)
+        assert (process.returncode, process.stdout, process.stderr) == (0, "", "")
 
 
 def test_the_names_of_folders_import_from_where_they_should(root: Path) -> None:
@@ -115,8 +115,8 @@ def test_the_names_of_folders_import_from_where_they_should(root: Path) -> None:
         "names = ('maxtext', 'multimesh', 'multimesh_maxtext')\n"
         "print(json.dumps({n: importlib.util.find_spec(n).origin for n in names}))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
-    origin = {name: Path(path or "") for name, path in json.loads(done.stdout).items()}
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
+    origin = {name: Path(path or "") for name, path in json.loads(process.stdout).items()}
     assert root / "multimesh" / "src" / "multimesh" in origin["multimesh"].parents
     assert root / "third_party" / "maxtext" / "src" / "maxtext" in origin["maxtext"].parents
     assert root / "maxtext" / "src" / "multimesh_maxtext" in origin["multimesh_maxtext"].parents
@@ -133,8 +133,8 @@ def test_one_distribution_never_imports_the_other(root: Path) -> None:
     ):
         files = tracked(root, f"{package}/*.py")
         assert files
-        wrong = [path for path in files if not others.isdisjoint(imports.findall(text_of(path)))]
-        assert (package, relative(root, wrong)) == (package, [])
+        faults = [path for path in files if not others.isdisjoint(imports.findall(text_of(path)))]
+        assert (package, relative(root, faults)) == (package, [])
 
 
 @pytest.mark.longer
@@ -147,9 +147,9 @@ def test_wheels_hold_what_git_tracks_and_are_built_alike_twice(root: Path, tmp_p
         [first], [second] = (list((tmp_path / folder).glob(f"{name}-*.whl")) for folder in ("one", "two"))
         assert first.read_bytes() == second.read_bytes()
         with zipfile.ZipFile(first) as archive:
-            packed = {file for file in archive.namelist() if ".dist-info/" not in file}
+            contents = {file for file in archive.namelist() if ".dist-info/" not in file}
         source = root / project / "src"
-        assert packed == {str(path.relative_to(source)) for path in tracked(root, f"{project}/src")}
+        assert contents == {str(path.relative_to(source)) for path in tracked(root, f"{project}/src")}
 
 
 def test_neither_a_module_nor_a_folder_of_the_tooling_imports_in_a_circle(root: Path) -> None:
@@ -170,6 +170,6 @@ def test_neither_a_module_nor_a_folder_of_the_tooling_imports_in_a_circle(root: 
 
 def test_every_message_names_a_command_that_runs_outside_of_the_environment(root: Path) -> None:
     """Without ``.venv/bin/`` a system's Python was started, which has none of the packages."""
-    bare = re.compile(r"^(?!.*``python -m).*(?<!\.venv/bin/)\bpython3? -m tooling", re.MULTILINE)
+    pattern = re.compile(r"^(?!.*``python -m).*(?<!\.venv/bin/)\bpython3? -m tooling", re.MULTILINE)
     files = tracked(root, "tooling", "docker", ".devcontainer", ".github")
-    assert [(path, bare.findall(text_of(path))) for path in files if bare.search(text_of(path))] == []
+    assert [(path, pattern.findall(text_of(path))) for path in files if pattern.search(text_of(path))] == []

@@ -11,14 +11,13 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from multimesh_maxtext.errors import CheckpointError, DamagedCheckpointError
+from multimesh_maxtext.errors import CheckpointError
 
 COMPLETE = "commit_success.txt"
 """File that Orbax writes last."""
 
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 KINDS = ("layers", "dense_layers", "moe_layers", "scanned_blocks")
-_ASIDE = ".damaged"
 
 
 def look(folder: Path) -> list[int]:
@@ -60,19 +59,21 @@ def layers_of(paths: Iterable[tuple[str, ...]]) -> set[str]:
 
 def aside(path: Path) -> None:
     """Rename a damaged checkpoint, so that no run goes on from it."""
-    others = (path.with_name(f"{path.name}{_ASIDE}{number}") for number in ("", *range(2, 1000)))
+    others = (path.with_name(f"{path.name}.damaged{number}") for number in ("", *range(2, 1000)))
     path.rename(next(other for other in others if not other.exists()))
 
 
-def going_back(error: DamagedCheckpointError, folder: Path) -> str:
-    """Say from where a run goes on whose newest checkpoint was damaged and set aside; refuse to where none is left."""
-    steps = look(folder)
-    if not steps:
-        raise CheckpointError(
-            f"--checkpoint {folder}: {error}; no other checkpoint is there (it is set aside as *{_ASIDE}); "
-            "copy it again, or leave out --resume to begin anew"
-        )
-    return f"{error}; it is set aside as *{_ASIDE}, going on from checkpoint {steps[-1]}"
+def state_line(folder: Path | None) -> str:
+    """Return what a run that ended early has left in its folder, and how to go on."""
+    if folder is None:
+        return "no checkpoint was written: --checkpoint DIR keeps the state"
+    try:
+        steps = look(folder)
+    except CheckpointError:
+        return f"--checkpoint {folder} cannot be read"
+    if steps:
+        return f"checkpoint {steps[-1]} is complete: start the same line with --resume"
+    return "no checkpoint is complete: start the same line again"
 
 
 def layout(layers: Iterable[str]) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 MORE_MEMORY = "use fewer devices or smaller sizes here, or ask for more: --mem of Slurm, --memory of Docker"
 """The remedy where a machine has too little memory."""
@@ -16,7 +19,8 @@ class LauncherError(Exception):
     shared = False  # whether all processes of a job find it, in the command line that they share
     cause = "error"  # in the outcome of a process: the name of the class
     doubt = 0  # how likely another process knows better why all ended
-    who = ""  # the process whose outcome it is
+    who = ""  # the process that ended by it
+    log: Path | None = None  # of that process's trainer
 
     def __init_subclass__(cls, **attributes: object) -> None:
         cls.cause = re.sub("(?<!^)(?=[A-Z])", "-", cls.__name__.removesuffix("Error")).lower()
@@ -116,3 +120,32 @@ def raise_all(errors: Iterable[LauncherError]) -> None:
         several.exit_code = distinct[0].exit_code
         several.shared = all(error.shared for error in distinct)
         raise several if len(distinct) > 1 else distinct[0]
+
+
+def first_line(error: BaseException) -> str:
+    """Return the beginning of an error's text."""
+    return str(error).strip().partition("\n")[0][:300]
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FILE_OF_TENSORSTORE = re.compile(r'local file "([^"]+)"')
+
+
+def full_file(error: BaseException) -> NoSpaceError | None:
+    """Return the error of a file that could not be written for want of room; none for any other exception."""
+    text, numbers = str(error), (error.errno,) if isinstance(error, OSError) else ()
+    number = next((full for full in _FULL if full in numbers or os.strerror(full) in text), None)
+    if number is None or isinstance(error, LauncherError):
+        return None
+    of_tensorstore = _FILE_OF_TENSORSTORE.search(text)
+    name = of_tensorstore[1] if of_tensorstore else getattr(error, "filename", None)
+    log = "/proc/self/fd/1"  # a line that cannot be written there names no file
+    if not name and os.path.isfile(log) and not os.statvfs(log).f_bavail:
+        name = os.readlink(log)
+    if not name:
+        name = first_line(error) if "/" in first_line(error) else "a file of --output, --checkpoint or --metrics-file"
+    if Path(name).is_absolute():
+        name = str(Path(name).resolve())  # MaxText writes checkpoints through a link
+    return NoSpaceError(
+        f"{name}: {os.strerror(number)} ({errno.errorcode[number]}); make room, or raise the limit, and start again"
+    )

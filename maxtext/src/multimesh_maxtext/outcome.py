@@ -6,27 +6,15 @@ The trainer writes it where it knows; then `run.py`, which also knows how far th
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import re
 import socket
-import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from multimesh_maxtext.errors import LauncherError, NoSpaceError, PreemptedError, TrainerFailedError, error_classes
+from multimesh_maxtext.errors import LauncherError, TrainerFailedError, error_classes
 
-_ROOM = 4096  # bytes that the file has from the start: a full disk then still takes the reason why it is full
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_FILE_OF_TENSORSTORE = re.compile(r'local file "([^"]+)"')
-_PATIENCE = 3.0  # seconds that a process which doubts its own outcome waits for that of another one
-
-
-def reserve(file: Path) -> None:
-    """Forget the outcome of an earlier run; from now on the file has the room that an outcome needs."""
-    file.write_text(" " * _ROOM)
+ROOM = " " * 4096
+"""What the file has from the start: a full disk then still takes the reason why it is full."""
 
 
 def name_process(rank: int, count: int) -> str:
@@ -64,44 +52,3 @@ def read(file: Path) -> LauncherError | None:
             error.who = values["who"]
             return error
     return None
-
-
-def find_cause(error: LauncherError, files: Sequence[Path]) -> LauncherError:
-    """Return the error of another process of a job, which has one of the files, where that of this one follows from it.
-
-    A process that was ended, or which knows that another one was lost, waits some seconds for the others.
-    """
-    until = time.monotonic() + _PATIENCE
-    while error.doubt and not isinstance(error, PreemptedError) and time.monotonic() < until:
-        first = min(filter(None, map(read, files)), key=lambda other: other.doubt, default=error)
-        if first.doubt < error.doubt:
-            first.shared = True  # the other process tells it
-            return first
-        time.sleep(0.05)
-    return error
-
-
-def first_line(error: BaseException) -> str:
-    """Return the beginning of an error's text."""
-    return str(error).strip().partition("\n")[0][:300]
-
-
-def full_file(error: BaseException) -> NoSpaceError | None:
-    """Return the error of a file that could not be written for want of room; none for any other exception."""
-    number = error.errno if isinstance(error, OSError) else None
-    if number not in _FULL:
-        number = next((candidate for candidate in _FULL if os.strerror(candidate) in str(error)), None)
-    if number is None or isinstance(error, LauncherError):
-        return None
-    text = first_line(error)
-    of_tensorstore = _FILE_OF_TENSORSTORE.search(str(error))
-    name = of_tensorstore[1] if of_tensorstore else getattr(error, "filename", None)
-    log = "/proc/self/fd/1"  # a line that cannot be written there names no file
-    if not name and os.path.isfile(log) and not os.statvfs(log).f_bavail:
-        name = os.readlink(log)
-    name = name or (text if "/" in text else "a file of --output, --checkpoint or --metrics-file")
-    if Path(name).is_absolute():
-        name = str(Path(name).resolve())  # MaxText writes checkpoints through a link
-    return NoSpaceError(
-        f"{name}: {os.strerror(number)} ({errno.errorcode[number]}); make room, or raise the limit, and start again"
-    )

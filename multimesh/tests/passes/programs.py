@@ -50,7 +50,7 @@ def separated(fn: Callable[..., Any], *args: Any) -> ir.Program:
     return separate_sums(fuse_loops(inlined(fn, *args)))
 
 
-def placed(fn: Callable[..., Any], *args: Any) -> ir.Program:
+def place_program(fn: Callable[..., Any], *args: Any) -> ir.Program:
     """All passes up to placement."""
     return place_operations(separated(fn, *args))
 
@@ -77,7 +77,7 @@ def names(ops: Any) -> list[str]:
 
 def text(*dumped: Any) -> str:
     """Dumps with their values renumbered, and names that hold a global counter without it."""
-    joined = "\n".join(map(str, dumped))
+    listing = "\n".join(map(str, dumped))
     numbers: dict[str, str] = {}
-    joined = re.sub(r"%\d+", lambda m: numbers.setdefault(m[0], f"%{len(numbers)}"), joined)
-    return "\n".join(line.rstrip() for line in joined.splitlines())
+    listing = re.sub(r"%\d+", lambda m: numbers.setdefault(m[0], f"%{len(numbers)}"), listing)
+    return "\n".join(line.rstrip() for line in listing.splitlines())

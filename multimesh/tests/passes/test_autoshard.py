@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from multimesh.passes.placing.derive_layouts import derive_layouts
-from programs import ones, placed
+from programs import ones, place_program
 
 import multimesh as mm
 
@@ -17,9 +17,9 @@ OTHER = Mesh(np.array(jax.devices()[4:]).reshape(2, 2), ("data", "other"))
 
 def derived(fn, *args, meshes=(MESH,)):
     """Spec of each argument on the submesh of the first task that reads it; None where nothing was derived."""
-    program = placed(fn, *args)
-    found = derive_layouts(program, [None] * len(program.inputs)).specs
-    return [next((found[v, m] for m in meshes if (v, m) in found), None) for v in program.inputs]
+    program = place_program(fn, *args)
+    layouts = derive_layouts(program, [None] * len(program.inputs)).specs
+    return [next((layouts[v, m] for m in meshes if (v, m) in layouts), None) for v in program.inputs]
 
 
 def result_is(spec, fn):
@@ -45,9 +45,9 @@ def result_is(spec, fn):
     ],
 )
 def test_links_of_operations(fn, shapes, result, specs):
-    found = derived(result_is(result, fn), *(ones(*s) for s in shapes))
-    assert [tuple(s) for s in found] == [
-        tuple(s) + (None,) * (len(f) - len(s)) for s, f in zip(specs, found, strict=True)
+    layouts = derived(result_is(result, fn), *(ones(*s) for s in shapes))
+    assert [tuple(s) for s in layouts] == [
+        tuple(s) + (None,) * (len(f) - len(s)) for s, f in zip(specs, layouts, strict=True)
     ]
 
 
@@ -58,12 +58,12 @@ def test_an_embedding_is_laid_out_by_its_width_and_its_tokens_by_the_batch():
 
 
 def test_labels_are_laid_out_as_the_logits_that_they_pick_from():
-    def picked(logits, labels):
+    def pick(logits, labels):
         logits = mm.with_sharding_constraint(logits, P("data", None))
         return jnp.take_along_axis(logits, labels[:, None], 1).sum()
 
     labels = jax.ShapeDtypeStruct((4,), np.int32)
-    assert derived(mm.task(picked, "a", mesh=MESH), ones(4, 8), labels) == [P("data", None), P("data")]
+    assert derived(mm.task(pick, "a", mesh=MESH), ones(4, 8), labels) == [P("data", None), P("data")]
 
 
 def test_the_nearest_constraint_wins_and_one_that_replicates_stops_others():
@@ -78,8 +78,8 @@ def _in_task(x):
 
 def test_an_axis_is_used_once_a_value():
     """Both dimensions reach the same constraint."""
-    found = derived(result_is(P("data"), lambda x: x.sum(0) + x.sum(1)), ones(4, 4))
-    assert sorted(map(str, found[0])) == ["None", "data"]
+    layouts = derived(result_is(P("data"), lambda x: x.sum(0) + x.sum(1)), ones(4, 4))
+    assert sorted(map(str, layouts[0])) == ["None", "data"]
 
 
 def test_through_a_microbatch_loop_to_the_batch_and_the_parameter():

@@ -22,23 +22,23 @@ def dumps(step: Any, *args: Any) -> dict[str, str]:
 
     import multimesh as mm
 
-    results = {done.name: done.result for done in mm.jit(step).lower(*args).passes()}
+    results = {record.name: record.result for record in mm.jit(step).lower(*args).passes()}
     plan = results["build_plan"]
     return {"place_operations": text(results["place_operations"]), "build_plan": text(plan, *plan.instructions)}
 
 
-def renewed(page: str) -> str:
+def renew_dumps(page: str) -> str:
     """The page with the dumps that its example gives now."""
     names: dict[str, Any] = {}
     exec("\n".join(_PYTHON.findall(page)).replace("print(", "str("), names)
-    shown = dumps(names["step"], names["params"], names["batch"])
-    return _DUMP.sub(lambda m: f"{m['mark']}\n\n```text\n{shown[m['name']]}\n```\n", page)
+    texts = dumps(names["step"], names["params"], names["batch"])
+    return _DUMP.sub(lambda m: f"{m['mark']}\n\n```text\n{texts[m['name']]}\n```\n", page)
 
 
 def test_the_page_shows_the_real_dumps():
     page = PAGE.read_text(encoding="utf-8")
     assert page.count("```text") == 2
-    assert renewed(page) == page, "run multimesh/tests/passes/test_docs.py --write and read the difference"
+    assert renew_dumps(page) == page, "run multimesh/tests/passes/test_docs.py --write and read the difference"
 
 
 def test_the_page_lists_the_passes_in_order():
@@ -50,7 +50,7 @@ def test_the_page_lists_the_passes_in_order():
 
 def main() -> None:
     """Print or renew the page."""
-    page = renewed(PAGE.read_text(encoding="utf-8"))
+    page = renew_dumps(PAGE.read_text(encoding="utf-8"))
     if sys.argv[1:] == ["--write"]:
         PAGE.write_text(page, encoding="utf-8")
     else:

@@ -12,7 +12,7 @@ def tasks(program):
     return [(op.prim.name, op.task.name if op.task else None) for op in program.items]
 
 
-def _thrice(fn):
+def _triple(fn):
     fn_vjp = jax.custom_vjp(fn)
     fn_vjp.defvjp(lambda x: (fn(x), x), lambda x, g: (g * jnp.cos(x),))
     return fn_vjp
@@ -25,7 +25,7 @@ HIDING = {  # around a task, where its operations stay inside of another
     "while_loop": lambda fn: lambda x: jax.lax.while_loop(lambda c: c[0, 0] < 2, lambda c: fn(c) + 1, x),
     "map": lambda fn: lambda x: jax.lax.map(fn, x),
     "vmap": lambda fn: jax.vmap(fn),
-    "custom_vjp": _thrice,
+    "custom_vjp": _triple,
     "checkpoint": jax.checkpoint,
     "microbatch": lambda fn: mm.microbatch(fn, size=2),
     "a scan in a cond": lambda fn: lambda x: jax.lax.cond(x[0, 0] > 0, HIDING["scan"](fn), jnp.cos, x),
@@ -99,8 +99,8 @@ def test_recomputation_is_tied_to_the_cotangent():
     """Without the barrier XLA would merge it with the forward pass, and remat would save nothing."""
     f = jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)))
     program = inlined(jax.grad(lambda x: jnp.sum(on(0, f)(x))), ones(2))
-    found = names(program.items)
-    assert found.count("optimization_barrier") == 1
+    kinds = names(program.items)
+    assert kinds.count("optimization_barrier") == 1
     barrier = next(op for op in program.items if op.prim.name == "optimization_barrier")
     recomputed = [op for op in program.items if op.prim.name == "sin" and op.backward]
     assert recomputed

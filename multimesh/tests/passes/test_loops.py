@@ -58,9 +58,9 @@ def test_a_backward_that_needs_the_whole_forward_sum_is_a_second_loop():
 
     first, second = loops(separated(f, ones(), ones(6)))
     assert not first.stacks
-    made = {o for op in first.ops for o in op.outs}
+    outputs = {o for op in first.ops for o in op.outs}
     assert second.linked
-    assert set(second.linked.values()) <= made
+    assert set(second.linked.values()) <= outputs
     assert first.sums[0].out not in set(second.consts.values())  # through the operations between the loops
     assert all(s.leaf in {o for op in second.ops for o in op.outs} for s in second.sums)
 
@@ -74,9 +74,9 @@ def test_a_sum_of_cotangents_that_is_two_results(times):
         return grad, (state, *[grad] * times)
 
     w, x = np.float32(0.5), np.arange(6, dtype=np.float32)
-    last, got = mm.jit(mm.microbatch(f, **HALVES, carry=2))(w, x, np.float32(0))
-    each = [jax.grad(lambda w, x=x: jnp.sum(jnp.sin(w * x) * w))(w) for x in (x[0::3], x[1::3], x[2::3])]
-    np.testing.assert_allclose([last, *got], [each[-1], sum(each[:-1]), *[sum(each)] * times], rtol=1e-6)
+    last, actual = mm.jit(mm.microbatch(f, **HALVES, carry=2))(w, x, np.float32(0))
+    slopes = [jax.grad(lambda w, x=x: jnp.sum(jnp.sin(w * x) * w))(w) for x in (x[0::3], x[1::3], x[2::3])]
+    np.testing.assert_allclose([last, *actual], [slopes[-1], sum(slopes[:-1]), *[sum(slopes)] * times], rtol=1e-6)
 
 
 def test_an_initial_value_is_added_after_the_loop():

@@ -64,7 +64,7 @@ MODES = {"forward": lambda f: f, "grad": jax.grad, "checkpoint": lambda f: jax.g
 ALL = (*AFTER, *BEFORE, "auxiliary losses")
 
 
-class Found:
+class Placement:
     """Operations that have a place, what each reads, and where the tasks' arguments are."""
 
     def __init__(self, program, loop):
@@ -73,34 +73,34 @@ class Found:
         self.loop = loop
         self.schedule = loop.mark.schedule if loop is not None else None
         data = set(loop.slices) if loop is not None else {program.inputs[-1]}
-        made = {o: op for op in ops for o in op.outs}
+        producers = {o: op for op in ops for o in op.outs}
         floating = set()
         for op in ops:
             size, largest = (max((v.aval.size for v in values), default=0) for values in (op.outs, op.reads))
-            if op.task is None and size >= largest and all(v not in made or v in floating for v in op.reads):
+            if op.task is None and size >= largest and all(v not in producers or v in floating for v in op.reads):
                 floating.update(op.outs)  # made again where it is read; what is smaller (a sum) is made once
         self.ops = [op for op in ops if op.task is not None or not floating.issuperset(op.outs)]
         roots = collections.defaultdict(set)
         for op in ops:
             for v in op.reads:
-                own = roots[v] if v in floating else {v}
+                roots_of = roots[v] if v in floating else {v}
                 for o in op.outs:
-                    roots[o] |= own if o in floating else set()
+                    roots[o] |= roots_of if o in floating else set()
         self.reads = [{r for v in op.reads for r in (roots[v] if v in floating else {v})} - data for op in self.ops]
         self.home = {}
         for op, reads in zip(self.ops, self.reads, strict=True):
-            self.home |= {v: op.mesh for v in reads if v not in made and op.task is not None}
+            self.home |= {v: op.mesh for v in reads if v not in producers and op.task is not None}
         self.moving = [n for n, op in enumerate(self.ops) if op.task is None]
 
-    def placed(self, meshes):
+    def place(self, meshes):
         ops = list(self.ops)
         for n, mesh in zip(self.moving, meshes, strict=True):
             ops[n] = replace(ops[n], mesh=mesh)
         return ops
 
-    def sent(self, meshes):
-        """How many arrays, and how many scalars; bytes of arrays first in straight code."""
-        ops = self.placed(meshes)
+    def count_transfers(self, meshes):
+        """Return how many arrays and scalars are sent; in straight code bytes and number of arrays."""
+        ops = self.place(meshes)
         home = self.home | {o: op.mesh for op in ops for o in op.outs}
         crossing = {
             (v, op.mesh)
@@ -117,31 +117,31 @@ class Found:
     def stages(self, meshes):
         if self.schedule is None:
             return 0
-        ops = self.placed(meshes)
+        ops = self.place(meshes)
         parts = cut_operations(ops, self.results, phased=True)
         loop = replace(self.loop, submeshes=order_submeshes(ops))
         pipeline = number_by_schedule(Pipeline(loop, parts, frozenset(self.results)), self.schedule)
         return pipeline.chunks * len(pipeline.submeshes)
 
 
-def found(where, count, mode, loop):
+def find_placement(where, count, mode, loop):
     fn = MODES[mode](program(where, count))
     if loop:
         fn = mm.microbatch(fn, argnum=1, size=2)
-    made = place_operations(separated(fn, [ones(WIDTH, WIDTH)] * count, ones(4, WIDTH)))
-    return Found(made, loops(made)[0] if loop else None)
+    operations = place_operations(separated(fn, [ones(WIDTH, WIDTH)] * count, ones(4, WIDTH)))
+    return Placement(operations, loops(operations)[0] if loop else None)
 
 
 def check(where, count, mode, loop):
-    case = found(where, count, mode, loop)
-    own = [case.ops[n].mesh for n in case.moving]
-    least, sent = case.stages(own), case.sent(own)
+    case = find_placement(where, count, mode, loop)
+    homes = [case.ops[n].mesh for n in case.moving]
+    least, transfers = case.stages(homes), case.count_transfers(homes)
     if loop and mode != "checkpoint":
         assert least == count
     for meshes in itertools.product(MESHES[:count], repeat=len(case.moving)):
-        cheaper = case.sent(meshes) < sent
+        cheaper = case.count_transfers(meshes) < transfers
         if cheaper or least > count:
-            better = (case.stages(meshes), case.sent(meshes)) < (least, sent)
+            better = (case.stages(meshes), case.count_transfers(meshes)) < (least, transfers)
             assert not better, [f"{case.ops[n]} -> {mesh}" for n, mesh in zip(case.moving, meshes, strict=True)]
 
 
@@ -200,7 +200,7 @@ def test_no_placement_of_a_gradient_of_three_stages_is_better(where):
 def test_no_operation_outside_tasks_adds_a_stage(where, count):
     for mode in MODES:
         if mode != "checkpoint":
-            case = found(where, count, mode, True)
+            case = find_placement(where, count, mode, True)
             assert case.stages([case.ops[n].mesh for n in case.moving]) == count
         step = mm.microbatch(MODES[mode](program(where, count)), argnum=1, size=2, schedule="zb-h1")
         mm.jit(step).plan([ones(WIDTH, WIDTH)] * count, ones(4, WIDTH))  # which is refused with more stages

@@ -119,9 +119,9 @@ def has(f, *args):
     return jnp.issubdtype(out.dtype, jnp.number)
 
 
-def check_close(got, want, dtype):
-    for name, value in want.items():
-        a, b = np.asarray(got[name]), np.asarray(value)
+def check_close(actual, expected, dtype):
+    for name, value in expected.items():
+        a, b = np.asarray(actual[name]), np.asarray(value)
         assert (a.shape, a.dtype) == (b.shape, b.dtype), name
         if not jnp.issubdtype(b.dtype, jnp.inexact):
             np.testing.assert_array_equal(a, b, err_msg=str(name))
@@ -159,7 +159,7 @@ def test_every_elementwise_operation_on_a_sum_over_rows(dtype):
 
 
 @pytest.mark.parametrize(
-    ("f", "dtype", "want"),
+    ("f", "dtype", "expected"),
     [
         (lambda x: jnp.sum(x).astype(jnp.int32), "float32", 4),
         (lambda x: jnp.sum(x) // 2, "uint32", 8),
@@ -167,13 +167,13 @@ def test_every_elementwise_operation_on_a_sum_over_rows(dtype):
     ],
     ids=["cut off", "divided", "widened"],
 )
-def test_what_is_linear_over_floats_only(f, dtype, want):
+def test_what_is_linear_over_floats_only(f, dtype, expected):
     """The cases that were wrong: each part was cut off, divided or widened before the parts were added."""
-    parts = {4: [0.5] * 8, 8: [4, 5] * 4, -512: [64] * 8}[want]
+    parts = {4: [0.5] * 8, 8: [4, 5] * 4, -512: [64] * 8}[expected]
     x = jax.device_put(np.array(parts, dtype), NamedSharding(MESH, P("data")))
     g = mm.jit(mm.microbatch(mm.task(f, "f", mesh=MESH), size=4))
-    plain = sum(jax.jit(f)(x[i::2]) for i in range(2))
-    assert (int(g(x)), g(x).dtype) == (int(plain), plain.dtype)
+    total = sum(jax.jit(f)(x[i::2]) for i in range(2))
+    assert (int(g(x)), g(x).dtype) == (int(total), total.dtype)
     assert not g.plan(x).over
 
 
@@ -190,9 +190,9 @@ def test_an_operand_that_is_itself_what_is_summed():
     (mesh,) = submeshes(1, (2,))
     x = np.arange(16, dtype=np.float32).reshape(8, 2)
     f = mm.task(lambda x: (x.T @ (x + 1)) * x, "f", mesh=mesh)
-    got = mm.jit(mm.microbatch(f, size=2))(jax.device_put(x, NamedSharding(mesh, P("data"))))
-    want = sum((x[i::4].T @ (x[i::4] + 1)) * x[i::4] for i in range(4))
-    np.testing.assert_allclose(got, want, rtol=1e-6)
+    actual = mm.jit(mm.microbatch(f, size=2))(jax.device_put(x, NamedSharding(mesh, P("data"))))
+    expected = sum((x[i::4].T @ (x[i::4] + 1)) * x[i::4] for i in range(4))
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)
 
 
 def equations(f, *args):
@@ -210,20 +210,20 @@ def test_what_the_registry_calls_linear_is(dtype):
     """``f(a + b) == f(a) + f(b)`` for every operation and operand that a sum may pass through, and it finds some."""
     with widths(dtype):
         a, b = rows(dtype, 1)[0], rows(dtype, 2)[0]
-        found = set()
+        names = set()
         for name, f in ELEMENTWISE.items():
             if not has(f, a):
                 continue
             ops = equations(f, a)
             constants = {o for op in ops if not list(op.reads) for o in op.outs}
-            read = [
+            operands = [
                 (op, i) for op in ops for i, v in enumerate(op.ins) if isinstance(v, ir.Value) and v not in constants
             ]
-            if read and all(i in primitives.linear_in(op) for op, i in read):
-                found.add(name)
+            if operands and all(i in primitives.linear_in(op) for op, i in operands):
+                names.add(name)
                 np.testing.assert_array_equal(f(a + b), f(a) + f(b), err_msg=name)
-        assert ("neg" in found) == (dtype != "float16")
-        assert ("div 3" in found) == (dtype not in ("float16",) and jnp.issubdtype(dtype, jnp.inexact))
+        assert ("neg" in names) == (dtype != "float16")
+        assert ("div 3" in names) == (dtype not in ("float16",) and jnp.issubdtype(dtype, jnp.inexact))
 
 
 def test_the_registry_knows_primitives_not_names():
@@ -232,9 +232,9 @@ def test_the_registry_knows_primitives_not_names():
     later = {name for version, names in since.items() if jax.__version_info__[:2] < version for name in names}
     assert {name for name, _ in primitives._table() if name not in _compat.PRIMITIVES} == later
     (op,) = equations(lax.neg, np.float32(1))
-    mine = type(op.prim)("neg")
+    primitive = type(op.prim)("neg")
     assert primitives.linear_in(op) == (0,)
-    assert primitives.linear_in(ir.Op(mine, {}, op.ins, op.outs)) == ()
+    assert primitives.linear_in(ir.Op(primitive, {}, op.ins, op.outs)) == ()
 
 
 @pytest.mark.longer
@@ -248,28 +248,28 @@ def test_every_repeated_operation_gives_what_it_gave(dtype):
         inexact = jnp.issubdtype(dtype, jnp.inexact)
         functions = {name: f for name, f in ELEMENTWISE.items() if has(f, x[0])}
 
-        def cotangents(kept, ct):
+        def cotangents(res, ct):
             """Sums of what was made forward, in the backward pass."""
-            return functools.reduce(lambda t, y: t + jnp.sum(jnp.abs(y), dtype=y.dtype).astype(ct.dtype) * ct, kept, ct)
+            return functools.reduce(lambda t, y: t + jnp.sum(jnp.abs(y), dtype=y.dtype).astype(ct.dtype) * ct, res, ct)
 
         @jax.custom_vjp
         def stage(w, x):
             return w * jnp.sum(x * x).real.astype(np.float32)
 
         def forward(w, x):
-            made = [jax.vmap(f)(2 * x if inexact else x) for f in functions.values()]
-            return stage(w, x), [jnp.nan_to_num(y) if jnp.issubdtype(y.dtype, jnp.inexact) else y for y in made]
+            values = [jax.vmap(f)(2 * x if inexact else x) for f in functions.values()]
+            return stage(w, x), [jnp.nan_to_num(y) if jnp.issubdtype(y.dtype, jnp.inexact) else y for y in values]
 
-        stage.defvjp(forward, lambda kept, ct: (cotangents([jnp.abs(y) < 3 for y in kept], ct), None))
+        stage.defvjp(forward, lambda res, ct: (cotangents([jnp.abs(y) < 3 for y in res], ct), None))
 
         def loss(tasks):
             first, last = (on(0, stage), on(1, jnp.sin)) if tasks else (stage, jnp.sin)
             return jax.value_and_grad(lambda w, x: last(first(w, x)))
 
         f = mm.jit(mm.microbatch(loss(True), argnum=1, size=SIZE))
-        got = f(np.float32(0.1), x)
-        want = [jax.jit(loss(False))(np.float32(0.1), x[i :: ROWS // SIZE]) for i in range(ROWS // SIZE)]
-        np.testing.assert_allclose(got, np.sum(want, 0), rtol=1e-4)
+        actual = f(np.float32(0.1), x)
+        expected = [jax.jit(loss(False))(np.float32(0.1), x[i :: ROWS // SIZE]) for i in range(ROWS // SIZE)]
+        np.testing.assert_allclose(actual, np.sum(expected, 0), rtol=1e-4)
 
 
 def test_not_a_number_in_a_branch_that_is_not_taken():
@@ -285,9 +285,9 @@ def test_not_a_number_in_a_branch_that_is_not_taken():
         return jax.value_and_grad(lambda w, x: last(jnp.where(x > 0, first(w, x), 0.0)))
 
     x = np.array([1, -2, 3, 0, 5, -6, 7, -0.0], np.float32)
-    got = mm.jit(mm.microbatch(loss(True), argnum=1, size=2))(np.float32(2), x)
-    want = np.sum([loss(False)(np.float32(2), x[i::4]) for i in range(4)], 0)
-    np.testing.assert_allclose(got, want, rtol=1e-6)
+    actual = mm.jit(mm.microbatch(loss(True), argnum=1, size=2))(np.float32(2), x)
+    expected = np.sum([loss(False)(np.float32(2), x[i::4]) for i in range(4)], 0)
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)
 
 
 @pytest.mark.longer
@@ -311,11 +311,11 @@ def test_what_equals_a_maximum_in_the_backward_pass(dtype):
 
     rng = np.random.default_rng(0)
     w, x = rng.normal(size=64).astype(jnp.dtype(dtype)), rng.normal(size=(64, 64)).astype(jnp.dtype(dtype))
-    _, got = mm.jit(mm.microbatch(loss(True), argnum=1, size=16))(w, x)
-    want = np.sum([jax.jit(loss(False))(w, x[i::4])[1].astype(np.float64) for i in range(4)], 0)
-    assert np.isfinite(want).all()
+    _, actual = mm.jit(mm.microbatch(loss(True), argnum=1, size=16))(w, x)
+    expected = np.sum([jax.jit(loss(False))(w, x[i::4])[1].astype(np.float64) for i in range(4)], 0)
+    assert np.isfinite(expected).all()
     np.testing.assert_allclose(
-        got.astype(np.float64), want, atol={"float32": 1e-5, "bfloat16": 4e-2}[dtype] * abs(want).max()
+        actual.astype(np.float64), expected, atol={"float32": 1e-5, "bfloat16": 4e-2}[dtype] * abs(expected).max()
     )
 
 

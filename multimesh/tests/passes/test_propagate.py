@@ -20,10 +20,10 @@ import multimesh as mm
 MESH = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
 
 
-def propagate(ops, known, mesh):
+def propagate(ops, layouts, mesh):
     """Axes of what operations make, and of what was known before."""
     flow, env = Flow(), {}
-    for value, axes in known.items():
+    for value, axes in layouts.items():
         env[value] = flow.new(value, mesh)
         env[value].decide(enumerate(axes))
     flow.operations(ops, env, mesh)
@@ -80,10 +80,10 @@ def test_layouts_are_those_that_xla_chooses(fn, shapes, specs):
     compiled = jax.jit(fn).lower(*args).compile()
     program = inline_calls(jaxpr(fn, *args), jax.devices())
     names = [tuple(map(axes_of, spec)) for spec in specs]
-    known = propagate(program.items, dict(zip(program.inputs, names, strict=True)), MESH)
+    layouts = propagate(program.items, dict(zip(program.inputs, names, strict=True)), MESH)
     for out, layout in zip(program.outputs, jax.tree.leaves(compiled.output_shardings), strict=True):
         shape = out.aval.shape
-        axes = (*known[out], *((),) * (len(shape) - len(known[out])))
+        axes = (*layouts[out], *((),) * (len(shape) - len(layouts[out])))
         shard = tuple(n // ways((names,), MESH) for n, names in zip(shape, axes, strict=True))
         assert shard == layout.shard_shape(shape)
 
@@ -139,7 +139,7 @@ def fused(name, **params):
     """An operation of cuDNN's name and types, which only GPUs have."""
     primitive = jax.extend.core.Primitive(name)
     primitive.multiple_results = True
-    primitive.def_abstract_eval(lambda *given, results, **_: [jax.core.ShapedArray(s, jnp.float32) for s in results])
+    primitive.def_abstract_eval(lambda *operands, results, **_: [jax.core.ShapedArray(s, jnp.float32) for s in results])
     return lambda *arrays: primitive.bind(*arrays, **params)
 
 
@@ -154,14 +154,14 @@ def test_sums_of_fused_attention_lie_as_the_heads_of_its_queries(layout, shape, 
     backward = fused("dot_product_attention_bwd_wrapper", layout=layout, results=(shape,) * 3)
 
     def both(q, k, v):
-        out, kept = forward(q, k, v)
-        return out, kept, backward(q, k, v, kept, out)
+        out, residuals = forward(q, k, v)
+        return out, residuals, backward(q, k, v, residuals, out)
 
-    given = [jax.ShapeDtypeStruct(shape, jnp.float32) for _ in range(3)]
-    program = inline_calls(jaxpr(both, *given), jax.devices())
+    types = [jax.ShapeDtypeStruct(shape, jnp.float32) for _ in range(3)]
+    program = inline_calls(jaxpr(both, *types), jax.devices())
     names = tuple((name,) if name else () for name in axes)
-    known = propagate(program.items, dict.fromkeys(program.inputs, names), MESH)
-    assert [known[v] for v in program.outputs] == [names, (("data",), ("model",), ()), *[names] * 3]
+    layouts = propagate(program.items, dict.fromkeys(program.inputs, names), MESH)
+    assert [layouts[v] for v in program.outputs] == [names, (("data",), ("model",), ()), *[names] * 3]
 
 
 @pytest.mark.telling("1f1b-mlp", "zb-h1-transformer")
@@ -185,10 +185,10 @@ def test_no_slot_of_a_plan_is_divided_less_than_xla_would(model, schedule):
             jax.ShapeDtypeStruct(plan.slots[s].shape, plan.slots[s].dtype, sharding=plan.layouts[s]) for s in step.ins
         ]
         free = jax.jit(kernel_function(plan.kernels[number], plan), keep_unused=True).lower(*args).compile()
-        for slot, chosen in zip(step.outs, free.output_shardings, strict=True):
+        for slot, sharding in zip(step.outs, free.output_shardings, strict=True):
             shape = plan.slots[slot].shape
             if slot in step.ins or slot in plan.like:
                 continue  # a sum or a gradient lies as its parameter
-            assert np.prod(plan.layouts[slot].shard_shape(shape)) <= np.prod(chosen.shard_shape(shape)), step
+            assert np.prod(plan.layouts[slot].shard_shape(shape)) <= np.prod(sharding.shard_shape(shape)), step
             divided += plan.layouts[slot].shard_shape(shape) != shape
     assert divided > 4

@@ -40,18 +40,18 @@ def loss(params, batch, task=lambda fn, name, mesh: fn):
     return task(back, "back", mesh=MESHES[1])(params["back"], h, batch["y"])
 
 
-def piped(params, batch):
+def pipelined_loss(params, batch):
     return loss(params, batch, mm.task)
 
 
-def placed(params, batch, *, rows=("data",)):
+def place(params, batch, *, rows=("data",)):
     """Parameters, replicated, and batch where they belong."""
-    where = {"front": NamedSharding(MESHES[0], P()), "back": NamedSharding(MESHES[1], P())}
+    layouts = {"front": NamedSharding(MESHES[0], P()), "back": NamedSharding(MESHES[1], P())}
     data = {"x": NamedSharding(MESHES[0], P(rows)), "y": NamedSharding(MESHES[1], P(rows))}
-    return jax.device_put(params, where), jax.device_put(batch, data)
+    return jax.device_put(params, layouts), jax.device_put(batch, data)
 
 
-def step(fn=piped, schedule="1f1b"):
+def step(fn=pipelined_loss, schedule="1f1b"):
     return mm.jit(mm.microbatch(jax.value_and_grad(fn), argnum=1, size=SIZE, schedule=schedule))
 
 
@@ -73,7 +73,7 @@ def reduces(step, *args):
 def test_once_after_the_loop(schedule):
     """Of a matrix, an embedding, a norm's gain, a bias, heads, and the loss: none is reduced in the loop."""
     f = step(schedule=schedule)
-    args = placed(*arguments())
+    args = place(*arguments())
     assert_same(f(*args), reference())
     assert reduces(f, *args) == (0, 2)
     assert len(f.plan(*args).over) == 6
@@ -89,26 +89,26 @@ def test_sums_of_bfloat16_in_more_bits_are_reduced_once(inside, schedule):
     def loop(fn):
         return mm.microbatch(fn, argnum=1, size=SIZE, schedule=schedule, accumulate="float32")
 
-    f = mm.jit(loop(jax.value_and_grad(piped)) if inside else jax.value_and_grad(loop(piped)))
-    args = placed(*arguments("bfloat16"))
+    f = mm.jit(loop(jax.value_and_grad(pipelined_loss)) if inside else jax.value_and_grad(loop(pipelined_loss)))
+    args = place(*arguments("bfloat16"))
     count, _ = reduces(f, *args)
     assert count == 1  # the loss, which `back` itself rounds to bfloat16
     expected = jax.jit(microbatched(jax.value_and_grad(loss), argnum=1, size=SIZE))(*arguments())
-    for found, good in zip(jax.tree.leaves(f(*args)), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(np.asarray(found, "float32"), good, rtol=0.1, atol=0.05 * np.abs(good).max())
+    for actual, exact in zip(jax.tree.leaves(f(*args)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(actual, "float32"), exact, rtol=0.1, atol=0.05 * np.abs(exact).max())
 
 
 def test_accumulators_need_no_more_memory():
-    args = placed(*arguments())
+    args = place(*arguments())
     plan = step().plan(*args)
     for slot in plan.over:
-        held = plan.layout(slot, P()).shard_shape(plan.slots[slot].shape)
-        assert held == (1, *plan.slots[slot].shape[1:])
+        shard_shape = plan.layout(slot, P()).shard_shape(plan.slots[slot].shape)
+        assert shard_shape == (1, *plan.slots[slot].shape[1:])
 
 
 def test_weights_laid_out_over_the_same_axis_are_left_alone():
     """Fully sharded: the gradient is scattered as it is made, and a term of its own would be the whole gradient."""
-    args = placed(*arguments())
+    args = place(*arguments())
     params = jax.device_put(args[0], {k: NamedSharding(m, P("data")) for k, m in zip(args[0], MESHES, strict=True)})
     f = step()
     assert not f.plan(params, args[1]).over
@@ -117,7 +117,7 @@ def test_weights_laid_out_over_the_same_axis_are_left_alone():
 
 def test_an_axis_of_weights_beside_one_of_rows():
     """Rows over both axes, weights over one of them: only the other waits for the end of the loop."""
-    params, batch = placed(*arguments(), rows=("data", "model"))
+    params, batch = place(*arguments(), rows=("data", "model"))
     params["front"]["up"] = jax.device_put(params["front"]["up"], NamedSharding(MESHES[0], P("model")))
     f = step()
     plan = f.plan(params, batch)
@@ -127,7 +127,7 @@ def test_an_axis_of_weights_beside_one_of_rows():
 
 
 def test_replicated_rows_have_nothing_to_reduce():
-    args = placed(*arguments(), rows=())
+    args = place(*arguments(), rows=())
     f = step()
     assert not f.plan(*args).over
     assert_same(f(*args), reference())
@@ -156,12 +156,12 @@ def test_a_gradient_that_something_else_reads_is_reduced_where_it_is_read():
         value, grads = jax.value_and_grad(fn)(params, batch)
         return value, grads, jnp.sum(grads["front"]["up"] ** 2)
 
-    f = mm.jit(mm.microbatch(lambda p, b: with_norm(p, b, piped), argnum=1, size=SIZE))
-    args = placed(*arguments())
+    f = mm.jit(mm.microbatch(lambda p, b: with_norm(p, b, pipelined_loss), argnum=1, size=SIZE))
+    args = place(*arguments())
     plan = f.plan(*args)
     assert (2, WIDTH, WIDTH) not in {plan.slots[slot].shape for slot in plan.over}
-    want = jax.jit(microbatched(lambda p, b: with_norm(p, b, loss), argnum=1, size=SIZE))(*arguments())
-    assert_same(f(*args), want)
+    expected = jax.jit(microbatched(lambda p, b: with_norm(p, b, loss), argnum=1, size=SIZE))(*arguments())
+    assert_same(f(*args), expected)
 
 
 def test_sums_that_are_no_gradients():
@@ -175,13 +175,13 @@ def test_sums_that_are_no_gradients():
 
     x = np.arange(ROWS * 4, dtype=np.float32).reshape(ROWS, 4) - 9
     f = mm.jit(mm.microbatch(measured, argnum=0, size=SIZE))
-    given = jax.device_put(x, NamedSharding(MESHES[0], P("data")))
-    count, most, total = f(given)
+    array = jax.device_put(x, NamedSharding(MESHES[0], P("data")))
+    count, most, total = f(array)
     parts = [x[k :: ROWS // SIZE] for k in range(ROWS // SIZE)]
     assert (int(count), float(most)) == (int((x > 0).sum()), sum(float(p.max()) for p in parts))
     assert (count.dtype, total.dtype) == (jnp.int32, jnp.bfloat16)
     np.testing.assert_allclose(float(total), x.sum(), rtol=2e-2)
-    assert len(f.plan(given).over) == 1
+    assert len(f.plan(array).over) == 1
 
 
 def test_a_weight_of_two_stages():
@@ -193,7 +193,7 @@ def test_a_weight_of_two_stages():
         return task(lambda z, y: jnp.mean((z.sum((1, 2)) - y) ** 2), "back", mesh=MESHES[1])(logits, batch["y"])
 
     f = step(lambda p, b: tied(p, b, mm.task))
-    args = placed(*arguments())
+    args = place(*arguments())
     plan = f.plan(*args)
     assert sorted(plan.slots[s].submesh for s in plan.over if plan.slots[s].shape == (2, VOCAB, WIDTH)) == [0, 1]
     assert_same(f(*args), reference(tied))
@@ -203,7 +203,7 @@ def layer(w, x):
     return x + jnp.tanh(x @ w["up"].astype(x.dtype)) @ w["down"].astype(x.dtype)
 
 
-def repeated(form):
+def repeat_layers(form):
     """Return a model of four layers, whose parameters are stacks, with a gain that each layer reads."""
 
     def fn(params, x):
@@ -230,10 +230,10 @@ def test_layers_of_a_scan_are_summed_once_as_those_of_a_list_are(form):
     batch = jax.device_put(rows, NamedSharding(MESHES[0], P("data")))
 
     def grads(form):
-        return mm.jit(mm.microbatch(jax.value_and_grad(mm.pipeline(repeated(form), MESHES)), argnum=1, size=SIZE))
+        return mm.jit(mm.microbatch(jax.value_and_grad(mm.pipeline(repeat_layers(form), MESHES)), argnum=1, size=SIZE))
 
-    want = jax.jit(microbatched(jax.value_and_grad(repeated(form)), argnum=1, size=SIZE))(params, rows)
-    assert_same(grads(form)(params, batch), want, rtol=2e-2 if form == "bfloat16" else 1e-5)
+    expected = jax.jit(microbatched(jax.value_and_grad(repeat_layers(form)), argnum=1, size=SIZE))(params, rows)
+    assert_same(grads(form)(params, batch), expected, rtol=2e-2 if form == "bfloat16" else 1e-5)
     in_loop, once = reduces(grads(form), params, batch)
     assert in_loop == reduces(grads("list"), params, batch)[0]  # those of the gain, which all layers read
     assert once

@@ -11,7 +11,7 @@ from multimesh import schedules
 GRID = tuple(itertools.product(range(1, 6), range(1, 4), range(1, 12)))  # submeshes, chunks, microbatches
 
 
-def drawn(schedule, submeshes, microbatches, backward=True, chunks=1):
+def draw(schedule, submeshes, microbatches, backward=True, chunks=1):
     """One line a submesh: phase and microbatch; with several chunks phase, stage and microbatch."""
     table = schedules.get(schedule).table(submeshes, chunks, microbatches, backward)
     return [" ".join(f"{c.phase}{f'{c.stage}.' * (chunks > 1)}{c.microbatch}" for c in row) for row in table]
@@ -22,7 +22,7 @@ def chunks_of(name, chunks):
     return schedules.get(name).chunks or chunks
 
 
-def alive(row, end="B"):
+def count_alive(row, end="B"):
     """The most (stage, microbatch) between their forward and the phase that ends their use."""
     return max(itertools.accumulate({"F": 1, end: -1}.get(c.phase, 0) for c in row))
 
@@ -77,7 +77,7 @@ DRAWN = {  # schedule, submeshes, microbatches, chunks
 @pytest.mark.parametrize("case", DRAWN, ids=str)
 def test_tables_are_as_the_papers_draw_them(case):
     name, submeshes, microbatches, chunks = case
-    assert drawn(name, submeshes, microbatches, chunks=chunks) == DRAWN[case]
+    assert draw(name, submeshes, microbatches, chunks=chunks) == DRAWN[case]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_tables_are_as_the_papers_draw_them(case):
     ],
 )
 def test_with_these_stages_a_schedule_is_another_one(name, other, chunks):
-    assert drawn(name, 3, 5, chunks=chunks) == drawn(other, 3, 5, chunks=chunks)
+    assert draw(name, 3, 5, chunks=chunks) == draw(other, 3, 5, chunks=chunks)
 
 
 def test_interleaved_with_a_remainder_has_larger_groups():
@@ -102,8 +102,8 @@ def test_interleaved_with_a_remainder_has_larger_groups():
 
 
 def test_kimi_k2_is_interleaved_with_a_forward_more_first():
-    first, more = (schedules.get(name).table(3, 2, 6, True) for name in ("interleaved", "kimi-k2"))
-    for rank, (row, other) in enumerate(zip(first, more, strict=True)):
+    first, kimi = (schedules.get(name).table(3, 2, 6, True) for name in ("interleaved", "kimi-k2"))
+    for rank, (row, other) in enumerate(zip(first, kimi, strict=True)):
         warm = [next(i for i, c in enumerate(cells) if c.phase == "B") for cells in (row, other)]
         assert warm[1] == warm[0] + 1, rank
         assert [[c for c in row if c.phase == p] for p in "FB"] == [[c for c in other if c.phase == p] for p in "FB"]
@@ -126,8 +126,8 @@ def test_wavefronts_start_p_microbatches_and_the_next_p_half_the_tasks_later(p):
             assert [front(c) for c in row] == sorted(front(c) for c in row)
             assert len({(front(c), c.phase) for c in row}) == len(row)
             most = min(m * v, p * (v + 1) - 2 * (rank + 1) + (rank == p - 1))
-            assert alive(row) <= most
-            assert alive(row) == most or m % p
+            assert count_alive(row) <= most
+            assert count_alive(row) == most or m % p
         for cell in itertools.chain(*table):
             ahead = [front(cell) - front(need) for need in schedules.needs(cell, stages)]
             # The forward and the backward of the last stage are one task.
@@ -137,7 +137,7 @@ def test_wavefronts_start_p_microbatches_and_the_next_p_half_the_tasks_later(p):
 @pytest.mark.parametrize("name", schedules.names())
 def test_forward_only(name):
     chunks = chunks_of(name, 1)
-    rows = [row.split() for row in drawn(name, 2, 3, backward=False, chunks=chunks)]
+    rows = [row.split() for row in draw(name, 2, 3, backward=False, chunks=chunks)]
     assert [len(row) for row in rows] == [3 * chunks] * 2
     assert {cell[0] for row in rows for cell in row} == {"F"}
 
@@ -157,24 +157,24 @@ def test_live_activations_are_bounded():
     for p, chunks, m in GRID:
         for r in range(p):
 
-            def held(name, end="B", v=1, p=p, m=m, r=r):
-                return alive(schedules.get(name).table(p, v, m, True)[r], end)
+            def peak(name, end="B", v=1, p=p, m=m, r=r):
+                return count_alive(schedules.get(name).table(p, v, m, True)[r], end)
 
-            assert held("gpipe", v=chunks) == chunks * m
-            assert held("1f1b") == min(p - r, m)
-            assert held("eager-1f1b") == min(2 * (p - r) - 1, m)
-            assert held("zb-h1", "W") == min(p, m)
-            assert held("zb-h2", "W") == min(2 * p - 1, m)
-            assert held("zb-v", "W", 2) <= 2 * min(p, m)
-            assert held("zb-v", "W", 2) == 2 * p or m < 2 * p
-            assert held("dualpipe-v", "W", 2) <= 2 * p + 1
-            assert held("dualpipe-v", "W", 2) == 2 * p + 1 or m < 2 * p
-            assert held("looped-bfs", v=chunks) == chunks * m
+            assert peak("gpipe", v=chunks) == chunks * m
+            assert peak("1f1b") == min(p - r, m)
+            assert peak("eager-1f1b") == min(2 * (p - r) - 1, m)
+            assert peak("zb-h1", "W") == min(p, m)
+            assert peak("zb-h2", "W") == min(2 * p - 1, m)
+            assert peak("zb-v", "W", 2) <= 2 * min(p, m)
+            assert peak("zb-v", "W", 2) == 2 * p or m < 2 * p
+            assert peak("dualpipe-v", "W", 2) <= 2 * p + 1
+            assert peak("dualpipe-v", "W", 2) == 2 * p + 1 or m < 2 * p
+            assert peak("looped-bfs", v=chunks) == chunks * m
             if chunks > 1:
                 group = -(-m // max(1, m // p))  # p, where it divides m
-                assert held("interleaved", v=chunks) <= 2 * (p - r - 1) + (chunks - 1) * group + 1
-                assert held("kimi-k2", v=chunks) <= 2 * (p - r) + (chunks - 1) * group
-                assert held("interleaved-zb", "W", v=chunks) <= (chunks - 1) * group + p
+                assert peak("interleaved", v=chunks) <= 2 * (p - r - 1) + (chunks - 1) * group + 1
+                assert peak("kimi-k2", v=chunks) <= 2 * (p - r) + (chunks - 1) * group
+                assert peak("interleaved-zb", "W", v=chunks) <= (chunks - 1) * group + p
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from multimesh.ir.evaluate import evaluate
 from multimesh.passes.planning.fold_transposes import fold_products
-from programs import MESHES, names, on, placed
+from programs import MESHES, names, on, place_program
 
 KEY = np.random.default_rng(0)
 
@@ -65,20 +65,20 @@ KEPT = {
 @pytest.mark.parametrize("case", [*FOLDED, *KEPT])
 def test_the_result_is_the_same_without_the_transposition(case):
     fn, args = (FOLDED | KEPT)[case]
-    program = placed(on(0, fn), *args)
+    program = place_program(on(0, fn), *args)
     ops = fold_products(program.items, program.outputs)
     assert ("transpose" in names(ops)) == (case in KEPT)
     results = []
-    for some in (program.items, ops):
+    for items in (program.items, ops):
         env = dict(zip(program.inputs, map(jnp.asarray, args), strict=True))
-        evaluate(some, env, MESHES[0])
+        evaluate(items, env, MESHES[0])
         results.append(np.asarray(env[program.outputs[0]]))
     np.testing.assert_allclose(*results, rtol=1e-6, atol=1e-6)
 
 
 def test_an_algorithm_is_swapped_with_the_operands_it_speaks_of():
     """`DotAlgorithm` is a tuple too, of other things than one precision for each operand."""
-    given = lax.DotAlgorithm(jnp.bfloat16, jnp.float32, jnp.float32, 1, 3)
-    program = placed(on(0, lambda x, y: lax.dot(x, y, precision=given).T), values(3, 4), values(4, 5))
+    algorithm = lax.DotAlgorithm(jnp.bfloat16, jnp.float32, jnp.float32, 1, 3)
+    program = place_program(on(0, lambda x, y: lax.dot(x, y, precision=algorithm).T), values(3, 4), values(4, 5))
     (product,) = fold_products(program.items, program.outputs)
     assert product.params["precision"] == lax.DotAlgorithm(jnp.float32, jnp.bfloat16, jnp.float32, 3, 1)

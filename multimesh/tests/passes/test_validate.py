@@ -12,7 +12,7 @@ NAMES = [["F0", "F0", "B0", "B0"], ["F1", "B1", "F1", "B1"]]
 PAIRS = [[(0, "F0"), (1, "F0"), (0, "B0"), (1, "B0")], [(0, "F1"), (0, "B1"), (1, "F1"), (1, "B1")]]
 
 
-def refused(rows, message, backward=True):
+def assert_refused(rows, message, backward=True):
     with pytest.raises(mm.UsageError, match=re.escape(message)):
         schedules.validate(schedules.custom(rows).rows, 2, 1, 2, backward)
 
@@ -88,7 +88,7 @@ REFUSED = {  # rows, what is said, and whether the loop has a backward
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_no_loop_can_run_is_refused_with_its_place(case):
-    refused(*REFUSED[case])
+    assert_refused(*REFUSED[case])
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """zb-h1 makes weight gradients apart from what other stages wait for, also where a stage scans its layers."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from multimesh.passes.cutting.order_cells import join_forward_backward, order_ce
 from multimesh.passes.cutting.parts import Pipeline
 from multimesh.passes.cutting.split_weight_gradients import split_weight_gradients
 from pipelines import assert_same
-from programs import names, on, pipelined, placed
+from programs import names, on, pipelined, place_program
 
 import multimesh as mm
 
@@ -54,6 +56,19 @@ def shared(w, x):
     return jax.lax.scan(lambda x, _: (layer(jax.tree.map(lambda a: a[0], w), x), None), x, length=LAYERS)[0]
 
 
+def one_bias(w, x):
+    """Layers with one bias for all: its gradient is a small sum, carried from row to row by W alone."""
+    bias, rows = w["bias"][0], {k: w[k] for k in ("up", "down")}
+    return jax.lax.scan(lambda x, row: (layer({**row, "bias": bias}, x), None), x, rows)[0]
+
+
+@functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
+def recurrent(w, x):
+    """A scan over time, of whose repetition W alone needs the carries as rows."""
+    square = w["up"][0] @ w["down"][0]
+    return jax.lax.scan(lambda h, row: (jnp.tanh(h @ square + row),) * 2, x, jnp.stack([x] * 3))[1].sum(0)
+
+
 def nested(w, x):
     """A scan over blocks of layers, each a scan."""
     return jax.lax.scan(lambda x, _: (scanned(w, x), None), x, length=2)[0]
@@ -79,7 +94,18 @@ def normed(w, x):
     return x
 
 
-STACKS = (unrolled, unrolled_and_checkpointed, scanned, checkpointed, shared, nested, with_rows, normed)
+STACKS = (
+    unrolled,
+    unrolled_and_checkpointed,
+    scanned,
+    checkpointed,
+    shared,
+    one_bias,
+    recurrent,
+    nested,
+    with_rows,
+    normed,
+)
 
 
 def loss(stack, placed_on):
@@ -98,7 +124,7 @@ def step(stack, schedule, placed_on=on):
 def fragments(stack, schedule="zb-h1"):
     """Phase to fragment of the middle stage."""
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arguments(3))
-    (part,) = [p for p in pipelined(placed(step(stack, schedule), *shapes)).parts if isinstance(p, Pipeline)]
+    (part,) = [p for p in pipelined(place_program(step(stack, schedule), *shapes)).parts if isinstance(p, Pipeline)]
     return {f.phase: f for f in part.fragments if f.stage == 1}
 
 
@@ -106,8 +132,8 @@ def fragments(stack, schedule="zb-h1"):
 @pytest.mark.parametrize("stack", STACKS[1:], ids=lambda f: f.__name__)
 def test_the_gradients_are_those_of_plain_jit(stack):
     args = arguments(2)
-    got = mm.jit(step(stack, "zb-h1"))(*args)
-    assert_same(got, jax.jit(step(stack, "zb-h1", lambda _, f: f))(*args))
+    actual = mm.jit(step(stack, "zb-h1"))(*args)
+    assert_same(actual, jax.jit(step(stack, "zb-h1", lambda _, f: f))(*args))
 
 
 @pytest.mark.parametrize("stack", STACKS, ids=lambda f: f.__name__)
@@ -116,9 +142,9 @@ def test_no_weight_gradient_is_made_in_b(stack):
     parts = fragments(stack)
     assert set(parts) == {"F", "B", "W"}
     of_weights = {(WIDTH, HIDDEN), (HIDDEN, WIDTH)}
-    made = {phase: len([shape for shape in dots(parts[phase].ops) if shape in of_weights]) for phase in "BW"}
-    assert made["B"] == 0
-    assert made["W"] > 0
+    products = {phase: len([shape for shape in dots(parts[phase].ops) if shape in of_weights]) for phase in "BW"}
+    assert products["B"] == 0
+    assert products["W"] > 0
     others = {v for phase in "FB" for v in parts[phase].ins}
     assert not others & parts["W"].values
 
@@ -164,11 +190,11 @@ def test_other_schedules_do_not_split():
 def rows_between(stack, schedule, owner=lambda device: device.id):
     """Phase and microbatch of the cells of each of three submeshes, whose devices are of processes ``owner``."""
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arguments(3))
-    cut = pipelined(placed(step(stack, schedule), *shapes), upto="schedule_cells")
+    cut = pipelined(place_program(step(stack, schedule), *shapes), upto="schedule_cells")
     (part,) = [p for p in cut.parts if isinstance(p, Pipeline)]
-    found = order_cells(join_forward_backward(split_weight_gradients(part, owner)))
-    cells = [(found.fragments[n], k) for n, k in found.cells]
-    return [" ".join(f"{f.phase}{k}" for f, k in cells if f.mesh == mesh) for mesh in found.submeshes]
+    pipeline = order_cells(join_forward_backward(split_weight_gradients(part, owner)))
+    cells = [(pipeline.fragments[n], k) for n, k in pipeline.cells]
+    return [" ".join(f"{f.phase}{k}" for f, k in cells if f.mesh == mesh) for mesh in pipeline.submeshes]
 
 
 def test_what_another_process_waits_for_leaves_before_the_weight_gradients():

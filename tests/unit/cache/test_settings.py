@@ -24,9 +24,9 @@ from tooling.image.reference import ImagePin
 )
 def test_settings(options: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert [cli.parse(["cache", "--max-size", size]).max_size for size in ("50G", "1T")] == [50, 1024]
-    with pytest.raises(SystemExit) as refused:
+    with pytest.raises(SystemExit) as info:
         cli.parse(["cache", *options])
-    assert refused.value.code == errors.OptionError.exit_code
+    assert info.value.code == errors.OptionError.exit_code
     assert capsys.readouterr().err.splitlines()[-1] == f"docker/start-cache.sh: error: {line}"
 
 

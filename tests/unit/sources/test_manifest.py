@@ -19,13 +19,13 @@ BAD = sorted((Path(__file__).parent / "bad_manifests").glob("*.yaml"))
 def test_bad_manifest_is_refused(path: Path) -> None:
     expected = path.read_text().splitlines()[0].removeprefix("# error: ")
 
-    with pytest.raises(errors.SourceError) as caught:
+    with pytest.raises(errors.SourceError) as error:
         manifest.load(path)
 
-    said = str(caught.value)
-    assert said.startswith(path.name)
-    assert expected.encode().decode("unicode_escape").strip() in said
-    assert "user:secret" not in said
+    message = str(error.value)
+    assert message.startswith(path.name)
+    assert expected.encode().decode("unicode_escape").strip() in message
+    assert "user:secret" not in message
 
 
 def test_manifest_and_lock_of_this_repository(root: Path, tmp_path: Path) -> None:
@@ -48,9 +48,9 @@ def test_the_locked_source_of_jax_is_that_of_the_locked_wheel(root: Path) -> Non
     version, hashes = manifest.find_newest(root, "jax")
     assert pin.version == version
     assert hashes
-    installed = metadata.distribution("jax")
-    if installed.version == version:
-        text = Path(str(installed.locate_file("jax/version.py"))).read_text(encoding="utf-8")
+    distribution = metadata.distribution("jax")
+    if distribution.version == version:
+        text = Path(str(distribution.locate_file("jax/version.py"))).read_text(encoding="utf-8")
         assert f"_git_hash: str = '{pin.commit}'" in text
 
 
@@ -64,8 +64,8 @@ LOCKS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "says"), LOCKS)
-def test_a_lock_takes_whole_hashes_only_and_a_malformed_one_is_named(tmp_path: Path, text: str, says: str) -> None:
+@pytest.mark.parametrize(("text", "message"), LOCKS)
+def test_a_lock_takes_whole_hashes_only_and_a_malformed_one_is_named(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "sources.lock").write_text(text)
-    with pytest.raises(errors.SourceError, match=rf"sources\.lock: {says}; restore it with git"):
+    with pytest.raises(errors.SourceError, match=rf"sources\.lock: {message}; restore it with git"):
         manifest.load_lock(tmp_path / "sources.lock")

@@ -198,6 +198,8 @@ def find_wrong_flags(o: Flags) -> Iterator[LauncherError]:
         yield MissingPartError("--compile needs JAX's compiler for GPUs; run ./bootstrap.sh --group compile-gpu")
     if o.prometheus and not o.prometheus.absolute().parent.is_dir():
         yield FileError(f"--prometheus {o.prometheus}: there is no such folder; make it, or choose another")
+    files = (("--metrics-file", o.metrics_file), ("--prometheus", o.prometheus))
+    yield from (FileError(f"{flag} {file}: a folder; name a file") for flag, file in files if file and file.is_dir())
     yield from (FileError(f"--text {file}: no such file") for file in o.text if not file.is_file())
 
 

@@ -7,17 +7,15 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from multimesh_maxtext import checkpoint_folder
+from multimesh_maxtext.command.dataset import write_corpus
 from multimesh_maxtext.command.flags import Flags
 from multimesh_maxtext.command.job import Job, Paths
 from multimesh_maxtext.errors import CheckpointError, FileError, FlagError, LauncherError
-
-RUNNING = ".running"
-"""A file that is locked while a run writes to an output folder. After a step it says where the checkpoints are."""
 
 
 @contextmanager
@@ -43,10 +41,20 @@ def writing(file: Path, flag: str, kind: type[LauncherError] = FileError) -> Ite
         yield
 
 
+@contextmanager
+def reserve_folders(job: Job, first: Paths, places: Sequence[Paths], texts: Sequence[str]) -> Iterator[None]:
+    """Reserve ``--output`` for a run, and make the folders of its processes here, which write to these ``places``."""
+    with writing(places[0].running, "--output"):
+        for paths in places:
+            make_way(job.flags, first, paths)
+            prepare_folders(job, paths, texts)
+        yield
+
+
 def make_way(o: Flags, first: Paths, paths: Paths) -> None:
-    """Keep the files of another run, or remove them where a flag asks for that. Call it while `writing`."""
-    folder, output, mark = o.checkpoint or Path(), first.output, first.output / RUNNING
-    run = mark.read_text() if mark.is_file() else ""
+    """Keep the files of another run, or remove them where a flag asks for that."""
+    folder, output = o.checkpoint or Path(), first.output
+    run = first.running.read_text() if first.running.is_file() else ""
     steps = bool(o.resume and checkpoint_folder.look(folder))
     goes_on = o.resume and (run == str(folder.resolve()) or (steps and not Path(run).exists()))  # it may be moved
     if run and not (goes_on or o.overwrite):
@@ -66,6 +74,26 @@ def make_way(o: Flags, first: Paths, paths: Paths) -> None:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
+
+
+def prepare_folders(job: Job, paths: Paths, texts: Sequence[str]) -> None:
+    """Make the folders, the corpus, MaxText's link to ``--checkpoint``; remove files that could pass for this run's."""
+    o, link = job.flags, paths.checkpoints
+    try:
+        for folder in (paths.output, paths.metrics.parent, *([o.dump] if o.dump and not o.forecast else [])):
+            folder.mkdir(parents=True, exist_ok=True)
+        for file in (paths.placement, paths.schedule, paths.unfit):
+            file.unlink(missing_ok=True)
+        if o.checkpoint and not (o.forecast or o.dump_only):
+            link.parent.mkdir(exist_ok=True)
+            if link.is_symlink():
+                link.unlink()
+            link.symlink_to(o.checkpoint.resolve())
+    except OSError as error:
+        place = error.filename2 or error.filename
+        raise FileError(f"{place}: {error.strerror}; choose another --output, --metrics-file or --dump") from error
+    if texts:
+        write_corpus(texts, paths.text, sequence_length=o.sequence_length)
 
 
 PARAMETERS = "load_parameters_path"
@@ -100,24 +128,25 @@ def beginning(job: Job, *, first: bool = True) -> Iterator[int]:
 
 
 def _check_parameters(job: Job) -> None:
-    """Refuse a checkpoint whose parameters MaxText cannot take: it only reads the run's own form of layers."""
-    o = job.flags
-    source = str(o.values.get(PARAMETERS) or "")
+    """Refuse a checkpoint whose parameters MaxText cannot take."""
+    source = str(job.flags.values.get(PARAMETERS) or "")
     if not source or "://" in source:
         return
     folder = Path(source.removesuffix("/items"))
     items = folder / "items"
     remedy = "give the folder that --export writes, or one that ends with a number"
     paths = checkpoint_folder.leaf_paths(items if items.is_dir() else folder, f"{PARAMETERS}={source}", remedy)
+    remedy = "write them anew: --checkpoint DIR --export DIR --no-scan-layers"
+    _check_layers(job, f"{PARAMETERS}={source}", paths, "in stacks" if job.flags.staged else "scanned", remedy)
+
+
+def _check_layers(job: Job, source: str, paths: Iterable[tuple[str, ...]], stacks: str, remedy: str) -> None:
+    """Refuse a checkpoint that has its layers in another form than this run, whose scanned layers are ``stacks``."""
     layers = checkpoint_folder.layers_of(paths)
-    stored, scans = checkpoint_folder.layout(layers), "in stacks" if o.staged else "scanned"
-    expected = scans if job.scans_layers else "unrolled"
-    if not layers or stored == expected:
-        return
-    remedy = f"use --{'no-' if stored == 'unrolled' else ''}scan-layers"
-    if stored not in ("unrolled", scans):
-        remedy = "write them anew: --checkpoint DIR --export DIR --no-scan-layers"
-    raise CheckpointError(f"{PARAMETERS}={source} has its layers {stored}, but this run has them {expected}; {remedy}")
+    stored, expected = checkpoint_folder.layout(layers), stacks if job.scans_layers else "unrolled"
+    if layers and stored != expected:
+        remedy = {"unrolled": "use --no-scan-layers", stacks: "use --scan-layers"}.get(stored, remedy)
+        raise CheckpointError(f"{source} has its layers {stored}, but this run has them {expected}; {remedy}")
 
 
 def _check_continues(job: Job, newest: int, folder: Path) -> None:
@@ -128,19 +157,14 @@ def _check_continues(job: Job, newest: int, folder: Path) -> None:
             f"--checkpoint {o.checkpoint} has checkpoints up to {newest}; add --resume to go on from it, or choose "
             "another folder"
         )
-    layers = checkpoint_folder.layers_of(checkpoint_folder.leaf_paths(folder / "items"))
-    stored, expected = checkpoint_folder.layout(layers), "scanned" if job.scans_layers else "unrolled"
-    in_groups = o.staged and stored == "scanned" and not job.uniform
-    if stored != expected and (in_groups or not o.staged):  # a pipeline takes layers of one kind in any layout
-        remedy = {
-            "scanned": "use --scan-layers",
-            "unrolled": "use --no-scan-layers",
-            "in stacks": "go on with --backend multimesh --no-scan-layers once, which writes them unrolled",
-        }[stored]
-        if in_groups:
-            expected, remedy = "in stages", "use --backend spmd --scan-layers with --fsdp or --tp in place of --pp"
-        raise CheckpointError(
-            f"checkpoint {newest} has its layers {stored}, but this run has them {expected}; {remedy}"
+    paths = checkpoint_folder.leaf_paths(folder / "items")
+    if not o.staged:
+        remedy = "go on with --backend multimesh --no-scan-layers once, which writes them unrolled"
+        _check_layers(job, f"checkpoint {newest}", paths, "scanned", remedy)
+    elif not job.uniform and checkpoint_folder.layout(checkpoint_folder.layers_of(paths)) == "scanned":
+        raise CheckpointError(  # a pipeline takes layers of one kind in any layout
+            f"checkpoint {newest} has its layers scanned, but this run has them in stages; use --backend spmd "
+            "--scan-layers with --fsdp or --tp in place of --pp"
         )
     files = sorted((folder / _POSITIONS).glob("process_*-of-*.json")) if o.dataset == "grain" else []
     if not files:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,36 +15,30 @@ from pathlib import Path
 from typing import NoReturn
 
 from multimesh.launch import job_variables, process_variables
-from multimesh_maxtext.checkpoint_folder import look
+from multimesh_maxtext import errors, outcome
+from multimesh_maxtext.checkpoint_folder import look, state_line
 from multimesh_maxtext.command import report, suggesting
 from multimesh_maxtext.command.check_flags import check_job, find_job_notes
-from multimesh_maxtext.command.checkpoint import RUNNING, writing
+from multimesh_maxtext.command.checkpoint import reserve_folders
 from multimesh_maxtext.command.command_line import read
 from multimesh_maxtext.command.dataset import check_dataset, read_texts
 from multimesh_maxtext.command.environment import find_flag_notes, find_gpus, stale_parts
 from multimesh_maxtext.command.flags import Flags
 from multimesh_maxtext.command.forecasting import check_memory, inspect, show_size
 from multimesh_maxtext.command.job import Job, Paths, find_maxtext
-from multimesh_maxtext.command.member import SINGLE, Member, find_launcher, find_members, find_repeats
+from multimesh_maxtext.command.listeners import make_listeners
+from multimesh_maxtext.command.member import SINGLE, Member, check_processes, find_launcher, find_members, find_repeats
 from multimesh_maxtext.command.report import Output, unblock_output
-from multimesh_maxtext.command.train_job import prepare_folders, train_job
-from multimesh_maxtext.command.training import SIGNALS, Start, StopRequest, state_line
+from multimesh_maxtext.command.steps import reference_job
+from multimesh_maxtext.command.train_job import train_job
+from multimesh_maxtext.command.training import SIGNALS, Start, StopRequest
 from multimesh_maxtext.command.translate import Launch, forecasting, launch
-from multimesh_maxtext.errors import (
-    CheckpointError,
-    FileError,
-    InterruptedRunError,
-    LauncherError,
-    TrainerFailedError,
-    UnreadError,
-)
-from multimesh_maxtext.outcome import full_file
 
 HOLD = 5.0
 """Seconds that the others wait for the first process, which tells: Slurm ends all as soon as one ends with an error."""
 
 
-def command(argv: Sequence[str], *, root: Path | None = None) -> NoReturn:
+def command(argv: Sequence[str], *, root: Path | str = "") -> NoReturn:
     """Run the command line, and end this process with its exit code, which says more than a signal would.
 
     ``root``: the repository, if this runs from one. It may hold ``third_party/maxtext``.
@@ -55,19 +48,16 @@ def command(argv: Sequence[str], *, root: Path | None = None) -> NoReturn:
         signal.signal(number, stop)
     try:
         unblock_output()
-        code = main(argv, root=root, stop=stop)
+        code = main(argv, root=Path(root) if root else None, stop=stop)
         stop.trains = True  # nothing interrupts the rest
         sys.stdout.flush()
     except BrokenPipeError:  # a program such as head has read what it wanted
-        code = code or UnreadError.exit_code
+        code = code or errors.UnreadError.exit_code
     os._exit(code)  # Python itself would end by SIGINT if a string that it executed was interrupted
 
 
 def main(argv: Sequence[str], *, root: Path | None = None, stop: StopRequest | None = None) -> int:
-    """Run the command line and return its exit code; nothing but ``--help`` and closed pipes leave by an exception.
-
-    ``stop``: gets the signals, if anything does.
-    """
+    """Return the exit code of a command line; only ``--help`` and closed pipes leave by an exception."""
     this = SINGLE
     try:
         parsed = read(argv)
@@ -80,15 +70,15 @@ def main(argv: Sequence[str], *, root: Path | None = None, stop: StopRequest | N
         return run_job(job, find_job_notes(parsed, job), maxtext, root, stop or StopRequest())
     except KeyboardInterrupt:
         print(f"interrupted before it trained; {state_line(read(argv).flags.checkpoint)}", file=sys.stderr)
-        return InterruptedRunError.exit_code
-    except (LauncherError, OSError) as error:
-        shown = error if isinstance(error, LauncherError) else full_file(error)
+        return errors.InterruptedRunError.exit_code
+    except (errors.LauncherError, OSError) as error:
+        shown = error if isinstance(error, errors.LauncherError) else errors.full_file(error)
         if shown is None:
             raise
         return _print_error(shown, this, as_json="--json" in argv)
 
 
-def _print_error(error: LauncherError, this: Member, *, as_json: bool) -> int:
+def _print_error(error: errors.LauncherError, this: Member, *, as_json: bool) -> int:
     """Print an error, and return its exit code. The first process prints for all where all find the same."""
     prefix = "error: "
     if this.rank:
@@ -98,7 +88,7 @@ def _print_error(error: LauncherError, this: Member, *, as_json: bool) -> int:
             return error.exit_code
         if error.shared:
             return error.exit_code
-        prefix = f"error: process {this.rank} of {this.count} on {socket.gethostname()}: "
+        prefix = f"error: {outcome.name_process(this.rank, this.count)}: "
     for line in str(error).splitlines() or [""]:
         print(f"{prefix}{line}", file=sys.stderr)
     if as_json and not this.rank:
@@ -132,16 +122,23 @@ def run_job(job: Job, notes: Iterable[str], maxtext: Path, root: Path | None, st
         return 0
     if flags.export:
         return 0 if this.rank else _export(start, flags, flags.export)
-    # Of several processes the first speaks for all, unless another fails.
-    console = Output(soft_wrap=True, highlight=False, markup=False, quiet=flags.json or this.rank > 0)
-    if not (flags.forecast or flags.dump_only):
-        return train_job(job, first, starts, texts, console, gpu_memory, this, stop)
     if flags.forecast and this.rank:
         return 0
-    with writing(paths.output / RUNNING, "--output"):
-        for _, place in starts:
-            prepare_folders(job, place, texts)
+    # Of several processes the first speaks for all, unless another fails.
+    console = Output(soft_wrap=True, highlight=False, markup=False, quiet=flags.json or this.rank > 0)
+    trainings = [(job, starts)]
+    if flags.verify and not this.rank:
+        other, beside = reference_job(job), paths.below("spmd")
+        alone = launch(other, beside, inherited=os.environ, gpu_memory=gpu_memory)
+        trainings.append((other, [(alone, beside)]))
+    with reserve_folders(job, first, [place for _, training in trainings for _, place in training], texts):
+        listeners = {} if this.rank or flags.dump_only or flags.forecast else make_listeners(flags)
+        if flags.check:
+            check_processes(flags, start.command[:3], [start.environment for start, _ in starts], first.unfit)
         check_memory(job, paths, console, gpu_memory)
+        if not (flags.forecast or flags.dump_only):
+            places = [first.of_process(rank) for rank in range(flags.nodes)]
+            return train_job(trainings, places, console, stop, listeners)
         if flags.dump_only:
             inspect(starts)
             if not this.rank:
@@ -167,14 +164,14 @@ def _export(start: Launch, flags: Flags, target: Path) -> int:
     folder = flags.checkpoint or Path()
     steps = look(folder)
     if not steps:
-        raise CheckpointError(f"--checkpoint {folder}: there is no checkpoint to export; train first")
+        raise errors.CheckpointError(f"--checkpoint {folder}: there is no checkpoint to export; train first")
     if target.exists():
-        raise FileError(f"--export {target}: it is there already; choose another folder")
+        raise errors.FileError(f"--export {target}: it is there already; choose another folder")
     words = "export", str(folder.resolve()), str(steps[-1]), str(target.resolve())
     command = [*start.command[:3], "multimesh_maxtext", *words, *["unrolled"] * (flags.scan_layers is False)]
     done = subprocess.run(command, env={**os.environ, **start.environment}, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise TrainerFailedError(done.stderr.strip().splitlines()[-1].removeprefix("error: "))
+        raise errors.TrainerFailedError(done.stderr.strip().splitlines()[-1].removeprefix("error: "))
     result = json.loads(done.stdout)
     if flags.json:
         print(json.dumps({"export": str(target / "items"), "checkpoint": steps[-1], **result}))

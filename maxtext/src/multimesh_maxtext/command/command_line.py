@@ -7,6 +7,7 @@ import difflib
 import functools
 import json
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,10 +20,10 @@ from multimesh_maxtext.errors import FlagError, error_classes
 
 DESCRIPTION = """\
   maxtext/run.py --text my-notes.md --num-steps 50
-  maxtext/run.py --cpus 8 --dp 2 --tp 2 --pp 2 --batch-size 8 --microbatch-size 2
+  maxtext/run.py --cpus 8 --dp 2 --tp 2 --pp 2 --batch-size 8
 
-Train a MaxText model. The devices form a grid of dp x fsdp x tp x cp x pp x ep; the batch is cut into rows for each of
-its dp x fsdp x ep domains. KEY=VALUE arguments go to MaxText as they are (learning_rate=3e-4, dtype=float32, ...)."""
+Train a MaxText model on a grid of dp x fsdp x tp x cp x pp x ep devices.
+KEY=VALUE arguments go to MaxText (learning_rate=3e-4, dtype=float32, ...)."""
 
 SETTINGS = {
     "--attention-type": "attention_type",
@@ -43,9 +44,8 @@ IGNORED = {
     "the original's compiler": (
         r"--host-offload-min-reuse-distance|--(no-)?(hoist-loop-convert|load-balance-(embeddings|decoder-norm))"
     ),
-    "the original's passes; here they are always as by default": (
-        r"--(no-)?(autoshard|fuse-tasks|only-fuse-loop-tasks|dump-mpmd-passes)"
-    ),
+    "the original's passes; here they are always as by default": r"--(no-)?(autoshard|fuse-tasks|only-fuse-loop-tasks)",
+    "the original's dumps; --dump writes every pass": r"--(no-)?(hlo|dump-(mpmd|all)-passes)",
     "MaxText's train_compile": "--compile-topology-num-slices",
 }
 """The original's flags without effect here, by their purpose. A number, or another word without "=", is the value."""
@@ -56,7 +56,8 @@ def _exit_codes() -> str:
     meanings = {kind.exit_code: (kind.__doc__ or "").partition("\n")[0].replace("`", "") for kind in kinds}
     meanings |= {0: "Every step ran, the loss is finite and falling.", 1: "Any other error."}
     meanings[130] = "It was interrupted."
-    return "\n".join(["exit codes:", *(f"{code:5}  {meaning}" for code, meaning in sorted(meanings.items()))])
+    lines = [f"{code:5}  {meaning}" for code, meaning in sorted(meanings.items())]
+    return "\n".join(["exit codes:", *(textwrap.fill(line, 80, subsequent_indent=" " * 7) for line in lines)])
 
 
 class _Setting(argparse.Action):
@@ -147,8 +148,6 @@ def read(argv: Sequence[str]) -> CommandLine:
                 FlagError(f"{word!r} is neither a flag nor a KEY=VALUE for MaxText; write e.g. learning_rate=3e-4")
             )
     values |= {name: tuple(values[name]) for name in ("settings", "replaced")}
-    if values.get("backend") == "legate":
-        values["backend"] = "multimesh"
     return CommandLine(Flags(**values, ignored=tuple(ignored)), tuple(wrong), frozenset(doubtful))
 
 

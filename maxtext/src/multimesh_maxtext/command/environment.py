@@ -53,7 +53,8 @@ def environment(job: Job, paths: Paths, *, inherited: Mapping[str, str], gpu_mem
     """Return the variables that the trainer gets on top of the inherited ones."""
     flags = job.flags
     values, users_flags = flags.values, inherited.get("XLA_FLAGS", "")
-    xla = [users_flags, *xla_flags(flags, devices=job.devices // flags.nodes, users=users_flags, process=paths.process)]
+    process = f"process-{paths.rank}" if paths.rank else ""
+    xla = [users_flags, *xla_flags(flags, devices=job.devices // flags.nodes, users=users_flags, process=process)]
     packages = [str(folder) for folder in _PACKAGES if folder.name not in ("site-packages", "dist-packages")]
     # A stray jax.py or numpy.py of the user's must not win: installed packages come before inherited folders.
     places = sysconfig.get_paths()

@@ -152,6 +152,7 @@ class Flags:
         "program; 'cuda' and 'cpu' are spmd on that platform, 'legate' is multimesh. Without --pp all are MaxText",
         BACKENDS,
         default="multimesh",
+        read=lambda name: "multimesh" if name == "legate" else name,
     )
     nodes: int = _number("processes in all; one per GPU is usual on a cluster", 1)
     gpus: int = _number("GPUs per process; 0: train on CPU devices", 0, 0, decides=("hardware",))

@@ -17,12 +17,11 @@ from multimesh_maxtext.command.check_flags import find_wrong_sizes
 from multimesh_maxtext.command.environment import memory_limit
 from multimesh_maxtext.command.flags import DEVICES, GRID_AXES, Flags
 from multimesh_maxtext.command.job import Job, Model, Paths, make_job, transformer
-from multimesh_maxtext.command.report import make_table, progress, schedule_choice
+from multimesh_maxtext.command.report import make_table, print_tail, progress, schedule_choice
 from multimesh_maxtext.command.steps import reference_job, tail
-from multimesh_maxtext.command.training import Start, StopRequest, log_tail, run_trainers
+from multimesh_maxtext.command.training import Start, StopRequest, run_trainers
 from multimesh_maxtext.command.translate import forecasting
 from multimesh_maxtext.errors import DoesNotFitError, TrainerFailedError
-from multimesh_maxtext.outcome import read as read_outcome
 from multimesh_planner import Configuration, band, step_time
 
 _POLICIES = {
@@ -182,7 +181,7 @@ def run_forecast(job: Job, paths: Paths, gpu_memory: int | None, console: Consol
 def inspect(starts: Sequence[Start], tell: Callable[[str], object] = lambda _: None) -> None:
     """Run processes that end before they train. ``tell`` gets the newest line on compilation.
 
-    Raises ``FlagError`` where MaxText refuses its settings, and ``TrainerFailedError`` where it fails otherwise.
+    Raises the error of the first that fails.
     """
     log = tail(starts[0][1].log)
 
@@ -191,14 +190,9 @@ def inspect(starts: Sequence[Start], tell: Callable[[str], object] = lambda _: N
             tell(lines[-1])
         return False
 
-    codes, _ = run_trainers(starts, look_on, StopRequest())
-    for code, (_, paths) in zip(codes, starts, strict=True):
-        error = read_outcome(paths.outcome)
-        if code and error and not isinstance(error, TrainerFailedError):
-            raise error
-        if code:
-            print(log_tail(paths.log), file=sys.stderr)
-            raise TrainerFailedError(f"the trainer failed with exit code {code}; see {paths.log}")
+    for error in filter(None, run_trainers(starts, look_on, StopRequest())):
+        print_tail(error)
+        raise error
 
 
 def _describe_forecast(job: Job, paths: Paths, values: Mapping[str, Any]) -> Iterator[str | Table]:

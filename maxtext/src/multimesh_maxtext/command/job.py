@@ -337,13 +337,13 @@ def _path(name: str, doc: str, folder: str = "output") -> Any:
 
 @dataclass(frozen=True)
 class Paths:
-    """Where one run reads and writes. ``process`` is this process's folder below that of the first, empty for that."""
+    """Where a process of a job reads and writes: the first, of ``rank`` 0, in ``output``, the others below that."""
 
     python: str
     maxtext: Path
     output: Path
     metrics: Path
-    process: str = ""
+    rank: int = 0
 
     package = _path("maxtext", "MaxText's package folder.", "maxtext")
     log = _path("maxtext.log", "MaxText's log.")
@@ -354,15 +354,16 @@ class Paths:
     outcome = _path("outcome.json", "Why this process ended, as data.")
     checkpoints = _path(f"{RUN_NAME}/checkpoints", "Where MaxText keeps its checkpoints; a link to ``--checkpoint``.")
     text = _path("text", "The tokens of ``--text``.")
+    running = _path(".running", "Locked while a run writes here; after a step it says where its checkpoints are.")
+    unfit = _path("unfit-nodes", "The nodes that ``--check`` found at fault, one a line, for ``sbatch --exclude``.")
 
     def below(self, name: str) -> Paths:
         """Return where something else than a run writes: in a folder of its own."""
         return replace(self, output=self.output / name, metrics=self.output / name / "metrics.jsonl")
 
     def of_process(self, rank: int) -> Paths:
-        """Return where a process writes: the first where the user says, the others below that."""
-        process = f"process-{rank}"
-        return replace(self.below(process), process=process) if rank else self
+        """Return where a process writes, from where the first does."""
+        return replace(self.below(f"process-{rank}"), rank=rank) if rank else self
 
     @property
     def products(self) -> tuple[str, ...]:

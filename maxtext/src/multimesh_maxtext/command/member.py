@@ -1,14 +1,15 @@
-"""Finds which of several processes this one is, by a launcher's variables."""
+"""Several processes: which of them this one is, by a launcher's variables; and whether they can run pipelines."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from multimesh.launch import ADDRESS, LAUNCHERS, Launcher
+from multimesh.launch import ADDRESS, LAUNCHERS, Launcher, run_together
 from multimesh_maxtext.command.flags import Flags
-from multimesh_maxtext.errors import FlagError
+from multimesh_maxtext.errors import FlagError, ProcessLostError, UnfitError
 
 
 @dataclass(frozen=True)
@@ -72,3 +73,17 @@ def find_launcher(environment: Mapping[str, str]) -> tuple[Launcher | None, Memb
         if this.count > 1:  # the shell of `srun --pty bash` is one task, which may start others
             return launcher, this
     return None, SINGLE
+
+
+def check_processes(o: Flags, python: Sequence[str], variables: Sequence[Mapping[str, str]], unfit: Path) -> None:
+    """Let processes, each with its variables, check their devices and the way between them; stderr gets the table."""
+    shared, stages = (o.checkpoint or o.output or Path()).absolute(), o.pp if o.staged else 1
+    words = ("check", "--quick", f"--stages={stages}", f"--folder={shared}", f"--unfit={unfit}")
+    command = ("sh", "-c", 'exec "$@" >&2', "check", *python, "multimesh", *words)
+    code = run_together([command] * len(variables), variables)
+    if code == ProcessLostError.exit_code or code < 0:
+        raise ProcessLostError("--check: a process or a transfer did not answer; the table above says which")
+    if code:
+        nodes = unfit.read_text().split() if unfit.exists() else []
+        which = f"; at fault: {', '.join(nodes)}" if nodes else ""
+        raise UnfitError(f"--check: these processes cannot run pipelines{which}; the table above says why")

@@ -1,4 +1,4 @@
-"""Prints a run: a headline, its progress, tables of its steps, or one JSON object; and never blocks on a reader."""
+"""Tells of a run: headline, progress, tables of its steps or one JSON object, its end; and never blocks on a reader."""
 
 from __future__ import annotations
 
@@ -18,10 +18,14 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.table import Table
 
+from multimesh_maxtext import errors, outcome
+from multimesh_maxtext.checkpoint_folder import look, state_line
 from multimesh_maxtext.command.job import Job, Paths
-from multimesh_maxtext.command.steps import Run, Step
+from multimesh_maxtext.command.steps import TOLERANCE, Run, Step
+from multimesh_maxtext.command.translate import CHECKPOINTS, KEEP
 
 _ROWS = 12  # of the table
+_TAIL = 20  # lines of a failed trainer's log
 _PATIENCE = 2.0  # seconds after which a reader who takes nothing is given up
 
 
@@ -33,16 +37,23 @@ class Output(Console):
         raise
 
 
-def headline(job: Job) -> str:
-    """Return the job in a line: its backend, devices, grid, layers and batch."""
+def headline(job: Job, paths: Paths) -> str:
+    """Return the job in a line: its backend, devices, grid, layers and batch; and where it writes."""
     o = job.flags
     use = "in the pipeline" if o.pp > 1 else "accumulated"
     sizes = job.pieces if o.staged else ()
     dealt = f" dealt {' '.join(map(str, sizes))}" if len(set(sizes)) > 1 else ""
-    return (
+    lines = [
         f"MaxText, backend {o.backend}, {job.devices} {o.platform} devices: {o.grid}; "
-        f"{job.model.layers} layers{dealt}; batch {job.batch} = {job.microbatches} microbatches {use}"
-    )
+        f"{job.model.layers} layers{dealt}; batch {job.batch} = {job.microbatches} microbatches {use}",
+        f"output {paths.output}",
+        f"log    {paths.log}",
+    ]
+    if o.checkpoint:
+        lines.append(f"the newest {o.values.get(KEEP, CHECKPOINTS[KEEP])} checkpoints stay ({KEEP}=)")
+    if o.nodes > 1 and not (o.spawn or o.output):
+        lines.append("other processes log to temporary folders of their own; --output DIR keeps all in one")
+    return "\n".join(lines)
 
 
 @contextmanager
@@ -97,9 +108,10 @@ def plan_text(command: Sequence[str], environment: Mapping[str, str], configurat
     return "\n".join(lines)
 
 
-def summary(run: Run, paths: Paths) -> dict[str, Any]:
+def summary(run: Run, checkpoint: int | None = None) -> dict[str, Any]:
     """Return the object that ``--json`` prints after a run. JSON has no NaN: a number that is not finite is null."""
-    values = schedule_choice(paths.schedule)
+    paths = run.paths
+    values: dict[str, Any] = {**schedule_choice(paths.schedule), "checkpoint": checkpoint}
     values |= {"steps": list(map(asdict, run.steps)), "evaluations": run.evaluations}
     if run.reference:
         values |= {"reference": list(map(asdict, run.reference)), "difference": max(run.differences)}
@@ -111,6 +123,46 @@ def summary(run: Run, paths: Paths) -> dict[str, Any]:
 def schedule_choice(file: Path) -> dict[str, Any]:
     """Return the choice of ``--schedule auto``; nothing under another schedule."""
     return {"schedule": json.loads(file.read_text())} if file.exists() else {}
+
+
+def report(job: Job, run: Run, console: Console) -> int:
+    """Write the outcome of a run, and print its results and why it ended; return its exit code."""
+    o, paths, steps, error = job.flags, run.paths, run.steps, run.error
+    newest = max(look(o.checkpoint) if o.checkpoint else (), default=None)
+    last = max((step.number for step in steps), default=None)
+    outcome.write(error, paths.outcome, outcome.name_process(paths.rank, o.nodes), step=last, checkpoint=newest)
+    if isinstance(error, errors.UnreadError):
+        raise error
+    if o.json and not paths.rank:
+        print(json.dumps(summary(run, newest)))
+    if schedule := schedule_choice(paths.schedule):
+        console.print(f"{schedule['schedule']['text']}\nschedule {paths.schedule}\n")
+    console.print(step_table(run))
+    for evaluation in run.evaluations:
+        console.print(f"evaluated after step {evaluation['step']}: loss {evaluation['loss']:.4f}")
+    if run.reference:
+        console.print(f"largest difference {max(run.differences):.1e}, at most {TOLERANCE:.0e} allowed")
+    console.print(f"metrics {paths.metrics}")
+    if not error and not run.planned:  # a job that is run again until it succeeds has succeeded
+        console.print(f"ok: checkpoint {newest} is after the last of --num-steps {o.num_steps}; nothing is left to do")
+    elif not error:
+        agree = f"; the same without the pipeline, in {job.model.resolved.get('dtype')}" if run.reference else ""
+        console.print(f"ok: {len(steps)} steps, loss {steps[0].loss:.4f} -> {steps[-1].loss:.4f}{agree}")
+    elif not (error.shared and paths.rank):  # else another process tells
+        print_tail(error)
+        # A run that was refused, or ran to its end, left nothing to go on from; errors of checkpoints tell themselves.
+        ended = isinstance(error, errors.FlagError | errors.LossNotFallingError | errors.DisagreementError)
+        state = "" if ended or type(error) is errors.CheckpointError else f"; {state_line(o.checkpoint)}"
+        who = f" ({error.who})" if o.nodes > 1 and error.who else ""
+        print(f"error: {error}{state}{who}", file=sys.stderr)
+    return error.exit_code if error else 0
+
+
+def print_tail(error: errors.LauncherError) -> None:
+    """Print the end of the log of a trainer that failed, indented."""
+    if isinstance(error, errors.TrainerFailedError) and error.log and error.log.exists():
+        lines = error.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        print("\n".join(f"  | {line}" for line in lines[-_TAIL:]), file=sys.stderr)
 
 
 class UnblockedOutput(io.TextIOBase):

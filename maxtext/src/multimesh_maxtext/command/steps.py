@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -13,32 +12,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from multimesh_maxtext import outcome
+from multimesh_maxtext import errors
 from multimesh_maxtext.command.job import Job, Paths, make_job
-from multimesh_maxtext.errors import (
-    MORE_MEMORY,
-    CheckpointError,
-    DisagreementError,
-    DoesNotFitError,
-    FlagError,
-    InterruptedRunError,
-    LauncherError,
-    LossNotFallingError,
-    LossNotFiniteError,
-    ProcessKilledError,
-    ProcessLostError,
-    StoppedEarlyError,
-    TrainerFailedError,
-)
 from multimesh_maxtext.handoff import SECONDS
 
 TOLERANCE = 1e-5
 """Largest relative difference of a loss or a gradient norm at which two runs agree; float32 needs less."""
 
-_NO_MEMORY = b"std::bad_alloc"  # the C++ library's word for a lack of memory, by which it ends a process
-
 Tell = Callable[[Mapping[str, float]], object]
 """Called with the record of each step and evaluation."""
+
+Listeners = Mapping[str, Tell]
+"""Whom a run tells, by the names that warnings have."""
 
 
 @dataclass(frozen=True)
@@ -60,19 +45,18 @@ class Step:
 class Run:
     """A training, whose records are read from its metrics file as the trainer writes them."""
 
-    error: LauncherError | None = None  # why it ended; None for a success
+    error: errors.LauncherError | None = None  # why it ended; None for a success
     # reference, differences: with --verify the steps of one program, and for each step the larger of the relative
     # differences of loss and gradient norm
     reference: Sequence[Step] = ()
     differences: Sequence[float] = ()
 
-    def __init__(self, paths: Paths, planned: range = range(0), listeners: Mapping[str, Tell] = {}) -> None:
+    def __init__(self, paths: Paths, planned: range = range(0), listeners: Listeners | None = None) -> None:
         """Cut the first planned step and all after it off the file; listeners get copies of the records from then on.
 
         What one of them raises is told once, with its name, and ends nothing.
         """
-        metrics, self.planned = paths.metrics, planned
-        self.log = paths.log  # of the trainer that failed
+        metrics, self.paths, self.planned = paths.metrics, paths, planned
         self._lines, self._failed, self._listeners = tail(metrics), set[str](), dict[str, Tell]()
         # evaluations: for each the optimizer ``step`` that it came after, and its mean ``loss`` in nats
         self.steps, self.evaluations = list[Step](), list[dict[str, float]]()
@@ -85,7 +69,7 @@ class Run:
         if position > end:
             os.truncate(metrics, end)
         self.before = self.read()  # steps of the run that this one resumes, as far as they are known
-        self.steps, self.evaluations, self._listeners = [], [], dict(listeners)
+        self.steps, self.evaluations, self._listeners = [], [], dict(listeners or {})
 
     def read(self) -> list[Step]:
         """Return the steps that were completed since the last call."""
@@ -134,64 +118,39 @@ def tail(file: Path) -> Iterator[list[str]]:
         yield data[:end].decode("utf-8", "replace").splitlines()
 
 
-def judge(
-    run: Run, codes: Sequence[int | None], places: Sequence[Paths], stopped_by: str = "", *, several: bool = False
-) -> LauncherError | None:
+def judge(run: Run, ends: Sequence[errors.LauncherError | None]) -> errors.LauncherError | None:
     """Return why a run is no success; None if every step ran and the loss fell.
 
     It falls if the mean of the last third of the steps is below that of the first. A run of one step only needs a
     finite loss, and so does a resumed run whose earlier steps are not known.
 
-    ``codes``, ``places``: of its trainers, the exit codes, None for one that we ended, and where they wrote.
-    ``stopped_by``: the name of the signal that ended it, if one did.
-    ``several``: whether it is one of several processes.
+    ``ends``: why each of its trainers ended, None for a success.
     """
     for step in run.steps:
         if not math.isfinite(step.loss):
-            return LossNotFiniteError(
-                f"the loss of step {step.number} is {step.loss}; lower learning_rate= or look at {run.log}"
+            return errors.LossNotFiniteError(
+                f"the loss of step {step.number} is {step.loss}; lower learning_rate= or look at {run.paths.log}"
             )
     complete = [step.number for step in run.steps] == list(run.planned)
-    if not complete or any(code != 0 for code in codes):
-        after = f"after {len(run.steps)} of {len(run.planned)} steps"
-        ends = [
-            (error, rank, paths.log)
-            for rank, (code, paths) in enumerate(zip(codes, places, strict=True))
-            if (error := _explain_end(code, paths, after, stopped_by, several=several))
-        ]
-        if not ends:
-            return StoppedEarlyError(f"the trainer ended without an error {after}; see {run.log}")
-        first, rank, run.log = min(ends, key=lambda end: end[0].doubt)
-        first.who = outcome.name_process(rank, len(codes)) if len(codes) > 1 else ""
-        return first
+    early = errors.PreemptedError | errors.StoppedEarlyError if complete else ()  # what came too late to end it so
+    causes = [end for end in ends if end and not isinstance(end, early)]
+    after = f"after {len(run.steps)} of {len(run.planned)} steps"
+    if causes:
+        error = min(causes, key=lambda end: end.doubt)
+        if not isinstance(error, errors.FlagError | errors.CheckpointError):
+            message, separator, remedy = str(error).partition("; ")
+            error.args = (f"{message} {after}{separator}{remedy}",)
+        return error
+    if not complete:
+        return errors.StoppedEarlyError(f"the trainer ended without an error {after}; see {run.paths.log}")
     losses = [step.loss for step in (*run.before, *run.steps)]
     third = max(1, len(losses) // 3)
     if len(losses) > 1 and (run.before or not run.planned.start) and sum(losses[-third:]) >= sum(losses[:third]):
-        return LossNotFallingError(
+        return errors.LossNotFallingError(
             f"the loss went from {losses[0]:.4f} to {losses[-1]:.4f}; "
             "train longer with --num-steps or change learning_rate="
         )
     return None
-
-
-def _explain_end(code: int | None, paths: Paths, after: str, stopped_by: str, *, several: bool) -> LauncherError | None:
-    """Return the error of a trainer: the one that it wrote, else what its exit code says; None for a success."""
-    error = outcome.read(paths.outcome)
-    if error is None and stopped_by:
-        return InterruptedRunError(f"{stopped_by} ended the run")
-    if error is None and code == -signal.SIGABRT and _NO_MEMORY in paths.log.read_bytes():
-        error = DoesNotFitError(f"the memory of this machine did not suffice ({_NO_MEMORY.decode()}); {MORE_MEMORY}")
-    elif error is None and code:
-        hint = " (out of memory?)" if -code == signal.SIGKILL else ""
-        how = f"was killed by {signal.Signals(-code).name}{hint}" if code < 0 else f"failed with exit code {code}"
-        lost = ProcessKilledError if code < 0 else ProcessLostError
-        kind = lost if several and (code < 0 or code == lost.exit_code) else TrainerFailedError
-        error = kind(f"the trainer {how}")
-    if error is None or isinstance(error, FlagError | CheckpointError):
-        return error
-    message, separator, remedy = str(error).partition("; ")
-    more = f"; see {paths.log}" if isinstance(error, TrainerFailedError) else ""
-    return type(error)(f"{message} {after}{separator}{remedy}{more}")
 
 
 def reference_job(job: Job) -> Job:
@@ -213,7 +172,7 @@ def reference_job(job: Job) -> Job:
     return make_job(single, job.model)
 
 
-def compare(run: Run, reference: Sequence[Step], dtype: str) -> DisagreementError | None:
+def compare(run: Run, reference: Sequence[Step], dtype: str) -> errors.DisagreementError | None:
     """Note the differences of two complete runs; return an error with the first step that differs by too much.
 
     ``dtype``: of the activations of both.
@@ -224,14 +183,12 @@ def compare(run: Run, reference: Sequence[Step], dtype: str) -> DisagreementErro
         return difference if math.isfinite(difference) else math.inf
 
     pairs = list(zip(run.steps, reference, strict=True))
-    run.reference, run.differences = (
-        reference,
-        [max(differ(step.loss, other.loss), differ(step.gradient_norm, other.gradient_norm)) for step, other in pairs],
-    )
+    run.reference = reference
+    run.differences = [max(differ(a.loss, b.loss), differ(a.gradient_norm, b.gradient_norm)) for a, b in pairs]
     for (step, other), difference in zip(pairs, run.differences, strict=True):
         if difference > TOLERANCE:
             hint = "report it with both logs" if dtype == "float32" else f"{dtype} rounds; compare with dtype=float32"
-            return DisagreementError(
+            return errors.DisagreementError(
                 f"step {step.number}: loss {step.loss:.7f} and gradient norm {step.gradient_norm:.7f}, "
                 f"but {other.loss:.7f} and {other.gradient_norm:.7f} without the pipeline: "
                 f"a relative difference of {difference:.1e}, more than {TOLERANCE:.0e}; {hint}"

@@ -15,20 +15,13 @@ from rich.console import Console
 
 import multimesh
 from multimesh import planner
+from multimesh_maxtext import errors
 from multimesh_maxtext.command.check_flags import check_job, find_wrong_settings
 from multimesh_maxtext.command.command_line import CommandLine, write_words
 from multimesh_maxtext.command.environment import usable_memory
 from multimesh_maxtext.command.flags import DEFAULTS, DEVICES, FLAGS, Flags
 from multimesh_maxtext.command.forecasting import DROPPING, FIELDS, planner_fields, run_forecast
 from multimesh_maxtext.command.job import UNLIKE, Model, Paths, describe_model, transformer
-from multimesh_maxtext.errors import (
-    DoesNotFitError,
-    FlagError,
-    LauncherError,
-    MissingPartError,
-    UnsupportedError,
-    raise_all,
-)
 from multimesh_planner import Configuration, Option, Suggestions
 from multimesh_planner.suggestions import describe_how
 
@@ -108,9 +101,9 @@ class Request:
             return False
         try:
             check_job(CommandLine(self.change(how)), self.maxtext / "maxtext")
-        except MissingPartError:
+        except errors.MissingPartError:
             return True  # the cluster may have what this machine has not
-        except LauncherError as error:
+        except errors.LauncherError as error:
             self.refused.append(str(error).splitlines()[0])
             return False
         return True
@@ -126,7 +119,7 @@ class Request:
 def run(parsed: CommandLine, argv: Sequence[str], maxtext: Path) -> int:
     """Search, forecast the best exactly but with ``--dry-run``, and print; return the exit code."""
     flags, words = parsed.flags, {word.split("=")[0] for word in argv}
-    raise_all(parsed.wrong or [*_find_wrong(flags), *find_wrong_settings(flags, maxtext / "maxtext")])
+    errors.raise_all(parsed.wrong or [*_find_wrong(flags), *find_wrong_settings(flags, maxtext / "maxtext")])
     names = frozenset(name for name, flag in FLAGS.items() if words & {flag.option, f"--no-{flag.option[2:]}"})
     console, model = Console(stderr=True, quiet=flags.json), describe_model(flags, maxtext / "maxtext")
     request = Request(flags, names, maxtext, model, console)
@@ -136,9 +129,9 @@ def run(parsed: CommandLine, argv: Sequence[str], maxtext: Path) -> int:
             suggestions = planner.suggest(training, flags.nodes * flags.gpus, accepts=request.accepts)
     except multimesh.UsageError as error:
         reason = f"; {request.refused[0]}" if request.refused else ""
-        full = error.exit_code == DoesNotFitError.exit_code
+        full = error.exit_code == errors.DoesNotFitError.exit_code
         text = " or ".join([str(error).removeprefix("suggest: "), *(request.list_remedies() if full else ())])
-        raise (DoesNotFitError if full else FlagError)(f"--suggest: {text}{reason}") from None
+        raise (errors.DoesNotFitError if full else errors.FlagError)(f"--suggest: {text}{reason}") from None
     if not flags.dry_run:
         suggestions = check_plans(request, training, suggestions)
     notes = [f"left out, as it would be refused: {reason}" for reason in dict.fromkeys(request.refused)]
@@ -176,7 +169,7 @@ def check_plans(request: Request, training: planner.Training, suggestions: Sugge
         text = f"forecasting the memory of {option.how.shown()} exactly, {number} of at most {_TRIES}"
         try:
             needed = request.plan(option.how, text)
-        except LauncherError as error:
+        except errors.LauncherError as error:
             notes.append(f"its memory could not be forecast exactly: {error}")
             needed = None
         verdict = f"{'fits' if needed <= limit else 'no'}, {needed / 1e9:.1f} GB" if needed else ""
@@ -198,18 +191,22 @@ def check_plans(request: Request, training: planner.Training, suggestions: Sugge
     remedies = [*request.list_remedies(), "more --nodes"]
     if flags.fbmem is None and flags.device_memory is None:
         remedies.insert(-1, f"--fbmem {int(0.92 * DEVICES[flags.device or 'h100'])} (MiB)")
-    raise DoesNotFitError(
+    raise errors.DoesNotFitError(
         f"--suggest: by exact forecasts none fits into the {limit / 1e9:.1f} GB that JAX may use of a device "
         f"({tried}); use {' or '.join(remedies)}"
     )
 
 
-def _find_wrong(flags: Flags) -> list[LauncherError]:
+def _find_wrong(flags: Flags) -> list[errors.LauncherError]:
     if not flags.device or not flags.gpus:
-        return [FlagError("--suggest is for GPUs; add --gpus N, --nodes N and --device, such as --device h100")]
+        return [errors.FlagError("--suggest is for GPUs; add --gpus N, --nodes N and --device, such as --device h100")]
     if flags.backend != "multimesh" or flags.forecast:
         option = "--forecast" if flags.forecast else "--backend"
-        return [UnsupportedError(f"--suggest is for pipelines of MultiMesh, and nothing else; leave out {option}")]
+        return [
+            errors.UnsupportedError(f"--suggest is for pipelines of MultiMesh, and nothing else; leave out {option}")
+        ]
     if flags.schedule in ("auto", "custom") or flags.partition == "auto":
-        return [FlagError("--suggest finds --schedule and --partition itself; leave them out, or name one of each")]
+        return [
+            errors.FlagError("--suggest finds --schedule and --partition itself; leave them out, or name one of each")
+        ]
     return []

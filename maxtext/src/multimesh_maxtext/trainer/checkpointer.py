@@ -127,7 +127,7 @@ def check_same(model: Mapping[Entry, Any], stored: Mapping[Entry, Any], sources:
         there, here = (getattr(leaves.get(path), "shape", "not there") for leaves in (stored, model))
         if there != here:
             raise CheckpointError(
-                f"the checkpoint is of another model or optimizer: {'/'.join(path)} is {there} in it and {here} in "
+                f"--checkpoint is of another model or optimizer: {'/'.join(path)} is {there} in it and {here} in "
                 f"this run; {_SAME_FLAGS}"
             )
 
@@ -276,7 +276,7 @@ def _compare(folder: Path, step: int) -> None:
         if jax.process_index() == 0:
             aside(path)
         distributed.barrier(f"checkpoint {step} is set aside")
-        raise DamagedCheckpointError(str(wrong).partition(";")[0]) from None
+        raise DamagedCheckpointError(f"{str(wrong).partition(';')[0]}; it is set aside as *.damaged") from None
     except distributed.NoRecordError:
         if jax.process_index() == 0:
             line = f"multimesh: checkpoint {step} has no checksums; its bytes are not compared"
@@ -307,7 +307,7 @@ def _unread(folder: Path, why: str, step: int, *_: Any) -> str:
 def _unwritten(folder: Path, why: str, *_: Any) -> str:
     steps = look(folder)
     usable = f"checkpoint {steps[-1]} there is complete" if steps else "no checkpoint is complete"
-    return f"a checkpoint cannot be written ({why}); {usable}; put it right and add --resume"
+    return f"a checkpoint cannot be written to {folder} ({why}); {usable}; put it right and add --resume"
 
 
 def reason(error: BaseException) -> str:

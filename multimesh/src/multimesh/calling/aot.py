@@ -273,7 +273,7 @@ class Compiled:
     def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
         leaves, tree = jax.tree.flatten((args, kwargs))
         if tree != self.lowered.in_tree:
-            raise UsageError(f"compiled for arguments {self.lowered.in_tree}, called with {tree}")
+            raise UsageError(f"compiled for arguments {self.lowered.in_tree}, called with {tree}; give them so")
         for name, aval, leaf in zip(self.lowered.names, self.lowered.traced.closed.in_avals, leaves, strict=True):
             shape, dtype, _ = abstract(leaf)
             if (shape, dtype) != (aval.shape, aval.dtype):

@@ -113,8 +113,7 @@ def microbatch(  # type: ignore[misc]  # the options are those of the first over
     ------
     UsageError
         If ``size`` does not divide the rows, leaves differ in rows, a result can't be reduced, a state changes its
-        type. In `multimesh.jit`, if the schedule runs a microbatch before its state is
-        there.
+        type. In `multimesh.jit`, if the schedule runs a microbatch before its state is there.
 
     Examples
     --------
@@ -201,15 +200,10 @@ def _hide(looped: Any, index: str) -> None:
 
 def _float(dtype: Any) -> Any:
     """Check the dtype of sums."""
-    if dtype is None:
-        return None
-    try:
-        parsed = jnp.dtype(dtype)
-    except TypeError:
-        parsed = None
-    if parsed is None or not jnp.issubdtype(parsed, jnp.floating):
-        raise checks.refuse("microbatch: accumulate", 'a floating dtype such as "float32"', dtype)
-    return parsed
+    with contextlib.suppress(TypeError):
+        if dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+            return None if dtype is None else jnp.dtype(dtype)
+    raise checks.refuse("microbatch: accumulate", 'a floating dtype such as "float32"', dtype)
 
 
 def _rows_of(arg: Any, dim: int, argnum: int) -> int:

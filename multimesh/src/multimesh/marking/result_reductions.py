@@ -120,6 +120,13 @@ class Ratio(_Sums):
     >>> mean = mm.microbatch(sums_of, size=4, argnum=1, reduce=mm.Ratio())  # doctest: +SKIP
     """
 
+    def init(self, like: Any) -> Any:
+        """Return zeros; refuse results that are no pair."""
+        if not (isinstance(like, tuple | list) and [getattr(x, "shape", None) for x in like[1:]] == [()]):
+            shapes = jax.tree.map(lambda x: x.shape, like)
+            raise UsageError(f"microbatch: reduce=Ratio() takes (numerators, a scalar), not results of shapes {shapes}")
+        return super().init(like)
+
     def finalize(self, state: Any, count: int) -> Any:
         """Divide."""
         numerators, denominator = state

@@ -123,9 +123,7 @@ def call_under_mark(
         inner_args, inner_kwargs = jax.tree.unflatten(tree, full)
         return fn(*inner_args, **inner_kwargs)
 
-    def make() -> Any:
-        return jax.jit(_compat.set_name(body, name))
-
+    make = functools.partial(jax.jit, _compat.set_name(body, name))
     jitted = make() if keep is None else keep((tree, where, *((type(x), x) for x in fixed)), make)
     placed = marks.TASKS.find(name)
     label = "microbatch" if placed is None else f"task {placed.name!r}"

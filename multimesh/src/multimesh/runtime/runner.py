@@ -209,7 +209,7 @@ class Runner:
                 "without donate_argnums"
             )
         task = f"task {op.task.name!r}" if op.task else f"an operation outside tasks (kernel {kernel.name!r})"
-        line = _compat.user_line(op.source)
+        line = _compat.user_line(op.source) or "a line that JAX did not record"
         return FloatingPointError(f"{line}: {task}: invalid value ({kind}) encountered in {op.prim.name}")
 
     def staged(self, args: Sequence[Any]) -> list[Any]:

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from multimesh.core import _compat, checks
+from multimesh.core._compat.executables import shares_executables
 from multimesh.core.submesh import AxisMap, make_task
 from multimesh.errors import UsageError
 from multimesh.marking import contexts
@@ -177,15 +178,16 @@ class PipelinedFunction(Generic[P, R]):
         described = Cuts(tuple(cuts), name, equal, finer, scan_over_time(units, stages))
         ends = balance.split_stages(cut.ends, layers, kinds)
         parts = [[order[a:b] for a, b in itertools.pairwise(stage)] for stage in ends]
+        shared = shares_executables(device for mesh in self.meshes for device in mesh.devices.flat)
         meshes = self.meshes * self.interleave
-        return units, [[s] for s in stages] if any(map(eq, meshes, meshes[1:])) else parts, described
+        return units, parts if shared and not any(map(eq, meshes, meshes[1:])) else [[s] for s in stages], described
 
     def _cut_order(
         self, function: Units, order: tuple[Unit, ...], number: int
     ) -> tuple[ChainCut, Chain, tuple[Unit, ...], list[Work], float, Sequence[Layers]]:
         """Return the cut of an order, what it cuts, the slowest stage of cuts inside of layers, and the layers."""
         if not order:
-            raise UsageError(f"{self._name} computes nothing from its arrays that it returns; return the result")
+            raise UsageError(f"{self._name} returns nothing of its arrays that is worth a stage; return the result")
         if len(order) < number:
             raise UsageError(
                 f"pipeline: {len(order)} operations cannot make {number} stages ({len(self.meshes)} submeshes x "

@@ -12,7 +12,7 @@ from multimesh import ir
 from multimesh.core import _compat
 from multimesh.passes.reading.scan_bodies import build_scan, read_scan
 
-Cut = Callable[[Sequence[ir.Op], set[ir.Value], set[ir.Value]], tuple[Sequence[ir.Op], Sequence[ir.Op]]]
+Cut = Callable[[Sequence[ir.Op], set[ir.Value], set[ir.Value], set[ir.Value]], tuple[Sequence[ir.Op], Sequence[ir.Op]]]
 
 
 def split_scan(op: ir.Op, needed: set[ir.Value], tainted: set[ir.Value], cut: Cut) -> tuple[ir.Op, ir.Op] | None:
@@ -26,12 +26,11 @@ def split_scan(op: ir.Op, needed: set[ir.Value], tainted: set[ir.Value], cut: Cu
     leaves = [*(body.carries[c].leaf for c in carries), *(leaf for out, leaf in body.stacks.items() if out in needed)]
     outside = {**body.consts, **body.slices}
     inner = {v for v, outer in outside.items() if isinstance(outer, ir.Value) and outer in tainted} | set(body.carries)
-    here, later = cut(body.ops, set(ir.values(leaves)), inner)
-    made_here, made_later = ({o for part in ops for o in part.outs} for ops in (here, later))
     late_carries = [c for c in body.carries if c not in carries]
-    late_stacks = {
-        out: leaf for out, leaf in body.stacks.items() if isinstance(leaf, ir.Value) and leaf in made_later - made_here
-    }
+    here, later = cut(body.ops, set(ir.values(leaves)), inner, {*late_carries})
+    made_here, made_later = ({o for part in ops for o in part.outs} for ops in (here, later))
+    late = (made_later - made_here).union(late_carries)
+    late_stacks = {out: leaf for out, leaf in body.stacks.items() if isinstance(leaf, ir.Value) and leaf in late}
     if not late_stacks and not late_carries:
         return None
     last = [*late_stacks.values(), *(body.carries[c].leaf for c in late_carries)]

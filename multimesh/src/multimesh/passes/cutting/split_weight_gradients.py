@@ -12,7 +12,7 @@ follows its B at once, also in schedules without W: no submesh holds more microb
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 import jax
@@ -24,6 +24,9 @@ from multimesh.ir.flops import count_flops, product_sizes
 from multimesh.ir.primitives import lookup
 from multimesh.passes.cutting.parts import Fragment, Pipeline, with_interfaces
 from multimesh.schedules import Cell
+
+Values = set[ir.Value]
+Halves = tuple[tuple[ir.Op, ...], tuple[ir.Op, ...]]
 
 _MOST_WORK = 1.02
 """Split only if B and W have at most so many times the operations of one kernel for both."""
@@ -79,13 +82,12 @@ def find_adjacent(table: Sequence[Sequence[Cell]], first: str, second: str) -> s
     return {c.stage for c in cells} - separate
 
 
-def split_weights(fragments: Sequence[Fragment], stages: Iterable[int], results: set[ir.Value]) -> tuple[Fragment, ...]:
+def split_weights(fragments: Sequence[Fragment], stages: Collection[int], results: Values) -> tuple[Fragment, ...]:
     """Split the backward fragments of ``stages``. If nothing waits for a fragment, as for the first, it is all W."""
-    stage_numbers = set(stages)
     last = max((part.level for part in fragments if part.phase != "L"), default=0)
     split: list[Fragment] = []
     for part in fragments:
-        if part.phase != "B" or part.stage not in stage_numbers:
+        if part.phase != "B" or part.stage not in stages:
             split.append(part)
             continue
         others = [f for f in fragments if f is not part and f.phase != "L"]  # what is late can wait for W
@@ -93,7 +95,7 @@ def split_weights(fragments: Sequence[Fragment], stages: Iterable[int], results:
         received = {v for f in others if f.phase == "B" for v in f.outs}
         cotangents = {v for v in part.ins if v in received or v.aval.size == 1}
         tied = _find_repeats(part.ops, cotangents)
-        here, later = _split(part.ops, elsewhere & part.values, cotangents, tied)
+        here, later = _split(part.ops, elsewhere & part.values, cotangents, tied, set())
         if here:
             split.append(replace(part, ops=here))
         if later:
@@ -101,7 +103,7 @@ def split_weights(fragments: Sequence[Fragment], stages: Iterable[int], results:
     return with_interfaces(sorted(split, key=lambda part: part.level), results)
 
 
-def _taint(ops: Sequence[ir.Op], sources: Iterable[ir.Value]) -> set[ir.Value]:
+def _taint(ops: Sequence[ir.Op], sources: Iterable[ir.Value]) -> Values:
     """Return the values that depend on any of ``sources``. A barrier only orders, and carries no dependence."""
     taints = set(sources)
     for op in ops:
@@ -112,11 +114,11 @@ def _taint(ops: Sequence[ir.Op], sources: Iterable[ir.Value]) -> set[ir.Value]:
     return taints
 
 
-def _find_repeats(ops: Sequence[ir.Op], cotangents: set[ir.Value]) -> set[ir.Value]:
+def _find_repeats(ops: Sequence[ir.Op], cotangents: Values) -> Values:
     """Return values that `jax.checkpoint` recomputes: a barrier ties their inputs to a cotangent."""
     tainted = _taint(ops, cotangents)
     local = {o for op in ops for o in op.outs}
-    repeats: set[ir.Value] = set()
+    repeats: Values = set()
     for op in ops:
         if op.prim is _compat.optimization_barrier_p:
             free = [isinstance(i, ir.Value) and i not in tainted and (i in repeats or i not in local) for i in op.ins]
@@ -127,22 +129,19 @@ def _find_repeats(ops: Sequence[ir.Op], cotangents: set[ir.Value]) -> set[ir.Val
     return repeats
 
 
-def _split(
-    ops: Sequence[ir.Op], needed: set[ir.Value], cotangents: set[ir.Value], repeatable: set[ir.Value]
-) -> tuple[tuple[ir.Op, ...], tuple[ir.Op, ...]]:
+def _split(ops: Sequence[ir.Op], needed: Values, cotangents: Values, repeatable: Values, absent: Values) -> Halves:
     """Split operations: those that make ``needed`` values or small sums, the others with copies of ``repeatable``."""
     tainted = _taint(ops, cotangents)
     here, later = _divide(ops, needed, tainted)
-    if here and (sums := _find_small_sums(later)):
+    if here and (sums := _find_small_sums(later, absent)):
         here, later = _divide(ops, needed | sums, tainted)
     return tuple(here), _with_copies(here, later, repeatable)
 
 
-def _divide(ops: Sequence[ir.Op], needed: set[ir.Value], tainted: set[ir.Value]) -> tuple[list[ir.Op], list[ir.Op]]:
+def _divide(ops: Sequence[ir.Op], needed: Values, tainted: Values) -> tuple[list[ir.Op], list[ir.Op]]:
     """Divide operations into those that make ``needed`` values, and the others."""
     needed = set(needed)
-    here: list[ir.Op] = []
-    later: list[ir.Op] = []
+    here, later = list[ir.Op](), list[ir.Op]()
     for op in reversed(ops):
         if not op.effects and not any(o in needed for o in op.outs):
             later.append(op)
@@ -160,9 +159,12 @@ def _divide(ops: Sequence[ir.Op], needed: set[ir.Value], tainted: set[ir.Value])
     return here[::-1], later[::-1]
 
 
-def _find_small_sums(later: Sequence[ir.Op]) -> set[ir.Value]:
-    """Return values of ``later`` that are sums, at most half as large as what is summed, without a matrix product."""
-    late, sums = set[ir.Value](), set[ir.Value]()
+def _find_small_sums(later: Sequence[ir.Op], absent: Values) -> Values:
+    """Return sums in ``later``, at most half as large as what is summed, without a matrix product.
+
+    None reads what is ``absent`` from B, as the sums that only W carries from row to row of a scan.
+    """
+    late, sums = absent.copy(), Values()
     for op in later:
         if not late.isdisjoint(op.reads) or not _is_light(op):
             late.update(op.outs)
@@ -180,14 +182,12 @@ def _is_light(op: ir.Op) -> bool:
     return not op.effects and (lookup(op).cheap or op.prim.name.startswith("reduce_"))
 
 
-def _split_body(
-    ops: Sequence[ir.Op], needed: set[ir.Value], cotangents: set[ir.Value]
-) -> tuple[tuple[ir.Op, ...], tuple[ir.Op, ...]]:
+def _split_body(ops: Sequence[ir.Op], needed: Values, cotangents: Values, absent: Values) -> Halves:
     """Split the body of a scan: ``needed`` values, then the rest, which may repeat what depends on no cotangent."""
-    return _split(ops, needed, cotangents, {o for op in ops for o in op.outs} - _taint(ops, cotangents))
+    return _split(ops, needed, cotangents, {o for op in ops for o in op.outs} - _taint(ops, cotangents), absent)
 
 
-def _with_copies(here: Sequence[ir.Op], later: Sequence[ir.Op], repeatable: set[ir.Value]) -> tuple[ir.Op, ...]:
+def _with_copies(here: Sequence[ir.Op], later: Sequence[ir.Op], repeatable: Values) -> tuple[ir.Op, ...]:
     """Prepend to ``later`` copies of the ``repeatable`` operations of ``here`` whose values it reads."""
     needed = {v for op in later for v in op.reads if v in repeatable}
     copied: list[ir.Op] = []
