@@ -62,7 +62,7 @@ BUDGETS = {
     "multimesh/benchmarks": 1_442,
     "multimesh/src": 24_870,
     "planner/src": 2_969,
-    "numerics/src": 3_290,
+    "numerics/src": 3_086,
     "maxtext/src": 5_945,
     "tooling/ci": 82,
     "tooling/core": 291,
