@@ -1,6 +1,7 @@
 """Decompositions of `multimesh.linalg` beside NumPy and SciPy: random, graded, clustered, singular matrices."""
 
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -340,7 +341,7 @@ def test_errors_say_what_to_do(call, message):
 @pytest.mark.parametrize("case", ["rows float64", "both complex128", "grids float64"])
 def test_several_processes(processes, case):
     """Linear algebra, transforms and grids, each with eight devices over processes."""
-    script = spawning.HERE / "process_numerics.py"
+    script = Path(__file__).parent / "process_numerics.py"
     for process in spawning.run(processes, 8 // processes, script, *case.split(), timeout=800):
         assert process.code == 0, process.err
         assert process.out.endswith("ok\n")

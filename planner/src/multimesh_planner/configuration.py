@@ -180,7 +180,7 @@ class Configuration:
             parts.append(f"x {self.interleave}")
         return f"{' '.join(parts) or '1 device'}, microbatch {self.microbatch}"
 
-    def changed(self, **fields: object) -> Configuration:
+    def replace(self, **fields: object) -> Configuration:
         """Return a copy with other fields."""
         return dataclasses.replace(self, **fields)  # type: ignore[arg-type]
 

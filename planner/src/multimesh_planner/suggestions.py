@@ -94,7 +94,7 @@ class Suggestions:
         """The simplest of those that are about as fast as the fastest."""
         return next((option for option in self.options if option.how == self.simplest), self.fastest)
 
-    def changed(self, options: Sequence[Option], notes: Sequence[str] = ()) -> Suggestions:
+    def with_options(self, options: Sequence[Option], notes: Sequence[str] = ()) -> Suggestions:
         """Return a copy with other options, and further notes."""
         return replace(self, options=tuple(options), notes=(*self.notes, *notes))
 
