@@ -50,7 +50,7 @@ def command(argv: Sequence[str], *, root: Path | str = "") -> NoReturn:
         unblock_output()
         code = main(argv, root=Path(root) if root else None, stop=stop)
         stop.trains = True  # nothing interrupts the rest
-        sys.stdout.flush()
+        print(end="", flush=True)  # there may be no output
     except BrokenPipeError:  # a program such as head has read what it wanted
         code = code or errors.UnreadError.exit_code
     os._exit(code)  # Python itself would end by SIGINT if a string that it executed was interrupted
