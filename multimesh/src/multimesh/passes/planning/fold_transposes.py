@@ -72,8 +72,8 @@ def _turn_sums(plan: Plan, kernels: list[Kernel], orders: Mapping[int, tuple[int
             sums = {slot: v for slot, v in zip(run.outs, kernels[run.kernel].sums, strict=False) if slot in new}
             back = (sorted(orders[slot], key=orders[slot].__getitem__) for slot in sums)
             ops = tuple(_transpose(v, order, mesh) for v, order in zip(sums.values(), back, strict=True))
-            outs = tuple(op.outs[0] for op in ops)
-            kernels.append(Kernel("sums", run.submesh, ops, ins=tuple(sums.values()), outs=outs))
+            results = tuple(op.outs[0] for op in ops)
+            kernels.append(Kernel("sums", run.submesh, ops, ins=tuple(sums.values()), outs=results))
             ins = tuple(new[slot] for slot in sums)
             yield Run(run.submesh, len(kernels) - 1, "sums", ins, tuple(sums))
             yield Free(run.submesh, ins)
