@@ -56,13 +56,6 @@ def misfit(fn: Any, *arguments: Any) -> str:
     return ""
 
 
-def callable_with(label: str, value: Any, *arguments: str) -> Any:
-    """Return a callable that takes positional arguments of these names."""
-    if error := misfit(function(label, value), *arguments):
-        raise UsageError(f"{label} is called with ({', '.join(arguments)}), which it does not take: {error}")
-    return value
-
-
 def many(label: str, value: Any, expected: str) -> tuple[Any, ...]:
     """Return a sequence as a tuple; text is no sequence."""
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):

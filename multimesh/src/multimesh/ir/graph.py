@@ -126,8 +126,3 @@ def rename_body(loop: Loop, names: Names) -> Loop:
     """Return the loop with values of its body replaced, in operations and leaves."""
     ops = tuple(rename_op(op, names) for op in loop.ops)
     return replace(with_leaves(loop, [resolve(leaf, names) for leaf in loop.leaves]), ops=ops)
-
-
-def rename_item(item: Item, names: Names) -> Item:
-    """Return the item with outer values replaced."""
-    return rename_op(item, names) if isinstance(item, Op) else rename_loop(item, names)

@@ -149,7 +149,9 @@ def register_task(
         return add(Registration(pattern, task, where=where))
     if mesh is not None or devices is not None:
         raise UsageError(f"register_task({text!r}): callback= chooses the devices; drop mesh=/devices=")
-    checks.callable_with(f"register_task({text!r}): callback=", callback, "name", "backprop")
+    label = f"register_task({text!r}): callback="
+    if why := checks.misfit(checks.function(label, callback), "name", "backprop"):
+        raise UsageError(f"{label} is called with (name, backprop), which it does not take: {why}")
     if dims is not None:
         listed = checks.many(f"register_task({text!r}): dims=", dims, "a sequence of ints")
         dims = tuple(checks.integer(f"register_task({text!r}): dims=", d, 1) for d in listed)

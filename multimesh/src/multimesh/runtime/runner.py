@@ -180,7 +180,8 @@ class Runner:
             owners: dict[Any, tuple[int, bool]] = {}
             for arg, slot, x in arrays:
                 donated = slot in self._donated
-                for buffer in [id(x)] if unique else _buffers(x, shards):
+                buffers = ((s.device, s.data.unsafe_buffer_pointer()) for s in x.addressable_shards[shards])
+                for buffer in [id(x)] if unique else buffers:
                     other, also = owners.setdefault(buffer, (arg, donated))
                     if other == arg or not (donated or also):
                         continue
@@ -295,11 +296,6 @@ def _aliases(compiled: CompiledPlan, donated: set[int]) -> tuple[tuple[_Alike, s
             groups.append((tuple(pair for pairs in on.values() for pair in pairs), slice(None)))
     several = (group for group in groups if len({arg for arg, _ in group[0]}) > 1)
     return tuple(group for group in several if any(slot in donated for _, slot in group[0]))
-
-
-def _buffers(x: jax.Array, shards: slice) -> list[tuple[jax.Device, int]]:
-    """Return device and address of some of an array's shards in this process."""
-    return [(s.device, s.data.unsafe_buffer_pointer()) for s in x.addressable_shards[shards]]
 
 
 # Results of runners by identity; they may come back as arguments.

@@ -94,8 +94,7 @@ def own_address() -> str:
 
 def offerer(server: Any) -> Callable[[int, list[Any]], None]:
     """Return ``server.await_pull`` for a list of arrays, without the search for a tree."""
-    offer: Callable[[int, list[Any]], None] = server.await_pull if _offer is None else server._await_pull_flat
-    return offer
+    return server.await_pull if _offer is None else server._await_pull_flat
 
 
 def puller(connection: Any, client: Any) -> Callable[[int, list[Any]], list[Any]]:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.extend import core, source_info_util
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from multimesh.core._compat import versions
 from multimesh.core._compat.jaxprs import without_layout
@@ -152,11 +152,6 @@ def fit_to_type(x: Any, aval: Any) -> Any:
     return _leave_p.bind(x)
 
 
-def explicit_spec(aval: Any) -> PartitionSpec | None:
-    """Return the spec in the type of an abstract value, or None if no Explicit axis divides it."""
-    return aval.sharding.spec if any(aval.sharding.spec) else None
-
-
 def is_explicit(param: Any) -> bool:
     """Return whether a parameter is a layout on Explicit axes. It has no meaning where axes are Auto."""
     return isinstance(param, NamedSharding) and param.mesh != auto(param.mesh)
@@ -262,7 +257,7 @@ def _transpose(cotangents: Sequence[Any], *args: Any, jaxpr: Any, call: Any) -> 
     """Return the cotangents of linear arguments, in the types of these (JAX compares them), and None for the others."""
     linear = tuple(map(ad.is_undefined_primal, args))
     types = [x.aval for x in args if ad.is_undefined_primal(x)]
-    transposed = call.transposed(linear, tuple(map(explicit_spec, types)))
+    transposed = call.transposed(linear, tuple(t.sharding.spec if any(t.sharding.spec) else None for t in types))
     fixed = (x for x in args if not ad.is_undefined_primal(x))
     typed = map(fit_to_type, transposed(*fixed, *map(ad.instantiate_zeros, cotangents)), types)
     return [next(typed) if flag else None for flag in linear]
