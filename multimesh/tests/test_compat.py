@@ -134,7 +134,7 @@ def test_what_moved_within_an_object_of_jax_is_named_once():
     ],
 )
 def test_other_tests_hold_without_private_parts(files):
-    """All that reaches for a private part: programs that are shared, laid out anew or carried over, and transfers."""
+    """They reach for private parts: programs that are shared, laid out anew or carried over, and transfers."""
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", *(f"multimesh/tests/{name}.py" for name in files)]
     env = os.environ | {"MULTIMESH_PUBLIC_JAX": "1", "PYTEST_ADDOPTS": ""}  # those name a report, which is this run's
     process = subprocess.run(command, cwd=SOURCES.parents[2], env=env, capture_output=True, text=True, check=False)

@@ -164,7 +164,7 @@ def test_a_rename_that_copies_file_by_file_and_is_killed_is_told(tmp_path, monke
 
 
 def test_what_a_killed_job_left_is_removed_by_the_next_save(tmp_path):
-    """When it ends, and other names never."""
+    """The save removes it when it ends, and never other names."""
     for name in ("1@n9-7-00", "1.5@n9-7-00", "11@n9-7-00"):
         (tmp_path / f"{name}.half-written").mkdir()
     mm.distributed.save(tmp_path / "1", {"x": 1})

@@ -35,7 +35,7 @@ for name, (f, *args) in programs.items():
 @pytest.mark.longer
 @pytest.mark.parametrize(("devices", "n"), [(8, 1024), pytest.param(64, 4096, marks=pytest.mark.full)])
 def test_no_device_holds_more_than_a_few_shards(devices, n):
-    """Beside its arguments. A gradient of a solve holds the factor, two solutions and the gradient of ``a``."""
+    """Arguments do not count. A gradient of a solve holds the factor, two solutions and the gradient of ``a``."""
     flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
     source = str(Path(__file__).parents[1] / "src")
     env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": source}

@@ -86,7 +86,7 @@ def is_like(step: Step, run: Step) -> bool:
 
 
 def warnings(step: Step) -> Iterator[str]:
-    """Return why a forecast may be too good: no published run was as fast, or no run like it was published."""
+    """Return reasons to doubt a forecast: no published run was as fast, or no run like it was published."""
     model, on, precision = step.model, step.device.name, step.how.precision
     sizes = [str(size) for size in (model.layers, model.hidden, model.experts)]
     least, most = model.experts / _EXPERTS, model.experts * _EXPERTS

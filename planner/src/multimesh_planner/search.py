@@ -93,7 +93,7 @@ def _simplest(search: Search, fastest: Option) -> Option:
 
 
 def _too_large(job: Training, devices: int, search: Search) -> str:
-    """Say which configuration is nearest to fit, and by which change it would."""
+    """Name the configuration that is nearest to fit, and the change by which it would."""
     nearest, limit = search.nearest(), amount(search.limit, "bytes")
     if nearest is None or nearest[1] <= search.limit:
         return f"suggest: nothing that fits into {limit} can be run; fix fewer fields"

@@ -173,7 +173,7 @@ class Space(Training):
         return ", ".join(f"{name} ({number})" for name, number in sizes.items() if number % size)
 
     def impossible(self) -> str:
-        """Say why there is no configuration at all, with a remedy."""
+        """Return the reason why there is no configuration at all, with a remedy."""
         for axis in ("tp", "fsdp", "ep"):
             size = self._size(axis)
             if sizes := self.undivided(axis, size):

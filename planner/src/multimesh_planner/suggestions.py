@@ -190,7 +190,7 @@ def _wrap(text: str) -> list[str]:
 
 
 def paste(job: Training, suggestions: Suggestions, nodes: int) -> str:
-    """Return what is to be pasted for the suggestions of a job on so many nodes.
+    """Return the text to paste for the suggestions of a job on so many nodes.
 
     Where MaxText's launcher cannot run the suggested one, its line is that of the fastest which it can run.
     """
@@ -206,7 +206,7 @@ def paste(job: Training, suggestions: Suggestions, nodes: int) -> str:
 
 
 def find_obstacle(job: Training, how: Configuration) -> str:
-    """Return why MaxText's launcher cannot run a configuration, with what to search in its place; empty: it can."""
+    """Return the reason why MaxText's launcher cannot run a configuration, with a remedy; empty: it can."""
     model = job.model
     has_other_layers = model.kv_rank or model.window or model.shared_ffn or model.dense_layers or model.predicted
     again = "search again with"
