@@ -97,8 +97,8 @@ def warnings(step: Step) -> Iterator[str]:
     near = [run for run in equal if abs(int(run["devices"]) - step.how.devices) == nearest]
     fastest = max(near or runs, key=lambda run: float(run["utilization"]), default=None)
     if fastest is None:
-        such = f"{least:.0f} to {most:.0f} experts" if model.experts else "a dense MLP"
-        yield f"no run of a model with {such} on {on} in {precision} was published: the forecast was not checked there"
+        kind = f"{least:.0f} to {most:.0f} experts" if model.experts else "a dense MLP"
+        yield f"no run of a model with {kind} on {on} in {precision} was published: the forecast was not checked there"
     elif step.utilization > _ABOVE * (utilization := float(fastest["utilization"])):
         of = model.name if equal else f"a model {'with' if model.experts else 'without'} experts"
         yield (
