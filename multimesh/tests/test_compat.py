@@ -40,8 +40,8 @@ w = [np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)] * 2
 x = np.linspace(0, 1, 128, dtype=np.float32).reshape(16, 8)
 jitted = mm.jit(step)
 assert jitted(w, x)[1][0].sharding.mesh == meshes[0]
-got = jitted(w, x)
-jax.tree.map(np.testing.assert_array_equal, got, jitted(w, x))
+result = jitted(w, x)
+jax.tree.map(np.testing.assert_array_equal, result, jitted(w, x))
 assert len(jitted.compiled) == 1
 with jax.default_matmul_precision("highest"):
     jitted(w, x)

@@ -20,8 +20,8 @@ import multimesh as mm
 LEAVES = 12
 WRITER = """
 import sys, numpy as np, multimesh as mm
-own, leaves = map(int, sys.argv[1:])
-tree = {str(n): np.full((32, 32), own) for n in range(leaves)}
+value, leaves = map(int, sys.argv[1:])
+tree = {str(n): np.full((32, 32), value) for n in range(leaves)}
 for line in sys.stdin:
     try:
         mm.distributed.save(line.strip(), tree)

@@ -28,9 +28,9 @@ JOIN = START + "job = mm.distributed.initialize(address, count, rank)\n"
 STEPS = """
 from multimesh.processes.liveness import watch
 mesh = jax.sharding.Mesh(np.array(jax.devices()), "x")
-whole, parts = (jax.sharding.NamedSharding(mesh, spec) for spec in (jax.P(), jax.P("x")))
+replicated, parts = (jax.sharding.NamedSharding(mesh, spec) for spec in (jax.P(), jax.P("x")))
 x = jax.make_array_from_callback((count,), parts, lambda index: np.ones(1, np.float32))
-total = jax.jit(lambda x: x.sum(), out_shardings=whole)
+total = jax.jit(lambda x: x.sum(), out_shardings=replicated)
 for step in range(100000):  # each waits for all
     total(x).block_until_ready()
     watch.count_step()

@@ -27,8 +27,8 @@ programs = {
     "gradient of solve": (jax.grad(lambda a, b: (solve(a, b) ** 2).sum(), (0, 1)), shard(P("x")), shard(P(None, "x"))),
 }
 for name, (f, *args) in programs.items():
-    held = jax.jit(f).lower(*args).compile().memory_analysis().temp_size_in_bytes
-    print(name, held / (4 * n * n / devices), sep=": ")
+    nbytes = jax.jit(f).lower(*args).compile().memory_analysis().temp_size_in_bytes
+    print(name, nbytes / (4 * n * n / devices), sep=": ")
 """
 
 
