@@ -49,7 +49,7 @@ SIZES = ("flops", "collectives", "accessed", "copied", "peak")
 
 
 def compile_case(name: str, folder: Path) -> dict[str, Any]:
-    """Return what the command prints for a case, with ``memory``: the error of each stage's forecast, as a share."""
+    """Return the command's costs of a case, with ``memory``: the error of each stage's forecast, as a share."""
     job = ["--model-name", name.split()[0], *USUAL.split(), *CASES[name].split(), "--output", str(folder)]
     command = [
         sys.executable,

@@ -92,7 +92,7 @@ PASSES = (("pipeline",), ("verifying",), ("planning",), ("cutting",), ("trimming
 
 @functools.cache
 def library() -> dict[str, set[str]]:
-    """Which module imports which, read once, when the first test asks."""
+    """Return the imports of each module, read once, when the first test asks."""
     return imports.graph(ROOT)
 
 

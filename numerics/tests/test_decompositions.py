@@ -223,7 +223,7 @@ def weighted(x, seed):
 
 
 def phases(q):
-    """What does not depend on the phases of columns."""
+    """Return sums that do not depend on the phases of columns."""
     return q[:, None] * q.conj()
 
 
@@ -252,7 +252,7 @@ GRADIENTS = {
 @pytest.mark.parametrize("dtype", ["float64", "complex128"])
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_are_those_of_one_device(name, dtype):
-    """And their derivatives along a direction: the second ones of `svd` were NaN."""
+    """So are their derivatives along a direction: the second ones of `svd` were NaN."""
     f, shape = GRADIENTS[name]
     a = normal(*shape, dtype=dtype) + 2 * np.eye(*shape) if name != "eigh" else hermitian("random", 8, dtype)
     total = lambda la: lambda a: sum(weighted(x, k) for k, x in enumerate(f(la, a)))  # noqa: E731

@@ -35,7 +35,7 @@ MOMENTS = {"float32": 4.0, "bfloat16": 2.0}
 
 @dataclass(frozen=True)
 class Configuration:
-    """How a training step is spread over devices."""
+    """The way in which a training step is spread over devices."""
 
     # sequences of a step over all devices, tokens of each, and sequences of a microbatch on each group of tp x cp x pp
     batch: int

@@ -93,7 +93,7 @@ def _simplest(search: Search, fastest: Option) -> Option:
 
 
 def _too_large(job: Training, devices: int, search: Search) -> str:
-    """Say which configuration is nearest to fit, and by which change it would."""
+    """Name the configuration that is nearest to fit, and the change by which it would."""
     nearest, limit = search.nearest(), amount(search.limit, "bytes")
     if nearest is None or nearest[1] <= search.limit:
         return f"suggest: nothing that fits into {limit} can be run; fix fewer fields"
@@ -275,8 +275,8 @@ class Search:
         model, on, parts = self.space.model, self.space.device, self._find_parts(how)
         axes = how.dp, how.fsdp, how.cp, how.pp
         key = ("beside", *axes, how.sharded, how.offload_optimizer, how.microbatches, id(parts))
-        beside = self._once(key, lambda: sum(step.after(model, how, on, self.software, parts)))
-        return loop * (1 + step.stragglers(how, on, self.software)) + beside
+        after_loop = self._once(key, lambda: sum(step.after(model, how, on, self.software, parts)))
+        return loop * (1 + step.stragglers(how, on, self.software)) + after_loop
 
     def _least(self, how: Configuration, in_flight: int) -> float:
         """Return the fewest bytes of the fullest device among the first and the last submesh."""

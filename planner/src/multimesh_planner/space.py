@@ -173,7 +173,7 @@ class Space(Training):
         return ", ".join(f"{name} ({number})" for name, number in sizes.items() if number % size)
 
     def impossible(self) -> str:
-        """Say why there is no configuration at all, with a remedy."""
+        """Return the reason why there is no configuration at all, with a remedy."""
         for axis in ("tp", "fsdp", "ep"):
             size = self._size(axis)
             if sizes := self.remainders(axis, size):
@@ -201,8 +201,8 @@ def spread(job: Training, devices: int) -> Space:
 
 def list_schedules(interleave: int, name: str = "") -> tuple[str, ...]:
     """Return the published schedules that are searched where a submesh has so many stages, or the one that is fixed."""
-    some = [one for one in PUBLISHED if one.name not in DOMINATED and (one.usual > 1) == (interleave > 1)]
-    fitting = [schedules.get(name)] if name else some
+    candidates = [one for one in PUBLISHED if one.name not in DOMINATED and (one.usual > 1) == (interleave > 1)]
+    fitting = [schedules.get(name)] if name else candidates
     return tuple(one.name for one in fitting if one.chunks in (None, interleave) and not one.usual > interleave == 1)
 
 

@@ -128,9 +128,9 @@ def run_job(job: Job, notes: Iterable[str], maxtext: Path, root: Path | None, st
     console = Output(soft_wrap=True, highlight=False, markup=False, quiet=flags.json or this.rank > 0)
     trainings = [(job, starts)]
     if flags.verify and not this.rank:
-        other, beside = reference_job(job), paths.below("spmd")
-        alone = launch(other, beside, inherited=os.environ, gpu_memory=gpu_memory)
-        trainings.append((other, [(alone, beside)]))
+        program, place = reference_job(job), paths.below("spmd")
+        reference = launch(program, place, inherited=os.environ, gpu_memory=gpu_memory)
+        trainings.append((program, [(reference, place)]))
     with reserve_folders(job, first, [place for _, training in trainings for _, place in training], texts):
         listeners = {} if this.rank or flags.dump_only or flags.forecast else make_listeners(flags)
         if flags.check:

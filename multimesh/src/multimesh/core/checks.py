@@ -14,8 +14,8 @@ from multimesh.errors import UsageError
 
 def refuse(label: str, expected: str, value: Any) -> UsageError:
     """Return the error for an argument of a wrong type. ``label`` names the function and the parameter."""
-    shown = repr(value)
-    return UsageError(f"{label} must be {expected}, got {shown if len(shown) < 80 else '...'} ({type(value).__name__})")
+    text = repr(value)
+    return UsageError(f"{label} must be {expected}, got {text if len(text) < 80 else '...'} ({type(value).__name__})")
 
 
 def integer(label: str, value: Any, least: int | None = None) -> int:

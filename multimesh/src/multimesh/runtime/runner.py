@@ -241,11 +241,11 @@ class Runner:
             return
         self._moved[arg] = self._moved.get(arg, 0) + 1
         if self._moved[arg] == 2:
-            there = " and ".join(map(_where, uses))
+            places = " and ".join(map(_where, uses))
             _compat.warn_at(
                 _compat.caller_line(),
                 f"{self._names[arg]} ({x.nbytes:,} bytes) lies on {_where(x.sharding)} "
-                f"and is moved to {there} in every call; place it there once, with jax.device_put",
+                f"and is moved to {places} in every call; place it there once, with jax.device_put",
             )
 
 
@@ -256,8 +256,8 @@ def is_placed(x: Any) -> bool:
 
 def _where(sharding: jax.sharding.Sharding) -> str:
     """Short text of a layout: its mesh and spec, or its devices; and its memory, if that is not the devices' own."""
-    usual = next(iter(sharding.device_set)).default_memory().kind
-    memory = f" in {sharding.memory_kind}" if sharding.memory_kind not in (None, usual) else ""
+    default = next(iter(sharding.device_set)).default_memory().kind
+    memory = f" in {sharding.memory_kind}" if sharding.memory_kind not in (None, default) else ""
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
         return f"{describe(sharding.mesh)} as {sharding.spec}{memory}"
     ids = sorted(device.id for device in sharding.device_set)
@@ -269,8 +269,8 @@ _copy = jax.jit(lambda x: x)  # every result has a buffer of its own
 
 def copy_buffer(x: Any) -> Any:
     """Return a value with a buffer of its own, if it has any in this process."""
-    elsewhere = isinstance(x, jax.Array) and not x.is_fully_addressable and not x.sharding.addressable_devices
-    return x if elsewhere else _copy(x)
+    remote = isinstance(x, jax.Array) and not x.is_fully_addressable and not x.sharding.addressable_devices
+    return x if remote else _copy(x)
 
 
 _Alike = tuple[tuple[int, int], ...]

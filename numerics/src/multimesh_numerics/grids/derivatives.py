@@ -35,7 +35,7 @@ def _spectrum_axes(axes: Sequence[Axes]) -> tuple[Axes, ...]:
 
 
 def _order(axes: Sequence[Axes]) -> tuple[int, ...]:
-    """Which dimension of the grid each dimension of the transposed spectrum is."""
+    """Return the dimension of the grid that each dimension of the transposed spectrum is."""
     return (1, 0) if len(axes) == 2 else (2, 1, 0) if axes[1] else (1, 2, 0)
 
 
@@ -193,7 +193,7 @@ def power_spectrum(
 
 
 def _modes(n: int, last: bool, length: int) -> Array:
-    """How many modes each entry of a dimension of the spectrum stands for: none if it only fills up the dimension."""
+    """Return the number of modes that each entry of a dimension of the spectrum stands for: none for its padding."""
     index = jnp.arange(length)
     if not last:
         return jnp.where(index < n, 1.0, 0.0)

@@ -137,8 +137,8 @@ def fit_to_mesh(x: Any) -> Any:
 
     ``jax.grad`` makes a cotangent in the mesh in force, of the type of the result that it is for.
     """
-    here, mesh = jax.sharding.get_abstract_mesh(), jax.typeof(x).sharding.mesh
-    if mesh.empty or here == mesh or (here == auto(here) and mesh == auto(mesh)):
+    ambient, mesh = jax.sharding.get_abstract_mesh(), jax.typeof(x).sharding.mesh
+    if mesh.empty or ambient == mesh or (ambient == auto(ambient) and mesh == auto(mesh)):
         return x
     return _leave_p.bind(x)
 
