@@ -6,7 +6,7 @@ if (($# != 1)) || [[ -e $1 ]]; then
   printf 'usage: %s FOLDER\nFOLDER must not exist yet.\n' "$0" >&2
   exit 2
 fi
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-git clone --quiet "$here" "$1"
-if url=$(git -C "$here" remote get-url origin 2>/dev/null); then git -C "$1" remote set-url origin "$url"; fi
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+git clone --quiet "$root" "$1"
+if url=$(git -C "$root" remote get-url origin 2>/dev/null); then git -C "$1" remote set-url origin "$url"; fi
 printf 'cloned into %s; open its multimesh-jax.code-workspace, or: npx @devcontainers/cli up --workspace-folder %q\n' "$1" "$1"

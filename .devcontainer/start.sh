@@ -3,11 +3,11 @@
 set -euo pipefail
 
 # start-cache.sh writes it with the cache's password, and takes it away when it stops the cache. It only reads.
-readonly ours=/caches/bazel/reading.bazelrc remote=/caches/remote.bazelrc
-printf 'build --disk_cache=/caches/bazel-disk\nbuild --experimental_disk_cache_gc_max_size=30G\ntry-import %s\n' "$ours" >"$remote.$$"
+readonly reading=/caches/bazel/reading.bazelrc remote=/caches/remote.bazelrc
+printf 'build --disk_cache=/caches/bazel-disk\nbuild --experimental_disk_cache_gc_max_size=30G\ntry-import %s\n' "$reading" >"$remote.$$"
 mv "$remote.$$" "$remote"
 grep -q "^try-import $remote" "$HOME/.bazelrc" 2>/dev/null || printf 'try-import %s\n' "$remote" >>"$HOME/.bazelrc"
-if [[ -r $ours ]]; then
+if [[ -r $reading ]]; then
   printf 'Bazel reads the remote cache that docker/start-cache.sh started\n'
 else
   printf 'no remote Bazel cache; docker/start-cache.sh starts one\n'

@@ -16,9 +16,9 @@ for log in "${logs[@]}"; do
   names+=("$name")
   printf '### %s\n\n' "$name"
   # An error as `pytest --tb=short` prints it; without the file that an ImportError names, which differs with the machine.
-  moved=$(grep -E '^E +(Attribute|Import|ModuleNotFound|Type)Error: .*\b(jax|jaxlib|jnp|lax)\b' "$log" |
+  errors=$(grep -E '^E +(Attribute|Import|ModuleNotFound|Type)Error: .*\b(jax|jaxlib|jnp|lax)\b' "$log" |
     sed -E 's|^E +||; s| \([^()]*/[^()]*\)$||' | cut -c 1-200 | sort | uniq -c | sort -rn | head -n 15 || true)
-  if [[ -n $moved ]]; then printf 'What of JAX moved, and how many errors say so:\n\n~~~text\n%s\n~~~\n\n' "$moved"; fi
+  if [[ -n $errors ]]; then printf 'What of JAX moved, and how many errors say so:\n\n~~~text\n%s\n~~~\n\n' "$errors"; fi
   printf '.ci/run %s ended with\n\n~~~text\n' "$name"
   tail -n 60 "$log" | cut -c 1-200 | sed 's/^~/ ~/' # GitHub takes no more than 65,536 characters
   printf '~~~\n\n'

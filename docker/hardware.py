@@ -24,7 +24,7 @@ DEVICES = "import jax; print(', '.join(f'{d.platform} {d.id} ({d.device_kind})' 
 
 
 def gpus() -> Iterator[str]:
-    """Yield what the driver says."""
+    """Yield the lines of the driver."""
     try:
         process = subprocess.run(QUERY, capture_output=True, text=True, timeout=60)
     except FileNotFoundError:
@@ -96,7 +96,7 @@ def ports() -> Iterator[str]:
 
 
 def limits() -> Iterator[str]:
-    """Yield what NCCL needs of the container."""
+    """Yield the container's limits that NCCL needs."""
     size = shutil.disk_usage(SHM).total >> 20
     yield f"{SHM}: {size} MB" + ("; NCCL needs more between GPUs: --shm-size=1g, or --ipc=host" if size < 512 else "")
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -107,7 +107,7 @@ def limits() -> Iterator[str]:
 
 
 def devices() -> Iterator[str]:
-    """Yield what JAX sees, asked in a process of its own: it takes the memory of the GPUs."""
+    """Yield the devices of JAX, asked in a process of its own: it takes the memory of the GPUs."""
     process = subprocess.run([sys.executable, "-c", DEVICES], capture_output=True, text=True)
     yield process.stdout.strip() or (process.stderr.strip().splitlines() or ["nothing"])[-1]
 

@@ -7,7 +7,7 @@ if ! command -v mpirun >/dev/null; then
   exit 4
 fi
 # Open MPI 4 alone says where process 0 is: on this machine, from where mpirun starts.
-here="$(hostname -I | cut -d' ' -f1):$((61440 + RANDOM % 4096))"
+address="$(hostname -I | cut -d' ' -f1):$((61440 + RANDOM % 4096))"
 case $(mpirun --version 2>&1) in
   *"Open MPI"*)
     options=(--oversubscribe --bind-to none)
@@ -15,11 +15,11 @@ case $(mpirun --version 2>&1) in
       options+=(--allow-run-as-root)
     fi
     if [[ $(mpirun --version) != *"Open MPI) 4."* ]]; then
-      options+=(-x "JAX_COORDINATOR_ADDRESS=${JAX_COORDINATOR_ADDRESS:-$here}")
+      options+=(-x "JAX_COORDINATOR_ADDRESS=${JAX_COORDINATOR_ADDRESS:-$address}")
     fi
     ;;
   *HYDRA* | *"Intel(R) MPI"*)
-    options=(-genv JAX_COORDINATOR_ADDRESS "${JAX_COORDINATOR_ADDRESS:-$here}" -genv I_MPI_PIN off)
+    options=(-genv JAX_COORDINATOR_ADDRESS "${JAX_COORDINATOR_ADDRESS:-$address}" -genv I_MPI_PIN off)
     ;;
   *)
     echo "error: mpirun is neither of Open MPI nor of MPICH or Intel MPI: $(mpirun --version 2>&1 | head -1)" >&2

@@ -17,7 +17,7 @@ UNIT = Path(__file__).resolve().parent / "unit"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Write what stood in for the real thing into the report."""
+    """Write the stand-ins for the real thing into the report."""
     for item in items:
         for mark in item.iter_markers(STAND_IN):
             item.user_properties.append((STAND_IN, mark.args[0]))

@@ -31,8 +31,8 @@ done
 case $3 in standalone*) [ -x /opt/python/bin/python3 ] || fault "the Python of its base, and the label names the standalone one" ;; esac
 if [ "$target" = runtime ]; then
   for program in cc gcc g++ c++ clang clang++ nvcc ld as make bazel pip; do
-    if found=$(command -v "$program"); then
-      fault "a tool to build with, $found"
+    if path=$(command -v "$program"); then
+      fault "a tool to build with, $path"
     fi
   done
   for file in /opt/maxtext/run.py /opt/maxtext/validate-cpu.sh /opt/entrypoint.sh /opt/hardware.py \
@@ -58,16 +58,16 @@ done
 unset IFS
 # JAX ignores a plugin of another version, and one whose own table of versions refuses the CUDA libraries, and runs on the CPU.
 if [ "$target" != devcontainer ] && [ -x /opt/.venv/bin/python ]; then
-  said=$(/opt/.venv/bin/python -I -c '
+  answer=$(/opt/.venv/bin/python -I -c '
 from importlib.metadata import PackageNotFoundError, entry_points, version
-found = {}
+versions = {}
 for name in "'"$packages"'".split():
     try:
-        found[name] = version(name)
+        versions[name] = version(name)
     except PackageNotFoundError:
-        found[name] = "is missing"
-if len(set(found.values())) > 1 or "is missing" in found.values():
-    print("packages of JAX that do not fit: " + ", ".join(" ".join(each) for each in found.items()))
+        versions[name] = "is missing"
+if len(set(versions.values())) > 1 or "is missing" in versions.values():
+    print("packages of JAX that do not fit: " + ", ".join(" ".join(pair) for pair in versions.items()))
 for plugin in entry_points(group="jax_plugins"):
     try:
         plugin.load().initialize()
@@ -75,7 +75,7 @@ for plugin in entry_points(group="jax_plugins"):
         if "cuInit" in str(error):
             continue  # no driver here; it is asked for after the versions of the libraries
         print("a plugin of JAX that cannot be used, %s: %s" % (plugin.name, " ".join(str(error).split())))
-') || said="no Python that starts, or a plugin of JAX that ends it"
-  [ -z "$said" ] || fault "$said"
+') || answer="no Python that starts, or a plugin of JAX that ends it"
+  [ -z "$answer" ] || fault "$answer"
 fi
 [ "$faults" -eq 0 ]

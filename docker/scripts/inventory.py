@@ -41,7 +41,7 @@ def system_packages() -> Iterator[dict[str, Any]]:
 
 
 def other(lock: Path) -> Iterator[dict[str, Any]]:
-    """Yield what no package manager knows of."""
+    """Yield the parts of which no package manager knows."""
     if STANDALONE.is_dir():
         version = subprocess.run([STANDALONE / "bin/python3", "-V"], check=True, capture_output=True, text=True).stdout
         version = version.split()[1]

@@ -10,10 +10,10 @@ part() { # NUMBER PATH...
   mkdir -p "$parts/$1"
   to=$parts/$1/$packages
   shift
-  for each in "$@"; do
-    if [ -e "$packages/$each" ]; then
-      mkdir -p "$(dirname "$to/$each")"
-      mv "$packages/$each" "$to/$each"
+  for name in "$@"; do
+    if [ -e "$packages/$name" ]; then
+      mkdir -p "$(dirname "$to/$name")"
+      mv "$packages/$name" "$to/$name"
     fi
   done
 }
@@ -22,12 +22,12 @@ part 1 nvidia/cudnn
 part 2 nvidia/cublas nvidia/nccl
 part 3 nvidia/cufft nvidia/cusolver nvidia/cusparse
 mkdir -p "$packages/nvidia"
-for each in "$packages"/nvidia/*; do
-  if [ -e "$each" ]; then part 4 "nvidia/${each##*/}"; fi
+for file in "$packages"/nvidia/*; do
+  if [ -e "$file" ]; then part 4 "nvidia/${file##*/}"; fi
 done
 part 4 jax_plugins jax_cuda12_plugin jax_cuda12_pjrt
 rmdir "$packages/nvidia"
 mkdir -p "$parts/5"
-for each in * .[!.]*; do
-  if [ -e "$each" ] || [ -L "$each" ]; then mv "$each" "$parts/5/$each"; fi
+for file in * .[!.]*; do
+  if [ -e "$file" ] || [ -L "$file" ]; then mv "$file" "$parts/5/$file"; fi
 done

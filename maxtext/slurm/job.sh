@@ -12,9 +12,9 @@ trap 'ended=1; [[ -z $step ]] || kill -USR1 "$step" 2>/dev/null || true' TERM
 
 # A container sees these folders, at their own place: those that flags name, the compiled programs, and those of MOUNTS.
 mounts=() checkpoint=""
-mount_folder() {
+mount_folder() { # of these words
   if [[ $1 != /* ]]; then
-    echo "error: $1 is a path within the container, and ends with it; write the whole path" >&2
+    echo "error: ${2:-$1} is a path within the container, and ends with it; write the whole path" >&2
     exit 2
   fi
   mkdir -p "$1"
@@ -25,8 +25,10 @@ note_value() { # of a flag
   [[ $1 != --checkpoint ]] || checkpoint=$2
   if [[ -n ${IMAGE:-} ]]; then
     case $1 in
-      --output | --checkpoint | --dump | --export) mount_folder "$2" ;;
-      --metrics-file | --prometheus | --text | --maxtext-config | --custom-schedule-path) mount_folder "$(dirname "$2")" ;;
+      --output | --checkpoint | --dump | --export) mount_folder "$2" "$*" ;;
+      --metrics-file | --prometheus | --text | --maxtext-config | --custom-schedule-path)
+        mount_folder "$(dirname "$2")" "$*"
+        ;;
     esac
   fi
 }

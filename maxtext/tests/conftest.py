@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,11 @@ from tests.xla_flags import QUICK, add_flags
 
 from multimesh_maxtext.command.check_flags import check_job
 from multimesh_maxtext.command.command_line import read
-from multimesh_maxtext.command.environment import CACHE_SWITCH
 from multimesh_maxtext.command.job import Job, Paths, find_maxtext
 from multimesh_maxtext.errors import MissingPartError
 
 # As in multimesh/tests/conftest.py: eight virtual devices, programs that compile fast; before jax is imported.
 os.environ |= {"NPROC": "64", "OPENBLAS_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu", **os.environ}
-os.environ |= {CACHE_SWITCH: "0", **os.environ}  # no test finds what another run left
 add_flags("--xla_force_host_platform_device_count=8", *QUICK)
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest's importlib mode adds no folder
@@ -45,6 +43,15 @@ class Finished:
     @property
     def json(self) -> dict[str, Any]:
         return json.loads(self.stdout)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_in_this_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let trainers find what those of other tests have compiled, as a user's do, and nothing of another test run."""
+    folder = tmp_path_factory.getbasetemp()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from collective_table import CASES, FEW, TABLE, compile_cases, gathered_weights,
     [pytest.param(FEW, marks=pytest.mark.longer, id="few"), pytest.param(CASES, marks=pytest.mark.full, id="all")],
 )
 def test_no_kernel_gathers_a_weight_unless_fsdp_asked(tmp_path: Path, cases: tuple[str, ...]):
-    """And bytes are those on file: renew them with ``python maxtext/tests/collective_table.py`` if that is meant."""
+    """Bytes are those on file: renew them with ``python maxtext/tests/collective_table.py`` if that is meant."""
     records = compile_cases(tmp_path, cases)
     assert [record["error"] for record in records] == [None] * len(cases)
     assert [line for record in records for line in gathered_weights(record)] == []

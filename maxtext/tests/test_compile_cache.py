@@ -32,7 +32,7 @@ def test_the_users_variables_stand(tmp_path: Path, variables: dict[str, str]) ->
 @pytest.mark.full
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.multiprocess)])
 def test_a_second_start_compiles_nothing(run: Any, tmp_path: Path, processes: int, monkeypatch: Any) -> None:
-    """Also after an entry was cut short, as by a kill: that program is compiled again, with the same losses."""
+    """An entry that a kill cut short is compiled again, with the same losses."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv(CACHE_SWITCH, "1")
     flags = ["--cpus", str(2 // processes), "--pp", "2", "--num-steps", "2", "--json"]

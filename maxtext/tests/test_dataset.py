@@ -180,7 +180,7 @@ def test_a_pipeline_trains_on_a_dataset_as_one_program_does(root: Path, tmp_path
 def test_processes_read_what_one_does_and_go_on_where_they_stopped(
     root: Path, tmp_path: Path, home: Path, workers: int
 ):
-    """Also where Grain's workers have read ahead: a checkpoint holds what was trained on, not what was read.
+    """Where Grain's workers have read ahead, a checkpoint holds the rows that were trained on, not those read.
 
     Evaluations begin anew each time, and the last batch of a pass is not whole.
     """

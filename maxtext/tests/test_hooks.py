@@ -56,7 +56,7 @@ def split(x: jax.Array) -> jax.Array:
 
 
 def scan(body: Any, init: Any, batch: Any, *, split: Any, length: int) -> Any:
-    """What the hook is where MultiMesh was not asked for."""
+    """Stand in for the hook where MultiMesh was not asked for."""
     return jax.lax.scan(body, init, jax.tree.map(split, batch), length=length)
 
 
@@ -110,7 +110,7 @@ def batch() -> Any:
 def test_a_step_in_maxtexts_manner_becomes_a_pipeline(
     configure: Callable[..., TrainerConfig], tmp_path: Path, schedule: str, limit: int
 ):
-    """With the schedule ``auto`` it is measured before it runs, and made again."""
+    """Under the schedule ``auto`` it is measured before it runs, and made again."""
     file = tmp_path / "schedule.json"
     config = configure(schedule=schedule, limit=limit, chosen=str(file) if schedule == "auto" else "")
     assert hooks.stage_devices() == jax.devices()[:4]

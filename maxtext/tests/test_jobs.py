@@ -168,6 +168,13 @@ def test_a_scontrol_that_prints_nothing_is_named(tmp_path: Path, mute: str, mess
     assert message in submit(JOBS / "slurm", tmp_path, MUTE=mute, CHECKOUT=str(ROOT))
 
 
+@pytest.mark.stand_in("programs of a cluster that print their words")
+@pytest.mark.parametrize("flag", ["--text my.md", "--output out", "--metrics-file=here/m.jsonl"])
+def test_a_folder_that_a_container_would_keep_to_itself_is_named_with_its_flag(tmp_path: Path, flag: str):
+    said = submit(JOBS / "slurm", tmp_path, *flag.split(), IMAGE="I")
+    assert said.startswith(f"error: {flag.replace('=', ' ')} is a path within the container")
+
+
 @pytest.mark.parametrize("flag", ["--nodes 2", "--nodes=16", "--gpus 8", "--gpus=16"])
 def test_a_process_refuses_what_the_options_of_sbatch_say(flag: str):
     variables = {**os.environ, "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_PROCID": "0"}

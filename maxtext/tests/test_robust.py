@@ -306,6 +306,11 @@ def test_a_pipe_that_is_closed_ends_the_command_without_a_traceback(start: Start
     assert (one.stderr.read(), one.wait()) == ("", 141)
 
 
+def test_a_command_that_was_started_without_output_has_its_exit_code(root: Path):
+    line = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", sys.executable, str(root / "maxtext/run.py")]
+    assert [subprocess.run([*line, *words], check=False).returncode for words in (["--dry-run"], ["--no"])] == [0, 2]
+
+
 def test_a_pipe_that_is_closed_while_it_trains_stops_the_trainer_with_a_line(start: Start, tmp_path: Path):
     one = start("--output", tmp_path, "--num-steps", 3, STAND_IN="goes on", GO_ON=str(tmp_path / "go on"))
     assert one.stdout is not None

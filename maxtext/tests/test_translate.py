@@ -156,7 +156,7 @@ def test_compiler_flags_for_gpus_are_on_unless_told_otherwise(job: Check, paths:
 
 
 def test_collectives_of_loops_are_pipelined_in_kernels_of_stages_alone(paths: Paths, job: Check):
-    """In one program with gradient accumulation it would compute 87.8e12 operations in place of 52.7e12."""
+    """One program with gradient accumulation would compute 87.8e12 operations in place of 52.7e12."""
     pipelined, one = (variables(job, paths, flags)["XLA_FLAGS"] for flags in ("--gpus 2 --pp 2", "--gpus 2 --dp 2"))
     assert "--xla_gpu_enable_pipelined_all_reduce=true" in pipelined.split()
     assert "pipelined" not in one

@@ -36,7 +36,7 @@ def state_bytes(output: Path) -> int:
 @pytest.mark.longer
 @pytest.mark.timeout(1800)
 def test_moments_are_shared_out_and_a_checkpoint_moves_between_kinds_and_grids(root: Path, tmp_path: Path):
-    """With AdamW's two moments, two thirds of the bytes. Steps stay the same, also without sharded moments."""
+    """AdamW's two moments are two thirds of the bytes. Steps stay the same, also without sharded moments."""
     text, resume = ("--text", root / "LICENSE"), ("--checkpoint", tmp_path / "ck", "--resume")
     assert train(root, tmp_path / "plain", "--num-steps", 4, *text) in (0, 13)
     assert train(root, tmp_path / "zero", "--num-steps", 2, "--zero", 1, *resume, *text) in (0, 13)
@@ -49,7 +49,7 @@ def test_moments_are_shared_out_and_a_checkpoint_moves_between_kinds_and_grids(r
 
 
 def test_verify_compares_in_float32_with_a_program_whose_moments_are_not_sharded(job: Any, paths: Any):
-    """Also where nobody names a type. What ``dtype=`` says stays."""
+    """It does so where nobody names a type; the type of ``dtype=`` stays."""
     flags = ["--cpus", "4", "--dp", "2", "--pp", "2", "--zero", "1", "--verify"]
     training = job(flags)
     config, reference = (configuration(program, paths) for program in (training, reference_job(training)))
@@ -80,7 +80,7 @@ def test_a_step_reduces_each_gradient_once_and_gathers_each_parameter_once(tmp_p
 
 
 def counts(record: dict[str, Any], matrices: set[tuple[int, ...]]) -> collections.Counter[tuple[str, tuple[int, ...]]]:
-    """Return how many arrays of a parameter's shape each kind of collective has in a step: none in the loop."""
+    """Return the number of arrays of a parameter's shape for each kind of collective in a step: none in the loop."""
     counter = collections.Counter[tuple[str, tuple[int, ...]]]()
     for kernel in record["kernels"]:
         for collective in kernel["collectives"]:

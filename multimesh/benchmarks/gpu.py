@@ -186,7 +186,7 @@ def own_cost(size: Size, schedule: str, steps: int) -> float:
 
 
 def machine(count: int) -> report.Row:
-    """What the figures are of."""
+    """Return the machine and software that the figures belong to."""
     device = jax.devices()[0]
     driver = "-"
     if not ON_CPU:

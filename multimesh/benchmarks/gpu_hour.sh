@@ -54,10 +54,10 @@ plan_memory() { step plan_memory 6 "${pipeline[@]}" --forecast "${compiled[@]}";
 : >"$folder/steps.jsonl"
 trap 'exit 130' INT TERM
 if ((! $#)); then set -- install check validate gpu one_gpu size_1b plan_memory; fi
-for each in "$@"; do
-  case $each in
-    install | check | validate | gpu | one_gpu | size_1b | plan_memory) "$each" ;;
-    *) echo "error: $each: is no step" >&2 && exit 2 ;;
+for name in "$@"; do
+  case $name in
+    install | check | validate | gpu | one_gpu | size_1b | plan_memory) "$name" ;;
+    *) echo "error: $name: is no step" >&2 && exit 2 ;;
   esac
 done
 printf '\n| step | exit code | seconds |\n|---|---|---|\n'

@@ -161,7 +161,7 @@ PACKAGES = {"JaxPP": "jaxpp", "SpectraX": "spectrax-lib", "MultiMesh": "multimes
 
 
 def fault(error: Exception) -> str:
-    """What a contender said, in a line."""
+    """Return the error of a contender, in a line."""
     return f"{type(error).__name__}: {str(error)[:160]}".splitlines()[0]
 
 

@@ -1,4 +1,4 @@
-"""What processes of a test agree on and gather: text that test_distributed.py runs in each of them."""
+"""A script in which processes agree and gather, text that test_distributed.py runs in each of them."""
 
 AGREE = """
 import jax.numpy as jnp
@@ -23,21 +23,21 @@ def array(value, sharding):
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 table = np.arange(12, dtype=np.float32).reshape(4, 3)
 far = jax.sharding.SingleDeviceSharding(jax.devices()[1])
-mine = [jax.device_put(table, d) for d in far.device_set if d.process_index == rank]
+shards = [jax.device_put(table, d) for d in far.device_set if d.process_index == rank]
 tree = {
     "rows": array(table, at("x")), "all": array(table, at()), "there": jax.make_array_from_single_device_arrays(
-        table.shape, far, mine, dtype=table.dtype), "number": 3, "here": jnp.arange(2), "numpy": table, "none": None,
+        table.shape, far, shards, dtype=table.dtype), "number": 3, "here": jnp.arange(2), "numpy": table, "none": None,
     "half": array(table.astype(jnp.bfloat16), at("x")), "empty": array(table[:0], at("x")),
     "scalar": array(np.float32(5).reshape(()), at()), "key": jax.random.key(7),
 }
 for _ in range(2):
-    found = mm.distributed.gather(tree)
+    gathered = mm.distributed.gather(tree)
     for name in ("rows", "all", "there", "numpy", "half", "empty"):
-        want = table[:0] if name == "empty" else table
-        assert type(found[name]) is np.ndarray and found[name].dtype == tree[name].dtype, name
-        np.testing.assert_array_equal(found[name].astype(np.float32), want)
-    assert found["number"] == 3 and found["scalar"] == 5 and found["none"] is None and found["here"].sum() == 1
-    assert jax.random.key_data(found["key"]).tolist() == jax.random.key_data(jax.random.key(7)).tolist()
+        expected = table[:0] if name == "empty" else table
+        assert type(gathered[name]) is np.ndarray and gathered[name].dtype == tree[name].dtype, name
+        np.testing.assert_array_equal(gathered[name].astype(np.float32), expected)
+    assert [gathered[name] for name in ("number", "scalar", "none")] == [3, 5, None] and gathered["here"].sum() == 1
+    assert jax.random.key_data(gathered["key"]).tolist() == jax.random.key_data(jax.random.key(7)).tolist()
 try:
     mm.distributed.gather(array(np.zeros((count, (18 << 20) // count), np.float32), at("x")))
 except mm.UsageError as error:

@@ -48,7 +48,7 @@ def state(stages: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def assert_restored(actual: dict[str, Any], like: dict[str, Any], expected: dict[str, Any]) -> None:
-    """What was restored lies as ``like``, with the values of ``expected``."""
+    """Assert that ``actual`` lies as ``like`` and has the values of ``expected``."""
     for name in ("step", "rate", "done", "none"):
         assert actual[name] == expected[name]
         assert type(actual[name]) is type(expected[name])

@@ -188,7 +188,7 @@ def _layer(program: Program, stage: int) -> Callable[..., Any]:
 
 
 def _between(kind: str, x: Any) -> Any:
-    """What is done outside of tasks, between two of them."""
+    """Return the operations outside of tasks, between two of them."""
     if kind == "none" or x.dtype == bool:
         return x
     if kind == "scale":
@@ -272,7 +272,7 @@ def body(program: Program, placed: Placed) -> Callable[..., Any]:
 
 
 def ways(program: Program) -> list[str]:
-    """How the results of iterations are put together, where their type allows it."""
+    """Return the reductions of the results of iterations, where their type allows them."""
     if program.dtype == "bool":
         return ["stack"] * len(program.results)
     inexact = program.dtype in (*SMOOTH, "bfloat16", "float16")

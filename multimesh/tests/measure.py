@@ -42,7 +42,7 @@ def at_every_call(f: Callable[[], Any], hook: Callable[[int], None]) -> Any:
 
 
 def calls(f: Callable[[], Any]) -> int:
-    """How many calls ``f()`` makes."""
+    """Return the number of calls that ``f()`` makes."""
     last = 0
 
     def hook(k: int) -> None:

@@ -63,7 +63,7 @@ def mlp_block(p: Any, x: Any) -> Any:
 
 
 def product(x: Any, w: Any, like: Any) -> Any:
-    """Where Explicit axes divide what the product sums over, JAX has to be told its layout: that of ``like``."""
+    """Return a product laid out as ``like``: JAX needs that where Explicit axes divide the summed dimension."""
     if not any(jax.typeof(x).sharding.spec[-1:]):
         return x @ w
     return jnp.matmul(x, w, out_sharding=jax.typeof(like).sharding.spec)

@@ -223,7 +223,7 @@ def check_gradient(
 
 
 def foreign_inputs(plan: mm.Plan, leaves: Sequence[int]) -> dict[int, list[int]]:
-    """Those of some argument leaves that lie whole on several submeshes, each with these."""
+    """Return those of some argument leaves that lie whole on several submeshes, each with these."""
     submeshes: dict[int, list[int]] = {leaf: [] for leaf in leaves}
     for leaf, slot in plan.inputs:
         if leaf in submeshes:

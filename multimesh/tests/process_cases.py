@@ -287,7 +287,7 @@ def transformed() -> None:
 
 
 def analyses() -> None:
-    """What a compiled function tells of programs that other processes have."""
+    """A compiled function tells of programs that other processes have."""
     jitted, reference, placed, w, x = two_layers()
     compiled = jitted.lower(placed, x).compile()
     local = [mesh.devices.flat[0].process_index == jax.process_index() for mesh in meshes()]

@@ -38,7 +38,7 @@ def gradients(width, dtype, where, jit=mm.jit, on=SPLIT, **options):
 
 
 def relative_error(sums, width, dtype):
-    """How far gradients are from those of float32, from the same rounded parameters."""
+    """Return the distance of gradients from those of float32, from the same rounded parameters."""
     params, x = jax.tree.map(lambda x: x.astype(jnp.float32), arguments(width, dtype))
     expected = jax.jit(jax.grad(functools.partial(loss, plain)))(params, x)
     pairs = [

@@ -59,10 +59,10 @@ def fresh():
     return multimesh
 
 for name in fresh().__all__:
-    got = {"attribute": getattr(fresh(), name)}
-    exec(f"from multimesh import {name}", got)
-    rooms = [how for how in ("attribute", name) if isinstance(got[how], types.ModuleType)]
-    print(name, *(f"{how}:{got[how].__name__}" for how in rooms))
+    namespace = {"attribute": getattr(fresh(), name)}
+    exec(f"from multimesh import {name}", namespace)
+    rooms = [how for how in ("attribute", name) if isinstance(namespace[how], types.ModuleType)]
+    print(name, *(f"{how}:{namespace[how].__name__}" for how in rooms))
 """
 
 

@@ -200,7 +200,7 @@ State = collections.namedtuple("State", "step params momentum")
 
 @pytest.mark.parametrize("form", [State, lambda *parts: dict(zip(State._fields, parts, strict=True)), lambda *p: p])
 def test_every_leaf_of_a_donated_state_is_replaced_by_its_own(form):
-    """Also the scalar beside two trees of one structure; gradients have the layout of the first of these."""
+    """So is the scalar beside two trees of one structure; gradients have the layout of the first of these."""
     split = Split(submeshes(2, (2,)))
 
     def lie(stage, spec):
@@ -277,7 +277,7 @@ def test_processes_of_a_node_share_its_cores(environment, share, monkeypatch):
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("aligned", [True, False])
 def test_one_numpy_array_as_two_arguments_of_which_one_is_donated(aligned, devices):
-    """Whether JAX shares the memory of NumPy depends on its address; a call must not, as under ``jax.jit``."""
+    """JAX shares the memory of NumPy at some addresses; a call must not depend on it, as under ``jax.jit``."""
     mesh = submeshes(1, (devices,))[0]
     task = mm.task(lambda w, m: (w + 1, 2 * m), mesh=mesh)
     memory = np.zeros(64 * 64 + 64, np.float32)

@@ -43,7 +43,7 @@ def published(stages, microbatches, costs):
 
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(4, 50))])
 def test_no_published_table_that_fits_is_shorter(seed):
-    """And what is said of the table that is taken is what the simulator says."""
+    """The numbers of the table that is taken are those of the simulator."""
     stages, microbatches, costs = case(seed)
     choice = Auto(costs, memory=min(stages, microbatches)).choose(stages, 1, microbatches)
     best, lines = choice.taken, published(stages, microbatches, costs)
@@ -157,7 +157,7 @@ def pieces_of(layers, sizes):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_no_cut_of_layers_has_a_lower_bound(seed):
-    """By brute force over all cuts; no table without W ends before the bound."""
+    """The reference is brute force over all cuts; no table without W ends before the bound."""
     rng = random.Random(seed)
     count, stages, m = rng.randint(4, 9), rng.randint(2, 4), rng.randint(1, 9)
     layers = [rng.choice((1.0, 1.0, 1.0, rng.uniform(0, 4))) for _ in range(count)]
@@ -173,7 +173,7 @@ def test_no_cut_of_layers_has_a_lower_bound(seed):
 
 
 def test_a_partition_keeps_to_memory_and_several_stages_share_a_submesh():
-    """Of brute force over all cuts that fit: the ends hold much, and the first stages keep more microbatches."""
+    """It is as good as brute force over all cuts that fit: the first stages keep more microbatches."""
     costs = [schedules.LayerCosts(0.0, 60, 0), *[schedules.LayerCosts(1.0, 10, 2)] * 8, schedules.LayerCosts(3, 60, 1)]
     times = [c.time for c in costs]
     for memory, m in ((90.0, 8), (75.0, 8), (200.0, 2)):
@@ -221,7 +221,7 @@ def pipeline(schedule, widths, placement=None):
 
 
 def test_a_step_is_measured_and_made_again(tmp_path):
-    """By estimates first, then by its own profile; the table is kept in a file. All give what plain JAX gives."""
+    """It uses estimates first, then its own profile; the table is kept in a file. All results are plain JAX's."""
     first, args, reference = pipeline("auto", WIDTHS)
     assert_same(first(*args), reference(*args))
     plan = first.plan(*args)
@@ -332,7 +332,7 @@ def test_a_loop_that_comes_back_up_gets_a_v():
 
 
 def test_memory_for_activations_is_taken_at_its_word():
-    """What the user says bounds the table; a device that is given besides bounds the plan."""
+    """The user's number bounds the table; a device that is given besides bounds the plan."""
     shape = SHAPES["equal"]
     _, free = needs(Auto(memory=1e9), *shape)
     need, bounded = needs(Auto(memory=1e9, device=needs("1f1b", *shape)[0]), *shape)

@@ -83,7 +83,7 @@ def test_processes_that_are_well_pass_every_row(tmp_path, count, flags):
 
 
 def test_processes_end_as_soon_as_the_table_is_there(tmp_path):
-    """Not when the heartbeats of those that left are missed."""
+    """They do not wait until heartbeats of those that left are missed."""
     words = ["spawn", "-n", "2", str(CASES), "none", "devices", "--json"]
     patient = ENV | {"MULTIMESH_SILENCE_TIMEOUT": "60"}
     with subprocess.Popen([*MULTIMESH, *words], stdout=subprocess.PIPE, text=True, env=patient, cwd=tmp_path) as job:

@@ -113,7 +113,7 @@ def test_checkpoint_in_the_new_way_to_recompute():
 @pytest.mark.telling("zb-h1", "None")
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", None])
 def test_checkpoint_around_the_last_of_several_stages(schedule):
-    """What the recomputation waits for on other submeshes is no operand of its kernel."""
+    """Values of other submeshes that the recomputation waits for are no operands of its kernel."""
 
     def make(stage, microbatch):
         def loss(params, batch):

@@ -29,7 +29,7 @@ DTYPES = (
 
 
 def test_every_dtype_comes_back(tmp_path):
-    """On devices and as NumPy."""
+    """It comes back on devices and as NumPy."""
     layout = NamedSharding(Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b")), P("a", "b"))
     values = {d: np.arange(32).reshape(8, 4).astype(jnp.dtype(d)) for d in DTYPES}
     with jax.enable_x64(True):
@@ -44,7 +44,7 @@ def test_every_dtype_comes_back(tmp_path):
 
 
 def test_layouts_come_back(tmp_path):
-    """Of explicit axes, of one device, in the host's memory; also inside of ``jax.set_mesh``."""
+    """They have explicit axes, one device, or the host's memory; ``jax.set_mesh`` changes nothing."""
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
     x, last = np.arange(64, dtype=np.float32).reshape(8, 8), jax.devices()[-1]
     tree = {
@@ -112,7 +112,7 @@ def test_orbax_reads_what_was_saved_and_restores_what_it_wrote(tmp_path):
 
 
 def test_parameters_alone_are_restored(tmp_path):
-    """Of a dictionary, and of a pair; what is missing or differs is named as ever."""
+    """The state is a dictionary, or a pair; a leaf that is missing or differs is named as ever."""
     params = jax.device_put({"w": np.arange(8.0, dtype=np.float32)}, jax.devices()[3])
     mm.distributed.save(tmp_path / "1", {"params": params, "moments": params, "step": 3})
     mm.distributed.save(tmp_path / "2", (params, params))
@@ -194,7 +194,7 @@ SAVED = {"2": 2, "1": 1, "0": 0}  # stages by folder; 0: two stages, each with d
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    """What two processes of two devices each saved, in several layouts."""
+    """Checkpoints that two processes of two devices each saved, in several layouts."""
     folder = tmp_path_factory.mktemp("checkpoints")
     restores = [f"restored:{folder}/{a}:{b}" for a, b in (("2", 4), ("0", 1))]
     full = (f"disk_full:{tmp_path_factory.mktemp('full')}:{rank}" for rank in (0, 1))
@@ -249,7 +249,7 @@ def test_ctrl_c_during_a_save_in_the_background_leaves_whole_checkpoints_only(tm
 
 
 def goes_on_with_whole_ones(tmp_path):
-    """What has its name is whole, from the first on; what has not is refused, and the next save writes over it."""
+    """Assert that each named checkpoint is whole; the half of one is refused, and the next save writes over it."""
     names = {p.name for p in tmp_path.iterdir() if p.name.isdigit()}
     assert "0" in names
     for name in names:

@@ -40,8 +40,8 @@ w = [np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)] * 2
 x = np.linspace(0, 1, 128, dtype=np.float32).reshape(16, 8)
 jitted = mm.jit(step)
 assert jitted(w, x)[1][0].sharding.mesh == meshes[0]
-got = jitted(w, x)
-jax.tree.map(np.testing.assert_array_equal, got, jitted(w, x))
+result = jitted(w, x)
+jax.tree.map(np.testing.assert_array_equal, result, jitted(w, x))
 assert len(jitted.compiled) == 1
 with jax.default_matmul_precision("highest"):
     jitted(w, x)
@@ -134,7 +134,7 @@ def test_what_moved_within_an_object_of_jax_is_named_once():
     ],
 )
 def test_other_tests_hold_without_private_parts(files):
-    """All that reaches for a private part: programs that are shared, laid out anew or carried over, and transfers."""
+    """They reach for private parts: programs that are shared, laid out anew or carried over, and transfers."""
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", *(f"multimesh/tests/{name}.py" for name in files)]
     env = os.environ | {"MULTIMESH_PUBLIC_JAX": "1", "PYTEST_ADDOPTS": ""}  # those name a report, which is this run's
     process = subprocess.run(command, cwd=SOURCES.parents[2], env=env, capture_output=True, text=True, check=False)

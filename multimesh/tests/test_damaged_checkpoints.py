@@ -20,8 +20,8 @@ import multimesh as mm
 LEAVES = 12
 WRITER = """
 import sys, numpy as np, multimesh as mm
-own, leaves = map(int, sys.argv[1:])
-tree = {str(n): np.full((32, 32), own) for n in range(leaves)}
+value, leaves = map(int, sys.argv[1:])
+tree = {str(n): np.full((32, 32), value) for n in range(leaves)}
 for line in sys.stdin:
     try:
         mm.distributed.save(line.strip(), tree)
@@ -164,7 +164,7 @@ def test_a_rename_that_copies_file_by_file_and_is_killed_is_told(tmp_path, monke
 
 
 def test_what_a_killed_job_left_is_removed_by_the_next_save(tmp_path):
-    """When it ends, and other names never."""
+    """The save removes it when it ends, and never other names."""
     for name in ("1@n9-7-00", "1.5@n9-7-00", "11@n9-7-00"):
         (tmp_path / f"{name}.half-written").mkdir()
     mm.distributed.save(tmp_path / "1", {"x": 1})

@@ -31,7 +31,7 @@ def shares(first, parts):
 
 
 def wanted_losses(number):
-    """Of plain jit, on one device, which is given all rows."""
+    """Yield the losses of plain jit, on one device, which is given all rows."""
     dataset = data_steps.shuffle(data_steps.Source())
     reference, params = jax.jit(data_steps.training(data_steps.loss_of)), data_steps.initial()
     for step in range(number):

@@ -61,7 +61,7 @@ def test_programs_as_they_are_lowered(tmp_path, names):
 
 
 def test_a_fingerprint_names_what_a_plan_does():
-    """What differs in any part of a plan, its constants or the options shows; who made it does not."""
+    """A difference in any part of a plan, its constants or the options shows; its maker does not."""
     import jax
     import numpy as np
 

@@ -28,9 +28,9 @@ JOIN = START + "job = mm.distributed.initialize(address, count, rank)\n"
 STEPS = """
 from multimesh.processes.liveness import watch
 mesh = jax.sharding.Mesh(np.array(jax.devices()), "x")
-whole, parts = (jax.sharding.NamedSharding(mesh, spec) for spec in (jax.P(), jax.P("x")))
+replicated, parts = (jax.sharding.NamedSharding(mesh, spec) for spec in (jax.P(), jax.P("x")))
 x = jax.make_array_from_callback((count,), parts, lambda index: np.ones(1, np.float32))
-total = jax.jit(lambda x: x.sum(), out_shardings=whole)
+total = jax.jit(lambda x: x.sum(), out_shardings=replicated)
 for step in range(100000):  # each waits for all
     total(x).block_until_ready()
     watch.count_step()
@@ -103,7 +103,7 @@ def job(tmp_path, address):
 
 
 def _is_dead(process):
-    """Whether a process ended, without telling the system to forget how: its neighbor may not have asked yet."""
+    """Return whether a process ended; the system keeps its exit code: the neighbor may not have asked yet."""
     return process.returncode is not None or os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
 
 
@@ -193,7 +193,7 @@ def test_a_process_that_fails_leaves_at_once_and_the_others_name_it(job, how, co
     ],
 )
 def test_a_process_out_of_reach_is_named(job, number, rank, count):
-    """That its heartbeat is missing is all that is known."""
+    """The others know only that its heartbeat is missing."""
     soon = {"MULTIMESH_SILENCE_TIMEOUT": "4"}
     others = [other for other in range(count) if other != rank]
     body = JOIN + STEPS.replace("LAST", "pass")
@@ -306,7 +306,7 @@ def test_a_process_that_hangs_is_named_with_its_stack_and_ended_if_asked(job):
 
 @pytest.mark.multiprocess
 def test_one_that_does_not_start_is_named(job):
-    """By JAX's barrier, in the lines of process 0."""
+    """JAX's barrier names it, in the lines of process 0."""
     runs = job(JOIN.replace("rank)", "rank, initialization_timeout=4)"), 4, ranks=[0, 2])
     for result in runs:
         assert re.search(

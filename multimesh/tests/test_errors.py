@@ -94,7 +94,7 @@ def test_a_schedule_of_two_stages_on_a_submesh_with_one(schedule):
     "inside", [lambda f, x: f(x), lambda f, x: lax.scan(lambda c, _: (f(c), None), x, length=2)[0]]
 )
 def test_a_shard_map_on_the_mesh_of_another_stage(inside):
-    """Who writes a loss for `pipeline` can't know which stage it is in; JAX says only that devices do not fit."""
+    """The author of a loss for `pipeline` can't know its stage; JAX says only that devices do not fit."""
     meshes = submeshes(2, (2,))
 
     def loss(weights, x):

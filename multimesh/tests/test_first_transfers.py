@@ -139,7 +139,7 @@ def test_a_slow_job_is_not_ended_and_each_way_is_tried_once(job, transport, trac
 
 
 def test_neighbors_connect_at_once():
-    """In a chain each process has two neighbors: it would wait for one who waits for another, and so on."""
+    """Each process of a chain has two neighbors: it would wait for one that waits for another, and so on."""
     for gap in (1, 2, 4):
         ways = [ProcessTransfer(*ends, ()) for n in range(16 - gap) for ends in ((n, n + gap), (n + gap, n))]
         waves = 0

@@ -32,7 +32,7 @@ def plan_of(schedule, stages, count, where="inside", meshes=None):
     [("gpipe", "outside"), *((name, "inside") for name in schedules.names() if name != "fill-drain")],
 )
 def test_a_plan_is_idle_for_as_long_as_its_table(schedule, where):
-    """Also where phases of a stage are one program: the last forward and backward, or B and W of the first stage."""
+    """This holds where phases of a stage are one program too: the last forward and backward, or the first B and W."""
     costs, chunks = {"F": 1.0, "B": 1.5, "W": 0.5}, schedules.get(schedule).usual
     line = plan_of(schedule, 4 * chunks, 8, where, meshes=4).simulate(costs)
     stage_costs = {phase: chunks * cost for phase, cost in costs.items()}  # of all stages of a submesh

@@ -173,7 +173,7 @@ def test_an_activation_that_several_products_read_is_gathered_once(monkeypatch, 
 @pytest.mark.compile_gpu
 @pytest.mark.parametrize("rows", [None, "fsdp"])
 def test_a_shared_gather_makes_no_exchange_larger(monkeypatch, rows):
-    """Of a layer whose weights lie over both axes of a mesh, at widths of a llama, with its tokens over one of them."""
+    """The layer's weights lie over both axes of a mesh, at widths of a llama, its tokens over one of them."""
     mesh = Mesh(np.array(mm.topology("h100", gpus=4)).reshape(2, 2), ("fsdp", "model"))
 
     def loss(weights, x):

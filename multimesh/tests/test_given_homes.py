@@ -96,7 +96,7 @@ def test_an_average_beside_a_task(first):
 
 
 def test_results_that_come_in_again_are_compiled_once():
-    """What was placed by default comes back where it was placed: that is no other signature."""
+    """Arrays that were placed by default come back where they were: that is no other signature."""
     meshes = submeshes(2)
     tasks = [mm.task(lambda w, x: jnp.tanh(x @ w), f"stage{s}", mesh=m) for s, m in enumerate(meshes)]
 

@@ -92,7 +92,7 @@ USED_BEFORE = {
 @pytest.mark.longer
 @pytest.mark.parametrize("before", USED_BEFORE)
 def test_a_task_in_one_program_is_told_once(before, tmp_path):
-    """Also where JAX has kept the trace of the task: then the line is that of the first call, or of the next (0.10)."""
+    """Where JAX has kept the trace of the task, the line is that of the first call, or of the next (0.10)."""
     script = tmp_path / "script.py"
     script.write_text(PROGRAM.replace("# known", USED_BEFORE[before]))
     process = subprocess.run([sys.executable, script], capture_output=True, text=True, env=CLEAN, check=True)

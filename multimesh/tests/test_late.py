@@ -87,7 +87,7 @@ def test_what_else_waits_for_all_gradients(finish):
 
 
 def test_it_runs_when_the_gradients_of_all_stages_are_there(tmp_path):
-    """Those of the last stage are made in W, two microbatches late."""
+    """W makes those of the last stage, two microbatches late."""
     f, _, args = jitted(clipped, "zb-h1", 3)
     plan = f.plan(*args)
     runs = [i for i in plan.instructions if i.kind == "RUN" and i.microbatch is not None]

@@ -68,7 +68,7 @@ def test_a_job_whose_processes_are_all_between_two_steps_does_not_end():
 
 
 def test_one_that_compiles_longer_than_others_holds_them_up_from_then_on():
-    """Not since it began to compile, as they did."""
+    """The time does not begin with its compilation: the others compiled too."""
     steps = Steps(None, None, None, stall=8)
     assert steps.stall_at(1060) is None
     steps.note(0, (1, 1))

@@ -179,7 +179,7 @@ MATRICES = 2 * 4 * 64 * 512  # bytes
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_sums_that_no_device_shares_are_not_in_the_workspace_again(platform):
-    """On one device nothing is reduced: a gradient is computed into its sum, or (CPUs) stands beside it, one a time."""
+    """One device reduces nothing: a gradient is computed into its sum, or (CPUs) stands beside it, one a time."""
     meshes = [Mesh(np.array(jax.devices()[i : i + 1]), ("data",)) for i in (0, 1)]
     (_, need) = product_step(meshes, (None,), P()).memory_estimate(platform)
     assert need.sums == MATRICES
@@ -225,7 +225,7 @@ def test_what_a_shard_map_makes_on_each_device_is_in_the_workspace(platform, par
 
 @pytest.mark.parametrize("width", [256, pytest.param(4096, marks=pytest.mark.compile_gpu)])
 def test_gradients_that_devices_sum_are_all_in_the_workspace_at_once(width: int):
-    """On GPUs all are on their way together. XLA joins small ones in a buffer, and copies them out of it."""
+    """GPUs send all together. XLA joins small ones in a buffer, and copies them out of it."""
     compiled = width > 256
     devices = mm.topology("h100", gpus=2) if compiled else jax.devices()[:2]
     mesh = Mesh(np.array(devices), ("data",))
@@ -261,7 +261,7 @@ def test_a_platform_that_is_none_is_refused():
 
 
 def test_gathered_rows_are_in_the_workspace():
-    """Under sequence parallelism each product gathers its rows: a whole copy, beside the part that a device has."""
+    """With sequence parallelism each product gathers its rows: a full copy, beside the part that a device has."""
     meshes = [Mesh(np.array(jax.devices()[i : i + 4]), ("model",)) for i in (0, 4)]
     lowered = product_step(meshes, ("model",), P(None, "model"))
     gathered = 8 * 16 * 64 * 4

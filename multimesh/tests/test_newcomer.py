@@ -121,7 +121,7 @@ def moving_average_teacher(stage, loop):
 
 
 def none_where_frozen(stage, loop):
-    """What learns and what does not in two trees, each with None where the other has a leaf."""
+    """Trained and frozen parameters are two trees, each with None where the other has a leaf."""
 
     def step(state, batch):
         learns, frozen = state
@@ -265,7 +265,7 @@ def test_functions_that_share_arrays(compilations):
 
 
 def test_callbacks_in_tasks_happen_once_a_microbatch(capfd):
-    """In the order that plain jit has within a stage, where they are ordered."""
+    """Ordered ones happen in the order that plain jit has within a stage."""
     values = {0: [], 1: []}
 
     def loss(stage, params, batch):

@@ -148,7 +148,7 @@ def gradient(program):
 
 
 def works(program, x):
-    """Whether JAX itself lowers a program for an argument, and it makes arrays."""
+    """Return whether JAX itself lowers a program for an argument, and it makes arrays."""
     with contextlib.suppress(Exception), jax.set_mesh(FIRST):
         return bool(jax.tree.leaves(jax.jit(program).lower(x).out_info))
     return False

@@ -47,7 +47,7 @@ def on(array):
 
 
 def test_every_original_name_is_there():
-    """What the original's package exports, at its first release and after."""
+    """They are those that the original's package exports, at its first release and after."""
     contexts = "autoshard context enable_fast_path enable_recomputation enable_task_fusion only_fuse_loop_tasks"
     functions = "ignore_transforms microbatch mjit parallelize register_task task tasks with_sharding_constraint"
     classes = "Context MeshWrapper MultiMesh Task TaskMesh shard_map custom_partitioning slice_global_mesh"

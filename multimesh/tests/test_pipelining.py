@@ -254,7 +254,7 @@ def test_marks_inside_are_an_error():
     "name", ["mlp", *(pytest.param(n, marks=pytest.mark.longer) for n in ("backward scan", "few rows", "u-net"))]
 )
 def test_a_whole_train_step_is_cut(name):
-    """With its gradient, clipping and optimizer; each backward pass runs on the submesh of its stage."""
+    """It has gradient, clipping and optimizer; each backward pass runs on the submesh of its stage."""
     model = MODELS[name]
     init, step = train_step(jax.value_and_grad(model.loss))
     plan = assert_steps_alike(init, step, mm.pipeline(step, submeshes(4, (1,))), model.params(), model.batch())

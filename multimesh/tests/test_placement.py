@@ -341,7 +341,7 @@ def test_only_layers_are_tasks_and_the_table_is_tied(schedule):
 @pytest.mark.parametrize("stacked", [True, False])
 @pytest.mark.filterwarnings("ignore:.*lies on 2 submeshes")
 def test_a_loop_gets_no_stage_on_a_submesh_that_only_others_use(stacked, way, first):
-    """What its iterations do outside of tasks with an argument of such a submesh runs on one of the loop's own."""
+    """Operations outside of tasks with an argument of such a submesh run on one of the loop's own."""
     other = submeshes(STAGES + 1, (1,))[-1]
 
     def make(stage, loop):

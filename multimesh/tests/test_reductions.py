@@ -134,7 +134,7 @@ def test_a_reduction_of_the_user():
 
 
 def test_gradients_of_what_is_no_sum():
-    """Of an auxiliary result they are none; through the reduction itself they would go against the loop."""
+    """An auxiliary result has none; through the reduction itself they would go against the loop."""
 
     def loss(stage, params, x):
         y = two_blocks(stage)(params, x)

@@ -74,7 +74,7 @@ def no_host(monkeypatch):
     ("case", "dtype"), [*((case, "float32") for case in WAYS), *(("data 2 to data 4", d) for d in DTYPES[1:])]
 )
 def test_a_transfer_keeps_every_value_and_stays_on_devices(case, dtype, no_host, monkeypatch):
-    """Also from the second one on, whose array is made without checks: it is as JAX makes one."""
+    """The second one's array is made without checks: it is as JAX makes one."""
     before, spec, after, target_spec = WAYS[case]
     source, target = NamedSharding(before, spec), NamedSharding(after, target_spec)
     value = values(dtype)

@@ -58,7 +58,7 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS)
 def test_an_error_comes_up_at_the_next_call_once(tmp_path, monkeypatch, call):
-    """That call does nothing else; the one after it does what it should."""
+    """This call does nothing else; the one after it saves."""
 
     def full():
         raise OSError(28, "No space left on device", "ck")

@@ -206,7 +206,7 @@ def test_skips_tied_weights_and_auxiliary_losses_keep_the_table(schedule, model)
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "wavefront"])
 def test_a_submesh_that_comes_again_has_a_second_stage(schedule):
-    """Of stages 0 to 2 on submeshes 0, 1 and 0 the table is that of two stages a submesh, less the cells of stage 3."""
+    """Stages 0 to 2 on submeshes 0, 1 and 0 have the table of two stages a submesh, without the cells of stage 3."""
     plan = plan_of(schedule, 3, 8, model=SKIP, placement=(0, 1, 0))
     table = schedules.get(schedule).table(2, 2, 8, True)
     assert cells(plan) == [as_dispatched(c for c in row if c.stage < 3) for row in table]
@@ -216,7 +216,7 @@ LINEAR = {2: lambda p, x, y: jnp.sum(x @ p["up"]) + 0 * y.sum()}
 
 
 def test_a_last_stage_without_a_forward_keeps_the_table():
-    """Of a sum of products only the gradient is asked for."""
+    """The step asks only for the gradient of a sum of products."""
     linear = dataclasses.replace(MLP, loss=lambda p, b, stage: MLP.loss(p, b, lambda s, f: stage(s, LINEAR.get(s, f))))
     plan = plan_of("1f1b", 3, 4, model=linear, gradient=jax.grad)
     assert cells(plan) == [as_dispatched(row) for row in schedules.get("1f1b").table(3, 1, 4, True)]
@@ -272,7 +272,7 @@ def test_a_wrong_table_is_refused_before_anything_is_compiled():
 
 
 def fronts_of_transfers(schedule, model=MLP):
-    """For each transfer: front of the task that made the value, of the issue (that of the next task), of its reader."""
+    """Return the fronts of each transfer: of the value's task, of the issue (that of the next task), of its reader."""
     plan = plan_of(schedule, 3, 4, model=model)
     front = schedules.get(schedule).front
     front_of, fronts = {}, []

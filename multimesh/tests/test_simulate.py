@@ -49,7 +49,7 @@ def test_what_the_v_shapes_and_zb_h2_wait_for():
 
 @pytest.mark.parametrize("costs", [{"F": 1, "B": 1, "W": 1.5}, {"F": 1, "B": 2, "W": 2}], ids=str)
 def test_zb_h1_closes_no_more_than_the_gap_of_a_forward(costs):
-    """With longer weight gradients (p-1) tB are left; the paper assumes equal times."""
+    """Longer weight gradients leave (p-1) tB; the paper assumes equal times."""
     assert idle("zb-h1", 4, 1, 8, costs) == pytest.approx([3 * costs["B"]] * 4)
     assert schedules.get("zb-h1").idle(4, 1, 8, costs).unless == "tW > tF"
 

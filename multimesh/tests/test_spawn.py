@@ -117,8 +117,8 @@ OWN = """
 import sys
 from multimesh import launch
 job = launch.job_variables()
-each = [job | launch.process_variables(rank, 2) for rank in range(2)]
-code = launch.run_together([[sys.executable, sys.argv[1]]] * 2, each, labels=["a ", "b "])
+variables = [job | launch.process_variables(rank, 2) for rank in range(2)]
+code = launch.run_together([[sys.executable, sys.argv[1]]] * 2, variables, labels=["a ", "b "])
 sys.exit(99 if "jax" in sys.modules else code)
 """
 

@@ -85,7 +85,7 @@ def bytes_of(tree, meshes=MESHES):
 
 
 def check(loss=None, optimizer=None, params=WEIGHTS, reference=scanned, meshes=MESHES, steps=3, **options):
-    """Some steps, which equal those of plain ``jax.jit``. Returns the function and its last parameters and state."""
+    """Compare steps with those of plain ``jax.jit``. Return the function and its last parameters and state."""
     optimizer = optimizer or optax.adam(1e-3)
     step = mm.jit(step_of(loss or mm.pipeline(reference, meshes), optimizer, **options), donate_argnums=(0, 1))
     reference_step = jax.jit(step_of(reference, optimizer, microbatched))

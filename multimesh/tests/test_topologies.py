@@ -127,7 +127,7 @@ def test_gpus_that_are_not_there_need_no_variable(first, message):
 
 @compile_gpu
 def test_operations_of_products_are_those_of_each_device_and_each_turn_of_a_loop():
-    """With the products of the backward pass, in two kinds: 8 x 512 x 256 x 256, cut in 4, five times."""
+    """The backward pass has two kinds of products: 8 x 512 x 256 x 256, cut in 4, five times."""
     mesh = Mesh(np.array(mm.topology("h100", gpus=4)), ("data",))
 
     def repeat(w, x):
@@ -191,7 +191,7 @@ def test_equal_stages_are_compiled_once(layer):
 
 @pytest.mark.parametrize("donated", [(), (0,)])
 def test_memory_of_a_compiled_step_counts_each_array_once(donated):
-    """On one device: the peak is what XLA itself assigns to the whole program, where that is one kernel."""
+    """The peak of one device is the memory that XLA assigns to the whole program, where that is one kernel."""
     step = mm.task(lambda w, x: (w - 0.1 * (x.T @ jax.numpy.tanh(x @ w)), (x @ w).sum()), "step", mesh=one_device())
     types = jax.ShapeDtypeStruct((512, 512), "float32"), jax.ShapeDtypeStruct((64, 512), "float32")
     compiled = mm.jit(step, donate_argnums=donated).lower(*types).compile()
@@ -334,7 +334,7 @@ def test_the_forecast_of_experts_in_microbatches_has_all_copies_at_once():
 
 
 def test_a_plan_of_several_processes_is_made_in_one():
-    """What another process waits for leaves before the weight gradients, as where the job runs."""
+    """Transfers that another process waits for leave before the weight gradients, as where the job runs."""
     low, _ = lowered(jax.devices()[:8])
     assert low.over(1) is low
     over_two = low.over(2)

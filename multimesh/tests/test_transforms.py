@@ -243,7 +243,7 @@ def energy(stage):
 
 
 def slope(grads, tangent):
-    """Of the first stage only: what lies on several submeshes is not added outside of a jitted function."""
+    """Return that of the first stage: arrays on several submeshes are not added outside of a jitted function."""
     return jnp.vdot(grads["stages"][0]["up"], tangent["stages"][0]["up"])
 
 
@@ -268,7 +268,7 @@ OUTSIDE = {  # a function of (f, params, tangent, x), where f is jitted
 @pytest.mark.telling("grad", "vmap")
 @pytest.mark.parametrize("transform", OUTSIDE)
 def test_outside(transform, compilations):
-    """Of a jitted function whose arguments lie on their submeshes; once compiled it stays so."""
+    """The jitted function's arguments lie on their submeshes; once compiled it stays so."""
     split = split_two()
     params, x = MLP.init(2), MLP.batch(ROWS, 0)["x"]
     placed = {"stages": [jax.device_put(p, split.mesh(s).devices.flat[0]) for s, p in enumerate(params["stages"])]}

@@ -261,7 +261,7 @@ def summed(fn):
 @pytest.mark.telling("pipeline")
 @pytest.mark.parametrize("form", ["task", "pipeline"])
 def test_gradients_are_reduced_once_a_step(form):
-    """Of parameters that are typed reduced: their gradients are unreduced, and stay so in all microbatches."""
+    """The parameters are typed reduced: their gradients are unreduced, and stay so in all microbatches."""
     layer = {"up": P(None, "model", reduced={"data"}), "down": P("model", None, reduced={"data"})}
     specs = {"embed": P(reduced={"data"}), "layers": [layer] * 4}
     args, plain_args = arguments(MESHES, specs)

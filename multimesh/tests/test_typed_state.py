@@ -129,7 +129,7 @@ def test_without_a_mesh_in_arguments_a_call_keeps_one_program():
 
 
 def test_a_plan_names_reshards_between_submeshes():
-    """Where they differ in shape; of two of one shape nothing is said."""
+    """It does so where they differ in shape; it is silent on two of one shape."""
     for shapes, expected in ((((2, 2), (2, 2)), []), (((2, 2), (4, 1)), ["0 to 1", "1 to 0"])):
         meshes = typed_meshes(shapes)
         text = str(mm.jit(jax.value_and_grad(loss_of("task", meshes))).plan(*arguments(meshes)[0]))

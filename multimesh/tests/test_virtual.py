@@ -37,7 +37,7 @@ print(ctypes.CDLL(path).scipy_openblas_get_num_threads())
 
 
 def test_lapack_has_one_thread():
-    """With more, `eigh` of order 256 on eight devices took a minute in place of half a second."""
+    """On more, `eigh` of order 256 on eight devices took a minute in place of half a second."""
     env = {name: value for name, value in CLEAN.items() if name != "OPENBLAS_NUM_THREADS"}
     child = subprocess.run([sys.executable, "-c", LAPACK], capture_output=True, text=True, env=env, check=True)
     assert child.stdout == "1\n"

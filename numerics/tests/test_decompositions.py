@@ -1,6 +1,7 @@
 """Decompositions of `multimesh.linalg` beside NumPy and SciPy: random, graded, clustered, singular matrices."""
 
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -222,7 +223,7 @@ def weighted(x, seed):
 
 
 def phases(q):
-    """What does not depend on the phases of columns."""
+    """Return sums that do not depend on the phases of columns."""
     return q[:, None] * q.conj()
 
 
@@ -251,7 +252,7 @@ GRADIENTS = {
 @pytest.mark.parametrize("dtype", ["float64", "complex128"])
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_are_those_of_one_device(name, dtype):
-    """And their derivatives along a direction: the second ones of `svd` were NaN."""
+    """So are their derivatives along a direction: the second ones of `svd` were NaN."""
     f, shape = GRADIENTS[name]
     a = normal(*shape, dtype=dtype) + 2 * np.eye(*shape) if name != "eigh" else hermitian("random", 8, dtype)
     total = lambda la: lambda a: sum(weighted(x, k) for k, x in enumerate(f(la, a)))  # noqa: E731
@@ -340,7 +341,7 @@ def test_errors_say_what_to_do(call, message):
 @pytest.mark.parametrize("case", ["rows float64", "both complex128", "grids float64"])
 def test_several_processes(processes, case):
     """Linear algebra, transforms and grids, each with eight devices over processes."""
-    script = spawning.HERE / "process_numerics.py"
+    script = Path(__file__).parent / "process_numerics.py"
     for process in spawning.run(processes, 8 // processes, script, *case.split(), timeout=800):
         assert process.code == 0, process.err
         assert process.out.endswith("ok\n")

@@ -37,7 +37,7 @@ def place(x, mesh, spec, kind="Auto"):
 
 
 def transpose_spectrum(spectrum, axes, transposed, pencil, np=np):
-    """What numpy returns, its transformed dimensions in the transposed order at the end."""
+    """Return NumPy's spectrum with its transformed dimensions in the transposed order at the end."""
     if not transposed:
         return spectrum
     if len(axes) == 2:
@@ -102,7 +102,7 @@ def test_transforms_are_numpys_everywhere(case, dtype, transposed, kind, chunks)
 
 @pytest.mark.parametrize("case", ["slab", pytest.param("pencil", marks=pytest.mark.full)])
 def test_sizes_that_do_not_divide_are_padded(case):
-    """Also those of the argument, and with ``s`` that cuts one dimension and fills another."""
+    """So are those of the argument; ``s`` may cut one dimension and fill another."""
     mesh, spec = mesh_of(CASES[case][1]), CASES[case][2]
     x = normal(7, 5, 6)
     y = mm.fft.rfftn(x, (9, 5, 4), mesh=mesh, spec=spec)

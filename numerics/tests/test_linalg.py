@@ -49,7 +49,7 @@ def sharded(a, layout="rows", kind="Auto", flip=False):
 
 
 def residual(a, x, b):
-    """Of many right-hand sides together: of one alone it is chance, which the alignment of an array decides."""
+    """Return that of many right-hand sides: a single one's is chance, which the alignment of an array decides."""
     a, x, b = (np.asarray(v, np.complex128) for v in (a, x, b))
     return np.linalg.norm(a @ x - b) / (np.linalg.norm(a) * np.linalg.norm(x))
 

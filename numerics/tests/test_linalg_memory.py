@@ -27,15 +27,15 @@ programs = {
     "gradient of solve": (jax.grad(lambda a, b: (solve(a, b) ** 2).sum(), (0, 1)), shard(P("x")), shard(P(None, "x"))),
 }
 for name, (f, *args) in programs.items():
-    held = jax.jit(f).lower(*args).compile().memory_analysis().temp_size_in_bytes
-    print(name, held / (4 * n * n / devices), sep=": ")
+    nbytes = jax.jit(f).lower(*args).compile().memory_analysis().temp_size_in_bytes
+    print(name, nbytes / (4 * n * n / devices), sep=": ")
 """
 
 
 @pytest.mark.longer
 @pytest.mark.parametrize(("devices", "n"), [(8, 1024), pytest.param(64, 4096, marks=pytest.mark.full)])
 def test_no_device_holds_more_than_a_few_shards(devices, n):
-    """Beside its arguments. A gradient of a solve holds the factor, two solutions and the gradient of ``a``."""
+    """Arguments do not count. A gradient of a solve holds the factor, two solutions and the gradient of ``a``."""
     flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
     source = str(Path(__file__).parents[1] / "src")
     env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": source}

@@ -50,7 +50,7 @@ def products(jaxpr: jax.extend.core.Jaxpr) -> Iterator[jax.extend.core.JaxprEqn]
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("name", WORKS)
 def test_products_have_full_precision(name, devices):
-    """Those of the derivatives too, and of JAX's own functions, which take their place on one device."""
+    """Those of derivatives have it too, and JAX's own functions, which take their place on one device."""
     mesh = Mesh(np.array(jax.devices()[:devices]), ("x",))
     a, b = np.eye(16, dtype=np.float32) * 4 + 1, np.ones((16, 2), np.float32)
     program = jax.make_jaxpr(jax.value_and_grad(lambda a: scalar(WORKS[name](a, b, mesh))))(a)

@@ -103,7 +103,7 @@ def make_bands(runs: Iterable[HeldOut]) -> tuple[Bands, list[Sequence[object]]]:
 
 
 def _pairs(runs: Sequence[HeldOut]) -> Iterable[tuple[str, Key, float]]:
-    """Yield what remains of the error of a run once that of a run like it, of one source, is taken off."""
+    """Yield the difference of the errors of a run and of a run like it, of one source."""
     for source in dict.fromkeys(run.source for run in runs):
         some = [run for run in runs if run.source == source]
         pairs = [(a, b) for a in some for b in some if a is not b and bands.is_like(a.step, b.step)]

@@ -49,7 +49,7 @@ def forecast_seconds(run: rows.Run) -> float:
 
 @dataclass(frozen=True)
 class Ranking:
-    """How forecasts rank runs of one model on as many devices."""
+    """The order in which forecasts rank runs of one model on as many devices."""
 
     name: str
     number: int

@@ -194,11 +194,11 @@ def _run(name: str, row: Mapping[str, str]) -> Run:
         on = dataclasses.replace(on, domain=how.devices // int(match[1]))
     how = _recomputed(row["recompute"].lower(), model, how, on, software)
     if "nanotron" in row["source"] and how.pp > 1:
-        how = how.changed(layers=_by_cost(model, how.pp))
+        how = how.replace(layers=_by_cost(model, how.pp))
     if model.experts and how.pp > 1:  # their stages are laid out by hand
         parts = layer_seconds.parts(model, how, on, software)
         route = schedules.get(how.schedule).placement(how.pp)
-        how = how.changed(layers=layer_seconds.balance(model, how, parts, route))
+        how = how.replace(layers=layer_seconds.balance(model, how, parts, route))
     memory = float(row["memory_gb"] or 0) * 1e9
     counted = next((word for pattern, word in _COUNTED if re.search(pattern, row["source"], re.IGNORECASE)), "device")
     return Run(name, row["source"], model, how, on, software, float(row["step_s"]), memory, counted)
@@ -281,14 +281,14 @@ def _software(row: Mapping[str, str]) -> Software:
 def _recomputed(text: str, model: Transformer, how: Configuration, on: Device, software: Software) -> Configuration:
     """Return the run with its recomputation; where none is stated, the least that fits into a device."""
     if text.startswith("saves"):
-        return how.changed(recompute="full", saved=tuple(re.findall(r"\w+", text.split(",")[0])[1:]))
+        return how.replace(recompute="full", saved=tuple(re.findall(r"\w+", text.split(",")[0])[1:]))
     stated = next((name for name in reversed(RECOMPUTE) if name in text), "")
     if stated == "selective" and software.name.startswith("pytorch"):
-        return how.changed(recompute="alternate")
+        return how.replace(recompute="alternate")
     if stated:
-        return how.changed(recompute=stated)
+        return how.replace(recompute=stated)
     for name, share in (*((name, 1.0) for name in USUAL[:-1]), *(("full", n / 4) for n in range(1, 5))):
-        attempt = how.changed(recompute=name, recomputed=share)
+        attempt = how.replace(recompute=name, recomputed=share)
         if max(part.total for part in footprint.peak_bytes(model, attempt, software)) <= on.memory:
             return attempt
     return how

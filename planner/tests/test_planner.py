@@ -26,7 +26,7 @@ LLAMA = Transformer("llama3-8b", 32, 4096, 14336, 32, 8, 128256)
 
 
 def configure(**fields: object) -> Configuration:
-    return Configuration(batch=64, sequence=8192, tp=4, pp=2, sharded="optimizer").changed(**fields)
+    return Configuration(batch=64, sequence=8192, tp=4, pp=2, sharded="optimizer").replace(**fields)
 
 
 def operations(model: Transformer, how: Configuration) -> float:
@@ -150,15 +150,15 @@ def test_experts_cost_what_they_add():
     small = models.model("qwen3-30b-a3b")
     base = configure(tp=1, pp=1, dp=8, batch=64, sequence=4096)
     one_device = step_time(small, base, "h100", "nvidia")
-    spread = step_time(small, base.changed(ep=8), "h100", "nvidia")
+    spread = step_time(small, base.replace(ep=8), "h100", "nvidia")
     assert dict(spread.shares)["expert parallelism"] > 0
     assert spread.bytes < 0.5 * one_device.bytes
-    uneven = step_time(small, base.changed(ep=8, microbatch=8, load=1.5), "h100", "nvidia")
-    assert uneven.seconds > 1.1 * step_time(small, base.changed(ep=8, microbatch=8), "h100", "nvidia").seconds
+    uneven = step_time(small, base.replace(ep=8, microbatch=8, load=1.5), "h100", "nvidia")
+    assert uneven.seconds > 1.1 * step_time(small, base.replace(ep=8, microbatch=8), "h100", "nvidia").seconds
     shared = dataclasses.replace(small, shared_ffn=4096)
     assert step_time(shared, base, "h100").bytes > step_time(small, base, "h100").bytes
     with pytest.raises(UsageError, match="ep 16 x etp 1 does not divide the 8 devices"):
-        base.changed(ep=16)
+        base.replace(ep=16)
 
 
 def test_local_attention_takes_less_than_whole():
@@ -225,7 +225,7 @@ def test_a_forecast_that_is_faster_than_every_published_run_says_so():
     """Qwen3-235B on 256 H100 took 25.5 s; the last release promised 17.0 s without a word."""
     qwen = models.model("qwen3-235b-a22b")
     base = Configuration(batch=8192, sequence=4096, dp=32, pp=8, ep=32, precision="fp8", sharded="optimizer")
-    (text,) = bands.warnings(step_time(qwen, base.changed(precision="bf16"), "h100"))
+    (text,) = bands.warnings(step_time(qwen, base.replace(precision="bf16"), "h100"))
     assert "no run of a model with 32 to 512 experts on h100 in bf16 was published" in text
     step = step_time(qwen, base, "gb200")
     fast = dataclasses.replace(step, seconds=step.seconds * step.utilization / 0.6)
@@ -289,14 +289,14 @@ def test_a_job_of_535_billion_parameters_on_192_h100_is_forecast_within_its_band
 def test_experts_share_the_matrices_of_an_expert_and_send_copies_of_tokens():
     grok = models.model("grok-1")
     cut = Configuration(batch=512, sequence=4096, dp=64, tp=4, ep=8, etp=4, sharded="optimizer")
-    exchanges = [dict(step_time(grok, c, "h100").shares)["expert parallelism"] for c in (cut, cut.changed(etp=1))]
+    exchanges = [dict(step_time(grok, c, "h100").shares)["expert parallelism"] for c in (cut, cut.replace(etp=1))]
     assert exchanges[0] > 2 * exchanges[1]
 
 
 def test_latent_attention_can_be_expanded_again():
     deepseek = models.model("deepseek-v3")
     base = Configuration(batch=512, sequence=4096, dp=64, ep=64, precision="fp8", sharded="optimizer")
-    none, latent, full = (step_time(deepseek, base.changed(recompute=n), "gb200") for n in ("none", "latent", "full"))
+    none, latent, full = (step_time(deepseek, base.replace(recompute=n), "gb200") for n in ("none", "latent", "full"))
     assert none.seconds < latent.seconds < 1.05 * none.seconds < full.seconds
     assert latent.memory[0].activations < none.memory[0].activations
 
@@ -305,5 +305,5 @@ def test_a_late_w_of_layers_computed_again_has_its_operands_in_memory():
     """The figures are those of `run.py --forecast`, in GiB, by the plan of this step."""
     base = configure(batch=32, tp=2, pp=4, sharded="none", sequence_parallel=False, recompute="full")
     for schedule, by_plan in (("1f1b", (21.1, 16.3, 16.1, 21.1)), ("zb-h1", (21.1, 27.0, 32.7, 46.9))):
-        rows = footprint.peak_bytes(LLAMA, base.changed(schedule=schedule), software("maxtext"))
+        rows = footprint.peak_bytes(LLAMA, base.replace(schedule=schedule), software("maxtext"))
         assert [row.total / 2**30 for row in rows] == pytest.approx(by_plan, rel=0.1)

@@ -98,7 +98,7 @@ def test_most_rows_that_are_complete_have_a_forecast():
     [("bs", 0.6, 0.0), ("nanotron", 0.5, 0.0), ("mpt", 0.98, 0.011), ("intern", 0.83, 0.006), ("titan2", 0.95, 0.06)],
 )
 def test_forecasts_rank_the_ways_to_run_a_model(source: str, spearman: float, behind: float):
-    """Of BigScience, nanotron, MosaicML, InternEvo and torchtitan; ``behind`` is how far the one chosen is."""
+    """BigScience, nanotron, MosaicML, InternEvo and torchtitan published them; ``behind``: the choice's distance."""
     ranked = [ranking for ranking in rankings() if ranking.name.startswith(source)]
     assert statistics.mean(ranking.spearman for ranking in ranked) >= spearman
     assert statistics.mean(ranking.behind for ranking in ranked) <= behind

@@ -109,7 +109,7 @@ def test_the_nearest_needs_the_fewest_bytes_of_all():
     search = Search(space.spread(Training(models.model("deepseek-v3"), 64, 8192, device("h100")), 32))
     nearest = search.nearest()
     assert nearest is not None
-    assert nearest[1] == min(search.needed(candidate.how) for candidate in search.list_frugal())
+    assert nearest[1] == min(search.peak_bytes(candidate.how) for candidate in search.list_frugal())
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ def test_what_is_pasted_has_the_words_of_run_py():
         ({"pp": 1, "fsdp": 2}, "--sharded none"),
         ({"optimizer": "adafactor", "offload_optimizer": False}, "--optimizer"),
     ):
-        assert remedy in find_obstacle(training, base.changed(**fields))
+        assert remedy in find_obstacle(training, base.replace(**fields))
     assert "--maxtext-config" in find_obstacle(job(dataclasses.replace(LARGE, window=128)), Configuration(64, 4096))
 
 

@@ -81,7 +81,7 @@ def test_a_lock_holds_what_each_python_is_offered(checkout: Path, index: None) -
 
 
 def test_our_locks_hold_the_jax_of_both_lines(root: Path, tmp_path: Path) -> None:
-    """And plugins for GPUs of the same release, which JAX ignores otherwise."""
+    """They hold plugins for GPUs of the same release, which JAX ignores otherwise."""
     markers = dict(re.findall(r"^jax==(\S+) ; (.*)$", (root / "requirements" / "run.in").read_text(), re.MULTILINE))
     assert sorted(markers.values()) == sorted((EARLIER, NEWEST))
     for python, marker in (("3.11.7", EARLIER), ("3.12.1", NEWEST), ("3.13.0", NEWEST), ("3.14.0", NEWEST)):

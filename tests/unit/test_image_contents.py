@@ -27,7 +27,7 @@ def test_modes_are_those_of_git_whatever_the_checkout_has(root: Path, tmp_path: 
 
 
 def test_an_environment_in_parts_is_whole(root: Path, tmp_path: Path) -> None:
-    """With CUDA and without: each file is in one part, at its place, and no part of CUDA has another's."""
+    """Each file is in one part, with CUDA and without, at its place, and no part of CUDA has another's."""
     packages = "lib/python3.13/site-packages"
     cuda = ["nvidia/cudnn/lib/libcudnn.so.9", "nvidia/nccl/lib/libnccl.so.2"]
     cuda += ["nvidia/cusparse/a", "nvidia/nvcc/b", "jax_plugins/c"]

@@ -46,7 +46,7 @@ def pinned(root: Path) -> reference.ImageLock:
 def test_the_base_is_cuda_on_ubuntu_by_digest(
     root: Path, pinned: reference.ImageLock, words: str, tools: str, result: str
 ) -> None:
-    """Of another version than the locked one nobody pinned it."""
+    """Nobody pinned it for another version than the locked one."""
     request = ask(*words.split())
     bases = build.choose_bases(request, pinned)
     assert [pin.exact.removeprefix("docker.io/").removeprefix("nvidia/") for pin in bases] == [tools, result]
@@ -123,7 +123,7 @@ def result(output: str) -> proc.Result:
 
 
 def broken(*lines: str) -> str:
-    """What is output where a step fails while another runs; of its lines the last ten come again."""
+    """Return the output of a build in which a step fails while another runs; its last ten lines come again."""
     step = "[locked 1/1] RUN --mount=type=secret,id=pip.conf     /opt/pip.sh -r /run.txt"
     command = "executor failed running [/bin/sh -c pip]: exit code: 1"
     output = [f"0.{number}00 {line}" for number, line in enumerate(lines)]

@@ -80,7 +80,7 @@ def test_tags_of_a_release_promise_an_image() -> None:
 @pytest.mark.parametrize("jaxlib", ["wheel", "source Release"])
 @pytest.mark.parametrize("platform", ["amd64", "arm64"])
 def test_everything_that_this_repository_releases_is_pinned(root: Path, jaxlib: str, platform: str) -> None:
-    """But for a Bazel: no file that was read says its checksum."""
+    """A Bazel alone is not: no file that was read has its checksum."""
     pins, images = release.load_locks(root)
     assert all(pin.digest for pin in images.images.values())
     python = f"standalone sha256:{images.files[f'python linux/{platform}']['sha256']}"

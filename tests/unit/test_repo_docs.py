@@ -118,9 +118,9 @@ for cell in json.load(open(sys.argv[1]))["cells"]:
         body = ast.parse("".join(cell["source"])).body
         last = body.pop() if isinstance(body[-1], ast.Expr) else None
         exec(compile(ast.Module(body, []), "cell", "exec"), names)
-        shown = last and eval(compile(ast.Expression(last.value), "cell", "eval"), names)
-        if hasattr(shown, "_repr_svg_"):
-            print(shown._repr_svg_())
+        output = last and eval(compile(ast.Expression(last.value), "cell", "eval"), names)
+        if hasattr(output, "_repr_svg_"):
+            print(output._repr_svg_())
 """
 
 

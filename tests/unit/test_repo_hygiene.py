@@ -44,7 +44,7 @@ def tracked(root: Path, *patterns: str) -> list[Path]:
 
 
 def text_of(path: Path) -> str:
-    """Return what a file says, of a binary one nothing."""
+    """Return the text of a file, "" of a binary one."""
     content = path.read_bytes()
     with contextlib.suppress(UnicodeDecodeError):
         return "" if b"\0" in content else content.decode()
@@ -52,7 +52,7 @@ def text_of(path: Path) -> str:
 
 
 def test_every_file_is_text_or_a_picture_of_the_documentation(root: Path) -> None:
-    """What programs leave behind, such as caches of XLA, does not belong into git."""
+    """Files that programs leave behind, such as caches of XLA, do not belong into git."""
     assert relative(root, [path for path in tracked(root) if path.stat().st_size and not text_of(path)]) == PICTURES
 
 

@@ -64,7 +64,7 @@ def aside(path: Path) -> None:
 
 
 def state_line(folder: Path | None) -> str:
-    """Return what a run that ended early has left in its folder, and how to go on."""
+    """Return the state that a run that ended early has left in its folder, and the way to go on."""
     if folder is None:
         return "no checkpoint was written: --checkpoint DIR keeps the state"
     try:
@@ -77,7 +77,7 @@ def state_line(folder: Path | None) -> str:
 
 
 def layout(layers: Iterable[str]) -> str:
-    """Return how a checkpoint holds its layers: ``scanned``, ``unrolled``, or ``in stacks``."""
+    """Return the form of a checkpoint's layers: ``scanned``, ``unrolled``, or ``in stacks``."""
     numbers = {len(name[1]) for name in map(split_layer_name, layers) if name}
     return "scanned" if numbers == {0} else "unrolled" if numbers <= {1} else "in stacks"
 

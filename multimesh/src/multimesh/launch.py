@@ -5,8 +5,8 @@
     from multimesh import launch
 
     job, count = launch.job_variables(), 4
-    each = [job | launch.process_variables(rank, count) for rank in range(count)]
-    sys.exit(launch.run_together([[sys.executable, "train.py"]] * count, each))
+    variables = [job | launch.process_variables(rank, count) for rank in range(count)]
+    sys.exit(launch.run_together([[sys.executable, "train.py"]] * count, variables))
 """
 
 from __future__ import annotations

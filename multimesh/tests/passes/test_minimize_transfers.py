@@ -207,7 +207,7 @@ def test_no_operation_outside_tasks_adds_a_stage(where, count):
 
 
 def test_the_cheapest_cut():
-    """By hand: 3 and 2 leave the source, 1 and 4 reach the sink, and 2 go across."""
+    """The sum by hand: 3 and 2 leave the source, 1 and 4 reach the sink, and 2 go across."""
     cut = Cut()
     for source, sink, cost in ((SOURCE, "a", 3), (SOURCE, "b", 2), ("a", "b", 2), ("a", SINK, 1), ("b", SINK, 10**30)):
         cut.pay(source, sink, cost)

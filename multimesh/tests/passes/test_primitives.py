@@ -111,7 +111,7 @@ def chain(names):
 
 
 def has(f, *args):
-    """Whether a function takes and gives these dtypes, and gives something that can be summed."""
+    """Return whether a function takes and gives these dtypes, and gives something that can be summed."""
     try:
         out = jax.eval_shape(f, *args)
     except (TypeError, ValueError):

@@ -40,7 +40,7 @@ def scanned(x, w):
 
 
 def gated(x, w):
-    """What a layer keeps of a gated product under sequence parallelism: the weights are smaller than the rows."""
+    """A gated product of a layer under sequence parallelism: the weights are smaller than the rows."""
     y = x @ w
     return y, constrained(jax.nn.silu(y.reshape(4, 16, 6)), None, None, "model")
 

@@ -60,7 +60,7 @@ def reference(fn=loss):
 
 
 def reduces(step, *args):
-    """How many all-reduces the programs of the loop have, and those after it."""
+    """Return the number of all-reduces in the programs of the loop, and in those after it."""
     compiled = step.prepare(*args)
     counts = {True: 0, False: 0}
     for kernel, program in zip(compiled.plan.kernels, compiled.compiled_plan.executables, strict=True):
@@ -71,7 +71,7 @@ def reduces(step, *args):
 @pytest.mark.telling("zb-h1")
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "wavefront"])
 def test_once_after_the_loop(schedule):
-    """Of a matrix, an embedding, a norm's gain, a bias, heads, and the loss: none is reduced in the loop."""
+    """A matrix, an embedding, a norm's gain, a bias, heads and the loss are not reduced in the loop."""
     f = step(schedule=schedule)
     args = place(*arguments())
     assert_same(f(*args), reference())

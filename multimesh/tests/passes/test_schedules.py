@@ -153,7 +153,7 @@ def test_every_table_is_valid(name):
 
 
 def test_live_activations_are_bounded():
-    """Of one stage and microbatch each; what is held until W counts."""
+    """Each is that of one stage and microbatch; residuals that are held until W count."""
     for p, chunks, m in GRID:
         for r in range(p):
 

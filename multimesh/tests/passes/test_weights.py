@@ -162,7 +162,7 @@ def dots(ops):
 
 
 def test_a_gradient_that_is_a_small_sum_is_made_in_b():
-    """That of a norm's scale: W would compute the product again whose rows are summed."""
+    """A norm's scale has such a gradient: W would compute the product again whose rows are summed."""
     shapes = {phase: [*dots(part.ops)] for phase, part in fragments(normed).items()}
     assert shapes["W"] == [(HIDDEN, WIDTH)] * LAYERS
     assert shapes["B"].count((2, HIDDEN)) == LAYERS

@@ -86,7 +86,7 @@ def is_like(step: Step, run: Step) -> bool:
 
 
 def warnings(step: Step) -> Iterator[str]:
-    """Return why a forecast may be too good: no published run was as fast, or no run like it was published."""
+    """Return reasons to doubt a forecast: no published run was as fast, or no run like it was published."""
     model, on, precision = step.model, step.device.name, step.how.precision
     sizes = [str(size) for size in (model.layers, model.hidden, model.experts)]
     least, most = model.experts / _EXPERTS, model.experts * _EXPERTS
@@ -97,8 +97,8 @@ def warnings(step: Step) -> Iterator[str]:
     near = [run for run in equal if abs(int(run["devices"]) - step.how.devices) == nearest]
     fastest = max(near or runs, key=lambda run: float(run["utilization"]), default=None)
     if fastest is None:
-        such = f"{least:.0f} to {most:.0f} experts" if model.experts else "a dense MLP"
-        yield f"no run of a model with {such} on {on} in {precision} was published: the forecast was not checked there"
+        kind = f"{least:.0f} to {most:.0f} experts" if model.experts else "a dense MLP"
+        yield f"no run of a model with {kind} on {on} in {precision} was published: the forecast was not checked there"
     elif step.utilization > _ABOVE * (utilization := float(fastest["utilization"])):
         of = model.name if equal else f"a model {'with' if model.experts else 'without'} experts"
         yield (

@@ -77,10 +77,10 @@ def fit(model: Transformer, how: Configuration, on: Device, software: Software, 
     """
 
     def scale(at: Mapping[str, float]) -> tuple[Device, Software]:
-        products, traffic, rest = (math.exp(at[name]) for name in _SPREAD)
+        products, traffic, others = (math.exp(at[name]) for name in _SPREAD)
         faster = {name: min(1.5, getattr(on.rates, name) / products) for name in _PRODUCTS}
         slower = {name: min(1.0, getattr(on.rates, name) / traffic) for name in ("link", "network")}
-        of = dataclasses.replace(software, **{name: getattr(software, name) * rest for name in _REST})
+        of = dataclasses.replace(software, **{name: getattr(software, name) * others for name in _REST})
         return dataclasses.replace(on, rates=dataclasses.replace(on.rates, **faster, **slower)), of
 
     def error(at: Mapping[str, float]) -> float:

@@ -35,7 +35,7 @@ MOMENTS = {"float32": 4.0, "bfloat16": 2.0}
 
 @dataclass(frozen=True)
 class Configuration:
-    """How a training step is spread over devices."""
+    """The way in which a training step is spread over devices."""
 
     # sequences of a step over all devices, tokens of each, and sequences of a microbatch on each group of tp x cp x pp
     batch: int
@@ -180,7 +180,7 @@ class Configuration:
             parts.append(f"x {self.interleave}")
         return f"{' '.join(parts) or '1 device'}, microbatch {self.microbatch}"
 
-    def changed(self, **fields: object) -> Configuration:
+    def replace(self, **fields: object) -> Configuration:
         """Return a copy with other fields."""
         return dataclasses.replace(self, **fields)  # type: ignore[arg-type]
 

@@ -30,7 +30,7 @@ def list_names(how: Configuration) -> tuple[str, ...]:
 
 
 def count_again(model: Transformer, how: Configuration) -> Mapping[str, float]:
-    """Return how often the backward pass computes each part of a layer's forward again, such as half of it.
+    """Return the share of each part of a layer's forward that the backward pass computes again.
 
     Parts are ``PRODUCTS``, "attention", "memory" (element-wise kernels), and "tensor", "context" and "expert
     parallelism" (their collectives). Where results are kept by name, XLA leaves out the last product of a dense MLP,

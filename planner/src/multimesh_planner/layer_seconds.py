@@ -243,10 +243,10 @@ def sharding(model: Transformer, how: Configuration, device: Device, software: S
     if how.gather_once:
         one /= how.microbatches
 
-    def added(compute: float, transfer: float) -> float:
+    def extra(compute: float, transfer: float) -> float:
         return max(compute, transfer) + software.exposed_parameters * min(compute, transfer) - compute
 
-    return Times(added(layer.forward, one), added(layer.backward + layer.weights, 2 * one))
+    return Times(extra(layer.forward, one), extra(layer.backward + layer.weights, 2 * one))
 
 
 def hop(model: Transformer, how: Configuration, device: Device, software: Software) -> tuple[float, float]:

@@ -93,7 +93,7 @@ def _simplest(search: Search, fastest: Option) -> Option:
 
 
 def _too_large(job: Training, devices: int, search: Search) -> str:
-    """Say which configuration is nearest to fit, and by which change it would."""
+    """Name the configuration that is nearest to fit, and the change by which it would."""
     nearest, limit = search.nearest(), amount(search.limit, "bytes")
     if nearest is None or nearest[1] <= search.limit:
         return f"suggest: nothing that fits into {limit} can be run; fix fewer fields"
@@ -108,7 +108,7 @@ def _too_large(job: Training, devices: int, search: Search) -> str:
 def _remedies(job: Training, devices: int, needed: float) -> Iterator[str]:
     def fits(job: Training, devices: int) -> bool:
         search = Search(spread(job, devices))
-        return any(c.bytes <= job.bytes and search.needed(c.how) <= job.bytes for c in search.list_frugal())
+        return any(c.bytes <= job.bytes and search.peak_bytes(c.how) <= job.bytes for c in search.list_frugal())
 
     if more := next((devices * times for times in _TIMES if fits(job, devices * times)), None):
         yield f"{more} devices"
@@ -185,9 +185,9 @@ class Search:
             band = max(bands.band(one, self.space.run), self.space.least_band)
             return Option(**vars(one), band=band, memory_band=bands.memory_band(one))
 
-        return self._once(("option", how), run) if self.needed(how) <= limit else None
+        return self._once(("option", how), run) if self.peak_bytes(how) <= limit else None
 
-    def needed(self, how: Configuration) -> float:
+    def peak_bytes(self, how: Configuration) -> float:
         """Return the bytes of the fullest device; infinity: the schedule has no table of this shape."""
 
         def count() -> float:
@@ -203,7 +203,7 @@ class Search:
         for candidate in sorted(self.list_frugal(), key=lambda candidate: candidate.bytes):
             if candidate.bytes >= fewest:
                 break
-            if (needed := self.needed(candidate.how)) < fewest:
+            if (needed := self.peak_bytes(candidate.how)) < fewest:
                 nearest, fewest = (candidate.how, needed), needed
         return nearest
 
@@ -275,13 +275,13 @@ class Search:
         model, on, parts = self.space.model, self.space.device, self._find_parts(how)
         axes = how.dp, how.fsdp, how.cp, how.pp
         key = ("beside", *axes, how.sharded, how.offload_optimizer, how.microbatches, id(parts))
-        beside = self._once(key, lambda: sum(step.after(model, how, on, self.software, parts)))
-        return loop * (1 + step.stragglers(how, on, self.software)) + beside
+        after_loop = self._once(key, lambda: sum(step.after(model, how, on, self.software, parts)))
+        return loop * (1 + step.stragglers(how, on, self.software)) + after_loop
 
     def _least(self, how: Configuration, in_flight: int) -> float:
         """Return the fewest bytes of the fullest device among the first and the last submesh."""
         if how.pp == 1:
-            return self.needed(how)
+            return self.peak_bytes(how)
         last = schedules.get(how.schedule).placement(how.pp)[-1]
         least = {0: in_flight} if last == 0 else {0: in_flight, how.pp - 1: 1}
         axes = how.microbatch, how.tp, how.cp, how.ep, how.fsdp, how.dp

@@ -92,7 +92,7 @@ class Space(Training):
                 )
         # axes, and layers of stages, need the batch, the devices and each other
         single = {name: value for name, value in self.fixed.items() if name not in (*_AXES, "layers")}
-        Configuration(batch=self.batch, sequence=self.sequence).changed(**single)
+        Configuration(batch=self.batch, sequence=self.sequence).replace(**single)
 
     def grids(self) -> Iterator[Configuration]:
         """Yield meshes with a microbatch and stages. Bounds can judge them already."""
@@ -104,7 +104,7 @@ class Space(Training):
         for tp, cp, pp in itertools.product(self._choose("tp", sizes), contexts, pipelines):
             within = tp * cp <= self.device.domain or "tp" in self.fixed or (cp > 1 and tp <= self.device.domain)
             replicas, over = divmod(self.devices, tp * pp * cp)
-            if not within or self.undivided("tp", tp) or over or not replicas or self.batch % replicas:
+            if not within or self.remainders("tp", tp) or over or not replicas or self.batch % replicas:
                 continue
             sharded = self.sharded if pp > 1 else self.sharded_alone or self.sharded
             together = self.fixed.get("sequence_parallel", tp > 1 and self.sequence % tp == 0)
@@ -119,14 +119,14 @@ class Space(Training):
                 self._choose("fsdp", divisors(replicas)), self._choose("ep", divisors(replicas) if experts else (1,))
             ):
                 dp, over = divmod(replicas, fsdp)
-                if over or self.undivided("fsdp", fsdp) or self.fixed.get("dp", dp) != dp or self.undivided("ep", ep):
+                if over or self.remainders("fsdp", fsdp) or self.fixed.get("dp", dp) != dp or self.remainders("ep", ep):
                     continue
                 etp = 1 if experts and ep > 1 and self.model.expert < _NARROW else 0
                 if ep > 1 and (replicas * cp * tp) % (ep * int(str(fields.get("etp", etp) or tp))):
                     continue
                 one = Configuration(self.batch, self.sequence, dp=dp, fsdp=fsdp, tp=tp, pp=pp, cp=cp)
                 axes = {"sharded": sharded if dp * cp > 1 else "none", "ep": ep, "etp": etp}
-                mesh = one.changed(**{**axes, "sequence_parallel": together, **fields})
+                mesh = one.replace(**{**axes, "sequence_parallel": together, **fields})
                 yield from (mesh.with_policy(**shape) for shape in shapes)
 
     def within(self, grid: Configuration) -> Iterator[Configuration]:
@@ -161,7 +161,7 @@ class Space(Training):
         even = (v for v in range(3, _MOST_CHUNKS + 1) if not layers % (pp * v) or not (layers + 2) % (pp * v))
         return (1, 2, *even) if pp > 1 else (1,)
 
-    def undivided(self, axis: str, size: int) -> str:
+    def remainders(self, axis: str, size: int) -> str:
         """Name the sizes that an axis of this length must divide and does not; empty if there is none."""
         model = self.model
         heads = {"attention heads": model.heads, "key/value heads": model.kv_heads}
@@ -173,10 +173,10 @@ class Space(Training):
         return ", ".join(f"{name} ({number})" for name, number in sizes.items() if number % size)
 
     def impossible(self) -> str:
-        """Say why there is no configuration at all, with a remedy."""
+        """Return the reason why there is no configuration at all, with a remedy."""
         for axis in ("tp", "fsdp", "ep"):
             size = self._size(axis)
-            if sizes := self.undivided(axis, size):
+            if sizes := self.remainders(axis, size):
                 return f"{axis} {size} does not divide {sizes}; fix another {axis}"
         product = math.prod(map(self._size, ("dp", "fsdp", "tp", "pp", "cp")))
         if self.devices % product:
@@ -201,8 +201,8 @@ def spread(job: Training, devices: int) -> Space:
 
 def list_schedules(interleave: int, name: str = "") -> tuple[str, ...]:
     """Return the published schedules that are searched where a submesh has so many stages, or the one that is fixed."""
-    some = [one for one in PUBLISHED if one.name not in DOMINATED and (one.usual > 1) == (interleave > 1)]
-    fitting = [schedules.get(name)] if name else some
+    candidates = [one for one in PUBLISHED if one.name not in DOMINATED and (one.usual > 1) == (interleave > 1)]
+    fitting = [schedules.get(name)] if name else candidates
     return tuple(one.name for one in fitting if one.chunks in (None, interleave) and not one.usual > interleave == 1)
 
 

@@ -89,9 +89,9 @@ def step_time(model: Transformer, how: Configuration, on: str | Device, software
     shares = {name: seconds * scale for name, seconds in parts.shares}
     shares["host"] = shares.get("host", 0.0) + between
     shares |= {"bubble": span - busy, "gradients": gradients, "optimizer": optimizer, "stragglers": waits}
-    shown = tuple((name, seconds) for name, seconds in shares.items() if seconds > 0)
+    part_seconds = tuple((name, seconds) for name, seconds in shares.items() if seconds > 0)
     memory = footprint.peak_bytes(model, how, software)
-    return Step(model, how, on, total, span, gradients, optimizer, 1 - busy / span, memory, shown, software)
+    return Step(model, how, on, total, span, gradients, optimizer, 1 - busy / span, memory, part_seconds, software)
 
 
 def stragglers(how: Configuration, on: Device, software: Software) -> float:

@@ -152,7 +152,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         job = dataclasses.replace(job, **fitted)
     count, progress = options.gpus * options.nodes, Progress()
     suggestions = suggest(job, count, progress=progress)
-    suggestions = suggestions.changed(suggestions.options, list(_notes(options, job, suggestions, calibrated)))
+    suggestions = suggestions.with_options(suggestions.options, list(_notes(options, job, suggestions, calibrated)))
     end = paste(job, suggestions, options.nodes)
     if not options.json:
         text, encoding = f"{suggestions}\n\n{end}", sys.stdout.encoding or "utf-8"

@@ -94,7 +94,7 @@ class Suggestions:
         """The simplest of those that are about as fast as the fastest."""
         return next((option for option in self.options if option.how == self.simplest), self.fastest)
 
-    def changed(self, options: Sequence[Option], notes: Sequence[str] = ()) -> Suggestions:
+    def with_options(self, options: Sequence[Option], notes: Sequence[str] = ()) -> Suggestions:
         """Return a copy with other options, and further notes."""
         return replace(self, options=tuple(options), notes=(*self.notes, *notes))
 
@@ -190,7 +190,7 @@ def _wrap(text: str) -> list[str]:
 
 
 def paste(job: Training, suggestions: Suggestions, nodes: int) -> str:
-    """Return what is to be pasted for the suggestions of a job on so many nodes.
+    """Return the text to paste for the suggestions of a job on so many nodes.
 
     Where MaxText's launcher cannot run the suggested one, its line is that of the fastest which it can run.
     """
@@ -206,20 +206,20 @@ def paste(job: Training, suggestions: Suggestions, nodes: int) -> str:
 
 
 def find_obstacle(job: Training, how: Configuration) -> str:
-    """Return why MaxText's launcher cannot run a configuration, with what to search in its place; empty: it can."""
+    """Return the reason why MaxText's launcher cannot run a configuration, with a remedy; empty: it can."""
     model = job.model
     has_other_layers = model.kv_rank or model.window or model.shared_ffn or model.dense_layers or model.predicted
-    again = "search again with"
+    hint = "search again with"
     obstacles = {
-        f"its experts have devices of their own; {again} --dp {how.ep}, or a multiple": how.dp % how.ep,
+        f"its experts have devices of their own; {hint} --dp {how.ep}, or a multiple": how.dp % how.ep,
         "run.py is for GPUs, and a program on TPUs takes the lines below": job.device.generation.startswith("tpu"),
-        f"run.py's pipelines cannot keep the optimizer's state in the host's memory; {again} --pp 1, or without "
+        f"run.py's pipelines cannot keep the optimizer's state in the host's memory; {hint} --pp 1, or without "
         "--offload": how.offload_optimizer and how.pp > 1,
-        f"run.py shards parameters over --fsdp alone; {again}out --sharded parameters": how.sharded == "parameters",
-        f"without a pipeline, run.py has no ZeRO beside --fsdp; {again} --dp 1, or --sharded none": (
+        f"run.py shards parameters over --fsdp alone; {hint}out --sharded parameters": how.sharded == "parameters",
+        f"without a pipeline, run.py has no ZeRO beside --fsdp; {hint} --dp 1, or --sharded none": (
             how.sharded == "optimizer" and how.pp == 1 and how.fsdp > 1 and how.dp > how.ep
         ),
-        f"run.py trains with {', '.join(_OPTIMIZERS)}, in bf16 or fp8; {again} --optimizer and --precision of these": (
+        f"run.py trains with {', '.join(_OPTIMIZERS)}, in bf16 or fp8; {hint} --optimizer and --precision of these": (
             how.optimizer not in _OPTIMIZERS or how.precision not in _QUANTIZED
         ),
         f"MaxText has no model {model.name}, and no flags for its attention and experts; write its sizes as a "

@@ -91,7 +91,8 @@ rm $to/lib/python3.13/EXTERNALLY-MANAGED
 cp -L $from/lib*.so.* $from/ld-linux-x86-64.so.2 $to/lib
 cp /usr/bin/python3.13 $to/bin && ln -s python3.13 $to/bin/python3
 there=/opt/python/lib
-patchelf --set-interpreter $there/ld-linux-x86-64.so.2 --force-rpath --set-rpath $there $to/bin/python3.13
+patchelf --force-rpath --set-rpath $there $to/bin/python3.13  # with both in one call the program is broken
+patchelf --set-interpreter $there/ld-linux-x86-64.so.2 $to/bin/python3.13
 tar -C /tmp -cz python
 """
 

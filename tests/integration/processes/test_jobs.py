@@ -205,7 +205,7 @@ def test_a_job_that_loses_a_process_is_requeued_and_has_the_losses_of_one_that_d
 SICK = """#!/bin/sh
 case "$*" in *--query-gpu=index*) ;; *) exit ;; esac
 [ "$SLURMD_NODENAME" = n1 ] && errors=7
-echo "0, 570.1, P0, 1980, 1980, 80000, 81559, ${errors:-0}, 0x0, 40, 16, 16"
+echo "0, P0, 80000, 81559, ${errors:-0}, 0x0, 40"
 """
 """An nvidia-smi, by which a GPU of node n1 has errors in its memory."""
 

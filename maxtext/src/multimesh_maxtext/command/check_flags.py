@@ -265,7 +265,7 @@ def find_wrong_sizes(job: Job) -> Iterator[LauncherError]:
 
 
 def _wrong_schedule(job: Job) -> Iterator[LauncherError]:
-    """Yield why a schedule cannot order these stages: the flag to change, or the cell of the table."""
+    """Yield the reasons why a schedule cannot order these stages: the flag to change, or the cell of the table."""
     name, path, pp, interleave = job.schedule, job.flags.custom_schedule_path, job.flags.pp, job.flags.interleave
     if name == "custom" and path is None:
         yield FlagError("--schedule custom needs a table; add --custom-schedule-path FILE")
@@ -386,7 +386,7 @@ def _wrong_model(job: Job) -> Iterator[LauncherError]:
 
 
 def _wrong_attention(o: Flags, settings: Mapping[str, Any]) -> Iterator[LauncherError]:
-    """Yield what a kernel of attention cannot honour, and MaxText would not say."""
+    """Yield the settings that a kernel of attention cannot honour, and on which MaxText is silent."""
     engine = "cudnn_flash_te"  # TransformerEngine's
     if o.attention == SUBSTITUTE:
         if (settings.get("sliding_window_size") or 0) > 0 or settings.get("attention_type", "global") != "global":
@@ -416,7 +416,7 @@ def _wrong_attention(o: Flags, settings: Mapping[str, Any]) -> Iterator[Launcher
 
 
 def _wrong_quantization(job: Job) -> Iterator[LauncherError]:
-    """Yield why a pipeline cannot train with a quantization, and which it can train with."""
+    """Yield the reason why a pipeline cannot train with a quantization, and those with which it can."""
     o, settings = job.flags, job.model.resolved
     kind, by_qwix = str(settings.get("quantization") or ""), bool(settings.get("use_qwix_quantization"))
     by_aqt = kind in AQT and not by_qwix

@@ -50,7 +50,7 @@ def command(argv: Sequence[str], *, root: Path | str = "") -> NoReturn:
         unblock_output()
         code = main(argv, root=Path(root) if root else None, stop=stop)
         stop.trains = True  # nothing interrupts the rest
-        sys.stdout.flush()
+        print(end="", flush=True)  # there may be no output
     except BrokenPipeError:  # a program such as head has read what it wanted
         code = code or errors.UnreadError.exit_code
     os._exit(code)  # Python itself would end by SIGINT if a string that it executed was interrupted
@@ -128,9 +128,9 @@ def run_job(job: Job, notes: Iterable[str], maxtext: Path, root: Path | None, st
     console = Output(soft_wrap=True, highlight=False, markup=False, quiet=flags.json or this.rank > 0)
     trainings = [(job, starts)]
     if flags.verify and not this.rank:
-        other, beside = reference_job(job), paths.below("spmd")
-        alone = launch(other, beside, inherited=os.environ, gpu_memory=gpu_memory)
-        trainings.append((other, [(alone, beside)]))
+        program, place = reference_job(job), paths.below("spmd")
+        reference = launch(program, place, inherited=os.environ, gpu_memory=gpu_memory)
+        trainings.append((program, [(reference, place)]))
     with reserve_folders(job, first, [place for _, training in trainings for _, place in training], texts):
         listeners = {} if this.rank or flags.dump_only or flags.forecast else make_listeners(flags)
         if flags.check:

@@ -152,7 +152,7 @@ def read(argv: Sequence[str]) -> CommandLine:
 
 
 def _is_setting(word: str) -> bool:
-    """Whether a word is a KEY=VALUE."""
+    """Return whether a word is a KEY=VALUE."""
     return "=" in word and word.partition("=")[0].isidentifier()
 
 

@@ -87,7 +87,7 @@ GRID_AXES = ("dp", "fsdp", "tp", "cp", "pp", "ep", "interleave")
 
 @dataclass(frozen=True)
 class Flag:
-    """All that is known of a flag but its name, its type and its default, which are those of its field."""
+    """A record of a flag. Its name, its type and its default are those of its field."""
 
     help: str
     value: str  # its value in the help; empty: a switch
@@ -418,7 +418,7 @@ class Flags:
 
     @functools.cached_property
     def staged(self) -> bool:
-        """Whether each stage has kernels of its own. With one stage, any backend is MaxText as it is."""
+        """Return whether each stage has kernels of its own. With one stage, any backend is MaxText as it is."""
         return self.backend == "multimesh" and self.pp > 1
 
     @property

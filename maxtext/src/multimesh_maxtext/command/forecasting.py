@@ -142,7 +142,7 @@ def check_memory(job: Job, paths: Paths, console: Console, gpu_memory: int | Non
 
 
 def compile_programs(job: Job, paths: Paths, console: Console, gpu_memory: int | None) -> dict[str, Costs]:
-    """Return what XLA makes of MaxText's own programs of a job, of which each copy of the model is on as many devices.
+    """Compile MaxText's own programs of a job; return their costs. Each copy of the model is on as many devices.
 
     ``program`` has no stages, and runs on the devices of one; ``pipeline`` is MaxText's own, where it takes the job.
     """
@@ -196,7 +196,7 @@ def inspect(starts: Sequence[Start], tell: Callable[[str], object] = lambda _: N
 
 
 def _describe_forecast(job: Job, paths: Paths, values: Mapping[str, Any]) -> Iterator[str | Table]:
-    """Yield what `check_memory` prints as JSON: of a pipeline its forecast, and MaxText's own programs."""
+    """Yield the parts of `check_memory`'s JSON: a pipeline's forecast, and MaxText's own programs."""
     device, limit = job.flags.device, values.get("limit")
     if needs := values.get("forecast"):
         yield "memory on each device of a stage at the peak of a step (forecast)"
@@ -295,7 +295,7 @@ def check_fits(needs: Sequence[Need], limit: int, job: Job) -> None:
 
 
 def _list_remedies(job: Job, needed: int, part: str) -> Iterator[str]:
-    """Yield what the command line has not, and what makes the largest part of the memory smaller."""
+    """Yield flags that the command line lacks and that make the largest part of the memory smaller."""
     flags, is_state = job.flags, part in ("parameters", "optimizer", "gradients")
     if not is_state and job.model.product == "ragged_dot":
         yield DROPPING

@@ -309,14 +309,14 @@ class Job:
 
     @property
     def scans_layers(self) -> bool:
-        """Whether MaxText scans over stacks of layers: of all layers, or of each piece of a stage."""
+        """Return whether MaxText scans over stacks of layers: of all layers, or of each piece of a stage."""
         flags = self.flags
         # The same seed gives other parameters to a scan, so all forms unroll but MaxText's own pipeline, which can't.
         return flags.pp > 1 and not flags.staged if flags.scan_layers is None else flags.scan_layers
 
     @property
     def uniform(self) -> bool:
-        """Whether all layers have one structure, so that a stack of them can be cut anywhere."""
+        """Return whether all layers have one structure, so that a stack of them can be cut anywhere."""
         resolved = self.model.resolved
         return (
             resolved.get("decoder_block") not in UNLIKE and resolved.get("inhomogeneous_layer_cycle_interval", 1) == 1
@@ -337,7 +337,7 @@ def _path(name: str, doc: str, folder: str = "output") -> Any:
 
 @dataclass(frozen=True)
 class Paths:
-    """Where a process of a job reads and writes: the first, of ``rank`` 0, in ``output``, the others below that."""
+    """The folders of a process of a job: the first, of ``rank`` 0, writes into ``output``, the others below that."""
 
     python: str
     maxtext: Path
@@ -358,11 +358,11 @@ class Paths:
     unfit = _path("unfit-nodes", "The nodes that ``--check`` found at fault, one a line, for ``sbatch --exclude``.")
 
     def below(self, name: str) -> Paths:
-        """Return where something else than a run writes: in a folder of its own."""
+        """Return the paths of something else than a run, which writes in a folder of its own."""
         return replace(self, output=self.output / name, metrics=self.output / name / "metrics.jsonl")
 
     def of_process(self, rank: int) -> Paths:
-        """Return where a process writes, from where the first does."""
+        """Return the paths of a process, from those of the first."""
         return replace(self.below(f"process-{rank}"), rank=rank) if rank else self
 
     @property

@@ -191,6 +191,6 @@ def unblock_output() -> None:
     """Let nobody hold up this process who does not read what it prints: a pager, a terminal that was stopped."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        with suppress(OSError):  # a terminal of another user
+        with suppress(OSError, AttributeError):  # a terminal of another user; none at all
             if stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode) or stream.isatty():
                 setattr(sys, name, UnblockedOutput(stream))

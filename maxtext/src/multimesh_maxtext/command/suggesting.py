@@ -137,7 +137,7 @@ def run(parsed: CommandLine, argv: Sequence[str], maxtext: Path) -> int:
     notes = [f"left out, as it would be refused: {reason}" for reason in dict.fromkeys(request.refused)]
     if model.experts > 1:
         notes.append("the column dp counts the devices of ep too, an axis of its own in run.py: --dp is dp / ep")
-    suggestions = suggestions.changed(suggestions.options, notes)
+    suggestions = suggestions.with_options(suggestions.options, notes)
     best = suggestions.best
     command = f"maxtext/run.py {shlex.join(write_words(request.change(best.how)))}"
     if flags.json:
@@ -177,7 +177,7 @@ def check_plans(request: Request, training: planner.Training, suggestions: Sugge
         if needed is None or needed <= limit:
             options = {other.how: other for other in suggestions.options} | checked
             ranked = sorted(options.values(), key=lambda other: other.seconds)
-            return replace(suggestions, simplest=option.how).changed(ranked, notes)
+            return replace(suggestions, simplest=option.how).with_options(ranked, notes)
         less = limit * option.bytes / needed + training.workspace
         try:
             option = planner.suggest(replace(training, limit=less), devices, accepts=accepts).best

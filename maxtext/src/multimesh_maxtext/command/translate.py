@@ -101,7 +101,7 @@ def find_fixed_settings(job: Job) -> dict[str, Any]:
 
 
 def quantizing_devices(job: Job) -> int:
-    """Return how many devices of a stage a process has: by these MaxText cuts a microbatch that it quantizes."""
+    """Return the number of a stage's devices in a process: by these MaxText cuts a microbatch that it quantizes."""
     return max(1, job.mesh_devices // max(1, job.flags.nodes // job.flags.pp))
 
 

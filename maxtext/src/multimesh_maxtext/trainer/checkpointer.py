@@ -164,7 +164,7 @@ def is_stack(name: str) -> bool:
 
 
 def find_sources(targets: Iterable[Entry], stored: Collection[Entry], total: int) -> Sources:
-    """Return where the leaves of a run lie in a checkpoint that has its layers under other names; see `Sources`.
+    """Return the places of a run's leaves in a checkpoint that has its layers under other names; see `Sources`.
 
     A leaf of which the checkpoint lacks a part is left out: layers may share a random generator.
 

@@ -192,7 +192,7 @@ class Together(Iterator[dict[str, jax.Array]]):
         return jax.device_put(jax.make_array_from_process_local_data(self._shares, share, like.shape), self._layout)
 
     def _own_position(self) -> bytes:
-        """Where the next batch begins; of data that has no position, and where nothing is read, that is nothing."""
+        """Return the position of the next batch as JSON: null for data without one, and where nothing is read."""
         iterator: Any = getattr(self._loader, "local_iterator", None)
         position = iterator.get_state() if hasattr(iterator, "get_state") else None
         position = position.decode() if isinstance(position, bytes) else position

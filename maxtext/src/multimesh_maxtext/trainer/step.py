@@ -246,7 +246,7 @@ _Count = tuple[int, int] | None
 
 
 def _count(jaxpr: Any, arguments: Sequence[_Count]) -> list[_Count]:
-    """Return which results of a jaxpr are an argument plus a constant, as counters are; None for any other result."""
+    """Return the argument and the constant of each result that adds them, as counters do; None for any other."""
     counters: dict[Any, _Count] = dict(zip(jaxpr.invars, arguments, strict=True))
 
     def look(atom: Any) -> _Count:

@@ -116,8 +116,8 @@ class Lowered:
 
         So a function that was lowered for virtual CPU devices is compiled for GPUs of `multimesh.topology`.
         """
-        there = self._over([device.process_index for device in devices])
-        return dataclasses.replace(there, plan=move_plan(there.plan, devices), moved=True)
+        lowered = self._over([device.process_index for device in devices])
+        return dataclasses.replace(lowered, plan=move_plan(lowered.plan, devices), moved=True)
 
     def over(self, processes: int) -> Lowered:
         """Return the plan of a job of so many processes, with equal shares of the devices in the order of their ids.
@@ -249,9 +249,9 @@ class Compiled:
         kinds = {n: kind for leaf, kind in self.lowered.out_kinds.items() for n in at[leaf]}
         for n in {*specs, *kinds}:
             layout, spec = layouts[n], strip(specs.get(n) or PartitionSpec())
-            want = NamedSharding(layout.mesh if layout else self.plan.submeshes[0], spec, memory_kind=kinds.get(n))
-            if layout is None or want != NamedSharding(layout.mesh, strip(layout.spec), memory_kind=layout.memory_kind):
-                moved[n] = want
+            home = NamedSharding(layout.mesh if layout else self.plan.submeshes[0], spec, memory_kind=kinds.get(n))
+            if layout is None or home != NamedSharding(layout.mesh, strip(layout.spec), memory_kind=layout.memory_kind):
+                moved[n] = home
         for n, spec in self.lowered.traced.types.items():
             if (layout := layouts[n]) is not None and n not in moved and getattr(spec, "reduced", None):
                 shape = self.plan.slots[self.plan.outputs[n][1]].shape

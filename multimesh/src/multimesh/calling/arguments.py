@@ -125,8 +125,8 @@ class Parameters:
             self._signature is None or kind in kinds.values()
             for kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         )
-        label, listed = f"{option}_argnums", () if nums is None else nums if isinstance(nums, Iterable) else (nums,)
-        numbers = [checks.integer(label, n) for n in checks.many(label, listed, "an int or ints")]
+        label, entries = f"{option}_argnums", () if nums is None else nums if isinstance(nums, Iterable) else (nums,)
+        numbers = [checks.integer(label, n) for n in checks.many(label, entries, "an int or ints")]
         if any_number and min(numbers, default=0) < 0:
             raise UsageError(f"{label}: count from the front; the function takes any number of positional arguments")
         for n in () if any_number else numbers:

@@ -36,16 +36,16 @@ def fit_memory(traced: PassInputs, passes: Mapping[str, Pass]) -> tuple[PassInpu
 
     def try_schedule(schedule: Schedule) -> tuple[float, PassInputs, Mapping[str, Pass]]:
         retraced = replace(traced, schedules={number: schedule})
-        done = {**passes, **{result.name: result for result in pipeline.run(retraced, after=start)}}
-        return _need_of(done[LAST].result), retraced, done
+        results = {**passes, **{result.name: result for result in pipeline.run(retraced, after=start)}}
+        return _need_of(results[LAST].result), retraced, results
 
     limit = auto.device if auto.device is not None else _memory_of(plan)
     if limit is None:
         if auto.memory is not None:
             return traced, passes
         names = {candidate.name: candidate for candidate in choices[0].candidates}  # else that of fewest activations
-        usual = "1f1b" if "1f1b" in names else min(names, key=lambda name: max(names[name].peaks))
-        limit = _need_of(plan) if choices[0].taken.name == usual else try_schedule(get(usual))[0]
+        default = "1f1b" if "1f1b" in names else min(names, key=lambda name: max(names[name].peaks))
+        limit = _need_of(plan) if choices[0].taken.name == default else try_schedule(get(default))[0]
     auto = replace(auto, device=limit)  # for measured costs too
     tries = [try_schedule(auto)]
     while tries[-1][0] > limit:
@@ -54,15 +54,15 @@ def fit_memory(traced: PassInputs, passes: Mapping[str, Pass]) -> tuple[PassInpu
             tries.append(try_schedule(auto))
         except UsageError:  # no table is left
             break
-    need, retraced, done = tries[-1] if tries[-1][0] <= limit else min(tries, key=lambda tried: tried[0])
-    table = done[LAST].result.choices[0].taken.name
+    need, retraced, results = tries[-1] if tries[-1][0] <= limit else min(tries, key=lambda tried: tried[0])
+    table = results[LAST].result.choices[0].taken.name
     if need > limit:
         _compat.warn_at(
             loops[number].mark.where,
             f"schedule auto: by the forecast no table fits into {amount(limit, 'bytes')} on each device; took {table}, "
             f"which needs {amount(need, 'bytes')}; use smaller microbatches, jax.checkpoint or more devices",
         )
-    return retraced, done
+    return retraced, results
 
 
 def _need_of(plan: Plan) -> float:

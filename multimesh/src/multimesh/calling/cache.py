@@ -71,7 +71,7 @@ class Trace:
         """Argument leaves that no task reads."""
         program = inline_calls(self.erased, self.devices)
         owners = Owners(program, (), {})
-        return frozenset(i for i, v in enumerate(program.inputs) if not is_small(v) and not owners.is_read(v))
+        return frozenset(i for i, v in enumerate(program.inputs) if not is_small(v) and not owners.tasks_on(v))
 
     def homes(self, meshes: Sequence[Mesh | None]) -> tuple[Mesh | None, ...]:
         """Return the meshes that leaves are given on, as far as these decide where anything runs."""

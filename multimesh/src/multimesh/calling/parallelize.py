@@ -18,7 +18,7 @@ from multimesh.errors import MultiMeshError, UsageError
 from multimesh.marking import contexts
 from multimesh.processes import arrays
 from multimesh.processes.agree import several
-from multimesh.processes.arrays import here
+from multimesh.processes.arrays import is_here
 
 Make = Callable[[], Any]
 
@@ -91,8 +91,8 @@ def parallelize(
             f"parallelize: nothing in {name} is a task, so there are no submeshes to lay its arguments out on; "
             "wrap parts of it in multimesh.task"
         )
-    elsewhere = NamedSharding(compiled.plan.submeshes[0], jax.sharding.PartitionSpec())
-    placed = tuple(sharding or elsewhere for sharding in compiled.lowered.input_shardings)
+    default = NamedSharding(compiled.plan.submeshes[0], jax.sharding.PartitionSpec())
+    placed = tuple(sharding or default for sharding in compiled.lowered.input_shardings)
     count = len(jax.tree.leaves(params.shapes))
     make_params = functools.partial(params.make, placed[:count])
     return (jitted, make_params) if batch is None else (jitted, make_params, lambda: batch.make(placed[count:]))
@@ -127,7 +127,7 @@ class _Initializer:
                 raise UsageError(f"parallelize: {self._name} now returns other shapes or types than at first")
             return jax.tree.map(arrays.place, values, layouts) if several() else jax.device_put(values, layouts)
         pairs = zip(jax.tree.leaves(self.shapes), shardings, strict=True)
-        leaves = [None if here(sharding.device_set) else arrays.absent(shape, sharding) for shape, sharding in pairs]
+        leaves = [None if is_here(sharding.device_set) else arrays.absent(shape, sharding) for shape, sharding in pairs]
         for i, constant in _compat.constant_results(self._closed).items():
             leaves[i] = arrays.place(constant, shardings[i])
         for maker, positions in self._makers(shardings):
@@ -143,7 +143,7 @@ class _Initializer:
 def compile_initializers(closed: Any, shardings: Sequence[NamedSharding]) -> Iterator[tuple[Any, tuple[int, ...]]]:
     """Compile a function for each submesh of this process, and yield it with the positions of the results it makes."""
     constants = _compat.constant_results(closed)
-    local = ((s.mesh, i) for i, s in enumerate(shardings) if i not in constants and here(s.device_set))
+    local = ((s.mesh, i) for i, s in enumerate(shardings) if i not in constants and is_here(s.device_set))
     for positions in group(local).values():
         maker = jax.jit(_compat.part(closed, positions), out_shardings=[shardings[i] for i in positions])
         yield maker.lower().compile(), tuple(positions)

@@ -34,7 +34,7 @@ def compile_step(
     seconds = time.perf_counter() - begin
     limit = limit or SHARE * facts_of(device)["memory"]
     estimates, needs = lowered.memory_estimate("gpu"), compiled.device_memory()
-    programs = sum(took > 0 for took in compiled.compile_seconds)
+    programs = sum(seconds > 0 for seconds in compiled.compile_seconds)
     say(f"memory on each device of a submesh at the peak of a call, compiled for {device}")
     say(_draw_table(estimates, needs, limit))
     kernels = len(lowered.plan.kernels)

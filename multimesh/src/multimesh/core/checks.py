@@ -14,8 +14,8 @@ from multimesh.errors import UsageError
 
 def refuse(label: str, expected: str, value: Any) -> UsageError:
     """Return the error for an argument of a wrong type. ``label`` names the function and the parameter."""
-    shown = repr(value)
-    return UsageError(f"{label} must be {expected}, got {shown if len(shown) < 80 else '...'} ({type(value).__name__})")
+    text = repr(value)
+    return UsageError(f"{label} must be {expected}, got {text if len(text) < 80 else '...'} ({type(value).__name__})")
 
 
 def integer(label: str, value: Any, least: int | None = None) -> int:
@@ -54,13 +54,6 @@ def misfit(fn: Any, *arguments: Any) -> str:
     except ValueError:
         pass
     return ""
-
-
-def callable_with(label: str, value: Any, *arguments: str) -> Any:
-    """Return a callable that takes positional arguments of these names."""
-    if error := misfit(function(label, value), *arguments):
-        raise UsageError(f"{label} is called with ({', '.join(arguments)}), which it does not take: {error}")
-    return value
 
 
 def many(label: str, value: Any, expected: str) -> tuple[Any, ...]:

@@ -20,29 +20,29 @@ def progress(label: str, total: int) -> Iterator[Callable[[], None]]:
     A terminal gets one line on its standard error, which is taken away in the end. Elsewhere the logger ``multimesh``
     gets an entry at level INFO once a second has passed, one each quarter of a minute, and one in the end.
     """
-    start, lock, done, shown, due = time.monotonic(), threading.Lock(), 0, 0, _QUIET
+    start, lock, done, width, due = time.monotonic(), threading.Lock(), 0, 0, _QUIET
     terminal = sys.stderr.isatty()
     log = logging.getLogger("multimesh")
 
     def count() -> None:
-        nonlocal done, shown, due
+        nonlocal done, width, due
         with lock:
             done += 1
-            passed = time.monotonic() - start
-            if passed < _QUIET:
+            elapsed = time.monotonic() - start
+            if elapsed < _QUIET:
                 return
-            line = f"{label}: {done} of {total}, {passed:.0f} s"
+            line = f"{label}: {done} of {total}, {elapsed:.0f} s"
             if terminal:
                 print(f"\r{line}", end="", file=sys.stderr, flush=True)
-                shown = len(line)
-            elif passed >= due:
+                width = len(line)
+            elif elapsed >= due:
                 log.info("%s", line)
-                shown, due = 1, passed + _PAUSE
+                width, due = 1, elapsed + _PAUSE
 
     try:
         yield count
     finally:
-        if shown and terminal:
-            print(f"\r{' ' * shown}\r", end="", file=sys.stderr, flush=True)
-        elif shown:
+        if width and terminal:
+            print(f"\r{' ' * width}\r", end="", file=sys.stderr, flush=True)
+        elif width:
             log.info("%s: %d of %d, %.1f s, done", label, done, total, time.monotonic() - start)

@@ -113,13 +113,13 @@ def _axis_items(
     if not named:
         raise UsageError(f"task {name!r}: logical_axes= needs mesh= or device_axes=, so that there are axes to map to")
     items = []
-    here = f"task {name!r}: logical_axes=: a logical axis"
-    axes_of = {checks.string(here, logical): axes for logical, axes in pairs}
+    label = f"task {name!r}: logical_axes=: a logical axis"
+    axes_of = {checks.string(label, logical): axes for logical, axes in pairs}
     if len(axes_of) < len(pairs):
         raise UsageError(f"task {name!r}: logical_axes= names an axis twice; map it to a tuple of axes instead")
     for logical, axes in axes_of.items():
-        listed = () if axes is None else (axes,) if isinstance(axes, str) else axes
-        physical = checks.names(f"task {name!r}: what logical_axes= maps {logical!r} to", listed)
+        entries = () if axes is None else (axes,) if isinstance(axes, str) else axes
+        physical = checks.names(f"task {name!r}: what logical_axes= maps {logical!r} to", entries)
         unknown = [axis for axis in physical if axis not in mesh.axis_names]
         if unknown:
             raise UsageError(

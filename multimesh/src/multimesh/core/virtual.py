@@ -40,11 +40,11 @@ def virtual_devices(count: int) -> None:
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:
-        there = jax.local_devices()
-        if len(there) == count and all(device.platform == "cpu" for device in there):
+        local = jax.local_devices()
+        if len(local) == count and all(device.platform == "cpu" for device in local):
             return
         raise UsageError(
-            f"virtual_devices({count}): JAX has started already, with {len(there)} devices ({there[0].platform}); call "
+            f"virtual_devices({count}): JAX has started already, with {len(local)} devices ({local[0].platform}); call "
             "it before anything that uses a device, such as jax.devices() or jnp.ones"
         ) from None
     jax.config.update("jax_platforms", "cpu")

@@ -19,11 +19,6 @@ def count_flops(ops: Sequence[ir.Op]) -> float:
     return sum(operations(op.prim.name, op.params, op.ins, op.outs) for op in ops)
 
 
-def count_program(jaxpr: Any) -> float:
-    """Return the number of floating-point operations of a jaxpr's equations."""
-    return sum(operations(e.primitive.name, e.params, e.invars, e.outvars) for e in jaxpr.eqns)
-
-
 def product_sizes(params: dict[str, Any], ins: Sequence[Any]) -> tuple[int, float, int, float]:
     """Return the sizes of a ``dot_general``: ``batch`` products of ``[m, k]`` and ``[k, n]``, as (batch, m, k, n)."""
     (contracted, _), (batched, _) = params["dimension_numbers"]
@@ -40,7 +35,8 @@ def operations(name: str, params: dict[str, Any], ins: Sequence[Any], outs: Sequ
     if name == "conv_general_dilated":
         kernel = ir.shape(ins[1])
         return 2 * size * math.prod(kernel) / max(1, kernel[params["dimension_numbers"].rhs_spec[0]])
-    inner = [count_program(jaxpr) for jaxpr in _compat.subjaxprs(params)]
+    bodies = [jaxpr.eqns for jaxpr in _compat.subjaxprs(params)]
+    inner = [sum(operations(e.primitive.name, e.params, e.invars, e.outvars) for e in eqns) for eqns in bodies]
     if not inner:
         return size
     return max(inner) if name == "cond" else sum(inner) * (params["length"] if name == "scan" else 1)

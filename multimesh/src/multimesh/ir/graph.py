@@ -27,13 +27,13 @@ def readers(ops: Iterable[Op]) -> dict[Value, list[Op]]:
 def with_first_reader(ops: Sequence[Item], chosen: Sequence[int | None], others: int) -> list[int]:
     """Return a group number for each operation: its own, or that of its first user, or else ``others``."""
     first: dict[Value, int] = {}
-    done = [others] * len(ops)
+    readers = [others] * len(ops)
     for i in reversed(range(len(ops))):
         at = chosen[i]
-        done[i] = min((first[o] for o in ops[i].outs if o in first), default=others) if at is None else at
+        readers[i] = min((first[o] for o in ops[i].outs if o in first), default=others) if at is None else at
         for v in ops[i].needs:
-            first[v] = min(first.get(v, done[i]), done[i])
-    return done
+            first[v] = min(first.get(v, readers[i]), readers[i])
+    return readers
 
 
 def resolve(atom: Atom, names: Names) -> Atom:
@@ -52,20 +52,20 @@ def rename_op(op: Op, names: Names) -> Op:
 
 def repeat_op(op: Op, names: dict[Value, Atom]) -> Op:
     """Return a copy of the operation with operands replaced and new results, which are added to ``names``."""
-    again = replace(rename_op(op, names), outs=tuple(Value(o.aval) for o in op.outs))
-    names.update(zip(op.outs, again.outs, strict=True))
-    return again
+    copy = replace(rename_op(op, names), outs=tuple(Value(o.aval) for o in op.outs))
+    names.update(zip(op.outs, copy.outs, strict=True))
+    return copy
 
 
 def chain(op: Op, operands: Sequence[Atom], out: Value) -> list[Op]:
     """Apply an operation of two operands repeatedly, in order, until ``out`` combines all operands."""
-    again: list[Op] = []
+    adds: list[Op] = []
     total = operands[0]
     for n, operand in enumerate(operands[1:], 2):
         result = out if n == len(operands) else Value(out.aval)
-        again.append(replace(op, ins=(total, operand), outs=(result,)))
+        adds.append(replace(op, ins=(total, operand), outs=(result,)))
         total = result
-    return again
+    return adds
 
 
 def take_slice(like: Op, value: Value, lows: Sequence[int], highs: Sequence[int], items: list[AnyItem]) -> Value:
@@ -126,8 +126,3 @@ def rename_body(loop: Loop, names: Names) -> Loop:
     """Return the loop with values of its body replaced, in operations and leaves."""
     ops = tuple(rename_op(op, names) for op in loop.ops)
     return replace(with_leaves(loop, [resolve(leaf, names) for leaf in loop.leaves]), ops=ops)
-
-
-def rename_item(item: Item, names: Names) -> Item:
-    """Return the item with outer values replaced."""
-    return rename_op(item, names) if isinstance(item, Op) else rename_loop(item, names)

@@ -119,9 +119,9 @@ def context(**options: bool | str | None) -> Manager:
 
 @contextlib.contextmanager
 def _apply_options(changes: dict[str, Any]) -> Iterator[None]:
-    late = [name for name in changes if name != "ignore_transforms"]
-    if late and is_partitioning():
-        raise UsageError(f"{late[0]}: opened inside a function that multimesh.jit traces; open it around the call")
+    names = [name for name in changes if name != "ignore_transforms"]
+    if names and is_partitioning():
+        raise UsageError(f"{names[0]}: opened inside a function that multimesh.jit traces; open it around the call")
     options = dataclasses.replace(_options.get(), **changes)
     token = _options.set(options)
     try:

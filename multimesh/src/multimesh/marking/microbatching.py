@@ -215,18 +215,18 @@ def _rows_of(arg: Any, dim: int, argnum: int) -> int:
         if not -np.ndim(x) <= dim < np.ndim(x):
             raise UsageError(f"microbatch: {name} of shape {np.shape(x)} has no rows along dim={dim}; {_remedy(x)}")
     rows = {name: np.shape(x)[dim] for name, x in leaves}
-    usual = collections.Counter(rows.values()).most_common(1)[0][0]
+    common = collections.Counter(rows.values()).most_common(1)[0][0]
     if len(set(rows.values())) == len(rows):
-        usual = max(rows.values())
+        common = max(rows.values())
     for name, x in leaves:
-        if rows[name] != usual:
+        if rows[name] != common:
             raise UsageError(
                 f"microbatch: leaves of argument {argnum} differ in rows along dim={dim}: {name} has {rows[name]}, "
-                f"others {usual}; {_remedy(x)}"
+                f"others {common}; {_remedy(x)}"
             )
-    if not usual:
+    if not common:
         raise UsageError(f"microbatch: argument {argnum} has 0 rows along dim={dim}; give one microbatch at least")
-    return usual
+    return common
 
 
 def _remedy(x: Any) -> str:

@@ -149,10 +149,12 @@ def register_task(
         return add(Registration(pattern, task, where=where))
     if mesh is not None or devices is not None:
         raise UsageError(f"register_task({text!r}): callback= chooses the devices; drop mesh=/devices=")
-    checks.callable_with(f"register_task({text!r}): callback=", callback, "name", "backprop")
+    label = f"register_task({text!r}): callback="
+    if why := checks.misfit(checks.function(label, callback), "name", "backprop"):
+        raise UsageError(f"{label} is called with (name, backprop), which it does not take: {why}")
     if dims is not None:
-        listed = checks.many(f"register_task({text!r}): dims=", dims, "a sequence of ints")
-        dims = tuple(checks.integer(f"register_task({text!r}): dims=", d, 1) for d in listed)
+        entries = checks.many(f"register_task({text!r}): dims=", dims, "a sequence of ints")
+        dims = tuple(checks.integer(f"register_task({text!r}): dims=", d, 1) for d in entries)
     if pattern.groups < 1:
         raise UsageError(f"register_task({text!r}): callback= gets group 1 of the match; add a (group)")
     axes = None if device_axes is None else checks.names(f"register_task({text!r}): device_axes=", device_axes)

@@ -130,8 +130,8 @@ class Ratio(_Sums):
     def finalize(self, state: Any, count: int) -> Any:
         """Divide."""
         numerators, denominator = state
-        some = jnp.where(denominator == 0, 1, denominator)
-        return jax.tree.map(lambda x: x / some.astype(x.dtype), numerators)
+        divisor = jnp.where(denominator == 0, 1, denominator)
+        return jax.tree.map(lambda x: x / divisor.astype(x.dtype), numerators)
 
 
 def _bound(dtype: Any, least: bool) -> Any:

@@ -56,9 +56,9 @@ def offset(name: str) -> tuple[float, float]:
     for i in range(rounds if clock != first else 0):
         question, start = f"{questions}/{jax.process_index()}/{i}", now()
         agree.put(f"{question}/asked", b"")
-        (theirs,) = agree.wait_for({0: f"{question}/time"}, "the clocks")
+        (answer,) = agree.wait_for({0: f"{question}/time"}, "the clocks")
         end = now()
-        samples.append((end - start, float(theirs) - (start + end) / 2))
+        samples.append((end - start, float(answer) - (start + end) / 2))
     agree.decide_together(f"{name}/clocks/read", b"")
     agree.forget(questions)
     fastest = sorted(samples)[: rounds // 4] or [(0.0, 0.0)]

@@ -139,18 +139,18 @@ def _count_reads(op: Operation, body: Sequence[Operation], sizes: Mapping[str, i
 
 def _count_read(name: str, body: Iterable[Operation], sizes: Mapping[str, int]) -> int:
     """Return the bytes of an array that a kernel reads: those of its slices, where nothing reads all of it."""
-    size = 0
-    for reader in body:
+    size, readers = 0, [reader for reader in body if name in reader.operands]
+    for reader in readers:
         operands = reader.operands
-        if name not in operands or (reader.kind == "dynamic-update-slice" and operands[0] == name):
+        if reader.kind == "dynamic-update-slice" and operands[0] == name:
             continue
-        if reader.kind == "bitcast":
-            size += _count_read(reader.name, body, sizes)
+        if reader.kind in ("bitcast", "convert") and body != (reader,):
+            size += _count_read(reader.name, body, sizes) * sizes[name] // max(1, sizes[reader.name])
         elif reader.kind in _SLICES and operands[0] == name:
             size += sizes[reader.name]
         else:
             return sizes.get(name, 0)
-    return min(size, sizes.get(name, 0))
+    return min(size, sizes.get(name, 0)) if readers else sizes.get(name, 0)
 
 
 def _count_writes(op: Operation, body: Sequence[Operation], sizes: Mapping[str, int]) -> int:

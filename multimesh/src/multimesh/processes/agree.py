@@ -61,9 +61,9 @@ def choose_timeouts(arguments: Mapping[str, float | None]) -> None:
 
     Raises ``UsageError`` if one is no positive number; ``stall`` may be 0.
     """
-    for name, usual in TIMEOUTS.items():
+    for name, default in TIMEOUTS.items():
         value = arguments.get(name)
-        text = (os.environ.get(timeout_variable(name)) or usual) if value is None else value
+        text = (os.environ.get(timeout_variable(name)) or default) if value is None else value
         try:
             number = float(text)
         except (TypeError, ValueError):
@@ -113,12 +113,12 @@ def wait_for(keys: Mapping[int, str], label: str, timeout: float | None = None) 
     Raises ``LostProcessError``, which begins with ``label``, if one does not come in time, or has ended without.
     """
     count, store = _compat.process_count(), _compat.key_value_store()
-    begun, silent = time.monotonic(), _compat.process_index() != 0
+    start, silent = time.monotonic(), _compat.process_index() != 0
     limit = seconds_of("compile") if timeout is None else timeout
     longest = min(5.0, max(1.0, count / 1000))  # seconds in which Ctrl-C may have to wait
     values: dict[int, bytes] = {}
     while missing := [rank for rank in keys if rank not in values]:
-        first, waited = missing[0], time.monotonic() - begun
+        first, waited = missing[0], time.monotonic() - start
         more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         who = f"{label}: process {', '.join(map(str, missing[:8]))}{more} of {count} has not come here"
         if waited > limit:
@@ -210,25 +210,25 @@ def agree_on(name: str, lines: Iterable[str], timeout: float | None = None) -> N
 
     def list_odd(digests: Sequence[bytes]) -> bytes:
         """The first process with the usual digest, and all that have another one."""
-        usual = max(digests, key=digests.count) if len(set(digests)) > 1 else digests[0]  # of two as frequent the first
-        return json.dumps([digests.index(usual), *(rank for rank, x in enumerate(digests) if x != usual)]).encode()
+        mode = max(digests, key=digests.count) if len(set(digests)) > 1 else digests[0]  # of two as frequent the first
+        return json.dumps([digests.index(mode), *(rank for rank, x in enumerate(digests) if x != mode)]).encode()
 
-    usual, *odd = json.loads(decide_together(name, digest.digest(), list_odd, timeout, "agree"))
+    mode, *odd = json.loads(decide_together(name, digest.digest(), list_odd, timeout, "agree"))
     if not odd:
         return
 
     def part(every: Sequence[bytes]) -> bytes:
         """Where the lines of a process first differ from the usual ones."""
-        pairs = itertools.zip_longest(unpack(every[odd[0]]), unpack(every[usual]), fillvalue="nothing more")
+        pairs = itertools.zip_longest(unpack(every[odd[0]]), unpack(every[mode]), fillvalue="nothing more")
         where, pair = next((i, (a, b)) for i, (a, b) in enumerate(pairs, 1) if a != b)
         first = next((n for n, (x, y) in enumerate(zip(*pair, strict=False)) if x != y), min(map(len, pair)))
         start = max(0, first - 60)
         a, b = (f"{'...' * (start > 0)}{line[start : start + 160]}" for line in pair)
         return f"first in line {where}, which is {a!r} in place of {b!r}".encode()
 
-    data = pack([*lines]) if _compat.process_index() in (usual, odd[0]) else b""
+    data = pack([*lines]) if _compat.process_index() in (mode, odd[0]) else b""
     differs = decide_together(name, data, part, timeout, "lines").decode()
-    who = f"process {', '.join(map(str, odd))} of {_compat.process_count()} differs from process {usual}"
+    who = f"process {', '.join(map(str, odd))} of {_compat.process_count()} differs from process {mode}"
     raise UsageError(f"{name}: {who}, {differs}; start all processes with the same code, data and flags")
 
 
@@ -251,8 +251,8 @@ def unpack(value: bytes) -> Any:
 
 def first_says(name: str, value: T, timeout: float | None = None) -> T:
     """Broadcast process 0's ``value``, which JSON can hold, to every process. Use each ``name`` once."""
-    said = decide_together(name, pack(value), operator.itemgetter(0), timeout, "says")
-    return cast("T", unpack(said)) if several() else value
+    answer = decide_together(name, pack(value), operator.itemgetter(0), timeout, "says")
+    return cast("T", unpack(answer)) if several() else value
 
 
 def run_in_all(
@@ -269,10 +269,10 @@ def run_in_all(
     error, value = None, None
     try:
         value = part()
-    except MultiMeshError as wrong:
+    except MultiMeshError as fault:
         if not several():
             raise
-        error = [type(wrong).__name__, str(wrong), socket.gethostname()]
+        error = [type(fault).__name__, str(fault), socket.gethostname()]
     if not several():
         return then([cast("T", value)]) if then else value
 
@@ -285,8 +285,8 @@ def run_in_all(
                 return pack([kind, f"process {rank} of {len(failures)} ({host}): {text}" if of_one else text])
         try:
             return pack([None, then(values) if then else None])
-        except MultiMeshError as wrong:
-            return pack([type(wrong).__name__, str(wrong)])
+        except MultiMeshError as fault:
+            return pack([type(fault).__name__, str(fault)])
 
     kind, result = unpack(decide_together(name, pack([error, value if then else None]), decide, timeout, "errors"))
     if kind:

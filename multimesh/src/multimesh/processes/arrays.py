@@ -21,7 +21,7 @@ def bounds(index: Iterable[slice], shape: Sequence[int]) -> tuple[tuple[int, int
     return tuple(part.indices(n)[:2] for part, n in zip(index, shape, strict=True))
 
 
-def here(devices: Iterable[jax.Device]) -> bool:
+def is_here(devices: Iterable[jax.Device]) -> bool:
     """Return whether one of these devices belongs to this process."""
     return any(device.process_index == jax.process_index() for device in devices)
 
@@ -38,7 +38,7 @@ def absent(aval: Any, layout: Any) -> Any:
 
 def place(x: Any, layout: NamedSharding) -> Any:
     """Place a value that every process has in a layout. The processes do not communicate."""
-    if not here(layout.device_set):
+    if not is_here(layout.device_set):
         return absent(jax.typeof(x), layout)
     if layout.is_fully_addressable:
         return jax.device_put(x, layout)

@@ -267,9 +267,9 @@ def compare(members: Sequence[Member]) -> list[tuple[str, str]]:
     for fact, words in first["facts"].items():
         for rank, other in enumerate(members[1:], 1):
             pairs = itertools.zip_longest(words, other["facts"].get(fact, []), fillvalue="")
-            odd = [(a, b) for a, b in pairs if a != b and _neutral(a, 0, first) != _neutral(b, rank, other)]
-            if odd:
-                a, b = (repr(word[:300]) if word else "nothing" for word in odd[0])
+            differences = [(a, b) for a, b in pairs if a != b and _neutral(a, 0, first) != _neutral(b, rank, other)]
+            if differences:
+                a, b = (repr(word[:300]) if word else "nothing" for word in differences[0])
                 texts.append(f"{fact}: {first['name']} has {a} where {other['name']} has {b}")
                 break
     if texts:

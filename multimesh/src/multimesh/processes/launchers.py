@@ -90,8 +90,8 @@ def complete(arguments: tuple[Any, ...], method: str | None, timeout: int) -> tu
     Returns the launcher, and these four.
     """
     address, *numbers, devices = arguments
-    if devices is None and (listed := os.environ.get("JAX_LOCAL_DEVICE_IDS")):
-        devices = [int(number) for number in listed.split(",")]
+    if devices is None and (text := os.environ.get("JAX_LOCAL_DEVICE_IDS")):
+        devices = [int(number) for number in text.split(",")]
     arguments = (address or os.environ.get(ADDRESS), *numbers, devices)
     lacking = None in arguments[:3]
     if None not in arguments or method == "deactivate":

@@ -114,9 +114,9 @@ class Watch:
         with self._putting:
             self._done = True
             self._put_progress()
-        begun, noticed = time.monotonic(), False
+        start, noticed = time.monotonic(), False
         while not self._all_done.wait(0.05 if self.rank else max(0.02, self._count / 4000)):
-            if not noticed and time.monotonic() - begun > NOTICE:
+            if not noticed and time.monotonic() - start > NOTICE:
                 noticed = True
                 sys.stderr.write(f"multimesh: {self.name} is done and waits for others\n")
             if not self.rank and sum(text.endswith(DONE) for text in self._progress().values()) == self._count:
@@ -232,7 +232,7 @@ watch = Watch()
 
 def see_uncaught_errors() -> None:
     """Let an error that nobody catches end a process of a job at once, and one of its start with one line."""
-    usual = sys.excepthook
+    default_hook = sys.excepthook
 
     def end(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         code = 130 if kind is KeyboardInterrupt else getattr(error, "exit_code", 1)
@@ -246,7 +246,7 @@ def see_uncaught_errors() -> None:
             with contextlib.suppress(ValueError):  # where this is not the main thread
                 signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would end this hook, and not the process
             watch.fail(explain(error), code, echo=may_echo(error))
-        usual(kind, error, traceback)
+        default_hook(kind, error, traceback)
         if of_job:
             leave(code)
 
@@ -340,7 +340,7 @@ def call_at_loss(end: Callable[[], None]) -> None:
             if exception and exception[1] == b"St8bad_cast":
                 end()
                 time.sleep(_LEAVING)
-            usual()
+            default()
 
         _handler = _Handler(terminate)
-        usual = set_handler(_handler)
+        default = set_handler(_handler)

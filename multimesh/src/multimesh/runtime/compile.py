@@ -27,7 +27,7 @@ from multimesh.ir.flops import product_sizes
 from multimesh.marking.tracing import compiling
 from multimesh.plan.instructions import Kernel, Run
 from multimesh.plan.plan import Plan
-from multimesh.processes.arrays import here
+from multimesh.processes.arrays import is_here
 from multimesh.processes.launchers import LAUNCHERS
 
 YNNPACK = "xla_cpu_experimental_ynn_fusion_type"
@@ -67,9 +67,9 @@ def compile_plan(plan: Plan, options: Mapping[str, Any] | None = None) -> Compil
     runs = {
         number: run
         for number, run in plan.first_runs.items()
-        if here(plan.submeshes[run.submesh].devices.flat) or absent
+        if is_here(plan.submeshes[run.submesh].devices.flat) or absent
     }
-    with progress("compiling kernels", len(runs)) as done, concurrent.futures.ThreadPoolExecutor(cores()) as pool:
+    with progress("compiling kernels", len(runs)) as advance, concurrent.futures.ThreadPoolExecutor(cores()) as pool:
         try:
             running: dict[int, concurrent.futures.Future[tuple[Any, float]]] = {}
             for number, run in runs.items():
@@ -80,11 +80,11 @@ def compile_plan(plan: Plan, options: Mapping[str, Any] | None = None) -> Compil
                 group.append(kernel)
                 if len(group) == 1:
                     running[number] = pool.submit(kernel.compile)
-                    running[number].add_done_callback(lambda _: done())
+                    running[number].add_done_callback(lambda _: advance())
             for first, *others in groups.values():
                 for kernel in others:
-                    running[kernel.number] = pool.submit(kernel.moved, running[first.number].result()[0])
-                    running[kernel.number].add_done_callback(lambda _: done())
+                    running[kernel.number] = pool.submit(kernel.move, running[first.number].result()[0])
+                    running[kernel.number].add_done_callback(lambda _: advance())
             compiled = {number: future.result() for number, future in running.items()}
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
@@ -110,13 +110,13 @@ class _LoweredKernel:
         """Return the executable, and the seconds of its compilation."""
         begin = time.perf_counter()
         compiled = self.lowered.compile(self.options)
-        took = time.perf_counter() - begin
-        return executables.finish(compiled, self.lowered, self.mesh, self.jitted), took
+        seconds = time.perf_counter() - begin
+        return executables.finish(compiled, self.lowered, self.mesh, self.jitted), seconds
 
-    def moved(self, compiled: Any) -> tuple[Any, float]:
+    def move(self, compiled: Any) -> tuple[Any, float]:
         """Return the executable, from an equal kernel that was compiled for another submesh, or else compiled."""
-        moved = executables.on_other_devices(compiled, self.lowered, self.mesh, self.options)
-        return (moved, 0.0) if moved else self.compile()
+        executable = executables.on_other_devices(compiled, self.lowered, self.mesh, self.options)
+        return (executable, 0.0) if executable else self.compile()
 
 
 def _lower(plan: Plan, run: Run, options: dict[str, Any]) -> _LoweredKernel:

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 from multimesh.plan import fingerprint
 from multimesh.processes import agree
-from multimesh.processes.arrays import absent, here, is_key, place
+from multimesh.processes.arrays import absent, is_here, is_key, place
 from multimesh.processes.liveness import watch
 from multimesh.runtime.actions import Action, owner, processes
 from multimesh.runtime.between import exchange
@@ -45,7 +45,7 @@ class PartRunner(Runner):
             self._everyone = self._exchange.transport.everyone
         super().__init__(compiled, names)
         for slot in visible:
-            if not here(plan.layouts[slot].device_set):
+            if not is_here(plan.layouts[slot].device_set):
                 self.blank[slot] = absent(plan.slots[slot], plan.layouts[slot])
         if self._exchange is not None:
             self._exchange.start()
@@ -75,7 +75,7 @@ class PartRunner(Runner):
     def _mover(self, action: Action) -> Call:
         plan, layouts = self.compiled.plan, self.compiled.plan.layouts
         if len(frozenset().union(*(self._owners[submesh] for submesh in action.submeshes))) == 1:
-            return super()._mover(action) if here(layouts[action.ins[0]].device_set) else lambda *_: ()
+            return super()._mover(action) if is_here(layouts[action.ins[0]].device_set) else lambda *_: ()
         sources, targets = ([layouts[slot] for slot in slots] for slots in (action.ins, action.outs))
         avals, lent = [plan.slots[slot] for slot in action.ins], [slot in self._lent for slot in action.ins]
         shown = [slot in self._shown for slot in action.outs]
@@ -127,7 +127,7 @@ class PartRunner(Runner):
     def _mover_to(self, number: int, x: Any, source: jax.sharding.Sharding, layout: NamedSharding) -> Call:
         """Return a function that moves a caller's value; if one process has all devices, no other takes part."""
         if len({owner(device) for device in source.device_set | layout.device_set}) == 1:
-            return (lambda x: move_arguments([x], [layout])) if here(layout.device_set) else lambda _: (None,)
+            return (lambda x: move_arguments([x], [layout])) if is_here(layout.device_set) else lambda _: (None,)
         first = len(self.compiled.plan.instructions)  # after the numbers of all actions
         move = self._shared.mover(first + number, [source], [layout], [x], [True], [True])
         self._shared.start()

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from multimesh.core import _compat
 from multimesh.core._compat import executables
 from multimesh.core.grouping import group
-from multimesh.processes.arrays import here
+from multimesh.processes.arrays import is_here
 
 Call = Callable[..., Sequence[Any]]
 
@@ -170,8 +170,8 @@ def make_resharder(source: NamedSharding, target: NamedSharding, shape: tuple[in
     struct = jax.ShapeDtypeStruct((*parts, *trailing), pieces[0].dtype, sharding=between)
     join = _join(target, [struct] * count, resharding.joins, impl)
     layout = between if impl is not None or count > 1 else target
-    usual = SingleDeviceSharding(resharding.copies[0].target).memory_kind
-    direct = layout is target and target.num_devices == 1 and target.memory_kind in (None, usual)
+    default = SingleDeviceSharding(resharding.copies[0].target).memory_kind
+    direct = layout is target and target.num_devices == 1 and target.memory_kind in (None, default)
     piece = jax.ShapeDtypeStruct((*one, *trailing), struct.dtype, sharding=target if direct else None)
     return Resharder(resharding, cut, join, piece, executables.assembler(struct.shape, layout))
 
@@ -240,7 +240,7 @@ def _compile(fn: Any, args: Sequence[Any], mesh: Any, layouts: Any = None) -> tu
     jitted = jax.jit(fn, out_shardings=layouts)
     with _compat.abstract_mesh_context(mesh):
         types = jax.eval_shape(fn, *args)
-        if not here(mesh.devices.flat):
+        if not is_here(mesh.devices.flat):
             return None, types
         lowered = jitted.lower(*args)
     return executables.finish(lowered.compile(), lowered, mesh, jitted), types

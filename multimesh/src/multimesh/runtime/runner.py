@@ -180,7 +180,8 @@ class Runner:
             owners: dict[Any, tuple[int, bool]] = {}
             for arg, slot, x in arrays:
                 donated = slot in self._donated
-                for buffer in [id(x)] if unique else _buffers(x, shards):
+                buffers = ((s.device, s.data.unsafe_buffer_pointer()) for s in x.addressable_shards[shards])
+                for buffer in [id(x)] if unique else buffers:
                     other, also = owners.setdefault(buffer, (arg, donated))
                     if other == arg or not (donated or also):
                         continue
@@ -240,11 +241,11 @@ class Runner:
             return
         self._moved[arg] = self._moved.get(arg, 0) + 1
         if self._moved[arg] == 2:
-            there = " and ".join(map(_where, uses))
+            places = " and ".join(map(_where, uses))
             _compat.warn_at(
                 _compat.caller_line(),
                 f"{self._names[arg]} ({x.nbytes:,} bytes) lies on {_where(x.sharding)} "
-                f"and is moved to {there} in every call; place it there once, with jax.device_put",
+                f"and is moved to {places} in every call; place it there once, with jax.device_put",
             )
 
 
@@ -255,8 +256,8 @@ def is_placed(x: Any) -> bool:
 
 def _where(sharding: jax.sharding.Sharding) -> str:
     """Short text of a layout: its mesh and spec, or its devices; and its memory, if that is not the devices' own."""
-    usual = next(iter(sharding.device_set)).default_memory().kind
-    memory = f" in {sharding.memory_kind}" if sharding.memory_kind not in (None, usual) else ""
+    default = next(iter(sharding.device_set)).default_memory().kind
+    memory = f" in {sharding.memory_kind}" if sharding.memory_kind not in (None, default) else ""
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
         return f"{describe(sharding.mesh)} as {sharding.spec}{memory}"
     ids = sorted(device.id for device in sharding.device_set)
@@ -268,8 +269,8 @@ _copy = jax.jit(lambda x: x)  # every result has a buffer of its own
 
 def copy_buffer(x: Any) -> Any:
     """Return a value with a buffer of its own, if it has any in this process."""
-    elsewhere = isinstance(x, jax.Array) and not x.is_fully_addressable and not x.sharding.addressable_devices
-    return x if elsewhere else _copy(x)
+    remote = isinstance(x, jax.Array) and not x.is_fully_addressable and not x.sharding.addressable_devices
+    return x if remote else _copy(x)
 
 
 _Alike = tuple[tuple[int, int], ...]
@@ -295,11 +296,6 @@ def _aliases(compiled: CompiledPlan, donated: set[int]) -> tuple[tuple[_Alike, s
             groups.append((tuple(pair for pairs in on.values() for pair in pairs), slice(None)))
     several = (group for group in groups if len({arg for arg, _ in group[0]}) > 1)
     return tuple(group for group in several if any(slot in donated for _, slot in group[0]))
-
-
-def _buffers(x: jax.Array, shards: slice) -> list[tuple[jax.Device, int]]:
-    """Return device and address of some of an array's shards in this process."""
-    return [(s.device, s.data.unsafe_buffer_pointer()) for s in x.addressable_shards[shards]]
 
 
 # Results of runners by identity; they may come back as arguments.

@@ -114,18 +114,18 @@ def _places(table: Table, home: Sequence[int], microbatches: int, backward: bool
     where: dict[Cell, tuple[int, int]] = {}
     for rank, row in enumerate(table):
         for position, cell in enumerate(row):
-            here = f"schedule table: submesh {rank}, position {position}: {cell}"
+            label = f"schedule table: submesh {rank}, position {position}: {cell}"
             if cell.phase not in ("FBW" if backward else "F"):
                 phases = "F, B and W" if backward else "F only: this loop has no backward pass"
-                raise UsageError(f"{here}: unknown phase {cell.phase!r}; phases are {phases}")
+                raise UsageError(f"{label}: unknown phase {cell.phase!r}; phases are {phases}")
             if not 0 <= cell.stage < len(home):
-                raise UsageError(f"{here}: there is no such stage; the loop has stages 0 to {len(home) - 1}")
+                raise UsageError(f"{label}: there is no such stage; the loop has stages 0 to {len(home) - 1}")
             if not 0 <= cell.microbatch < microbatches:
-                raise UsageError(f"{here}: there is no such microbatch; the loop has 0 to {microbatches - 1}")
+                raise UsageError(f"{label}: there is no such microbatch; the loop has 0 to {microbatches - 1}")
             if home[cell.stage] != rank:
-                raise UsageError(f"{here}: stage {cell.stage} runs on submesh {home[cell.stage]}; move it there")
+                raise UsageError(f"{label}: stage {cell.stage} runs on submesh {home[cell.stage]}; move it there")
             if cell in where:
-                raise UsageError(f"{here}: it stands at position {where[cell][1]} already; leave one out")
+                raise UsageError(f"{label}: it stands at position {where[cell][1]} already; leave one out")
             where[cell] = (rank, position)
     return where
 
@@ -142,13 +142,13 @@ def needs(cell: Cell, stages: int) -> tuple[Cell, ...]:
 
 def _refuse_deadlock(table: Table, where: dict[Cell, tuple[int, int]], stages: int) -> None:
     """Run the rows as far as they go, and raise an error if cells are left."""
-    done = run(table, lambda cell: needs(cell, stages), lambda cell: 1.0)
-    stuck = [(rank, cell) for rank, row in enumerate(table) if (cell := next((c for c in row if c not in done), None))]
+    ends = run(table, lambda cell: needs(cell, stages), lambda cell: 1.0)
+    stuck = [(rank, cell) for rank, row in enumerate(table) if (cell := next((c for c in row if c not in ends), None))]
     if not stuck:
         return
     waits = []
     for rank, cell in stuck:
-        missing = next(n for n in needs(cell, stages) if n not in done)
+        missing = next(n for n in needs(cell, stages) if n not in ends)
         on, at = where[missing]
         place = f"submesh {rank}, position {where[cell][1]}: {cell} waits for {missing}"
         if on == rank:

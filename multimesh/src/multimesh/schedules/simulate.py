@@ -37,8 +37,8 @@ def simulate(
     for cell, reader in number.items():
         for source in (source for source in reads[cell] if place[source] != place[cell]):
             sent = times[source][1]
-            got = sent + hop(source, cell)
-            transfers.append(Hop(place[source], place[cell], sent, got, None, number[source], (reader,)))
+            arrival = sent + hop(source, cell)
+            transfers.append(Hop(place[source], place[cell], sent, arrival, None, number[source], (reader,)))
     rows = tuple(f"submesh {row}" for row in range(len(table)))
     several = any(len({cell.stage for cell in row}) > 1 for row in table)
     note = f"forecast with {_describe(stage_costs, covers, costs is stage_costs)}"

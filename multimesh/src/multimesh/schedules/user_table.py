@@ -112,19 +112,19 @@ def _row(rank: int, row: Any) -> tuple[Cell, ...]:
     times: collections.Counter[str] = collections.Counter()
     cells = []
     for position, entry in enumerate(entries):
-        here = f"custom schedule: submesh {rank}, position {position}: {entry!r}"
+        label = f"custom schedule: submesh {rank}, position {position}: {entry!r}"
         if isinstance(entry, str) != isinstance(entries[0], str):
-            raise UsageError(f"{here}: names and pairs (microbatch, name) in one row; use one of the two")
+            raise UsageError(f"{label}: names and pairs (microbatch, name) in one row; use one of the two")
         match entry:
             case str(name):
                 microbatch = times[name]
             case (int(microbatch), str(name)) if not isinstance(microbatch, bool):
                 pass
             case _:
-                raise UsageError(f"{here}: expected a name as 'F0' or a pair (microbatch, name) as (0, 'F0')")
+                raise UsageError(f"{label}: expected a name as 'F0' or a pair (microbatch, name) as (0, 'F0')")
         times[name] += 1
         cell = _NAME.fullmatch(name)
         if cell is None:
-            raise UsageError(f"{here}: not a cell; write F, B or W and the number of the stage, as in 'F0'")
+            raise UsageError(f"{label}: not a cell; write F, B or W and the number of the stage, as in 'F0'")
         cells.append(Cell(cell[1], int(cell[2]), microbatch))
     return tuple(cells)

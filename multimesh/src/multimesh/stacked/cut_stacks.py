@@ -154,7 +154,7 @@ class _Finder:
                 for out, dim, low, high in _rows_of(op):
                     on = (op.task.mesh,) if op.task is not None else owners.first_on(out)
                     reads[dim] += [(low, high, mesh) for mesh in on]
-            elif op.task is not None or (not elementwise(op) and any(map(owners.is_read, op.outs))):
+            elif op.task is not None or (not elementwise(op) and any(map(owners.tasks_on, op.outs))):
                 return 0, []
         return next(iter(reads.items())) if len(reads) == 1 else (0, [])
 

@@ -80,7 +80,7 @@ def as_padding(
         if len(parts) != 1 or len(op.ins) == 1:
             return None
         dim, (n, part) = op.params["dimension"], parts[0]
-        low, high = (sum(i.aval.shape[dim] for i in some) for some in (op.ins[:n], op.ins[n + 1 :]))
+        low, high = (sum(i.aval.shape[dim] for i in group) for group in (op.ins[:n], op.ins[n + 1 :]))
         config = tuple((low, high, 0) if d == dim else (0, 0, 0) for d in range(part.aval.ndim))
         zero = op.ins[0 if n else 1]
         while isinstance(zero, ir.Value):

@@ -150,7 +150,7 @@ class PipelinedFunction(Generic[P, R]):
         with self._on_types(), _compat.explain_trace(lambda: self._name):
             closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*arrays)
         number = [n for n, arg in enumerate(args) for _ in jax.tree.leaves(arg)]  # keywords follow
-        trained = [place for place, array in enumerate(arrays) if _compat.is_differentiated(array)] or [
+        trained = [place for place, array in enumerate(arrays) if hasattr(array, "primal")] or [
             place for place, i in enumerate(where) if i < len(number) and number[i] in self.argnums
         ]
         return _Trace(closed, jax.tree.structure(shapes), arrays, tuple(trained), bool(loops))

@@ -108,7 +108,7 @@ def save(path: Path, tree: Any, *, background: bool = False) -> None:
     if not leaves:
         raise UsageError(f"mm.distributed.save to {path}: the tree has no leaves; give it an array or a number")
     kinds = {name: kind_of(x) for name, x in leaves.items()}
-    stored = {name: handlers.store(name, x) for name, x in leaves.items()}
+    arrays = {name: handlers.store(name, x) for name, x in leaves.items()}
     step = f"save {next(_numbers)}"
     places = {name: x.sharding if has_sharding(x) else "the host" for name, x in leaves.items()}
     agree.agree_on(step, [str(path), *(f"{name}: {kinds[name]} on {place}" for name, place in places.items())])
@@ -123,7 +123,7 @@ def save(path: Path, tree: Any, *, background: bool = False) -> None:
     half = path.with_name(agree.run_in_all(step, lambda: None, begin))
     keys = {name: str(jax.random.key_impl(x)) for name, x in leaves.items() if is_key(x)}
     contents = {"records": jax.process_count(), "leaves": kinds, "keys": keys}
-    written = handlers.begin_write(half, stored, contents)
+    written = handlers.begin_write(half, arrays, contents)
     if background:
         _last = _thread.submit(_finish, step, path, half, *written)
     else:
@@ -135,8 +135,8 @@ def wait_for_save() -> None:
     global _last
     if _last is not None:
         concurrent.futures.wait([_last])
-        done, _last = _last, None
-        done.result()
+        save, _last = _last, None
+        save.result()
 
 
 def _wait_at_end() -> None:
@@ -186,15 +186,15 @@ def _finish(step: str, path: Path, half: Path, futures: Sequence[Any], files: Se
 @contextlib.contextmanager
 def _explain_errors(path: Path, half: Path) -> Iterator[None]:
     """Refuse a path that exists; raise any error of a save as one of ours."""
-    begun = f"mm.distributed.save to {path}"
+    label = f"mm.distributed.save to {path}"
     try:
         if path.exists():
             raise FileExistsError
         yield
     except Exception as error:
         if path.exists():  # also where a job that was faster has removed what this one wrote
-            raise UsageError(f"{begun}: there is something already; give every checkpoint a path of its own") from error
-        raise MultiMeshError(f"{begun}: {first_line(error, half)}; there is no checkpoint of that name") from error
+            raise UsageError(f"{label}: there is something already; give every checkpoint a path of its own") from error
+        raise MultiMeshError(f"{label}: {first_line(error, half)}; there is no checkpoint of that name") from error
 
 
 def first_line(error: Exception, place: Path | str = "") -> str:
@@ -223,11 +223,11 @@ def restore(path: Path, like: Any, *, partial: bool = False) -> Any:
             agree.run_in_all(f"{step}/{folder.name}/check", functools.partial(_check, folder))
             read = functools.partial(_read, folder, targets, kinds, partial)
             leaves = agree.run_in_all(f"{step}/{folder.name}", read)
-        except DamagedError as wrong:
+        except DamagedError as fault:
             if not names:
                 raise
             if jax.process_index() == 0:
-                print(f"multimesh: {wrong}; going on from {names[0]}", file=sys.stderr, flush=True)
+                print(f"multimesh: {fault}; going on from {names[0]}", file=sys.stderr, flush=True)
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
@@ -279,8 +279,8 @@ def _check(folder: Path, *, strict: bool = False) -> None:
         raise UsageError(f"{folder} was half-written when its process ended; it can't be used")
     if not _is_checkpoint(folder):
         others = ", ".join(path.name for path in reversed(_list_checkpoints(folder.parent)[:8]))
-        beside = f"{folder.parent} has {others}" if others else "nor is one beside it"
-        raise UsageError(f"{folder}: no checkpoint of mm.distributed.save is there; {beside}")
+        hint = f"{folder.parent} has {others}" if others else "nor is one beside it"
+        raise UsageError(f"{folder}: no checkpoint of mm.distributed.save is there; {hint}")
     sums, complete = file_sums.read_sums(folder)
     file_sums.check_share(folder, sums, jax.process_index(), jax.process_count())
     if complete:
@@ -302,9 +302,9 @@ def _read(folder: Path, like: Mapping[str, Any], kinds: Mapping[str, str], parti
         raise UsageError(
             f"{folder} was not written by mm.distributed.save: restore it with Orbax and mm.distributed.orbax_handler()"
         )
-    stored = contents["leaves"]
-    for name in [*kinds, *(() if partial else stored)]:
-        saved, target = stored.get(name, "nothing"), kinds.get(name, "nothing")
+    leaves = contents["leaves"]
+    for name in [*kinds, *(() if partial else leaves)]:
+        saved, target = leaves.get(name, "nothing"), kinds.get(name, "nothing")
         if saved != target:
             raise UsageError(f"{folder} has {name} as {saved}, `like` as {target}; give a tree like the one saved")
     try:

@@ -39,10 +39,10 @@ def write_sums(folder: Path, sums: Mapping[str, Sums], share: int, shares: int) 
     """Write the checksums of a share of the files of a folder into it."""
     file = folder / RECORD.format(share, shares)
     half = file.with_suffix(".half")
-    with half.open("wb") as opened:
-        opened.write(_seal(json.dumps(dict(sums), indent=1).encode()))
-        opened.flush()
-        os.fsync(opened.fileno())
+    with half.open("wb") as sums_file:
+        sums_file.write(_seal(json.dumps(dict(sums), indent=1).encode()))
+        sums_file.flush()
+        os.fsync(sums_file.fileno())
     half.replace(file)
 
 
@@ -80,9 +80,9 @@ def _map_files(read: Callable[[Path, str], Any], folder: Path, names: Sequence[s
 
 
 def _sum(folder: Path, name: str) -> Sums:
-    with (folder / name).open("rb") as opened:
-        sums = [zlib.crc32(block) for block in iter(functools.partial(opened.read, BLOCK), b"")]
-        return opened.tell(), sums
+    with (folder / name).open("rb") as file:
+        sums = [zlib.crc32(block) for block in iter(functools.partial(file.read, BLOCK), b"")]
+        return file.tell(), sums
 
 
 def _compare(sums: Mapping[str, Sums], folder: Path, name: str) -> None:

@@ -33,7 +33,7 @@ from orbax.checkpoint.experimental.v1._src.serialization.registry import Standar
 from multimesh.core import _compat
 from multimesh.errors import UsageError
 from multimesh.processes import agree
-from multimesh.processes.arrays import absent, here, is_key
+from multimesh.processes.arrays import absent, is_here, is_key
 from multimesh.state.checkpoints import has_sharding, kind_of
 
 _KEY_KIND = "random_key_impl"  # Orbax's name
@@ -86,7 +86,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
     async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
         """Read the shards that this process is to hold."""
         layouts = [getattr(arg, "sharding", None) for arg in args or ()]
-        far = [i for i, at in enumerate(layouts) if isinstance(at, Sharding) and not here(at.device_set)]
+        far = [i for i, at in enumerate(layouts) if isinstance(at, Sharding) and not is_here(at.device_set)]
         near = [i for i in range(len(infos)) if i not in far]
         arrays: dict[int, Any] = {}
         if near:
@@ -100,8 +100,8 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
 
     async def _types(self, infos: Sequence[Any], args: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
         """Types of arrays in a checkpoint."""
-        stored = await self._array_metadata_store.read(checkpoint_dir=infos[0].parent_dir)
-        noted = itertools.chain.from_iterable((stored or {}).values())
+        metadata = await self._array_metadata_store.read(checkpoint_dir=infos[0].parent_dir)
+        noted = itertools.chain.from_iterable((metadata or {}).values())
         kinds = {metadata.param_name: metadata.ext_metadata[_KEY_KIND] for metadata in noted if metadata.ext_metadata}
         types = []
         for info, arg, saved in zip(infos, args, await self.metadata(infos), strict=True):
@@ -159,18 +159,18 @@ def store(name: str, x: Any) -> Any:
     return data
 
 
-def begin_write(folder: Path, stored: Mapping[str, Any], contents: Mapping[str, Any]) -> tuple[list[Any], list[str]]:
+def begin_write(folder: Path, arrays: Mapping[str, Any], contents: Mapping[str, Any]) -> tuple[list[Any], list[str]]:
     """Copy leaves to the host and begin to write them as nested dictionaries.
 
     Returns futures, of which one raises what went wrong, and the names of the files that this process writes.
     """
-    args = ocp.args.PyTreeSave(_nest(stored), custom_metadata={"multimesh": dict(contents)})
+    args = ocp.args.PyTreeSave(_nest(arrays), custom_metadata={"multimesh": dict(contents)})
     try:
         futures = asyncio_utils.run_sync(tree_handler().async_save(epath.Path(folder), args=args)) or ()
     except Exception as error:  # noqa: BLE001 - the other processes have to hear of it
         futures = [concurrent.futures.Future()]
         futures[0].set_exception(error)
-    return [*futures], [file for name, x in stored.items() for file in _files(name, x)]
+    return [*futures], [file for name, x in arrays.items() for file in _files(name, x)]
 
 
 def _files(name: str, x: Any) -> list[str]:

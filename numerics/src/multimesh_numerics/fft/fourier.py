@@ -88,11 +88,11 @@ def fftn(
 def _like(of: Callable[Arguments, Array]) -> Callable[[Callable[..., Array]], Callable[Arguments, Array]]:
     """Give a function the signature of another."""
 
-    def signed(fn: Any) -> Any:
+    def sign(fn: Any) -> Any:
         fn.__signature__ = inspect.signature(of)
         return fn
 
-    return signed
+    return sign
 
 
 @_like(fftn)

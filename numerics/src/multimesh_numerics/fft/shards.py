@@ -54,16 +54,15 @@ class Decomposition:
     @property
     def before(self) -> tuple[Axes, ...]:
         """Mesh axes of each dimension of the array before the transform."""
-        return self._axes((self.first, ()) if len(self.dims) == 2 else (self.first, self.second, ()))
+        return self._axes((self.first, self.second, ())[: len(self.dims)])
 
     @property
     def after(self) -> tuple[Axes, ...]:
         """Mesh axes of each dimension of the transformed array."""
         if not self.transposed:
-            return self._axes(((), self.first) if len(self.dims) == 2 else ((), self.first, self.second))
-        if len(self.dims) == 2:
-            return (*self.batch, self.first, ())
-        return (*self.batch, *((self.second, self.first) if self.second else (self.first, ())), ())
+            return self._axes(((), self.first, self.second)[: len(self.dims)])
+        axes = (self.second, self.first, ()) if self.second else (self.first, (), ())
+        return (*self.batch, *axes[: len(self.dims)])
 
 
 def _exchange(x: Array, axes: Axes, split: int, concat: int, layout: Decomposition) -> Array:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from multimesh.core import specs
 from multimesh.core.specs import AnyMesh, Axes, entry, lay_out
@@ -34,7 +35,7 @@ def _spectrum_axes(axes: Sequence[Axes]) -> tuple[Axes, ...]:
 
 
 def _order(axes: Sequence[Axes]) -> tuple[int, ...]:
-    """Which dimension of the grid each dimension of the transposed spectrum is."""
+    """Return the dimension of the grid that each dimension of the transposed spectrum is."""
     return (1, 0) if len(axes) == 2 else (2, 1, 0) if axes[1] else (1, 2, 0)
 
 
@@ -179,7 +180,7 @@ def power_spectrum(
     x = specs.as_array(x)
     mesh, axes = specs.find("power_spectrum", x, mesh, spec)
     lengths = _lengths("power_spectrum", box, x.shape)
-    spec, spread = P(*map(entry, axes)), _spectrum_axes(axes)
+    spec = P(*map(entry, axes))
     k = wavenumbers(x.shape, mesh=mesh, spec=spec, box=lengths, dtype=x.dtype)
     spectrum = rfftn(x, mesh=mesh, spec=spec, transposed=True)
     top = max(math.pi * n / length for n, length in zip(x.shape, lengths, strict=True))
@@ -187,11 +188,12 @@ def power_spectrum(
     weights = [
         _modes(x.shape[d], d == x.ndim - 1, length) for d, length in zip(_order(axes), spectrum.shape, strict=True)
     ]
-    return _bin(spectrum, k, weights, mesh=mesh, axes=spread, bins=bins, top=top, volume=volume)
+    layout = NamedSharding(mesh, P(*map(entry, _spectrum_axes(axes))))
+    return _bin(spectrum, k, weights, layout, bins, top, volume)
 
 
 def _modes(n: int, last: bool, length: int) -> Array:
-    """How many modes each entry of a dimension of the spectrum stands for: none if it only fills up the dimension."""
+    """Return the number of modes that each entry of a dimension of the spectrum stands for: none for its padding."""
     index = jnp.arange(length)
     if not last:
         return jnp.where(index < n, 1.0, 0.0)
@@ -199,31 +201,22 @@ def _modes(n: int, last: bool, length: int) -> Array:
     return jnp.where(index > n // 2, 0.0, jnp.where(self_conjugate, 1.0, 2.0))
 
 
-@functools.partial(jax.jit, static_argnames=("mesh", "axes", "bins", "top", "volume"))
+@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
 def _bin(
-    spectrum: Array,
-    k: tuple[Array, ...],
-    weights: list[Array],
-    *,
-    mesh: AnyMesh,
-    axes: tuple[Axes, ...],
-    bins: int,
-    top: float,
-    volume: float,
+    x: Array, k: tuple[Array, ...], weights: list[Array], layout: NamedSharding, bins: int, top: float, volume: float
 ) -> PowerSpectrum:
-    spec = P(*map(entry, axes))
-
     def run(spectrum: Array, size: Array, weight: Array) -> Array:
         inside = (size > 0) & (size <= top * (1 + 1e-6))
         number = jnp.where(inside, jnp.minimum(size / top * bins, bins - 1), bins).astype(int)
         power = jnp.real(spectrum) ** 2 + jnp.imag(spectrum) ** 2
         rows = jnp.stack([weight, weight * size, weight * power * volume])
         sums = jnp.zeros((3, bins), power.dtype).at[:, number.reshape(-1)].add(rows.reshape(3, -1), mode="drop")
-        return lax.psum(sums, specs.axis_names(spec))
+        return lax.psum(sums, specs.axis_names(layout.spec))
 
     size = jnp.sqrt(_square_norm(k))
     weight = functools.reduce(jnp.multiply, jnp.ix_(*weights)).astype(size.dtype)
-    f = jax.shard_map(run, mesh=mesh, in_specs=(spec, spec, spec), out_specs=P())
-    size = jnp.broadcast_to(size, spectrum.shape)
-    modes, wavenumber, power = f(*(lay_out(array, mesh, *axes) for array in (spectrum, size, weight)))
+    f = jax.shard_map(run, mesh=layout.mesh, in_specs=(layout.spec,) * 3, out_specs=P())
+    arrays = x, jnp.broadcast_to(size, x.shape), weight
+    axes = tuple(map(specs.axes_of, layout.spec))
+    modes, wavenumber, power = f(*(lay_out(array, layout.mesh, *axes) for array in arrays))
     return PowerSpectrum(wavenumber / modes, power / modes, modes)

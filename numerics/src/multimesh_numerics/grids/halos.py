@@ -14,7 +14,7 @@ from multimesh.errors import UsageError
 def _sides(
     func: str, x: Array, widths: Any, axes: Sequence[Any], inside: int
 ) -> list[tuple[int, int, tuple[str, ...]]]:
-    """Of each dimension with a halo: its number, width and mesh axes."""
+    """Return the number, width and mesh axes of each dimension with a halo."""
     if len(axes) > x.ndim:
         raise UsageError(f"{func}: axes has {len(axes)} entries, and the block {x.ndim} dimensions")
     widths = (widths,) * len(axes) if isinstance(widths, int) else tuple(widths)

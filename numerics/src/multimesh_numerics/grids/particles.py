@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,11 +29,12 @@ class MassGrid(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Grid:
-    """A grid, the mesh axes of its dimensions, and the cells around a block that its particles may reach."""
+    """A grid, the mesh axes of its dimensions and of its particles', and the cells around a block that these reach."""
 
     mesh: AnyMesh
     shape: tuple[int, ...]
     axes: tuple[Axes, ...]
+    particles: tuple[Axes, ...]
     widths: tuple[int, ...]
 
     @property
@@ -70,56 +71,44 @@ class _Grid:
         return lost, cells_and_weights()
 
 
-def _grid(func: str, shape: Sequence[int], mesh: AnyMesh, spec: P, halo: Any) -> _Grid:
-    grid = jax.ShapeDtypeStruct(tuple(shape), float)
+def _check(
+    func: str, grid: Any, mesh: AnyMesh | None, spec: P | None, halo: Any, positions: Any
+) -> tuple[Array, _Grid]:
+    """Return positions as an array, and their grid, which is like ``grid``, both checked."""
     mesh, axes = specs.find(func, grid, mesh, spec)
-    specs.check_fits(f"{func}: the grid", grid.shape, spec, mesh)
+    specs.check_fits(f"{func}: the grid", grid.shape, P(*map(entry, axes)) if spec is None else spec, mesh)
     if isinstance(halo, bool) or not isinstance(halo, int) or halo < 1:
         raise UsageError(f"{func}: halo is a number of cells, at least 1; got {halo!r}")
-    return _Grid(mesh, grid.shape, axes, tuple(halo if sharded else 0 for sharded in axes))
-
-
-def _check_positions(func: str, positions: Any, grid: _Grid) -> tuple[Array, P]:
-    """Check positions, and return them with their spec."""
-    positions = specs.as_array(positions)
-    if positions.shape[-1:] != (len(grid.shape),) or not jnp.issubdtype(positions.dtype, jnp.floating):
+    positions, rank = specs.as_array(positions), len(grid.shape)
+    if positions.shape[-1:] != (rank,) or not jnp.issubdtype(positions.dtype, jnp.floating):
         raise UsageError(
-            f"{func}: positions are floats of shape (..., {len(grid.shape)}), one for each dimension of the grid; got "
+            f"{func}: positions are floats of shape (..., {rank}), one for each dimension of the grid; got "
             f"{positions.dtype}{list(positions.shape)}"
         )
-    if positions.ndim == 2:
-        spec = P(entry(specs.axis_names(grid.spec)))
-    elif positions.ndim == len(grid.shape) + 1:
-        spec = grid.spec
-    else:
+    if positions.ndim not in (2, rank + 1):
         raise UsageError(
-            f"{func}: positions have shape (particles, {len(grid.shape)}), or that of a grid of particles and "
-            f"{len(grid.shape)}; got {positions.shape}"
+            f"{func}: positions have shape (particles, {rank}), or that of a grid of particles and {rank}; got "
+            f"{positions.shape}"
         )
-    specs.check_fits(f"{func}: positions", positions.shape, spec, grid.mesh)
-    return positions, spec
+    particles = (sum(axes, ()),) if positions.ndim == 2 else axes
+    specs.check_fits(f"{func}: positions", positions.shape, P(*map(entry, particles)), mesh)
+    return positions, _Grid(mesh, grid.shape, axes, particles, tuple(halo if sharded else 0 for sharded in axes))
 
 
-def _on_shards(f: Callable[..., Any], grid: _Grid, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    return jax.shard_map(f, mesh=grid.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-
-
-@functools.partial(jax.jit, static_argnames=("grid", "spec"))
-def _paint(positions: Array, mass: Array, *, grid: _Grid, spec: P) -> MassGrid:
+@functools.partial(jax.jit, static_argnames="grid")
+def _paint(positions: Array, mass: Array, *, grid: _Grid) -> MassGrid:
     def run(positions: Array, mass: Array) -> MassGrid:
         positions = positions.reshape(-1, positions.shape[-1])
         lost, clouds = grid.clouds(positions)
         block = jnp.zeros([n + 2 * w for n, w in zip(grid.block, grid.widths, strict=True)], positions.dtype)
         for cell, weight in clouds:
             block = block.at[cell].add(weight * mass.reshape(-1), mode="drop")
-        return MassGrid(
-            halo_add(block, grid.widths, list(map(entry, grid.axes))),
-            lax.psum(jnp.sum(lost), specs.axis_names(grid.spec)),
-        )
+        total = halo_add(block, grid.widths, list(map(entry, grid.axes)))
+        return MassGrid(total, lax.psum(jnp.sum(lost), specs.axis_names(grid.spec)))
 
-    axes = [specs.axes_of(e) for e in spec]
-    positions, mass = lay_out(positions, grid.mesh, *axes), lay_out(mass, grid.mesh, *axes)
-    return _on_shards(run, grid, (spec, spec), MassGrid(grid.spec, P()))(positions, mass)
+    spec, out = P(*map(entry, grid.particles)), MassGrid(grid.spec, P())
+    run = jax.shard_map(run, mesh=grid.mesh, in_specs=(spec, spec), out_specs=out, check_vma=False)
+    return run(lay_out(positions, grid.mesh, *grid.particles), lay_out(mass, grid.mesh, *grid.particles))
 
 
 def paint(
@@ -150,25 +139,24 @@ def paint(
     UsageError
         If shapes, dtypes, specs or the halo do not fit.
     """
-    grid = _grid("paint", shape, mesh, spec, halo)
-    positions, spec = _check_positions("paint", positions, grid)
+    positions, grid = _check("paint", jax.ShapeDtypeStruct(tuple(shape), float), mesh, spec, halo, positions)
     mass = jnp.asarray(mass, positions.dtype)
     if mass.shape not in ((), positions.shape[:-1]):
         raise UsageError(f"paint: mass is one number or has shape {positions.shape[:-1]}; got {mass.shape}")
-    return _paint(positions, jnp.broadcast_to(mass, positions.shape[:-1]), grid=grid, spec=spec)
+    return _paint(positions, jnp.broadcast_to(mass, positions.shape[:-1]), grid=grid)
 
 
-@functools.partial(jax.jit, static_argnames=("grid", "spec"))
-def _read(values: Array, positions: Array, *, grid: _Grid, spec: P) -> Array:
+@functools.partial(jax.jit, static_argnames="grid")
+def _read(values: Array, positions: Array, *, grid: _Grid) -> Array:
     def run(values: Array, positions: Array) -> Array:
         lost, clouds = grid.clouds(positions.reshape(-1, positions.shape[-1]))
         block = halo_exchange(values, grid.widths, list(map(entry, grid.axes)))
         total = sum(weight * block.at[cell].get(mode="clip") for cell, weight in clouds)
         return jnp.where(lost, jnp.nan, total).reshape(positions.shape[:-1])
 
-    values = lay_out(values, grid.mesh, *grid.axes)
-    positions = lay_out(positions, grid.mesh, *(specs.axes_of(e) for e in spec))
-    return _on_shards(run, grid, (grid.spec, spec), spec)(values, positions)
+    spec = P(*map(entry, grid.particles))
+    run = jax.shard_map(run, mesh=grid.mesh, in_specs=(grid.spec, spec), out_specs=spec, check_vma=False)
+    return run(lay_out(values, grid.mesh, *grid.axes), lay_out(positions, grid.mesh, *grid.particles))
 
 
 def read(
@@ -180,7 +168,5 @@ def read(
     errors are those of `paint`. The result has a value for each particle; NaN for those that are too far away.
     """
     values = specs.as_array(values)
-    mesh, axes = specs.find("read", values, mesh, spec)
-    grid = _grid("read", values.shape, mesh, P(*map(entry, axes)), halo)
-    positions, of_positions = _check_positions("read", positions, grid)
-    return _read(values, positions, grid=grid, spec=of_positions)
+    positions, grid = _check("read", values, mesh, spec, halo, positions)
+    return _read(values, positions, grid=grid)

@@ -80,7 +80,7 @@ def slice_rows(l: Array, i: Array, layout: Layout, s: Array) -> Array:
     return part(l, i, layout.rows_at_a_time, s)
 
 
-def fold_rows(layout: Layout, s: Array, f: Callable[[Array, T], T], c: T) -> T:
+def fold_rows(layout: Layout, s: Array | int, f: Callable[[Array, T], T], c: T) -> T:
     """Fold ``c = f(i, c)`` over my rows of superpanels from ``s`` on, and maybe a few before, some rows at a time.
 
     ``i`` is the first of ``layout.rows_at_a_time`` rows.
@@ -89,7 +89,7 @@ def fold_rows(layout: Layout, s: Array, f: Callable[[Array, T], T], c: T) -> T:
     return lax.fori_loop(s * layout.height // step, layout.padded // step, lambda k, c: f(k * step, c), c)
 
 
-def map_rows(layout: Layout, s: Array, f: Callable[[Array, Array], Array], c: Array) -> Array:
+def map_rows(layout: Layout, s: Array | int, f: Callable[[Array, Array], Array], c: Array) -> Array:
     """Return ``c`` with ``f(i, rows)`` in place of its rows, for the rows that `fold_rows` visits."""
 
     def change(i: Array, c: Array) -> Array:
@@ -105,7 +105,7 @@ def cholesky_of_shards(a: Array, layout: Layout, wrong: Array | bool = False, *,
     """
     height, count = layout.height, layout.count
     start = lax.axis_index(layout.axes) * height
-    a = layout.pad_matrix(layout.to_rows(a))
+    a = layout.pad_matrix(layout.rows_of_hermitian(a))
     if in_order:
         a = layout.to_cyclic(a.reshape(layout.padded, -1)).reshape(layout.padded, count, -1).swapaxes(0, 1)
     else:
@@ -138,38 +138,54 @@ def cholesky_of_shards(a: Array, layout: Layout, wrong: Array | bool = False, *,
     return Panels(l, logs.sum(), jnp.where(bad.any(), jnp.argmax(bad) + 1, 0).astype(jnp.int32))
 
 
+def cholesky_on_one_device(a: Array, wrong: Array) -> Panels:
+    """Return one panel, JAX's factor of ``a`` itself; all is NaN if ``a`` is ``wrong``."""
+    l = lax.linalg.cholesky(jnp.where(wrong, jnp.nan, a), symmetrize_input=False)
+    logdet = 2 * jnp.log(jnp.real(jnp.diagonal(l))).sum()
+    return Panels(l[None], logdet, jnp.where(wrong, -1, jnp.isnan(logdet)).astype(jnp.int32))
+
+
+def substitute(
+    l: Array, x: Array, layout: Layout, *, lower: bool, transposed: bool, unit_diagonal: bool = False
+) -> Array:
+    """Return ``inv(T) @ x`` or ``inv(T^H) @ x``, for the lower or upper triangle T of ``l``.
+
+    ``x``, (count, width, r), is in order of elimination, and whole on every device.
+    """
+    height = layout.height
+    start = lax.axis_index(layout.axes) * height
+    options = {"lower": lower, "transpose_a": transposed, "conjugate_a": transposed, "unit_diagonal": unit_diagonal}
+
+    def step(k: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        x, local = carry
+        s = k if lower != transposed else layout.count - 1 - k
+        first = s if lower else 0
+
+        def add(i: Array, product: Array) -> Array:
+            some = lax.dynamic_slice_in_dim(local, i, layout.rows_at_a_time)
+            return product + matmul(adjoint(slice_rows(l, i, layout, s)), some)
+
+        if transposed:  # local: my rows of the result, zero where they are not known yet
+            product = lax.psum(fold_rows(layout, first, add, jnp.zeros_like(x[0])), layout.axes)
+        else:  # local: of my rows of T, the product with what is known of the result
+            product = lax.all_gather(lax.dynamic_slice_in_dim(local, s * height, height), layout.axes, tiled=True)
+        y = lax.linalg.triangular_solve(block(l, s, s, layout), x[s] - product, left_side=True, **options)
+        x = x.at[s].set(y)
+        if transposed:
+            return x, lax.dynamic_update_slice_in_dim(local, lax.dynamic_slice_in_dim(y, start, height), s * height, 0)
+        return x, map_rows(layout, first, lambda i, some: some + matmul(slice_rows(l, i, layout, s), y), local)
+
+    return lax.fori_loop(0, layout.count, step, (x, jnp.zeros((layout.padded, x.shape[-1]), x.dtype)))[0]
+
+
 def solve_cholesky(panels: Panels, b: Array, layout: Layout) -> Array:
     """Return ``inv(A) @ b``, for ``b`` of shape (N, r), whole on every device."""
-    height, l = layout.height, panels.l
-    start = lax.axis_index(layout.axes) * height
-
-    def forward(s: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        x, done = carry  # done: the known part of L @ y, on my rows
-        solved = lax.all_gather(lax.dynamic_slice_in_dim(done, s * height, height), layout.axes, tiled=True)
-        y = _forward(block(l, s, s, layout), x[s] - solved)
-        return x.at[s].set(y), map_rows(layout, s, lambda i, some: some + matmul(slice_rows(l, i, layout, s), y), done)
-
-    def back(k: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        x, local = carry  # local: my rows of x, zero where they are not known yet
-        s = layout.count - 1 - k
-
-        def add(i: Array, solved: Array) -> Array:
-            some = lax.dynamic_slice_in_dim(local, i, layout.rows_at_a_time)
-            return solved + matmul(adjoint(slice_rows(l, i, layout, s)), some)
-
-        solved = lax.psum(fold_rows(layout, s, add, jnp.zeros_like(x[0])), layout.axes)
-        y = _back(block(l, s, s, layout), x[s] - solved)
-        rows = lax.dynamic_slice_in_dim(y, start, height)
-        return x.at[s].set(y), lax.dynamic_update_slice_in_dim(local, rows, s * height, 0)
-
-    none = jnp.zeros((layout.padded, b.shape[-1]), b.dtype)
-    x, _ = lax.fori_loop(0, layout.count, forward, (layout.to_panels(b), none))
-    x, _ = lax.fori_loop(0, layout.count, back, (x, none))
-    return layout.from_panels(x)
+    x = substitute(panels.l, layout.to_panels(b), layout, lower=True, transposed=False)
+    return layout.from_panels(substitute(panels.l, x, layout, lower=True, transposed=True))
 
 
-def forward_own(l: Array, x: Array, layout: Layout) -> Array:
-    """Return ``inv(L) @ x``, for my own columns of ``x``, (count, width, k) in order of elimination."""
+def forward_columns(l: Array, x: Array, layout: Layout) -> Array:
+    """Return ``inv(L) @ x``, for my columns of ``x``, (count, width, k) in order of elimination."""
 
     def superpanel(s: Array, x: Array) -> Array:
         c = lax.fori_loop(0, s, lambda j, c: c - matmul(block(l, s, j, layout), x[j]), x[s])
@@ -178,8 +194,8 @@ def forward_own(l: Array, x: Array, layout: Layout) -> Array:
     return lax.fori_loop(0, layout.count, superpanel, x)
 
 
-def back_own(l: Array, x: Array, layout: Layout) -> Array:
-    """Return ``inv(L)^H @ x``, for my own columns of ``x``, (count, width, k) in order of elimination."""
+def back_columns(l: Array, x: Array, layout: Layout) -> Array:
+    """Return ``inv(L)^H @ x``, for my columns of ``x``, (count, width, k) in order of elimination."""
 
     def superpanel(k: Array, x: Array) -> Array:
         s = layout.count - 1 - k
@@ -189,27 +205,23 @@ def back_own(l: Array, x: Array, layout: Layout) -> Array:
     return lax.fori_loop(0, layout.count, superpanel, x)
 
 
-def solve_own(panels: Panels, x: Array, layout: Layout) -> Array:
-    """Return ``inv(A) @ x``, for my own columns of ``x``, (count, width, k) in order of elimination."""
-    return back_own(panels.l, forward_own(panels.l, x, layout), layout)
-
-
 def solve_columns(panels: Panels, b: Array, layout: Layout) -> Array:
-    """Return ``inv(A) @ b``, for my own columns of ``b``, (N, r / devices)."""
-    return layout.from_panels(solve_own(panels, layout.to_panels(b), layout))
+    """Return ``inv(A) @ b``, for my columns of ``b``, (N, r / devices)."""
+    x = forward_columns(panels.l, layout.to_panels(b), layout)
+    return layout.from_panels(back_columns(panels.l, x, layout))
 
 
 def invert_cholesky(panels: Panels, layout: Layout) -> Array:
     """My shard of ``inv(A)``."""
-    is_local = (jnp.arange(layout.devices) == lax.axis_index(layout.axes))[:, None, None]
-    eye = jnp.where(is_local, jnp.eye(layout.padded, layout.rows_held, dtype=panels.l.dtype), 0)
-    eye = eye.reshape(layout.devices, layout.count, layout.height, -1).swapaxes(0, 1)
-    x = layout.from_panels(solve_own(panels, eye.reshape(layout.count, layout.width, -1), layout))
+    me, split = lax.axis_index(layout.axes), layout.devices // layout.groups
+    first = me // split * (layout.n // layout.groups) + me % split * layout.local_rows
+    eye = jnp.arange(layout.n)[:, None] == first + jnp.arange(layout.local_rows)
+    x = solve_columns(panels, eye.astype(panels.l.dtype), layout)
     return x if not layout.rows else layout.from_rows(adjoint(x))
 
 
 def lower_factor(panels: Panels, layout: Layout) -> Array:
     """My shard of L, from panels that were made ``in_order``; what is above its diagonal means nothing."""
-    rows = layout.from_cyclic(panels.l.swapaxes(0, 1).reshape(layout.padded, -1))[: layout.rows_held]
+    rows = layout.from_cyclic(panels.l.swapaxes(0, 1).reshape(layout.padded, -1))[: layout.local_rows]
     columns_first = rows.T.reshape(layout.devices, layout.padded, -1)
     return layout.from_rows(layout.unpad(columns_first).T)

@@ -3,7 +3,7 @@
 As in `cholesky`, a superpanel is ``height`` rows of every device, its slots, and as many columns. For each superpanel
 the devices choose as many rows as pivots: each factors its own part of the columns, and the rows that it would choose
 meet those of others in a tournament. Chosen rows move to the slots of the superpanel, and what was there takes their
-places. Then the block of all slots is factored without pivots, and eliminated from the rows behind it.
+places. Then the block of all slots is factored without pivots, and subtract from the rows behind it.
 
 L. Grigori, J. Demmel and H. Xiang, "CALU: a communication optimal LU factorization algorithm", SIAM Journal on Matrix
 Analysis and Applications 32 (2011).
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from multimesh_numerics.linalg import trees
-from multimesh_numerics.linalg.cholesky import block, columns, map_rows, part, put_columns
+from multimesh_numerics.linalg.cholesky import columns, map_rows, part, put_columns, substitute
 from multimesh_numerics.linalg.layout import Layout
 from multimesh_numerics.linalg.rings import matmul
 
@@ -31,11 +31,6 @@ class Factors(NamedTuple):
     rows: Array  # (count * width,): the padded rows of the matrix in order of elimination; the same on all devices
 
 
-def _first_pivots(x: Array, most: int) -> Array:
-    """The rows of ``x`` that partial pivoting takes first."""
-    return lax.linalg.lu(x)[2][:most]
-
-
 def _winners(panel: Array, layout: Layout) -> tuple[Array, Array]:
     """The global numbers (device * padded + row) of the pivots among the active rows, which are not zero: (W,).
 
@@ -43,14 +38,14 @@ def _winners(panel: Array, layout: Layout) -> tuple[Array, Array]:
     is the order of the numbers.
     """
     width, padded = layout.width, layout.padded
-    pivots = _first_pivots(panel, min(width, padded))
+    pivots = lax.linalg.lu(panel)[2][: min(width, padded)]  # what partial pivoting takes first
     rows, numbers = panel[pivots], pivots + lax.axis_index(layout.axes) * padded
     missing = width - len(pivots)
     rows, numbers = jnp.pad(rows, ((0, missing), (0, 0))), jnp.pad(numbers, (0, missing), constant_values=-1)
 
     def combine(blocks: tuple[Array, Array], _: Array) -> tuple[Array, Array]:
         rows, numbers = blocks[0].reshape(-1, width), blocks[1].reshape(-1)
-        best = _first_pivots(rows, width)
+        best = lax.linalg.lu(rows)[2][:width]
         return rows[best], numbers[best]
 
     rows, numbers = trees.reduce((rows, numbers), combine, layout.axes)
@@ -68,7 +63,7 @@ def lu_of_shards(a: Array, layout: Layout) -> Factors:
     """Factor my shard of ``A``. If ``A`` is singular, the factors have zeros on the diagonal of U, or NaN."""
     padded, height, width, count = layout.padded, layout.height, layout.width, layout.count
     p, me = layout.devices, lax.axis_index(layout.axes)
-    lu = layout.superpanels(layout.pad_matrix(layout.to_rows(a, hermitian=False)))
+    lu = layout.superpanels(layout.pad_matrix(layout.to_rows(a)))
     of_devices = jnp.arange(p)[:, None] * padded
     many = max(n for n in range(1, MOST_SWAPPED + 1) if count % n == 0)
 
@@ -89,7 +84,7 @@ def lu_of_shards(a: Array, layout: Layout) -> Factors:
         to, chosen = _here(places, layout), _here(pivots, layout)
         rows = rows.at[places].set(rows[slots], mode="drop").at[slots].set(rows[pivots])
 
-        def swapped(k: Array, lu: Array) -> Array:  # in some superpanels of columns
+        def swap(k: Array, lu: Array) -> Array:  # in some superpanels of columns
             x = lax.dynamic_slice_in_dim(lu, k * many, many)
             to_me = x.at[:, chosen].get(mode="fill", fill_value=0)
             to_me = lax.psum_scatter(to_me, layout.axes, scatter_dimension=1, tiled=True)
@@ -102,7 +97,7 @@ def lu_of_shards(a: Array, layout: Layout) -> Factors:
             local = lax.dynamic_slice_in_dim(of_slots, me * height, height)
             return put_columns(lu, j, lax.dynamic_update_slice_in_dim(x, local, s * height, 0))
 
-        lu = lax.fori_loop(0, count // many, swapped, lu)
+        lu = lax.fori_loop(0, count // many, swap, lu)
         x = columns(lu, s)
         below = map_rows(layout, s + 1, lambda _, some: lax.linalg.triangular_solve(diagonal, some), x)  # x @ inv(U)
         behind = (jnp.arange(padded) >= (s + 1) * height)[:, None]
@@ -115,10 +110,10 @@ def lu_of_shards(a: Array, layout: Layout) -> Factors:
             u = lax.linalg.triangular_solve(diagonal, u, left_side=True, lower=True, unit_diagonal=True)
             u = lax.all_gather(u, layout.axes, axis=1, tiled=True)
 
-            def eliminated(i: Array, some: Array) -> Array:
+            def subtract(i: Array, some: Array) -> Array:
                 return some - matmul(lax.dynamic_slice_in_dim(trailing, i, layout.rows_at_a_time), u)
 
-            return put(lu, j, map_rows(layout, s, eliminated, columns(lu, j)), u)
+            return put(lu, j, map_rows(layout, s, subtract, columns(lu, j)), u)
 
         return lax.fori_loop(s + 1, count, later, lu), rows
 
@@ -128,34 +123,12 @@ def lu_of_shards(a: Array, layout: Layout) -> Factors:
 
 def solve_lu(factors: Factors, b: Array, layout: Layout, transposed: bool) -> Array:
     """Return ``inv(A) @ b`` or ``inv(A^T) @ b``, for ``b`` of shape (N, r), whole on every device."""
-    lu, height, count = factors.lu, layout.height, layout.count
-    start = lax.axis_index(layout.axes) * height
-    none = jnp.zeros((layout.padded, b.shape[1]), b.dtype)
-
-    def gathered(s: Array, carry: tuple[Array, Array], lower: bool) -> tuple[Array, Array]:
-        x, done = carry  # done: of my rows, what is known of the product with the solution
-        solved = lax.all_gather(lax.dynamic_slice_in_dim(done, s * height, height), layout.axes, tiled=True)
-        y = lax.linalg.triangular_solve(
-            block(lu, s, s, layout), x[s] - solved, left_side=True, lower=lower, unit_diagonal=lower
-        )
-        return x.at[s].set(y), done + matmul(columns(lu, s), y)
-
-    def summed(s: Array, carry: tuple[Array, Array], lower: bool) -> tuple[Array, Array]:
-        x, local = carry  # local: my rows of the solution, zero where they are not known yet
-        product = lax.psum(matmul(columns(lu, s).T, local), layout.axes)
-        y = lax.linalg.triangular_solve(
-            block(lu, s, s, layout), x[s] - product, left_side=True, lower=lower, unit_diagonal=lower, transpose_a=True
-        )
-        rows = lax.dynamic_slice_in_dim(y, start, height)
-        return x.at[s].set(y), lax.dynamic_update_slice_in_dim(local, rows, s * height, 0)
-
+    lu = factors.lu
     if transposed:
-        x, _ = lax.fori_loop(0, count, lambda s, c: summed(s, c, False), (layout.to_panels(b), none))
-        x, _ = lax.fori_loop(0, count, lambda k, c: summed(count - 1 - k, c, True), (x, none))
-        x = x.reshape(-1, b.shape[1])
+        x = substitute(lu, layout.to_panels(b.conj()), layout, lower=False, transposed=True)
+        x = substitute(lu, x, layout, lower=True, transposed=True, unit_diagonal=True).conj().reshape(-1, b.shape[1])
         x = jnp.zeros_like(x).at[factors.rows].set(x)
         return layout.unpad(x.reshape(layout.devices, layout.padded, -1))
-    x = layout.pad(b).reshape(-1, b.shape[1])[factors.rows].reshape(count, layout.width, -1)
-    x, _ = lax.fori_loop(0, count, lambda s, c: gathered(s, c, True), (x, none))
-    x, _ = lax.fori_loop(0, count, lambda k, c: gathered(count - 1 - k, c, False), (x, none))
-    return layout.from_panels(x)
+    x = layout.pad(b).reshape(-1, b.shape[1])[factors.rows].reshape(layout.count, layout.width, -1)
+    x = substitute(lu, x, layout, lower=True, transposed=False, unit_diagonal=True)
+    return layout.from_panels(substitute(lu, x, layout, lower=False, transposed=False))

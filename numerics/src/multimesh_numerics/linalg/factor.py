@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import jax.scipy.linalg
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 from multimesh.core import specs
@@ -15,9 +17,8 @@ from multimesh.core.specs import AnyMesh, Axes, axes_of, entry, lay_out
 from multimesh.errors import UsageError
 
 from multimesh_numerics.linalg import cholesky as shards
-from multimesh_numerics.linalg import one_device
 from multimesh_numerics.linalg.cholesky import Panels
-from multimesh_numerics.linalg.layout import Layout
+from multimesh_numerics.linalg.layout import Layout, layout_of
 from multimesh_numerics.linalg.rings import adjoint, matmul, norm
 
 
@@ -41,10 +42,6 @@ class SlogdetResult(NamedTuple):
 # Functions of global arrays, inside jit.
 
 
-def _panel_specs(layout: Layout) -> Panels:
-    return Panels(P(None, entry(layout.axes)), P(), P())
-
-
 def factorize(a: Array, layout: Layout) -> Panels:
     """Return the panels of a matrix, without derivatives."""
 
@@ -54,9 +51,10 @@ def factorize(a: Array, layout: Layout) -> Panels:
         return panels._replace(status=jnp.where(wrong, -1, panels.status))
 
     def one(a: Array) -> Panels:
-        return one_device.whole_cholesky(a, not_hermitian(a, layout))
+        return shards.cholesky_on_one_device(a, not_hermitian(a, layout))
 
-    return layout.on_shards(run, layout.spec, _panel_specs(layout), one)(layout.placed(lax.stop_gradient(a)))
+    run = layout.on_shards(run, layout.spec, Panels(layout.panel_spec, P(), P()), one)
+    return run(layout.place(lax.stop_gradient(a)))
 
 
 def not_hermitian(a: Array, layout: Layout) -> Array:
@@ -88,7 +86,7 @@ def multiply(a: Array, x: Array, layout: Layout) -> Array:
     rows, cols = P(entry(layout.rows)), P(entry(layout.cols))
     run = jax.shard_map(run, mesh=layout.mesh, in_specs=(layout.spec, cols), out_specs=rows)
     x = lay_out(lay_out(x, layout.mesh), layout.mesh, layout.cols)  # XLA has no direct way from columns to rows
-    return lay_out(run(layout.placed(a), x), layout.mesh)
+    return lay_out(run(layout.place(a), x), layout.mesh)
 
 
 def _multiply_columns(a: Array, x: Array, layout: Layout) -> Array:
@@ -107,44 +105,60 @@ def _multiply_columns(a: Array, x: Array, layout: Layout) -> Array:
         return y[:, : len(a)].reshape(-1, x.shape[1])
 
     columns = P(None, entry(layout.axes))
-    return jax.shard_map(run, mesh=layout.mesh, in_specs=(layout.spec, columns), out_specs=columns)(layout.placed(a), x)
+    return jax.shard_map(run, mesh=layout.mesh, in_specs=(layout.spec, columns), out_specs=columns)(layout.place(a), x)
+
+
+def linear_solve(
+    product: Callable[[Array], Array], solve: Callable[[Array, bool], Array], b: Array, mesh: AnyMesh, *axes: Axes
+) -> Array:
+    """Return ``solve(b, False)``, sharded over ``axes``, with derivatives; ``solve(b, True)`` is with the transpose."""
+    if b.ndim == 1:
+        return linear_solve(product, solve, b[:, None], mesh, *axes)[:, 0]
+    if not b.shape[1]:
+        return b
+
+    def place(x: Array) -> Array:
+        return lay_out(x, mesh, *axes)
+
+    return lax.custom_linear_solve(
+        lambda x: place(product(place(x))),
+        place(b),
+        lambda _, b: solve(place(b), False),
+        lambda _, b: solve(place(b), True),
+    )
 
 
 def backsolve(a: Array, panels: Panels, b: Array, layout: Layout, columns: bool) -> Array:
     """Return ``inv(a) @ b``, for ``b`` of shape (N, r). Each device has all of it or, with ``columns``, its own."""
-    if b.ndim == 1:
-        return backsolve(a, panels, b[:, None], layout, columns)[:, 0]
-    if not b.shape[1]:
-        return b
-    axes = ((), layout.axes) if columns else ()
-    spec = P(None, entry(layout.axes)) if columns else P()
+    axes, spec = (((), layout.axes), layout.panel_spec) if columns else ((), P())
     f = functools.partial(shards.solve_columns if columns else shards.solve_cholesky, layout=layout)
-    run = layout.on_shards(f, (_panel_specs(layout), spec), spec, one_device.whole_cho_solve)
+    run = layout.on_shards(f, (Panels(layout.panel_spec, P(), P()), spec), spec, _solve_on_one_device)
+
+    def solve(b: Array, transposed: bool) -> Array:
+        return run(panels, b.conj()).conj() if transposed else run(panels, b)
 
     product = _multiply_columns if columns else multiply
+    return linear_solve(lambda x: product(a, x, layout), solve, b, layout.mesh, *axes)
 
-    def solve(_: Any, b: Array) -> Array:
-        return run(panels, lay_out(b, layout.mesh, *axes))
 
-    return lax.custom_linear_solve(
-        lambda x: lay_out(product(a, lay_out(x, layout.mesh, *axes), layout), layout.mesh, *axes),
-        lay_out(b, layout.mesh, *axes),
-        solve,
-        lambda _, b: solve(_, b.conj()).conj(),
-    )
+def _solve_on_one_device(panels: Panels, b: Array) -> Array:
+    return jax.scipy.linalg.cho_solve((panels.l[0], True), b)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _inverse(a: Array, panels: Panels, layout: Layout) -> Array:
+    def one(panels: Panels) -> Array:
+        return _solve_on_one_device(panels, jnp.eye(layout.n, dtype=panels.l.dtype))
+
     f = functools.partial(shards.invert_cholesky, layout=layout)
-    return layout.on_shards(f, (_panel_specs(layout),), layout.spec, one_device.whole_inverse)(panels)
+    return layout.on_shards(f, (Panels(layout.panel_spec, P(), P()),), layout.spec, one)(panels)
 
 
 @_inverse.defjvp
 def _inverse_jvp(layout: Layout, primals: Any, tangents: Any) -> tuple[Array, Array]:
     inverse = _inverse(*primals, layout)
     change = multiply(inverse, multiply(tangents[0], inverse, layout), layout)
-    return inverse, -layout.placed(change)
+    return inverse, -layout.place(change)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
@@ -156,7 +170,7 @@ def log_determinant(a: Array, panels: Panels, layout: Layout) -> Array:
 @log_determinant.defjvp
 def _log_determinant_jvp(layout: Layout, primals: Any, tangents: Any) -> tuple[Array, Array]:
     inverse = _inverse(*primals, layout)
-    change = layout.placed(tangents[0])
+    change = layout.place(tangents[0])
     return log_determinant(*primals, layout), jnp.real(jnp.sum(inverse.conj() * change))
 
 
@@ -169,11 +183,11 @@ def _lower_factor(a: Array, layout: Layout) -> Array:
         return shards.lower_factor(panels, ordered), panels.status
 
     def one(a: Array) -> tuple[Array, Array]:
-        panels = one_device.whole_cholesky(a, not_hermitian(a, layout))
+        panels = shards.cholesky_on_one_device(a, not_hermitian(a, layout))
         return panels.l[0], panels.status
 
-    l, status = layout.on_shards(run, layout.spec, (layout.spec, P()), one)(layout.placed(a))
-    return layout.placed(jnp.tril(jnp.where(status > 0, jnp.nan, l)))
+    l, status = layout.on_shards(run, layout.spec, (layout.spec, P()), one)(layout.place(a))
+    return layout.place(jnp.tril(jnp.where(status > 0, jnp.nan, l)))
 
 
 @_lower_factor.defjvp
@@ -181,12 +195,12 @@ def _lower_factor_jvp(layout: Layout, primals: Any, tangents: Any) -> tuple[Arra
     # L' = L tril(inv(L) A' inv(L)^H), its diagonal halved; and inv(L)^H = inv(A) L.
     (a,), (change,) = primals, tangents
     l = _lower_factor(a, layout)
-    columns = layout.order % layout.devices == 0
+    columns = layout.n % layout.devices == 0
     root = lay_out(backsolve(a, factorize(a, layout), l, layout, columns), layout.mesh)
-    change = (layout.placed(change) + layout.placed(adjoint(change))) / 2
+    change = (layout.place(change) + layout.place(adjoint(change))) / 2
     inner = multiply(adjoint(root), multiply(change, root, layout), layout)
-    inner = jnp.tril(inner) * (1 - jnp.eye(layout.order, dtype=a.dtype) / 2)
-    return l, layout.placed(multiply(l, inner, layout))
+    inner = jnp.tril(inner) * (1 - jnp.eye(layout.n, dtype=a.dtype) / 2)
+    return l, layout.place(multiply(l, inner, layout))
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "columns"))
@@ -207,28 +221,10 @@ def _slogdet(a: Array, panels: Panels | None, *, layout: Layout) -> SlogdetResul
 
 @functools.partial(jax.jit, static_argnames="layout")
 def _inv(a: Array, *, layout: Layout) -> Array:
-    return _inverse(layout.placed(a), factorize(a, layout), layout)
+    return _inverse(layout.place(a), factorize(a, layout), layout)
 
 
 # Checks, made at the call.
-
-
-def layout_of(func: str, a: Any, mesh: AnyMesh | None, spec: Any, tile: int | None = None) -> Layout:
-    """Return the sharding of ``a``, cut into superpanels of about ``tile`` rows of each device, by default into 16."""
-    if a.ndim != 2 or a.shape[0] != a.shape[1]:
-        raise UsageError(
-            f"{func}: the matrix must be square, got shape {a.shape}; use jax.vmap for a stack of matrices"
-        )
-    specs.check_dtype(func, a)
-    specs.check_not_empty(func, a)
-    mesh, (rows, cols) = specs.find(func, a, mesh, spec)
-    for axes in (rows, cols):
-        if a.shape[0] % specs.size(mesh, axes):
-            raise UsageError(
-                f"{func}: {a.shape[0]} rows can't be cut evenly for the {specs.size(mesh, axes)} devices along "
-                f"{entry(axes)!r}; append rows and columns of the identity"
-            )
-    return Layout(mesh, rows, cols, a.shape[0], 0, 0).with_panels(tile)
 
 
 def check_right_hand_side(func: str, a: Any, b: Any) -> None:
@@ -296,8 +292,7 @@ def cho_factor(a: Array, *, mesh: AnyMesh | None = None, spec: P | None = None) 
     >>> factor = mm.linalg.cho_factor(jax.device_put(a, NamedSharding(mesh, P("x"))))  # doctest: +SKIP
     >>> x, (sign, logdet) = mm.linalg.cho_solve(factor, b), mm.linalg.slogdet(factor)  # doctest: +SKIP
     """
-    a = specs.as_array(a)
-    layout = layout_of("cho_factor", a, mesh, spec)
+    a, layout = layout_of("cho_factor", a, mesh, spec)
     return CholeskyFactor(a, _factorize(a, layout=layout), layout)
 
 
@@ -335,9 +330,9 @@ def solve(a: Array, b: Array, *, mesh: AnyMesh | None = None, spec: Any = None) 
 
     Shapes, results and errors are as there. ``spec`` may also be a pair, for ``a`` and ``b``.
     """
-    a, b = specs.as_array(a), specs.as_array(b)
     of_a, of_b = pair(spec)
-    layout = layout_of("solve", a, mesh, of_a)
+    b = specs.as_array(b)
+    a, layout = layout_of("solve", a, mesh, of_a)
     return lay_out_like(_solve(a, b, layout=layout, columns=columns_of("solve", a, b, layout, of_b)), b, layout)
 
 
@@ -349,8 +344,8 @@ def slogdet(a: Array | CholeskyFactor, *, mesh: AnyMesh | None = None, spec: P |
     """
     if isinstance(a, CholeskyFactor):
         return _slogdet(a.a, a.panels, layout=a.layout)
-    a = specs.as_array(a)
-    return _slogdet(a, None, layout=layout_of("slogdet", a, mesh, spec))
+    a, layout = layout_of("slogdet", a, mesh, spec)
+    return _slogdet(a, None, layout=layout)
 
 
 def inv(a: Array, *, mesh: AnyMesh | None = None, spec: P | None = None) -> Array:
@@ -359,8 +354,8 @@ def inv(a: Array, *, mesh: AnyMesh | None = None, spec: P | None = None) -> Arra
     NaN if ``a`` is not positive definite. Derivatives gather a matrix on every device. Errors are those of
     `cho_factor`. To solve equations, `solve` is faster and more accurate.
     """
-    a = specs.as_array(a)
-    return _inv(a, layout=layout_of("inv", a, mesh, spec))
+    a, layout = layout_of("inv", a, mesh, spec)
+    return _inv(a, layout=layout)
 
 
 def cholesky(a: Array, *, mesh: AnyMesh | None = None, spec: P | None = None) -> Array:
@@ -370,5 +365,5 @@ def cholesky(a: Array, *, mesh: AnyMesh | None = None, spec: P | None = None) ->
     every device. The compiled code has at least as many superpanels as there are devices. Errors are those of
     `cho_factor`.
     """
-    a = specs.as_array(a)
-    return _cholesky(a, layout=layout_of("cholesky", a, mesh, spec))
+    a, layout = layout_of("cholesky", a, mesh, spec)
+    return _cholesky(a, layout=layout)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jax.scipy.linalg
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 from multimesh.core import specs
-from multimesh.core.specs import AnyMesh, entry, lay_out
+from multimesh.core.specs import AnyMesh
 from multimesh.errors import UsageError
 
-from multimesh_numerics.linalg import elimination, one_device, triangular
+from multimesh_numerics.linalg import elimination, triangular
 from multimesh_numerics.linalg.elimination import Factors
-from multimesh_numerics.linalg.factor import check_right_hand_side, lay_out_like, layout_of, multiply
-from multimesh_numerics.linalg.layout import Layout
+from multimesh_numerics.linalg.factor import check_right_hand_side, lay_out_like, linear_solve, multiply
+from multimesh_numerics.linalg.layout import Layout, layout_of
 
 TRANS = {0: 0, 1: 1, 2: 2, "N": 0, "T": 1, "C": 2}
 
@@ -38,47 +40,39 @@ def _trans(func: str, trans: Any) -> int:
     return TRANS[trans]
 
 
-def _linear_solve(a: Array, b: Array, layout: Layout, trans: int, solve: Any) -> Array:
+def _linear_solve(a: Array, b: Array, layout: Layout, trans: int, solve: Callable[[Array, bool], Array]) -> Array:
     """Solve ``op(a) @ x = b`` with derivatives, by ``solve(b, transposed)``, which has none."""
     if trans == 2:
         return _linear_solve(a, b.conj(), layout, 1, solve).conj()
-    if b.ndim == 1:
-        return _linear_solve(a, b[:, None], layout, trans, solve)[:, 0]
-    if not b.shape[1]:
-        return b
-    matrix = layout.placed(a) if trans == 0 else a.T
-    by = layout if trans == 0 else dataclasses.replace(layout, rows=layout.cols, cols=layout.rows)
-
-    def run(b: Array, transposed: bool) -> Array:
-        return lay_out(solve(lay_out(b, layout.mesh), transposed), layout.mesh)
-
-    return lax.custom_linear_solve(
-        lambda x: multiply(matrix, lay_out(x, layout.mesh), by),
-        lay_out(b, layout.mesh),
-        lambda _, b: run(b, trans == 1),
-        lambda _, b: run(b, trans == 0),
+    matrix, by = layout.place(a), layout
+    if trans == 1:
+        matrix, by = a.T, dataclasses.replace(layout, rows=layout.cols, cols=layout.rows)
+    return linear_solve(
+        lambda x: multiply(matrix, x, by), lambda b, transposed: solve(b, transposed != (trans == 1)), b, layout.mesh
     )
-
-
-def _factors_spec(layout: Layout) -> Factors:
-    return Factors(P(None, entry(layout.axes)), P())
 
 
 @functools.partial(jax.jit, static_argnames="layout")
 def _lu_factor(a: Array, *, layout: Layout) -> Factors:
+    def one(a: Array) -> Factors:
+        lu, pivots = jax.scipy.linalg.lu_factor(a)
+        return Factors(lu[None], pivots)
+
     f = functools.partial(elimination.lu_of_shards, layout=layout)
     a = jnp.where(jnp.isfinite(a).all(), a, jnp.nan)  # an infinite pivot would hide its row
-    return layout.on_shards(f, layout.spec, _factors_spec(layout), one_device.whole_lu)(
-        layout.placed(lax.stop_gradient(a))
-    )
+    run = layout.on_shards(f, layout.spec, Factors(layout.panel_spec, P()), one)
+    return run(layout.place(lax.stop_gradient(a)))
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "trans"))
 def _lu_solve(a: Array, factors: Factors, b: Array, *, layout: Layout, trans: int) -> Array:
     def solve(b: Array, transposed: bool) -> Array:
         f = functools.partial(elimination.solve_lu, layout=layout, transposed=transposed)
-        one = functools.partial(one_device.whole_lu_solve, transposed=transposed)
-        return layout.on_shards(f, (_factors_spec(layout), P()), P(), one)(factors, b)
+
+        def one(factors: Factors, b: Array) -> Array:
+            return jax.scipy.linalg.lu_solve((factors.lu[0], factors.rows), b, int(transposed))
+
+        return layout.on_shards(f, (Factors(layout.panel_spec, P()), P()), P(), one)(factors, b)
 
     return _linear_solve(a, b, layout, trans, solve)
 
@@ -87,8 +81,11 @@ def _lu_solve(a: Array, factors: Factors, b: Array, *, layout: Layout, trans: in
 def _solve_triangular(t: Array, b: Array, *, layout: Layout, lower: bool, trans: int) -> Array:
     def solve(b: Array, transposed: bool) -> Array:
         f = functools.partial(triangular.solve_triangle, layout=layout, lower=lower, transposed=transposed)
-        one = functools.partial(one_device.whole_solve_triangular, lower=lower, transposed=transposed)
-        return layout.on_shards(f, (layout.spec, P()), P(), one)(layout.placed(lax.stop_gradient(t)), b)
+
+        def one(t: Array, b: Array) -> Array:
+            return jax.scipy.linalg.solve_triangular(t, b, int(transposed), lower)
+
+        return layout.on_shards(f, (layout.spec, P()), P(), one)(layout.place(lax.stop_gradient(t)), b)
 
     return _linear_solve(t, b, layout, trans, solve)
 
@@ -96,25 +93,10 @@ def _solve_triangular(t: Array, b: Array, *, layout: Layout, lower: bool, trans:
 def lu_factor(a: Array, *, mesh: AnyMesh | None = None, spec: P | None = None) -> LUFactor:
     """Factor any square matrix, for `lu_solve`, with tournament pivoting.
 
-    Parameters
-    ----------
-    a
-        Shape (N, N), sharded by rows, by columns or both.
-    mesh, spec
-        The sharding of ``a``, if the array does not carry it.
-
-    Returns
-    -------
-    LUFactor
-        If ``a`` is singular, solutions with it are NaN or infinite, as in SciPy; and NaN if ``a`` is not finite.
-
-    Raises
-    ------
-    UsageError
-        If ``a`` is not square or not sharded, or has another dtype than float32, float64, complex64 or complex128.
+    Arguments and errors are those of `cho_factor`. If ``a`` is singular, solutions with the result are NaN or
+    infinite, as in SciPy. They are NaN if ``a`` is not finite.
     """
-    a = specs.as_array(a)
-    layout = layout_of("lu_factor", a, mesh, spec)
+    a, layout = layout_of("lu_factor", a, mesh, spec)
     return LUFactor(a, _lu_factor(a, layout=layout), layout)
 
 
@@ -162,8 +144,8 @@ def solve_triangular(
     ``a`` has shape (N, N) and is sharded; its other triangle is not used. ``b`` has shape (N,) or (N, r). Result and
     errors are those of `lu_solve`. A singular ``a`` gives NaN or infinite values.
     """
-    a, b = specs.as_array(a), specs.as_array(b)
-    layout = layout_of("solve_triangular", a, mesh, spec)
+    b = specs.as_array(b)
+    a, layout = layout_of("solve_triangular", a, mesh, spec)
     check_right_hand_side("solve_triangular", a, b)
     t = _triangle(a, bool(lower), bool(unit_diagonal))
     x = _solve_triangular(t, b, layout=layout, lower=bool(lower), trans=_trans("solve_triangular", trans))

@@ -32,7 +32,7 @@ MOST = 60  # sweeps; 5 to 10 are usual
 
 class _State(NamedTuple):
     a: Array  # (devices, 2b, 2b): my columns of what becomes diagonal; rows are cut into the pairs of all devices
-    v: Array  # (order, 2b): my columns of the eigenvectors
+    v: Array  # (n, 2b): my columns of the eigenvectors
     scale: Array  # largest eigenvalue, by its magnitude
     residual: Array  # norm of what is beside the diagonal
     before: Array  # the same, a sweep ago
@@ -40,30 +40,20 @@ class _State(NamedTuple):
     sweeps: Array
 
 
-def _rotate(blocks: np.ndarray) -> np.ndarray:
-    """Return the next round: of (devices, 2) blocks the first stays, and the others move on by one place."""
-    new = blocks.copy()
-    if len(blocks) > 1:
-        new[1, 0] = blocks[0, 1]
-        new[2:, 0] = blocks[1:-1, 0]
-        new[-1, 1] = blocks[-1, 0]
-        new[:-1, 1] = blocks[1:, 1]
-    return new
-
-
 def _numbers(devices: int) -> np.ndarray:
-    """The numbers of the two blocks of each device in each round: (rounds, devices, 2)."""
-    rounds = [np.arange(2 * devices).reshape(devices, 2)]
-    while len(rounds) < 2 * devices - 1:
-        rounds.append(_rotate(rounds[-1]))
-    return np.stack(rounds)
+    """The numbers of the two blocks of each device in each round, (rounds, devices, 2): the first stays, others go on.
+
+    They go round by one place: to the last device as its first block, and back as the second.
+    """
+    places = np.r_[2 * np.arange(1, devices), 2 * np.arange(devices)[::-1] + 1]
+    numbers = np.zeros((2 * devices - 1, 2 * devices), int)
+    numbers[:, places] = [np.roll(places, k) for k in range(2 * devices - 1)]
+    return numbers.reshape(-1, devices, 2)
 
 
 def _send_on(x: Array, layout: Layout) -> Array:
     """Exchange blocks for the next round; my two lie beside each other in the last dimension."""
     p, me = layout.devices, lax.axis_index(layout.axes)
-    if p == 1:
-        return x
     top, bottom = jnp.split(x, 2, -1)
     from_left = permute(jnp.where(me == 0, bottom, top), layout.axes, [(k, k + 1) for k in range(p - 1)])
     from_right = permute(bottom, layout.axes, [(k, k - 1) for k in range(1, p)])
@@ -88,12 +78,12 @@ def _judge(state: _State, layout: Layout) -> _State:
 
 
 def eigh_of_shards(a: Array, layout: Layout) -> tuple[Array, Array]:
-    """Return the eigenvalues, ascending, and my rows of the eigenvectors, (held, order), from my shard of the matrix.
+    """Return the eigenvalues, ascending, and my rows of the eigenvectors, (local_rows, n), from my shard of the matrix.
 
     ``layout`` has two superpanels. If the sweeps do not converge, which we have never seen, all is NaN.
     """
     p, size, me = layout.devices, 2 * layout.height, lax.axis_index(layout.axes)
-    a = layout.to_rows(a)
+    a = layout.rows_of_hermitian(a)
     real = jnp.finfo(a.dtype).dtype
     norm = 2 * rings.norm(a, layout.axes)  # all eigenvalues are below one half now; rows of the identity come last
     x = layout.pad_matrix(a / norm).reshape(size, p * size)
@@ -101,7 +91,7 @@ def eigh_of_shards(a: Array, layout: Layout) -> tuple[Array, Array]:
     v = jnp.eye(p * size, dtype=x.dtype).reshape(p * size, p, size)
     v = lax.dynamic_index_in_dim(v, me, 1, keepdims=False)
     numbers = jnp.asarray(_numbers(p))
-    move = np.asarray(_rotate(np.arange(2 * p).reshape(p, 2))).reshape(-1)
+    move = _numbers(p)[1].reshape(-1)
 
     def play(round: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         a, v = carry
@@ -119,27 +109,27 @@ def eigh_of_shards(a: Array, layout: Layout) -> tuple[Array, Array]:
         return _judge(state._replace(a=a, v=v), layout)
 
     eps = float(jnp.finfo(real).eps)
-    tolerance = 2 * math.sqrt(layout.order) * eps
-    rounding = max(tolerance, layout.order / 2 * eps)  # at most this is left of many rotations
+    tolerance = 2 * math.sqrt(layout.n) * eps
+    rounding = max(tolerance, layout.n / 2 * eps)  # at most this is left of many rotations
 
-    def converged(a: Array, v: Array, tolerance: float) -> _State:
+    def converge(a: Array, v: Array, tolerance: float) -> _State:
         def goes_on(state: _State) -> Array:
             shrinks = (state.residual > 0.01 * state.scale) | (state.residual < 0.8 * state.before)
-            goes_on = (state.residual > tolerance * state.scale) & shrinks | ~state.sorted
-            return goes_on & (state.sweeps < MOST) & ~jnp.isnan(state.residual)
+            unfinished = (state.residual > tolerance * state.scale) & shrinks | ~state.sorted
+            return unfinished & (state.sweeps < MOST) & ~jnp.isnan(state.residual)
 
         big = jnp.asarray(jnp.inf, real)
         start = _State(a.reshape(p, size, size), v, big, big, big, jnp.zeros((), bool), jnp.zeros((), jnp.int32))
         return lax.while_loop(goes_on, sweep, start)
 
-    vh = adjoint(converged(adjoint(x), v, rounding).v)
+    vh = adjoint(converge(adjoint(x), v, rounding).v)
     vh = rings.orthogonal(vh, rings.gram(vh, layout.axes), layout.axes)
     again = rings.times_adjoint(rings.times(vh, x, layout.axes), vh, layout.axes)
-    state = converged(adjoint(again), adjoint(vh), tolerance)
+    state = converge(adjoint(again), adjoint(vh), tolerance)
     vh = adjoint(state.v)
     v = adjoint(rings.orthogonal(vh, rings.gram(vh, layout.axes), layout.axes))
     failed = ~(state.residual <= 100 * tolerance * state.scale) | ~state.sorted
     w = jnp.sort(lax.all_gather(_diagonal(state.a, layout), layout.axes, tiled=True)) * norm
     rows = lax.all_to_all(v.reshape(p, size, size), layout.axes, 0, 2, tiled=True).reshape(size, p * size)
     nan = jnp.where(failed, jnp.nan, 0).astype(real)
-    return w[: layout.order] + nan, rows[: layout.rows_held, : layout.order] + nan
+    return w[: layout.n] + nan, rows[: layout.local_rows, : layout.n] + nan

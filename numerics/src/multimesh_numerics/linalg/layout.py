@@ -18,31 +18,22 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
+from multimesh.core import specs
 from multimesh.core.specs import AnyMesh, Axes, entry, lay_out, size
+from multimesh.errors import UsageError
 
 FEWEST, USUAL, MOST = 8, 16, 32  # superpanels: fewer do more work in more memory, more make larger executables
 
 
-def to_rows(a: Array, mesh: AnyMesh, cols: Axes) -> Array:
-    """My shard of a matrix -> my rows, with rows of zeros at the end where the devices do not divide them."""
-    if not cols:
-        return a
-    a = jnp.pad(a, ((0, -a.shape[0] % size(mesh, cols)), (0, 0)))
-    return lax.all_to_all(a, cols, 0, 1, tiled=True)
-
-
-def from_rows(a: Array, cols: Axes) -> Array:
-    """My rows of a matrix -> my shard; rows that `to_rows` added are still there."""
-    return lax.all_to_all(a, cols, 1, 0, tiled=True) if cols else a
-
-
 @dataclasses.dataclass(frozen=True)
 class ShardedMatrix:
-    """A matrix with its rows and columns sharded over mesh axes."""
+    """A matrix of shape (m, n) with its rows and columns sharded over mesh axes."""
 
     mesh: AnyMesh
     rows: Axes
     cols: Axes
+    m: int
+    n: int
 
     @cached_property
     def axes(self) -> Axes:
@@ -59,9 +50,25 @@ class ShardedMatrix:
         """The spec of the matrix."""
         return P(entry(self.rows), entry(self.cols))
 
-    def placed(self, a: Array) -> Array:
+    @cached_property
+    def shard_rows(self) -> int:
+        """Rows of a shard."""
+        return self.m // size(self.mesh, self.rows)
+
+    @cached_property
+    def local_rows(self) -> int:
+        """Rows of a device, if the matrix is cut by rows only."""
+        return math.ceil(self.shard_rows / size(self.mesh, self.cols))
+
+    def place(self, a: Array) -> Array:
         """Lay out ``a``, and its gradient, as the matrix."""
         return lay_out(a, self.mesh, self.rows, self.cols)
+
+    def cut(self, a: Array) -> Array:
+        """Cut an (n, n) result out of ``a``, which may be larger for the devices, and shard its rows if they divide."""
+        if len(a) > self.n:
+            a = lay_out(a, self.mesh)[: self.n, : self.n]
+        return lay_out(a, self.mesh, () if self.n % self.devices else self.axes)
 
     def on_shards(
         self, f: Callable[..., Any], in_specs: Any, out_specs: Any, on_one_device: Callable[..., Any] | None = None
@@ -71,14 +78,31 @@ class ShardedMatrix:
         # Unchecked: JAX can't infer that what an `all_gather` returns is the same on all devices.
         return jax.shard_map(run, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
+    # The methods below, and those of `Layout`, work on the shards of one device, inside `jax.shard_map`.
+
+    def to_rows(self, a: Array) -> Array:
+        """My shard -> my rows, with rows of zeros at the end where the devices do not divide them."""
+        if not self.cols:
+            return a
+        a = jnp.pad(a, ((0, -a.shape[0] % size(self.mesh, self.cols)), (0, 0)))
+        return lax.all_to_all(a, self.cols, 0, 1, tiled=True)
+
+    def from_rows(self, a: Array) -> Array:
+        """My rows of a matrix with as many rows -> my shard."""
+        return (lax.all_to_all(a, self.cols, 1, 0, tiled=True) if self.cols else a)[: self.shard_rows]
+
+    def real_rows(self) -> Array:
+        """Flag those of my rows that are rows of the matrix, not padding: (rows, 1)."""
+        first = lax.axis_index(self.cols) * self.local_rows if self.cols else 0
+        return (first + jnp.arange(self.local_rows) < self.shard_rows)[:, None]
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout(ShardedMatrix):
-    """An ``order`` x ``order`` matrix, cut into ``count`` superpanels."""
+    """An (n, n) matrix, cut into ``count`` superpanels."""
 
-    order: int
-    height: int
-    count: int
+    height: int = 0
+    count: int = 0
 
     @property
     def width(self) -> int:
@@ -92,13 +116,13 @@ class Layout(ShardedMatrix):
 
     @cached_property
     def groups(self) -> int:
-        """Number of contiguous ranges into which ``order`` is cut before each is padded for its devices."""
+        """Number of contiguous ranges into which the rows are cut before each is padded for its devices."""
         return size(self.mesh, self.rows) if self.rows else self.devices
 
     @property
-    def rows_held(self) -> int:
-        """Rows of a device, if the matrix is cut by rows only."""
-        return math.ceil(self.order // self.groups / (self.devices // self.groups))
+    def panel_spec(self) -> P:
+        """The spec of my rows of superpanels, (count, padded, width)."""
+        return P(None, entry(self.axes))
 
     def with_panels(self, tile: int | None = None) -> Layout:
         """Choose superpanels of about ``tile`` rows of each device: 8 to 32, by default 16, if the rows suffice.
@@ -106,56 +130,50 @@ class Layout(ShardedMatrix):
         More than 16 devices have more superpanels, so that a gathered block has at most a quarter of a shard.
         """
         enough = 2 * math.isqrt(self.devices)
-        fewest, usual, most = (math.ceil(self.rows_held / max(count, enough)) for count in (FEWEST, USUAL, MOST))
+        fewest, usual, most = (math.ceil(self.local_rows / max(count, enough)) for count in (FEWEST, USUAL, MOST))
         height = max(min(tile or usual, fewest), most)
-        count = math.ceil(self.rows_held / height)
-        return dataclasses.replace(self, height=math.ceil(self.rows_held / count), count=count)
+        return self.cut_into(math.ceil(self.local_rows / height))
 
     def in_order(self) -> Layout:
         """Choose a number of superpanels that the devices divide; `to_cyclic` needs that."""
-        count = self.devices * max(1, math.ceil(min(USUAL, self.rows_held) / self.devices))
-        return dataclasses.replace(self, height=math.ceil(self.rows_held / count), count=count)
+        return self.cut_into(self.devices * max(1, math.ceil(min(USUAL, self.local_rows) / self.devices)))
+
+    def cut_into(self, count: int) -> Layout:
+        """Choose the number of superpanels."""
+        return dataclasses.replace(self, height=math.ceil(self.local_rows / count), count=count)
 
     @property
     def rows_at_a_time(self) -> int:
         """Rows of whole superpanels, at most an eighth of all, that divide them."""
         return self.height * max(some for some in range(1, max(1, self.count // FEWEST) + 1) if self.count % some == 0)
 
-    # The methods below work on the shards of one device, inside `jax.shard_map`.
-
-    def to_rows(self, a: Array, *, hermitian: bool = True) -> Array:
-        """My shard of a matrix -> my rows, (held, order)."""
-        if not self.rows and hermitian:
-            return a.conj().T
-        return to_rows(a, self.mesh, self.cols)
-
-    def from_rows(self, a: Array) -> Array:
-        """Move my rows of any matrix, (held, order), to my shard."""
-        return from_rows(a, self.cols)[: self.order // size(self.mesh, self.rows)]
+    def rows_of_hermitian(self, a: Array) -> Array:
+        """My shard of a Hermitian matrix -> my rows, (local_rows, n)."""
+        return self.to_rows(a) if self.rows else a.conj().T
 
     def pad(self, b: Array) -> Array:
-        """Pad rows in natural order, (order, r), with zeros to (devices, padded, r)."""
-        b = b.reshape(self.groups, self.order // self.groups, -1)
+        """Pad rows in natural order, (n, r), with zeros to (devices, padded, r)."""
+        b = b.reshape(self.groups, self.n // self.groups, -1)
         split = self.devices // self.groups
-        b = jnp.pad(b, ((0, 0), (0, split * self.rows_held - b.shape[1]), (0, 0))).reshape(
-            self.devices, self.rows_held, -1
+        b = jnp.pad(b, ((0, 0), (0, split * self.local_rows - b.shape[1]), (0, 0))).reshape(
+            self.devices, self.local_rows, -1
         )
-        return jnp.pad(b, ((0, 0), (0, self.padded - self.rows_held), (0, 0)))
+        return jnp.pad(b, ((0, 0), (0, self.padded - self.local_rows), (0, 0)))
 
     def unpad(self, b: Array) -> Array:
         """Undo `pad`."""
-        b = b[:, : self.rows_held].reshape(self.groups, -1, b.shape[-1])
-        return b[:, : self.order // self.groups].reshape(self.order, -1)
+        b = b[:, : self.local_rows].reshape(self.groups, -1, b.shape[-1])
+        return b[:, : self.n // self.groups].reshape(self.n, -1)
 
     def pad_matrix(self, a: Array) -> Array:
-        """Pad my rows, (held, order), with rows and columns of the identity to (padded, devices, padded)."""
-        if self.devices * self.padded == self.order:
+        """Pad my rows, (local_rows, n), with rows and columns of the identity to (padded, devices, padded)."""
+        if self.devices * self.padded == self.n:
             return a.reshape(self.padded, self.devices, self.padded)
-        a = jnp.pad(a, ((0, self.padded - self.rows_held), (0, 0)))
+        a = jnp.pad(a, ((0, self.padded - self.local_rows), (0, 0)))
         a = self.pad(a.T).transpose(2, 0, 1)
         me, row = lax.axis_index(self.axes), jnp.arange(self.padded)
         split = self.devices // self.groups
-        missing = (row >= self.rows_held) | (me % split * self.rows_held + row >= self.order // self.groups)
+        missing = (row >= self.local_rows) | (me % split * self.local_rows + row >= self.n // self.groups)
         is_local = (jnp.arange(self.devices) == me)[:, None] & (row[:, None, None] == row) & missing[:, None, None]
         return jnp.where(is_local, jnp.ones((), a.dtype), jnp.where(missing[:, None, None], 0, a))
 
@@ -165,7 +183,7 @@ class Layout(ShardedMatrix):
         return a.transpose(2, 0, 1, 3).reshape(self.count, self.padded, self.width)
 
     def to_panels(self, b: Array) -> Array:
-        """Move rows from natural order, (order, r), to order of elimination, (count, width, r)."""
+        """Move rows from natural order, (n, r), to order of elimination, (count, width, r)."""
         b = self.pad(b).reshape(self.devices, self.count, self.height, -1)
         return b.swapaxes(0, 1).reshape(self.count, self.width, -1)
 
@@ -183,3 +201,32 @@ class Layout(ShardedMatrix):
         """Undo `to_cyclic`."""
         a = a.reshape(self.devices, self.count // self.devices, 1, self.height, -1)
         return lax.all_to_all(a, self.axes, 0, 2, tiled=True).reshape(self.padded, -1)
+
+
+def matrix_of(
+    func: str, a: Any, mesh: AnyMesh | None, spec: P | None, *, square: bool = False, tall: bool = False
+) -> tuple[Array, ShardedMatrix]:
+    """Return a matrix as an array, and its shape and sharding, checked."""
+    a = specs.as_array(a)
+    if a.ndim != 2 or (square and a.shape[0] != a.shape[1]):
+        need = "the matrix must be square" if square else "needs a matrix"
+        raise UsageError(f"{func}: {need}, got shape {a.shape}; use jax.vmap for a stack of matrices")
+    specs.check_dtype(func, a)
+    specs.check_not_empty(func, a)
+    mesh, (rows, cols) = specs.find(func, a, mesh, spec)
+    for length, axes, name in zip(a.shape, (rows, cols), ("rows", "columns"), strict=True):
+        if length % size(mesh, axes):
+            remedy = "; append rows and columns of the identity" if square else ""
+            raise UsageError(
+                f"{func}: {length} {name} can't be cut evenly for the {size(mesh, axes)} devices along "
+                f"{entry(axes)!r}{remedy}"
+            )
+    if tall and a.shape[0] < a.shape[1]:
+        raise UsageError(f"{func}: needs at least as many rows as columns, got shape {a.shape}; pass a.conj().T")
+    return a, ShardedMatrix(mesh, rows, cols, *a.shape)
+
+
+def layout_of(func: str, a: Any, mesh: AnyMesh | None, spec: P | None, tile: int | None = None) -> tuple[Array, Layout]:
+    """Return a square matrix, cut into superpanels of about ``tile`` rows of each device, by default into 16."""
+    a, matrix = matrix_of(func, a, mesh, spec, square=True)
+    return a, Layout(matrix.mesh, matrix.rows, matrix.cols, *a.shape).with_panels(tile)

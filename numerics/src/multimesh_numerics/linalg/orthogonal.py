@@ -13,9 +13,9 @@ from multimesh.core import specs
 from multimesh.core.specs import AnyMesh, entry, lay_out, size
 from multimesh.errors import UsageError
 
-from multimesh_numerics.linalg import one_device, tsqr
+from multimesh_numerics.linalg import tsqr
 from multimesh_numerics.linalg.factor import check_right_hand_side
-from multimesh_numerics.linalg.rectangle import Tall, needs_rows, tall_of
+from multimesh_numerics.linalg.layout import ShardedMatrix, matrix_of
 from multimesh_numerics.linalg.rings import adjoint, matmul
 
 
@@ -27,16 +27,17 @@ class QRResult(NamedTuple):
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _qr(a: Array, layout: Tall) -> QRResult:
+def _qr(a: Array, layout: ShardedMatrix) -> QRResult:
     def run(a: Array) -> tuple[Array, Array]:
         q, r = tsqr.qr_of_shards(layout.to_rows(a), layout.axes)
         return layout.from_rows(q), r
 
-    return QRResult(*layout.on_shards(run, layout.spec, (layout.spec, P()), one_device.whole_qr)(layout.placed(a)))
+    f = layout.on_shards(run, layout.spec, (layout.spec, P()), lambda a: tuple(jnp.linalg.qr(a)))
+    return QRResult(*f(layout.place(a)))
 
 
 @_qr.defjvp
-def _qr_jvp(layout: Tall, primals: Any, tangents: Any) -> tuple[QRResult, QRResult]:
+def _qr_jvp(layout: ShardedMatrix, primals: Any, tangents: Any) -> tuple[QRResult, QRResult]:
     q, r = _qr(*primals, layout)
     basis, change = lay_out(q, layout.mesh), lay_out(tangents[0], layout.mesh)
     scaled = lax.linalg.triangular_solve(r, change)  # dA @ inv(R)
@@ -44,23 +45,21 @@ def _qr_jvp(layout: Tall, primals: Any, tangents: Any) -> tuple[QRResult, QRResu
     low = jnp.tril(inner, -1)
     turn = low - adjoint(low) + 1j * jnp.diag(jnp.imag(jnp.diagonal(inner))) if jnp.iscomplexobj(q) else low - low.T
     dq = matmul(basis, turn - inner) + scaled
-    return QRResult(q, r), QRResult(layout.placed(dq), matmul(inner - turn, r))
+    return QRResult(q, r), QRResult(layout.place(dq), matmul(inner - turn, r))
 
 
 _jitted_qr = jax.jit(_qr, static_argnums=1)
 
 
-def _qr_layout(func: str, a: Array, mesh: AnyMesh | None, spec: P | None) -> Tall:
-    layout = tall_of(func, a, mesh, spec)
-    needs_rows(func, layout)
-    shard, ways = layout.m // size(layout.mesh, layout.rows), size(layout.mesh, layout.cols)
-    least = shard - (ways - 1) * -(-shard // ways)
+def _tall_matrix(func: str, a: Array, mesh: AnyMesh | None, spec: P | None) -> tuple[Array, ShardedMatrix]:
+    a, layout = matrix_of(func, a, mesh, spec, tall=True)
+    least = layout.shard_rows - (size(layout.mesh, layout.cols) - 1) * layout.local_rows
     if least < layout.n:
         raise UsageError(
             f"{func}: each of {layout.devices} devices must have as many rows as the matrix has columns, and one of "
             f"shape ({layout.m}, {layout.n}) gives a device {max(least, 0)}; use at most {layout.m // layout.n} devices"
         )
-    return layout
+    return a, layout
 
 
 def qr(a: Array, *, mesh: AnyMesh | None = None, spec: P | None = None) -> QRResult:
@@ -88,12 +87,11 @@ def qr(a: Array, *, mesh: AnyMesh | None = None, spec: P | None = None) -> QRRes
     -----
     Derivatives need full rank. They gather ``Q`` on every device.
     """
-    a = specs.as_array(a)
-    return _jitted_qr(a, _qr_layout("qr", a, mesh, spec))
+    return _jitted_qr(*_tall_matrix("qr", a, mesh, spec))
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _least_squares(a: Array, b: Array, layout: Tall) -> Array:
+def _least_squares(a: Array, b: Array, layout: ShardedMatrix) -> Array:
     q, r = _qr(a, layout)
     if b.ndim == 1:
         return _least_squares(a, b[:, None], layout)[:, 0]
@@ -109,25 +107,10 @@ def _least_squares(a: Array, b: Array, layout: Tall) -> Array:
 def least_squares(a: Array, b: Array, *, mesh: AnyMesh | None = None, spec: P | None = None) -> Array:
     """Return the ``x`` that minimizes the norm of ``a @ x - b``, for a tall ``a`` of full rank, by `qr`.
 
-    Parameters
-    ----------
-    a
-        Shape (M, N), sharded by rows, by columns or both, with at least N rows for each device.
-    b
-        Shape (M,) or (M, r), with the dtype of ``a``.
-    mesh, spec
-        The sharding of ``a``, if the array does not carry it.
-
-    Returns
-    -------
-    ``x``, (N,) or (N, r), whole on every device. If the rank of ``a`` is less than N, it is large, infinite or NaN.
-
-    Raises
-    ------
-    UsageError
-        As `qr`, and if shape or dtype of ``b`` do not fit.
+    ``a``, ``mesh``, ``spec`` and errors are those of `qr`. ``b`` has shape (M,) or (M, r) and the dtype of ``a``. The
+    result, (N,) or (N, r), is whole on every device. If the rank of ``a`` is less than N, it is large, infinite or NaN.
     """
-    a, b = specs.as_array(a), specs.as_array(b)
-    layout = _qr_layout("least_squares", a, mesh, spec)
+    b = specs.as_array(b)
+    a, layout = _tall_matrix("least_squares", a, mesh, spec)
     check_right_hand_side("least_squares", a, b)
     return _least_squares(a, b, layout)

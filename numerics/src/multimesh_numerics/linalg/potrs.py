@@ -12,16 +12,8 @@ from jax.sharding import PartitionSpec as P
 from multimesh.core import specs
 from multimesh.errors import UsageError
 
-from multimesh_numerics.linalg.factor import (
-    backsolve,
-    columns_of,
-    factorize,
-    lay_out_like,
-    layout_of,
-    log_determinant,
-    pair,
-)
-from multimesh_numerics.linalg.layout import Layout
+from multimesh_numerics.linalg import factor
+from multimesh_numerics.linalg.layout import Layout, layout_of
 
 
 def potrs(
@@ -76,16 +68,15 @@ def potrs(
         raise UsageError(f"potrs: T_A is a number of rows, at least 1; got {T_A!r}")
     if matrix_specs is not None and in_specs is not None:
         raise UsageError("potrs: in_specs is the older name of matrix_specs; give one of them")
-    a, b = specs.as_array(a), specs.as_array(b)
-    of_a, of_b = pair(in_specs if matrix_specs is None else matrix_specs)
-    of_a = _check_axes(a, mesh, of_a)
-    layout = layout_of("potrs", a, mesh, of_a, T_A)
-    if not pad and layout.rows_held % T_A:
+    b = specs.as_array(b)
+    of_a, of_b = factor.pair(in_specs if matrix_specs is None else matrix_specs)
+    a, layout = layout_of("potrs", a, mesh, _check_axes(a, mesh, of_a), T_A)
+    if not pad and layout.local_rows % T_A:
         raise UsageError(
-            f"potrs: T_A={T_A} does not divide the {layout.rows_held} rows of a device; give another, or pad=True"
+            f"potrs: T_A={T_A} does not divide the {layout.local_rows} rows of a device; give another, or pad=True"
         )
-    x, logdet, status = _potrs(a, b, layout=layout, columns=columns_of("potrs", a, b, layout, of_b))
-    x = lay_out_like(x, b, layout)
+    x, logdet, status = _potrs(a, b, layout=layout, columns=factor.columns_of("potrs", a, b, layout, of_b))
+    x = factor.lay_out_like(x, b, layout)
     more = (logdet,) * return_logdet + (status,) * return_status
     return (x, *more) if more else x
 
@@ -108,5 +99,6 @@ def _check_axes(a: Any, mesh: Any, spec: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnames=("layout", "columns"))
 def _potrs(a: Array, b: Array, *, layout: Layout, columns: bool) -> tuple[Array, Array, Array]:
-    panels = factorize(a, layout)
-    return backsolve(a, panels, b, layout, columns), log_determinant(a, panels, layout), panels.status
+    panels = factor.factorize(a, layout)
+    logdet = factor.log_determinant(a, panels, layout)
+    return factor.backsolve(a, panels, b, layout, columns), logdet, panels.status

@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from multimesh.core.specs import AnyMesh, Axes, size
+from multimesh.core.specs import Axes
 
 from multimesh_numerics.linalg import rings
-from multimesh_numerics.linalg.cholesky import cholesky_of_shards, forward_own, solve_columns
-from multimesh_numerics.linalg.layout import Layout
+from multimesh_numerics.linalg.cholesky import cholesky_of_shards, forward_columns, solve_columns
+from multimesh_numerics.linalg.layout import Layout, ShardedMatrix
 from multimesh_numerics.linalg.rings import adjoint
 
 PANELS = 8  # superpanels of the factorizations
@@ -53,17 +53,6 @@ def _weights(eps: float, order: int) -> tuple[np.ndarray, np.ndarray]:
     return table[:many], table[many:]
 
 
-def _layout(mesh: AnyMesh, axes: Axes, order: int) -> Layout:
-    layout = Layout(mesh, axes, (), order, 0, 0)
-    return layout.with_panels(math.ceil(layout.rows_held / PANELS))
-
-
-def _identity(rows: int, axes: Axes, dtype: jnp.dtype) -> Array:
-    """My rows of the identity matrix of ``rows * devices`` rows."""
-    columns = jnp.arange(rows * lax.axis_size(axes)) - lax.axis_index(axes) * rows
-    return (jnp.arange(rows)[:, None] == columns).astype(dtype)
-
-
 def _noise(x: Array, axes: Axes) -> Array:
     """A random matrix with the shape of ``x`` on each device, whose largest singular value is about 1."""
     real = jnp.finfo(x.dtype).dtype
@@ -74,37 +63,38 @@ def _noise(x: Array, axes: Axes) -> Array:
     return lax.complex(noise[0], noise[1]) if jnp.iscomplexobj(x) else noise[0]
 
 
-def polar_of_shards(a: Array, present: Array, mesh: AnyMesh, axes: Axes) -> tuple[Array, Array]:
-    """My rows of U and of H, from my rows of A, which has at least as many rows as columns.
+def polar_of_shards(a: Array, matrix: ShardedMatrix) -> tuple[Array, Array]:
+    """My rows of U and of H, from my shard of A, which has at least as many rows as columns.
 
-    ``present``, (rows, 1), says which of my rows are no padding. H has rows and columns of zeros at the end, so that
-    the devices divide its rows.
+    H has rows and columns of zeros at the end, so that the devices divide its rows.
     """
-    p, (_, order) = size(mesh, axes), a.shape
+    a, p, axes, order = matrix.to_rows(a), matrix.devices, matrix.axes, matrix.n
     padded = -(-order // p) * p
+    added = ((0, 0), (0, padded - order))
     eps = float(jnp.finfo(a.dtype).eps)
-    x = a / rings.norm(a, axes) + eps / math.sqrt(order) * jnp.where(present, _noise(a, axes), 0)
-    x = jnp.pad(x, ((0, 0), (0, padded - order)))
-    layout = _layout(mesh, axes, padded)
-    one = _identity(padded // p, axes, a.dtype)
+    x = a / rings.norm(a, axes) + eps / math.sqrt(order) * jnp.where(matrix.real_rows(), _noise(a, axes), 0)
+    x = jnp.pad(x, added)
+    layout = Layout(matrix.mesh, axes, (), padded, padded)
+    layout = layout.with_panels(math.ceil(layout.local_rows / PANELS))
+    row = lax.axis_index(axes) * (padded // p) + jnp.arange(padded // p)[:, None]
+    one = (row == jnp.arange(padded)).astype(a.dtype)
     real = jnp.finfo(a.dtype).dtype
 
-    def divided(x: Array, z: Array) -> Array:  # x @ inv(R), for a Z = R^H R; R is triangular in order of elimination
+    def divide(x: Array, z: Array) -> Array:  # x @ inv(R), for a Z = R^H R; R is triangular in order of elimination
         l = cholesky_of_shards(z, layout).l
-        return adjoint(layout.from_panels(forward_own(l, layout.to_panels(adjoint(x)), layout)))
+        return adjoint(layout.from_panels(forward_columns(l, layout.to_panels(adjoint(x)), layout)))
 
     def by_two(x: Array, weights: Array) -> Array:
         a, b, c = weights
-        q = divided(jnp.concatenate([jnp.sqrt(c) * x, one]), one + c * rings.gram(x, axes))
-        q = divided(q, rings.gram(q, axes))
+        q = divide(jnp.concatenate([jnp.sqrt(c) * x, one]), one + c * rings.gram(x, axes))
+        q = divide(q, rings.gram(q, axes))
         product = rings.times_adjoint(q[: len(x)], q[len(x) :], axes)
         return b / c * x + (a - b / c) / jnp.sqrt(c) * product
 
     many, few = (jnp.asarray(weights, real) for weights in _weights(eps, padded))
-    needed = (lax.axis_index(axes) * len(one) + jnp.arange(len(one)) < order)[:, None]
 
     def orthonormal(g: Array) -> Array:  # so far that `rings.orthogonal` does the rest
-        return ~(lax.psum(jnp.sum(jnp.abs(g - jnp.where(needed, one, 0)) ** 2), axes) > eps)  # NaN stays NaN
+        return ~(lax.psum(jnp.sum(jnp.abs(g - jnp.where(row < order, one, 0)) ** 2), axes) > eps)  # NaN stays NaN
 
     def by_one(state: _State) -> _State:
         a, b, c = few[jnp.minimum(state.done, len(few) - 1)]
@@ -121,5 +111,5 @@ def polar_of_shards(a: Array, present: Array, mesh: AnyMesh, axes: Axes) -> tupl
         _State(x, g, jnp.zeros((), jnp.int32), orthonormal(g)),
     )
     u = rings.orthogonal(state.x, state.gram, axes)[:, :order]
-    h = rings.adjoint_times(jnp.pad(u, ((0, 0), (0, padded - order))), jnp.pad(a, ((0, 0), (0, padded - order))), axes)
+    h = rings.adjoint_times(jnp.pad(u, added), jnp.pad(a, added), axes)
     return u, (h + rings.adjoint_of(h, axes)) / 2

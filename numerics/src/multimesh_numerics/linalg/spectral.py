@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
-from multimesh.core import specs
 from multimesh.core.specs import AnyMesh, entry, lay_out
 
-from multimesh_numerics.linalg import jacobi, one_device, qdwh, rings
-from multimesh_numerics.linalg.factor import layout_of, not_hermitian
-from multimesh_numerics.linalg.layout import Layout
-from multimesh_numerics.linalg.rectangle import Tall, needs_rows, tall_of
+from multimesh_numerics.linalg import jacobi, qdwh, rings
+from multimesh_numerics.linalg.factor import not_hermitian
+from multimesh_numerics.linalg.layout import Layout, ShardedMatrix, layout_of, matrix_of
 from multimesh_numerics.linalg.rings import adjoint, matmul
 
 
@@ -48,15 +44,15 @@ class PolarResult(NamedTuple):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _eigh(a: Array, layout: Layout) -> EighResult:
-    def checked(a: Array) -> Array:
+    def check(a: Array) -> Array:
         return jnp.where(not_hermitian(a, layout), jnp.nan, a)
 
     def run(a: Array) -> tuple[Array, Array]:
-        w, rows = jacobi.eigh_of_shards(checked(a), layout)
+        w, rows = jacobi.eigh_of_shards(check(a), layout)
         return w, layout.from_rows(rows)
 
-    f = layout.on_shards(run, layout.spec, (P(), layout.spec), lambda a: one_device.whole_eigh(checked(a)))
-    return EighResult(*f(layout.placed(a)))
+    f = layout.on_shards(run, layout.spec, (P(), layout.spec), lambda a: tuple(jnp.linalg.eigh(check(a))))
+    return EighResult(*f(layout.place(a)))
 
 
 @_eigh.defjvp
@@ -64,8 +60,8 @@ def _eigh_jvp(layout: Layout, primals: Any, tangents: Any) -> tuple[EighResult, 
     w, v = _eigh(*primals, layout)
     vectors, change = lay_out(v, layout.mesh), lay_out(tangents[0], layout.mesh)
     inner = matmul(adjoint(vectors), matmul((change + adjoint(change)) / 2, vectors))
-    turned = matmul(vectors, inner / _gaps(w))
-    return EighResult(w, v), EighResult(jnp.real(jnp.diagonal(inner)), layout.placed(turned))
+    rotation = matmul(vectors, inner / _gaps(w))
+    return EighResult(w, v), EighResult(jnp.real(jnp.diagonal(inner)), layout.place(rotation))
 
 
 def _gaps(w: Array) -> Array:
@@ -103,29 +99,31 @@ def eigh(a: Array, *, mesh: AnyMesh | None = None, spec: P | None = None) -> Eig
     Derivatives are those of `jax.numpy.linalg.eigh`: infinite or NaN for equal eigenvalues. They gather a matrix on
     every device.
     """
-    a = specs.as_array(a)
-    layout = layout_of("eigh", a, mesh, spec)
-    layout = dataclasses.replace(layout, height=math.ceil(layout.rows_held / 2), count=2)
-    return _jitted_eigh(a, layout)
+    a, layout = layout_of("eigh", a, mesh, spec)
+    return _jitted_eigh(a, layout.cut_into(2))
 
 
 # Polar decomposition and singular values.
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _polar(a: Array, layout: Tall) -> PolarResult:
+def _polar(a: Array, layout: ShardedMatrix) -> PolarResult:
     def run(a: Array) -> tuple[Array, Array]:
-        u, h = qdwh.polar_of_shards(layout.to_rows(a), layout.present(), layout.mesh, layout.axes)
+        u, h = qdwh.polar_of_shards(a, layout)
         return layout.from_rows(u), h
 
-    u, h = layout.on_shards(run, layout.spec, (layout.spec, P(entry(layout.axes))), one_device.whole_polar)(
-        layout.placed(a)
-    )
+    def one(a: Array) -> tuple[Array, Array]:
+        # As `jax.scipy.linalg.polar` with method "svd": its default, QDWH, needs full rank.
+        u, s, vh = _svd_on_one_device(a)
+        h = matmul(adjoint(vh) * s, vh)
+        return matmul(u, vh), (h + adjoint(h)) / 2
+
+    u, h = layout.on_shards(run, layout.spec, (layout.spec, P(entry(layout.axes))), one)(layout.place(a))
     return PolarResult(u, layout.cut(h))
 
 
 @_polar.defjvp
-def _polar_jvp(layout: Tall, primals: Any, tangents: Any) -> tuple[PolarResult, PolarResult]:
+def _polar_jvp(layout: ShardedMatrix, primals: Any, tangents: Any) -> tuple[PolarResult, PolarResult]:
     u, h = _polar(*primals, layout)
     left, right, change = (lay_out(x, layout.mesh) for x in (u, h, tangents[0]))
     w, v = jnp.linalg.eigh(right)
@@ -134,7 +132,7 @@ def _polar_jvp(layout: Tall, primals: Any, tangents: Any) -> tuple[PolarResult, 
     turn = matmul(v, matmul(turn, adjoint(v)))
     outside = matmul(matmul(change - matmul(left, inner), v) / w, adjoint(v))
     du, dh = matmul(left, turn) + outside, inner - matmul(turn, right)
-    return PolarResult(u, h), PolarResult(layout.placed(du), layout.cut((dh + adjoint(dh)) / 2))
+    return PolarResult(u, h), PolarResult(layout.place(du), layout.cut((dh + adjoint(dh)) / 2))
 
 
 _jitted_polar = jax.jit(_polar, static_argnums=1)
@@ -163,20 +161,17 @@ def polar(a: Array, *, mesh: AnyMesh | None = None, spec: P | None = None) -> Po
         If ``a`` has fewer rows than columns, is not sharded, or has another dtype than float32, float64, complex64 or
         complex128.
     """
-    a = specs.as_array(a)
-    layout = tall_of("polar", a, mesh, spec)
-    needs_rows("polar", layout)
-    return _jitted_polar(a, layout)
+    return _jitted_polar(*matrix_of("polar", a, mesh, spec, tall=True))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _svd(a: Array, layout: Tall) -> SVDResult:
+def _svd(a: Array, layout: ShardedMatrix) -> SVDResult:
     order, p, axes = -(-layout.n // layout.devices) * layout.devices, layout.devices, layout.axes
-    of_h = Layout(layout.mesh, axes, (), order, math.ceil(order // p / 2), 2)
+    of_h = Layout(layout.mesh, axes, (), order, order).cut_into(2)
     added = order - layout.n
 
     def run(a: Array) -> tuple[Array, Array, Array]:
-        u, h = qdwh.polar_of_shards(layout.to_rows(a), layout.present(), layout.mesh, axes)
+        u, h = qdwh.polar_of_shards(a, layout)
         # Rows that were added for the devices get the largest eigenvalue, and so come last.
         row = jnp.arange(order // p)[:, None] + lax.axis_index(axes) * (order // p)
         bound = 2 * jnp.sqrt(lax.psum(jnp.sum(jnp.abs(h) ** 2), axes)) + 1
@@ -187,27 +182,31 @@ def _svd(a: Array, layout: Tall) -> SVDResult:
         vh = rings.adjoint_of(jnp.pad(v, ((0, 0), (0, added))), axes)
         return layout.from_rows(u), jnp.maximum(jnp.flip(w[: layout.n]), 0), vh
 
-    u, s, vh = layout.on_shards(run, layout.spec, (layout.spec, P(), P(entry(axes))), one_device.whole_svd)(
-        layout.placed(a)
-    )
+    f = layout.on_shards(run, layout.spec, (layout.spec, P(), P(entry(axes))), _svd_on_one_device)
+    u, s, vh = f(layout.place(a))
     return SVDResult(u, s, layout.cut(vh))
 
 
+def _svd_on_one_device(a: Array) -> tuple[Array, ...]:
+    """LAPACK would never end with an infinite entry, but does with NaN."""
+    return tuple(jnp.linalg.svd(jnp.where(jnp.isfinite(a).all(), a, jnp.nan), full_matrices=False))
+
+
 @_svd.defjvp
-def _svd_jvp(layout: Tall, primals: Any, tangents: Any) -> tuple[SVDResult, SVDResult]:
+def _svd_jvp(layout: ShardedMatrix, primals: Any, tangents: Any) -> tuple[SVDResult, SVDResult]:
     u, s, vh = _svd(*primals, layout)
     left, change = lay_out(u, layout.mesh), lay_out(tangents[0], layout.mesh)
     right = adjoint(lay_out(vh, layout.mesh))
-    moved = matmul(change, right)
-    inner = matmul(adjoint(left), moved)
+    product = matmul(change, right)
+    inner = matmul(adjoint(left), product)
     gaps, sums = _gaps(s), s + s[:, None]  # apart: the derivative of their product, with its infinite diagonal, is NaN
     phases = jnp.diag((jnp.diagonal(inner) - jnp.diagonal(inner).conj()) / (2 * s))
     du = matmul(left, (inner * s + adjoint(inner * s)) / gaps / sums + phases)
     dv = matmul(right, (s[:, None] * inner + adjoint(s[:, None] * inner)) / gaps / sums)
     if layout.m > layout.n:
-        du = du + (moved - matmul(left, inner)) / s
+        du = du + (product - matmul(left, inner)) / s
     ds = jnp.real(jnp.diagonal(inner))
-    return SVDResult(u, s, vh), SVDResult(layout.placed(du), ds, layout.cut(adjoint(dv)))
+    return SVDResult(u, s, vh), SVDResult(layout.place(du), ds, layout.cut(adjoint(dv)))
 
 
 _jitted_svd = jax.jit(_svd, static_argnums=1)
@@ -240,9 +239,8 @@ def svd(a: Array, *, mesh: AnyMesh | None = None, spec: P | None = None) -> SVDR
     Derivatives are those of `jax.numpy.linalg.svd`: infinite or NaN for equal or zero singular values. They gather a
     matrix on every device.
     """
-    a = specs.as_array(a)
-    layout = tall_of("svd", a, mesh, spec)
+    a, layout = matrix_of("svd", a, mesh, spec)
     if layout.m >= layout.n:
         return _jitted_svd(a, layout)
-    u, s, vh = _jitted_svd(adjoint(a), Tall(layout.mesh, layout.cols, layout.rows, layout.n, layout.m))
+    u, s, vh = _jitted_svd(adjoint(a), ShardedMatrix(layout.mesh, layout.cols, layout.rows, layout.n, layout.m))
     return SVDResult(adjoint(vh), s, adjoint(u))

@@ -19,7 +19,7 @@ def solve_triangle(t: Array, b: Array, layout: Layout, *, lower: bool, transpose
     The other triangle of T is zero.
     """
     height, blocks = layout.height, layout.devices * layout.count
-    rows = layout.pad_matrix(layout.to_rows(t, hermitian=False)).reshape(layout.padded, -1)
+    rows = layout.pad_matrix(layout.to_rows(t)).reshape(layout.padded, -1)
     x = layout.pad(b).reshape(-1, b.shape[1])
     me = lax.axis_index(layout.axes)
 

@@ -25,11 +25,11 @@ def matmul(
     none begins at the middle of a tile.
     """
     size = BYTES[precision]
-    passed = (m * k + k * n) * size + 2.0 * m * n
+    nbytes = (m * k + k * n) * size + 2.0 * m * n
     if precision != "bf16" and cast:
-        passed += m * k * (2.0 + 2 * size)
+        nbytes += m * k * (2.0 + 2 * size)
     rows = m if count == 1 else m + _TILE / 2
-    return count * (2.0 * rows * n * k / device.matmul_rate(precision) + move(device, passed))
+    return count * (2.0 * rows * n * k / device.matmul_rate(precision) + move(device, nbytes))
 
 
 def attention(

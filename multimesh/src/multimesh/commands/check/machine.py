@@ -65,24 +65,24 @@ def judge_versions(bench: Bench, every: Sequence[Mapping[str, str]]) -> Row:
     first = every[0]
     for rank, other in enumerate(every):
         for name in sorted(first.keys() | other.keys()):
-            ours, theirs = first.get(name, ""), other.get(name, "")
-            if ours != theirs:
-                odd = f"{name}: {name_process(0)} has {ours!r}, {name_process(rank)} has {theirs!r}"
-                return Row(FAILED, odd, "start all processes from one image or folder", UsageError.exit_code)
+            version, other_version = first.get(name, ""), other.get(name, "")
+            if version != other_version:
+                difference = f"{name}: {name_process(0)} has {version!r}, {name_process(rank)} has {other_version!r}"
+                return Row(FAILED, difference, "start all processes from one image or folder", UsageError.exit_code)
     for fault in (*known_faults.find_bad_versions(first), *known_faults.find_overrides(first)):
         measured, _, remedy = fault.partition(": ")
         return Row(FAILED, measured, remedy, MissingPartError.exit_code)
     names = ("jax", "jaxlib", "NCCL", "CUDA", "driver")
-    shown = ", ".join(f"{name} {first[name]}" for name in names if first.get(name))
-    return Row(OK, f"{shown} (the same in all processes)")
+    text = ", ".join(f"{name} {first[name]}" for name in names if first.get(name))
+    return Row(OK, f"{text} (the same in all processes)")
 
 
 def find_devices(bench: Bench) -> list[str]:
     """Find the devices of all processes, lay the grid, and return the kinds of those of this process."""
     bench.doing = "waiting until all processes have found their devices"
     every = jax.devices()
-    usual = bench.processes if bench.processes > 1 else min(2, len(every))
-    stages = bench.stages or (len(every) // bench.per_stage if bench.per_stage else usual)
+    default = bench.processes if bench.processes > 1 else min(2, len(every))
+    stages = bench.stages or (len(every) // bench.per_stage if bench.per_stage else default)
     size = bench.per_stage or max(1, len(every) // max(1, stages))
     if stages < 1 or stages * size > len(every):
         raise MissingPartError(
@@ -97,12 +97,12 @@ def find_devices(bench: Bench) -> list[str]:
 def judge_devices(bench: Bench, every: Sequence[Sequence[str]]) -> Row:
     """Compare kinds and numbers of devices."""
     words = [", ".join(f"{n} {kind}" for kind, n in collections.Counter(kinds).items()) for kinds in every]
-    usual = collections.Counter(words).most_common(1)[0][0]
-    for rank, here in enumerate(words):
-        if here != usual:
-            text = f"{name_process(rank)} sees {here or 'nothing'}, most see {usual}"
+    common = collections.Counter(words).most_common(1)[0][0]
+    for rank, devices in enumerate(words):
+        if devices != common:
+            text = f"{name_process(rank)} sees {devices or 'nothing'}, most see {common}"
             return Row(FAILED, text, "give each process as many devices of one kind", UsageError.exit_code, [rank])
-    return Row(OK, f"{len(every)} x {usual}; a grid of {bench.stages} stages x {bench.per_stage}")
+    return Row(OK, f"{len(every)} x {common}; a grid of {bench.stages} stages x {bench.per_stage}")
 
 
 def look_at_gpus(bench: Bench | None = None) -> list[tuple[str, str]]:
@@ -121,10 +121,10 @@ def look_at_gpus(bench: Bench | None = None) -> list[tuple[str, str]]:
 def _smi(*argv: str) -> str:
     program = shutil.which("nvidia-smi")
     try:
-        done = subprocess.run([program or "false", *argv], capture_output=True, text=True, timeout=20, check=True)
+        process = subprocess.run([program or "false", *argv], capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout
+    return process.stdout
 
 
 def _find_faults(gpu: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -33,10 +33,10 @@ def seconds_of(run: Callable[[], Any], turns: int, repeats: int) -> float:
     jax.block_until_ready(run())
     means = []
     for _ in range(turns):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         results = [run() for _ in range(repeats)]
         jax.block_until_ready(results)
-        means.append((time.perf_counter() - begun) / repeats)
+        means.append((time.perf_counter() - start) / repeats)
     return min(means)
 
 
@@ -58,9 +58,9 @@ def judge_products(bench: Bench, every: Sequence[Sequence[float]]) -> Row:
     rates_of = every if bench.accelerated else [[max(rates)] for rates in every]
     places = [(rate, rank, number) for rank, rates in enumerate(rates_of) for number, rate in enumerate(rates)]
     least, rank, number = min(places)
-    usual = statistics.median_high(rate for rate, _, _ in places)
-    text = f"{usual / 1e12:.3g} TFLOP/s; slowest {least / 1e12:.3g}, device {number} of {name_process(rank)}"
-    if least < (SLOW if bench.accelerated else SLOW_CPU) * usual:
+    median = statistics.median_high(rate for rate, _, _ in places)
+    text = f"{median / 1e12:.3g} TFLOP/s; slowest {least / 1e12:.3g}, device {number} of {name_process(rank)}"
+    if least < (SLOW if bench.accelerated else SLOW_CPU) * median:
         remedy = "a pipeline is as slow as its slowest device: see the row of GPUs, what else runs there, its cooling"
         return Row(FAILED, text, remedy, MissingPartError.exit_code, [rank])
     return Row(OK, text)
@@ -187,7 +187,7 @@ def try_training(bench: Bench) -> Any:
     """Run a step of 1F1B over all stages; return how far it is from one program, relatively, and its seconds."""
     if bench.stages < 2:
         return "there is one stage"
-    bench.doing, begun = "compiling a plan of 1f1b", time.monotonic()
+    bench.doing, start = "compiling a plan of 1f1b", time.monotonic()
     draw = np.random.default_rng(0).normal
     weights = [(draw(size=(WIDTH, WIDTH)) / 6).astype(np.float32) for _ in bench.meshes]
     size = 2 * bench.per_stage
@@ -203,13 +203,13 @@ def try_training(bench: Bench) -> Any:
         return x
 
     with mm.context(ignore_transforms=True):
-        want = jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(loss))(weights, x))
+        expected = jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(loss))(weights, x))
     step = mm.jit(mm.microbatch(jax.value_and_grad(loss), argnum=1, size=size, schedule="1f1b"))
     jax.block_until_ready(step(weights, x))
     bench.doing = "running a plan of 1f1b"
-    pairs = zip(*map(jax.tree.leaves, (mm.distributed.gather(step(weights, x)), want)), strict=True)
+    pairs = zip(*map(jax.tree.leaves, (mm.distributed.gather(step(weights, x)), expected)), strict=True)
     far = max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs)
-    return {"far": far, "seconds": time.monotonic() - begun}
+    return {"far": far, "seconds": time.monotonic() - start}
 
 
 def judge_training(bench: Bench, every: Sequence[Any]) -> Row:

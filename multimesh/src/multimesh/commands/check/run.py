@@ -40,9 +40,9 @@ _ADVICE = {
 def steps(quick: bool) -> list[Step]:
     """Return the steps in their order. A step that hangs ends the check, so the simple ones come first."""
     slow = 1.0 if quick else 3.0
-    seen = "see the output of each process, CUDA_VISIBLE_DEVICES"
+    hint = "see the output of each process, CUDA_VISIBLE_DEVICES"
     checks = [
-        Step("devices", 60, machine.find_devices, machine.judge_devices, seen),
+        Step("devices", 60, machine.find_devices, machine.judge_devices, hint),
         Step("GPUs", 60, machine.look_at_gpus, machine.judge_gpus, "nvidia-smi does not answer: drain the node"),
         Step("versions", 30, machine.read_versions, machine.judge_versions),
         Step("shared folder", 30, machine.try_folder, machine.judge_folder, "the folder's server does not answer"),
@@ -57,14 +57,14 @@ def steps(quick: bool) -> list[Step]:
 
 def run(options: argparse.Namespace) -> NoReturn:
     """Check as one of the processes of a job; ends this process."""
-    begun = time.monotonic()
+    start = time.monotonic()
     rows: list[Row] = []
     try:
         job = mm.distributed.initialize(alone=True)
     except UsageError as error:
         if not getattr(error, "told", False):  # else process 0 says so
             remedy = "start all processes alike, and see the output of each"
-            row = Row(FAILED, str(error), remedy, error.exit_code, (), "meeting", time.monotonic() - begun)
+            row = Row(FAILED, str(error), remedy, error.exit_code, (), "meeting", time.monotonic() - start)
             finish(options, [row], error.exit_code, [])
         sys.stdout.flush()
         os._exit(error.exit_code)
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> NoReturn:
         if job.rank == 0:
             finish(options, rows, code, nodes, job.hosts)
 
-    add(Row(OK, text, name="meeting", seconds=time.monotonic() - begun))
+    add(Row(OK, text, name="meeting", seconds=time.monotonic() - start))
     initialize.tell_at_loss(tell_loss)
     bench = Bench(count, options.stages or 0, options.per_stage or 0, options.quick, options.folder.absolute())
     answers = True

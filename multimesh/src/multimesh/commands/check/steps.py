@@ -76,12 +76,12 @@ class Step:
 
     def run(self, bench: Bench) -> tuple[Row, bool]:
         """Return the row, the same in all processes, and whether all of them answer still."""
-        begun = time.monotonic()
+        start = time.monotonic()
         answer = self._measure_within_limit(bench)
 
         def decide(every: Sequence[bytes]) -> bytes:
-            said = [json.loads(text) for text in every]
-            return json.dumps([vars(self._judge(bench, said)), all("late" not in text for text in said)]).encode()
+            members = [json.loads(text) for text in every]
+            return json.dumps([vars(self._judge(bench, members)), all("late" not in text for text in members)]).encode()
 
         try:
             data = json.dumps(answer).encode()
@@ -90,7 +90,7 @@ class Step:
         except LostProcessError as error:
             text = str(error).partition("; do all")[0]
             row, answers = Row(FAILED, text, self.remedy, error.exit_code, find_processes(text)), False
-        return dataclasses.replace(row, name=self.name, seconds=time.monotonic() - begun), answers
+        return dataclasses.replace(row, name=self.name, seconds=time.monotonic() - start), answers
 
     def _measure_within_limit(self, bench: Bench) -> dict[str, Any]:
         """Measure in a thread of its own, because a wait in C++ code cannot be interrupted."""
@@ -111,19 +111,19 @@ class Step:
         thread.join(self.limit)
         return {"late": (LostProcessError.exit_code, bench.doing)} if thread.is_alive() else answer
 
-    def _judge(self, bench: Bench, said: Sequence[dict[str, Any]]) -> Row:
+    def _judge(self, bench: Bench, answers: Sequence[dict[str, Any]]) -> Row:
         """Return the row of what each process answered. An error may be why others are late."""
         for kind, verb, remedy in (
             ("error", "", self.if_wrong),
             ("late", f" did not end within {self.limit:.0f} s", self.remedy),
         ):
-            ranks = [rank for rank, answer in enumerate(said) if kind in answer]
+            ranks = [rank for rank, answer in enumerate(answers) if kind in answer]
             if ranks:
-                code, text = said[ranks[0]][kind]
+                code, text = answers[ranks[0]][kind]
                 more = f" (and {len(ranks) - 1} more)" if len(ranks) > 1 else ""
-                faulty = ranks if len(ranks) < len(said) else []  # of all processes none may be at fault
+                faulty = ranks if len(ranks) < len(answers) else []  # of all processes none may be at fault
                 return Row(FAILED, f"{name_process(ranks[0])}{more}{verb}: {text}", remedy, code, faulty)
-        return self.judge(bench, [answer["value"] for answer in said])
+        return self.judge(bench, [answer["value"] for answer in answers])
 
 
 def find_processes(text: str) -> list[int]:

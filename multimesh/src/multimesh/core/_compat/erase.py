@@ -220,11 +220,11 @@ def _constrain_both(x: Any, eqn: Any) -> Any:
     sharding, typed = eqn.params["sharding"], partitions(eqn.outvars[0].aval.sharding.spec)
     free = PartitionSpec.UNCONSTRAINED
 
-    def merge(said: Any, axes: Any) -> Any:
-        if said in (None, free) or axes is None:
-            return said if axes is None else axes
-        return tuple(itertools.chain(*(e if isinstance(e, tuple) else (e,) for e in (axes, said))))
+    def merge(entry: Any, axes: Any) -> Any:
+        if entry in (None, free) or axes is None:
+            return entry if axes is None else axes
+        return tuple(itertools.chain(*(e if isinstance(e, tuple) else (e,) for e in (axes, entry))))
 
-    said = (*partitions(sharding.spec), *(None for _ in x.shape))[: x.ndim]
-    spec = PartitionSpec(*map(merge, said, (*typed, *(None for _ in x.shape))[: x.ndim]))
+    entries = (*partitions(sharding.spec), *(None for _ in x.shape))[: x.ndim]
+    spec = PartitionSpec(*map(merge, entries, (*typed, *(None for _ in x.shape))[: x.ndim]))
     return lax.with_sharding_constraint(x, NamedSharding(_auto(sharding.mesh.abstract_mesh), spec))

@@ -74,8 +74,8 @@ def _shard_by_shard(source: jax.sharding.Sharding, layout: jax.sharding.Sharding
     """Return whether a transfer is a copy of each shard to one device of a disjoint set in this process."""
     if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) or source.memory_kind != layout.memory_kind:
         return False
-    here = source.is_fully_addressable and layout.is_fully_addressable
-    if not here or not source.device_set.isdisjoint(layout.device_set):
+    addressable = source.is_fully_addressable and layout.is_fully_addressable
+    if not addressable or not source.device_set.isdisjoint(layout.device_set):
         return False
     parts = [list(s.devices_indices_map(aval.shape).values()) for s in (source, layout)]
     return parts[0] == parts[1]
@@ -94,14 +94,14 @@ def _else_none(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function to return None, with one warning, if JAX's objects lack parts that they had."""
 
     @functools.wraps(fn)
-    def tried(*args: Any) -> Any:
+    def attempt(*args: Any) -> Any:
         try:
             return fn(*args)
         except (AttributeError, KeyError, TypeError) as error:
             _compat.tell_change(f"{fn.__name__}: {type(error).__name__}: {error}")
             return None
 
-    return tried
+    return attempt
 
 
 def has_cache() -> bool:
@@ -117,8 +117,8 @@ def code_key(program: tuple[Any, ...] | None, mesh: Mesh) -> tuple[Any, ...] | N
     """
     devices = list(mesh.devices.flat)
     absent = all(map(_compat.is_compile_only, devices))
-    here = all(d.process_index == jax.process_index() for d in devices)
-    if program is None or (not absent and (has_cache() or not here or not shares_executables(devices))):
+    local = all(d.process_index == jax.process_index() for d in devices)
+    if program is None or (not absent and (has_cache() or not local or not shares_executables(devices))):
         return None
     return program, tuple(d.process_index - devices[0].process_index for d in devices) if absent else ()
 
@@ -179,7 +179,7 @@ def on_other_devices(compiled: Any, lowered: Any, mesh: Mesh, options: Mapping[s
     if list(loaded.local_devices()) != devices:
         return None
 
-    def moved(sharding: Any) -> Any:
+    def move(sharding: Any) -> Any:
         if isinstance(sharding, NamedSharding):
             return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
         if isinstance(sharding, SingleDeviceSharding):
@@ -190,8 +190,8 @@ def on_other_devices(compiled: Any, lowered: Any, mesh: Mesh, options: Mapping[s
         unloaded,
         xla_executable=loaded,
         device_list=device_list,
-        input_shardings=[moved(s) for s in unloaded.input_shardings],
-        output_shardings=[moved(s) for s in unloaded.output_shardings],
+        input_shardings=[move(s) for s in unloaded.input_shardings],
+        output_shardings=[move(s) for s in unloaded.output_shardings],
     )
     return load(moved_executable, lowered)
 

@@ -195,11 +195,6 @@ def primal(x: Any) -> Any:
     return x
 
 
-def is_differentiated(x: Any) -> bool:
-    """Return whether an enclosing `jax.grad`, or another derivative, depends on ``x``."""
-    return is_tracer(x) and hasattr(x, "primal")
-
-
 def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
     """Return an abstract value as an argument to trace with."""
     return struct(aval.shape, aval.dtype, getattr(aval, "weak_type", False), memory_kind(aval))

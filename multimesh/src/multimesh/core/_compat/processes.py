@@ -66,8 +66,8 @@ def limit_start(seconds: int) -> Iterator[None]:
         "get_distributed_runtime_service": {"cluster_register_timeout": seconds},
         "get_distributed_runtime_client": {"missed_heartbeat_callback": str},
     }
-    usual = {name: getattr(_engine, name) for name in options if hasattr(_engine, name)}
-    for name, start in usual.items():
+    defaults = {name: getattr(_engine, name) for name in options if hasattr(_engine, name)}
+    for name, start in defaults.items():
         setattr(_engine, name, functools.partial(start, **options[name]))
     level = int(os.environ.get("TF_CPP_MIN_LOG_LEVEL") or 1)  # that of JAX
     set_level = _set_log_level if jax.config.jax_logging_level == "NOTSET" else None
@@ -78,7 +78,7 @@ def limit_start(seconds: int) -> Iterator[None]:
     finally:
         if set_level:
             set_level(level)
-        for name, start in usual.items():
+        for name, start in defaults.items():
             setattr(_engine, name, start)
 
 
@@ -94,8 +94,7 @@ def own_address() -> str:
 
 def offerer(server: Any) -> Callable[[int, list[Any]], None]:
     """Return ``server.await_pull`` for a list of arrays, without the search for a tree."""
-    offer: Callable[[int, list[Any]], None] = server.await_pull if _offer is None else server._await_pull_flat
-    return offer
+    return server.await_pull if _offer is None else server._await_pull_flat
 
 
 def puller(connection: Any, client: Any) -> Callable[[int, list[Any]], list[Any]]:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.extend import core, source_info_util
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from multimesh.core._compat import versions
 from multimesh.core._compat.jaxprs import without_layout
@@ -137,8 +137,8 @@ def fit_to_mesh(x: Any) -> Any:
 
     ``jax.grad`` makes a cotangent in the mesh in force, of the type of the result that it is for.
     """
-    here, mesh = jax.sharding.get_abstract_mesh(), jax.typeof(x).sharding.mesh
-    if mesh.empty or here == mesh or (here == auto(here) and mesh == auto(mesh)):
+    ambient, mesh = jax.sharding.get_abstract_mesh(), jax.typeof(x).sharding.mesh
+    if mesh.empty or ambient == mesh or (ambient == auto(ambient) and mesh == auto(mesh)):
         return x
     return _leave_p.bind(x)
 
@@ -150,11 +150,6 @@ def fit_to_type(x: Any, aval: Any) -> Any:
     if fits or (sharding.mesh == auto(sharding.mesh) and target.mesh == auto(target.mesh)):
         return x
     return _leave_p.bind(x)
-
-
-def explicit_spec(aval: Any) -> PartitionSpec | None:
-    """Return the spec in the type of an abstract value, or None if no Explicit axis divides it."""
-    return aval.sharding.spec if any(aval.sharding.spec) else None
 
 
 def is_explicit(param: Any) -> bool:
@@ -262,7 +257,7 @@ def _transpose(cotangents: Sequence[Any], *args: Any, jaxpr: Any, call: Any) -> 
     """Return the cotangents of linear arguments, in the types of these (JAX compares them), and None for the others."""
     linear = tuple(map(ad.is_undefined_primal, args))
     types = [x.aval for x in args if ad.is_undefined_primal(x)]
-    transposed = call.transposed(linear, tuple(map(explicit_spec, types)))
+    transposed = call.transposed(linear, tuple(t.sharding.spec if any(t.sharding.spec) else None for t in types))
     fixed = (x for x in args if not ad.is_undefined_primal(x))
     typed = map(fit_to_type, transposed(*fixed, *map(ad.instantiate_zeros, cotangents)), types)
     return [next(typed) if flag else None for flag in linear]

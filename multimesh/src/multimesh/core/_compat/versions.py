@@ -47,16 +47,16 @@ def private(path: str, *, irreplaceable: bool = False) -> Any:
 
 def tell() -> None:
     """Warn of a JAX that was never tried, and of private parts that it lacks; call it after the last `private`."""
-    lacks = f"jax {jax.__version__} has no {', '.join(f'jax._src.{path}' for path in _missing)}"
+    text = f"jax {jax.__version__} has no {', '.join(f'jax._src.{path}' for path in _missing)}"
     if NEWER:
-        also = f"; {lacks}" if _missing else ""
+        also = f"; {text}" if _missing else ""
         warnings.warn(
             f"jax {jax.__version__} is newer than this MultiMesh, which was tried with jax up to {_TRIED}: it goes on "
             f"with JAX's public functions, which takes longer{also}",
             stacklevel=2,
         )
     elif _missing:
-        warnings.warn(f"{lacks}: public functions take their place, which takes longer", stacklevel=2)
+        warnings.warn(f"{text}: public functions take their place, which takes longer", stacklevel=2)
 
 
 @functools.cache

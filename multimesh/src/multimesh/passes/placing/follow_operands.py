@@ -155,17 +155,19 @@ class Follower:
     def _unmarked(self, op: ir.Op) -> None:
         floats = not op.effects and self._owners.floating.issuperset(op.reads)
         roots = self._state.roots_of(op.reads)
+        # What is no smaller than its operands goes where it is used.
+        keeps = not lookup(op).control and sum(o.aval.size for o in op.outs) >= sum(v.aval.size for v in roots)
         if op.prim.name == "concatenate" and _is_mixed(roots):
             self._state.mixed.append(op.outs[0])
         if any(o in self._owners.pinned for o in op.outs):
             self._anchor(op, self._owners.of(op.outs[0]) or self._way[0])
-        elif floats and any(map(self._owners.is_read, op.outs)):
+        elif floats and any(map(self._owners.tasks_on, op.outs)):
             home = self._owners.sliced_at_home(op)
             if home is not None and home == self.near(home):
                 self._anchor(op, home)
             else:
                 self._float(op, {o: mesh for o in op.outs if (mesh := self._owners.of(o)) is not None})
-        elif (floats and (all(map(is_small, roots)) or _keeps(op, roots))) or self._spreads(op, roots, floats):
+        elif (floats and (all(map(is_small, roots)) or keeps)) or self._spreads(op, roots, floats):
             self._float(op, roots)
         elif not roots:
             if op.effects:  # once, whoever reads it
@@ -268,11 +270,6 @@ class Follower:
 
 def _is_mixed(roots: Roots) -> bool:
     return len({mesh for v, mesh in roots.items() if not is_small(v)}) > 1
-
-
-def _keeps(op: ir.Op, roots: Roots) -> bool:
-    """Return whether a result is no smaller than the operands. Such an operation goes where its result is used."""
-    return not lookup(op).control and sum(o.aval.size for o in op.outs) >= sum(v.aval.size for v in roots)
 
 
 def _split(op: ir.Op, home: Callable[[Iterable[ir.Value], ir.Value], Mesh]) -> list[tuple[ir.Op, Mesh]]:

@@ -159,11 +159,6 @@ class _Problem:
     def _may_be_late(self, n: int) -> bool:
         return not self._route or (self._back[n] and n not in self._early)
 
-    def _allowed(self, n: int, place: int) -> bool:
-        if place >= 2 * self._stages:
-            return self._may_be_late(n)
-        return (place >= self._stages) == self._back[n]
-
     def _rank(self, n: int, places: _Places) -> int:
         """Return how far along the route a node is. All late places are equally far."""
         if n in places:
@@ -210,7 +205,9 @@ class _Problem:
             if places[n] != place:
                 node_mesh = self._nodes[n].mesh
                 cut.pay(n, SINK, int(self._mesh(n, places) != node_mesh))
-                cut.pay(SOURCE, n, int(there != node_mesh) if self._allowed(n, place) else self._never)
+                late = place >= 2 * self._stages
+                allowed = self._may_be_late(n) if late else (place >= self._stages) == self._back[n]
+                cut.pay(SOURCE, n, int(there != node_mesh) if allowed else self._never)
                 self._order(cut, n, places, place)
         for v, weight in weights.items():
             self._send(cut, v, weight, places, place)

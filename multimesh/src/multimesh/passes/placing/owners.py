@@ -74,10 +74,6 @@ class Owners:
         """Return the value outside of the loop that a body's value stands for, or is a row of."""
         return self._outer.get(value, value)
 
-    def is_read(self, value: ir.Value) -> bool:
-        """Return whether tasks use a floating value, or a floating value computed from it."""
-        return any(read[value] for read in self._read[:2])
-
     def tasks_on(self, value: ir.Value) -> set[Mesh]:
         """Return the submeshes whose tasks use a floating value, or a floating value computed from it."""
         return {mesh for read in self._read[:2] for mesh in read[value]}
@@ -92,7 +88,7 @@ class Owners:
         outer = self.outside(value)
         if outer in self.pinned:
             return self.pinned[outer]
-        if outer in self._input_homes and not self.is_read(value) and not self.is_read(outer):
+        if outer in self._input_homes and not self.tasks_on(value) and not self.tasks_on(outer):
             return self._input_homes[outer]
         for v in () if value in self.data else (value, self.outside(value)):
             for read in self._read if v in self._arguments else self._read[:2]:

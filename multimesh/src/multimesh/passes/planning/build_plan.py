@@ -235,7 +235,10 @@ class _Builder:
         )
         donations = _donations(plan, last, results, donated)
         never_freed = results | {slot for _, slot in self.constants}
-        return replace(plan, donations=donations, instructions=tuple(_with_frees(plan, last, never_freed)))
+        ends = group((n, slot) for slot, n in last.items() if slot not in never_freed)
+        frees = {n: (Free(plan.instructions[n].submesh, tuple(slots)),) for n, slots in ends.items()}
+        instructions = tuple(i for n, user in enumerate(plan.instructions) for i in (user, *frees.get(n, ())))
+        return replace(plan, donations=donations, instructions=instructions)
 
     def _outputs(self) -> tuple[tuple[tuple[str, Any], ...], dict[int, tuple[int, ...]]]:
         """Return the place of each result, a copy of what has a place already, and the arguments that these copy."""
@@ -356,14 +359,6 @@ def _match_results(plan: Plan, run: Run, free: Sequence[int], arg_of: dict[int, 
             open_results.remove(match)
             chosen.append(i)
     return tuple(sorted(chosen))
-
-
-def _with_frees(plan: Plan, last: dict[int, int], never_freed: set[int]) -> Iterable[Instruction]:
-    ends = group((n, slot) for slot, n in last.items() if slot not in never_freed)
-    for n, instruction in enumerate(plan.instructions):
-        yield instruction
-        if ends[n]:
-            yield Free(instruction.submesh, tuple(ends[n]))
 
 
 def _sort(ops: Sequence[ir.Op]) -> tuple[ir.Op, ...]:

@@ -253,8 +253,10 @@ class _Inliner:
     def read_through(self, items: Iterable[ir.Item]) -> Iterator[ir.Item]:
         """Let tasks and loops read the argument of a task, not the copy of it among the task's results."""
         for item in items:
-            through = isinstance(item, ir.Loop) or item.task is not None
-            yield graph.rename_item(item, self.passed) if through else item
+            if isinstance(item, ir.Loop):
+                yield graph.rename_loop(item, self.passed)
+            else:
+                yield item if item.task is None else graph.rename_op(item, self.passed)
 
     def _device_put(self, eqn: Any, ins: list[ir.Atom], where: _Where, out: list[ir.Item]) -> list[ir.Value]:
         """Add one operation for each value: a constraint on its target submesh, which sends it there."""

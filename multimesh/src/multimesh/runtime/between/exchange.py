@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from multimesh.core import _compat
 from multimesh.errors import LostProcessError, UsageError
 from multimesh.processes import agree
-from multimesh.processes.arrays import here
+from multimesh.processes.arrays import is_here
 from multimesh.processes.liveness import name_process
 from multimesh.runtime.actions import Piece, ProcessTransfer, process_transfers
 from multimesh.runtime.between.transports import Key, Transport, get_transport, on_device
@@ -87,20 +87,20 @@ class Exchange:
         pieces = zip([end.piece for end in both], shown, strict=True)
         types = [jax.ShapeDtypeStruct(piece.shape, piece.dtype) if at else piece for piece, at in pieces]
         send = self.transport.connect(crossing, types)
-        me = jax.process_index()
-        sent = [piece for t in crossing if t.source == me for piece in t.pieces]
-        stays = [piece for t in every if t.source == t.target == me for piece in t.pieces]
+        rank = jax.process_index()
+        sent = [piece for t in crossing if t.source == rank for piece in t.pieces]
+        stays = [piece for t in every if t.source == t.target == rank for piece in t.pieces]
         copied = {
             piece for piece in sent if self.transport.late and lent[piece.array] and both[piece.array].cut is None
         }
         places = [SingleDeviceSharding(p.copy.target, memory_kind=targets[p.array].memory_kind) for p in stays]
-        leaves = [here(source.device_set) for source in sources]
-        arriving = {(p.array, p.copy): p for t in every if t.target == me for p in t.pieces}
+        leaves = [is_here(source.device_set) for source in sources]
+        arriving = {(p.array, p.copy): p for t in every if t.target == rank for p in t.pieces}
         empty = {
             piece: jax.device_put(np.empty(both[piece.array].piece.shape, both[piece.array].piece.dtype), device)
             for piece, device in ((p, p.copy.target) for p in arriving.values() if not full[p.array])
         }
-        local = [[c for c in end.resharding.copies if c.target.process_index == me] for end in both]
+        local = [[c for c in end.resharding.copies if c.target.process_index == rank] for end in both]
         expected = [[arriving[n, c] for c in copies] for n, copies in enumerate(local)]
 
         def move(*arrays: Any) -> list[Any]:
@@ -138,9 +138,9 @@ def try_transfers(transport: Transport, transfers: Iterable[ProcessTransfer], ke
     """
     new = dict.fromkeys((piece.copy.source, piece.copy.target) for transfer in transfers for piece in transfer.pieces)
     pairs = [pair for pair in new if pair not in transport.tried]
-    me, limit = jax.process_index(), agree.seconds_of("transfer")
+    rank, limit = jax.process_index(), agree.seconds_of("transfer")
     every = process_transfers([Resharding((), (), tuple(Copy(source, 0, target, 0) for source, target in pairs))])
-    transfers = sorted((t for t in every if transport.everyone or me in (t.source, t.target)), key=_turn)
+    transfers = sorted((t for t in every if transport.everyone or rank in (t.source, t.target)), key=_turn)
     if not transfers:
         return
     at: list[ProcessTransfer] = []
@@ -171,12 +171,12 @@ def _send_all(
     transport: Transport, transfers: list[ProcessTransfer], key: Key, at: list[ProcessTransfer], failed: list[Exception]
 ) -> None:
     """Make the transfers; the last of ``at`` is the one under way."""
-    me, zeros, came = jax.process_index(), np.zeros(_PIECE.shape, _PIECE.dtype), []
+    rank, zeros, came = jax.process_index(), np.zeros(_PIECE.shape, _PIECE.dtype), []
     try:
         with _compat.explicit_transfers():
             for transfer in transfers:
                 at.append(transfer)
-                sent = transfer.pieces if transfer.source == me else ()
+                sent = transfer.pieces if transfer.source == rank else ()
                 pieces = {piece: jax.device_put(zeros, piece.copy.source) for piece in sent}
                 came.append(transport.connect([transfer], [_PIECE])(key, pieces))
             for transfer, arrays in zip(transfers, came, strict=True):

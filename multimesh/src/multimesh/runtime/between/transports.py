@@ -20,7 +20,7 @@ from multimesh.core import _compat
 from multimesh.errors import UsageError
 from multimesh.marking import contexts
 from multimesh.processes import agree
-from multimesh.processes.arrays import absent, here
+from multimesh.processes.arrays import absent, is_here
 from multimesh.processes.initialize import TRANSPORT
 from multimesh.runtime.actions import Piece, ProcessTransfer, by_devices
 
@@ -134,11 +134,11 @@ class Put:
 
     def connect(self, transfers: Sequence[ProcessTransfer], types: Sequence[jax.ShapeDtypeStruct]) -> Send:
         """See `Transport`."""
-        pairs = [pair for t in transfers for pair in by_devices(t) if self.everyone or here(pair[:2])]
+        pairs = [pair for t in transfers for pair in by_devices(t) if self.everyone or is_here(pair[:2])]
         nothing = {
             piece: absent(types[piece.array], on_device(source))
             for source, _, pieces in pairs
-            if not here([source])
+            if not is_here([source])
             for piece in pieces
         }
 
@@ -148,7 +148,7 @@ class Put:
             for source, target, group in pairs:
                 arrays = [_with(sent[piece], on_device(source)) for piece in group]
                 moved = jax.device_put(arrays, [on_device(target)] * len(arrays))
-                if here([target]):
+                if is_here([target]):
                     got.update((piece, x.addressable_data(0)) for piece, x in zip(group, moved, strict=True))
             return got
 
