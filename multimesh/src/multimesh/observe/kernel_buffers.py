@@ -15,6 +15,7 @@ from multimesh import ir
 from multimesh.core import _compat
 from multimesh.core.grouping import group
 from multimesh.core.specs import Axes
+from multimesh.ir.primitives import is_cheap
 from multimesh.ir.primitives import lookup as facts
 from multimesh.observe.group_copies import list_group_copies
 from multimesh.passes.planning.fix_layouts import Inner, ValueAxes, ways
@@ -22,6 +23,10 @@ from multimesh.passes.planning.share_gathers import Exchanges, find_exchanges
 
 _THRESHOLD = "xla_gpu_all_reduce_combine_threshold_bytes", 32 << 20
 """XLA's flag for the bytes up to which it joins sums over devices, and its default."""
+
+
+_COSTLY = ("exp", "tanh")
+"""Functions that XLA computes no second time where one is made of another one, as after a soft cap."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +103,8 @@ def peak_bytes(body: Body) -> int:
     body = replace(body, axes={**body.axes, **scattered})
     exchanges = [find_exchanges(op, body.axes, body.mesh) for op in body.ops]
     copies = tuple(list_group_copies(body.ops, body.origins, body.size, late=bool(body.sums)))
-    first_gather = _find_first_gather(body, exchanges)
-    ranges, makers = _live_ranges(body, {copy.array: copy.first for copy in copies}, first_gather)
+    joined_gathers = _find_first_gathers(body, exchanges)
+    ranges, makers = _live_ranges(body, {copy.array: copy.first for copy in copies}, joined_gathers)
     device_sums, joined, added = (set(), set(), set()) if body.cpu else _find_device_sums(body)
     summed_at = max((n for n, op in enumerate(body.ops) if not device_sums.isdisjoint(op.outs)), default=-1)
     # XLA copies these out of the buffer in which it joins them. All are on their way at once.
@@ -109,9 +114,7 @@ def peak_bytes(body: Body) -> int:
     lent = set[ir.Value]() if body.cpu else added | _lend(body, ranges, lenders)
     spans = [(*ends, body.size(v)) for v, ends in ranges.items() if v not in lent]
     spans += [(copy.first, copy.last, copy.nbytes) for copy in copies]
-    uses = group((copy, n) for n, exchange in enumerate(exchanges) for copy in exchange.gathered)
-    for (gathered, staying), numbers in uses.items():
-        spans.append((min(first_gather, numbers[0]), numbers[-1], gathered.nbytes // ways(staying, body.mesh)))
+    spans += _gathered_spans(body, exchanges, joined_gathers)
     change = [0] * (len(body.ops) + 2)
     for begin, end, size in spans:
         change[begin] += size
@@ -132,18 +135,32 @@ def peak_bytes(body: Body) -> int:
     return peak
 
 
-def _find_first_gather(body: Body, exchanges: Sequence[Exchanges]) -> int:
-    """Return the number of the first gather where none waits for another one, since XLA joins them then."""
-    first, derived = len(body.ops), set[ir.Value]()
+def _gathered_spans(
+    body: Body, exchanges: Sequence[Exchanges], joined_gathers: frozenset[int]
+) -> Iterator[tuple[int, int, int]]:
+    """Yield when gathered operands of products are alive, and their bytes. XLA gathers what is made alike once."""
+    roots: dict[ir.Value, ir.Value] = {}
+    for op in body.ops:
+        if len(reads := set(op.reads)) == 1 and is_cheap(op.prim):
+            (read,) = reads
+            roots |= dict.fromkeys(op.outs, roots.get(read, read))
+    copies = (
+        (n, v, v.nbytes // ways(staying, body.mesh)) for n, e in enumerate(exchanges) for v, staying in e.gathered
+    )
+    for (_, size), numbers in group(((roots.get(v, v), size), n) for n, v, size in copies).items():
+        yield min(joined_gathers) if numbers[0] in joined_gathers else numbers[0], numbers[-1], size
+
+
+def _find_first_gathers(body: Body, exchanges: Sequence[Exchanges]) -> frozenset[int]:
+    """Return the numbers of the operations whose gathers wait for no other one: XLA joins them."""
+    numbers, derived = list[int](), set[ir.Value]()
     for n, (op, exchange) in enumerate(zip(body.ops, exchanges, strict=True)):
         gathered = [v for v, _ in exchange.gathered] + [v for v in op.reads if body.moves(op)]
-        if not derived.isdisjoint(gathered):
-            return len(body.ops)
-        if gathered:
-            first = min(first, n)
+        if gathered and derived.isdisjoint(gathered):
+            numbers.append(n)
         if gathered or not derived.isdisjoint(op.reads):
             derived.update(op.outs)
-    return first
+    return frozenset(numbers)
 
 
 def _find_scattered(body: Body) -> dict[ir.Value, tuple[Axes, ...]]:
@@ -160,6 +177,9 @@ def _find_scattered(body: Body) -> dict[ir.Value, tuple[Axes, ...]]:
                 scattered[op.outs[0]] = axes
         elif op.prim.name in ("add", "add_any", "convert_element_type"):
             reached |= {v: axes for v in op.reads if ir.shape(v) == ir.shape(op.outs[0])}
+        elif op.prim.name == "transpose":
+            order = op.params["permutation"]
+            reached |= {v: tuple(axes[order.index(d)] for d in range(len(order))) for v in op.reads}
     return scattered
 
 
@@ -216,14 +236,14 @@ def _inline(ops: Iterable[ir.Op], inner: Mapping[ir.Op, Inner]) -> Iterator[ir.O
 
 
 def _live_ranges(
-    body: Body, copied: Mapping[ir.Value, int], first_gather: int
+    body: Body, copied: Mapping[ir.Value, int], joined_gathers: frozenset[int]
 ) -> tuple[dict[ir.Value, tuple[int, int]], Mapping[ir.Value, int]]:
     """Return the operations from and up to which each array is alive, and the one that makes each result.
 
     A result that is fused away keeps its operands alive. CPUs keep an element-wise result that several operations read.
-    GPUs compute it again in each, unless a product or the like reads it: it is then made right before the first one,
-    in the buffer of an operand. A product itself converts a matrix, unless it sums over its last dimension. There
-    results of the kernel and reductions are computed as soon as their operands are known.
+    GPUs compute it again in each, unless that is costly, or a product or the like reads it: it is then made right
+    before the first one, in the buffer of an operand. A product itself converts a matrix, unless it sums over its last
+    dimension. There results of the kernel and reductions are computed as soon as their operands are known.
     """
     ops, origins, cpu = body.ops, body.origins, body.cpu
     readers = (op for op in ops if not origins.keys() & set(op.outs))
@@ -243,6 +263,7 @@ def _live_ranges(
     last: dict[ir.Value, int] = {}
     begin: dict[ir.Value, int] = {}
     makers: dict[ir.Value, int] = {}
+    costly = collections.Counter[ir.Value]()  # functions of `_COSTLY` that make a value of arrays, on GPUs
     within = set[ir.Value]()  # arrays of which one operation is the whole life
     for n, op in enumerate(ops):
         reads, copies = body.split_reads(op, copied)
@@ -254,18 +275,21 @@ def _live_ranges(
         now = max((min(begin.get(v, -1) + 1, n) for v in through), default=0) if soon and not cpu else n
         if cpu or soon or buffer == "own" or not body.sums.keys().isdisjoint(op.outs):
             last |= {v: max(now, last.get(v, now)) for v in through}
+        if buffer != "own" and not cpu:
+            most = max((costly[origins.get(v, v)] for v in reads), default=0)
+            costly.update(dict.fromkeys(op.outs, most + (op.prim.name in _COSTLY)))
         for v in op.outs:
             if v in outside:
                 makers |= {v: now} if v not in body.sums and v not in origins else {}
                 begin[v] = now
             elif buffer == "own":
-                begin[v] = min(now, first_gather) if body.moves(op) else now
+                begin[v] = min(joined_gathers) if n in joined_gathers and body.moves(op) else now
             elif v in first_readers and buffer != "operand" and not _is_transposed_matrix(op):
                 begin[v] = first_readers[v]
                 last |= {operand: max(begin[v] - 1, last.get(operand, 0)) for operand in through}
                 if _is_array(op, ops[begin[v]], v, origins):
                     within.add(v)
-            elif users[v] > 1 and buffer == "fused" and (cpu or body.joins(v, through)):
+            elif users[v] > 1 and buffer == "fused" and (cpu or costly[v] > 1 or body.joins(v, through)):
                 begin[v] = n
             else:
                 made_of[v] = through

@@ -106,6 +106,7 @@ def _forecasts(plan: Plan, sizes: Sequence[int], work: Mapping[int, int]) -> tup
 def _peaks(plan: Plan, sizes: Sequence[int], work: Mapping[int, int]) -> Iterable[tuple[int, int, int]]:
     """Return sums, values and workspace on each submesh when the three together are largest."""
     sums = {slot for run in plan.runs for slot in run.ins[: len(plan.kernels[run.kernel].sums)]}
+    sums.update(slot for run in plan.runs if plan.kernels[run.kernel].name == "sums" for slot in run.outs)
     nbytes: dict[int, int] = {}
     total = [[0, 0] for _ in plan.submeshes]  # of others, of sums
     peak = [(0, 0, 0)] * len(plan.submeshes)
