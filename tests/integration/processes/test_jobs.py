@@ -68,22 +68,22 @@ def submit(gpu_cluster: dict[str, str], tmp_path: Path, monkeypatch: pytest.Monk
     """Give a folder's batch script to Slurm, from this checkout; what still runs at the end is cancelled."""
     monkeypatch.delenv("IMAGE", raising=False)
     # Compiles faster; the numbers are compared with those of one program that is compiled alike.
-    more = {"CHECKOUT": str(ROOT), "XLA_FLAGS": " ".join(QUICK), "OMP_NUM_THREADS": "1"}
-    for name, value in (gpu_cluster | more).items():
+    variables = {"CHECKOUT": str(ROOT), "XLA_FLAGS": " ".join(QUICK), "OMP_NUM_THREADS": "1"}
+    for name, value in (gpu_cluster | variables).items():
         monkeypatch.setenv(name, value)
-    submitted = []
+    jobs = []
 
     def give(folder: str, tasks: int, *flags: str) -> SlurmJob:
         log = tmp_path / "job.log"
         options = ["--parsable", "--nodes=2", f"--ntasks-per-node={tasks // 2}", f"--output={log}"]
         argv = ["sbatch", *options, str(ROOT / "maxtext" / folder / "job.sbatch"), *flags]
-        done = subprocess.run(argv, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        submitted.append(SlurmJob(done.stdout.strip(), log))
-        return submitted[-1]
+        process = subprocess.run(argv, capture_output=True, text=True)
+        assert process.returncode == 0, process.stderr
+        jobs.append(SlurmJob(process.stdout.strip(), log))
+        return jobs[-1]
 
     yield give
-    for job in submitted:
+    for job in jobs:
         subprocess.run(["scancel", "--quiet", job.number], check=False)
 
 
@@ -105,8 +105,8 @@ def test_a_folder_trains_with_all_of_its_stages_and_pieces(submit: Submit, folde
 
 
 def rehearse(submit: Submit, folder: str, place: Path, scaled: str, *, tasks: int, patience: float = 600) -> None:
-    shown = ["--verify", "--output", str(place / "out")]
-    job = submit(folder, tasks, *TINY.split(), *scaled.split(), *shown)
+    flags = ["--verify", "--output", str(place / "out")]
+    job = submit(folder, tasks, *TINY.split(), *scaled.split(), *flags)
     assert job.wait(patience) == 0, job.output
     last = job.output.splitlines()[-1]
     assert re.fullmatch(r"ok: [23] steps, loss .*; the same without the pipeline, in float32", last), job.output
@@ -169,13 +169,13 @@ def test_a_job_whose_allocation_ends_goes_on_in_another_one_and_not_once_it_is_t
     processes.wait_for(lambda: MOMENTS[moment](output), moment, patience_s=300, log=job.log)
     subprocess.run(["scancel", "--signal=USR1", "--batch", job.number], check=True)
     processes.wait_for(lambda: requeued(job) == 1, "it is requeued", patience_s=300, log=job.log)
-    saved = newest(checkpoints)
-    assert saved > 0 or moment == "while it starts", job.output  # it may train by the time that the signal comes
-    processes.wait_for(lambda: trains(output, saved + 2), "it goes on", patience_s=400, log=job.log)
+    step = newest(checkpoints)
+    assert step > 0 or moment == "while it starts", job.output  # it may train by the time that the signal comes
+    processes.wait_for(lambda: trains(output, step + 2), "it goes on", patience_s=400, log=job.log)
     subprocess.run(["scancel", "--signal=TERM", "--batch", job.number], check=True)
     assert job.wait(300) == PreemptedError.exit_code, job.output
     assert requeued(job) == 1
-    assert f"checkpoint {newest(checkpoints)} is complete" in job.output.splitlines()[-1] or newest(checkpoints) > saved
+    assert f"checkpoint {newest(checkpoints)} is complete" in job.output.splitlines()[-1] or newest(checkpoints) > step
     assert [*losses(output)] == list(range(len(losses(output))))
 
 
@@ -195,11 +195,11 @@ def test_a_job_that_loses_a_process_is_requeued_and_has_the_losses_of_one_that_d
 
     line = [str(ROOT / "maxtext/run.py"), *TRAINING, "--cpus=2", "--output", str(tmp_path / "one"), *text]
     subprocess.run(line, capture_output=True, check=True)
-    ours, expected = losses(output), losses(tmp_path / "one")
+    actual, expected = losses(output), losses(tmp_path / "one")
     assert [*expected] == [*range(STEPS)]
     # MaxText writes the metrics of a step one step later: those of the last step before a loss may be missing.
-    assert len(ours) >= STEPS - 3
-    assert ours == {step: pytest.approx(expected[step], rel=1e-5) for step in ours}
+    assert len(actual) >= STEPS - 3
+    assert actual == {step: pytest.approx(expected[step], rel=1e-5) for step in actual}
 
 
 SICK = """#!/bin/sh
@@ -217,7 +217,7 @@ def test_a_node_that_the_check_finds_unfit_is_named(
 ) -> None:
     processes.write_program(tmp_path / "bin/nvidia-smi", SICK)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    checked = [flag for flag in TRAINING if flag != "--no-check"]
-    job = submit("slurm", 2, *checked, "--num-steps=3", "--output", str(tmp_path / "out"))
+    flags = [flag for flag in TRAINING if flag != "--no-check"]
+    job = submit("slurm", 2, *flags, "--num-steps=3", "--output", str(tmp_path / "out"))
     assert job.wait(1200) == UnfitError.exit_code, job.output
     assert "error: --check: these processes cannot run pipelines; at fault: n1; the table above says why" in job.output
