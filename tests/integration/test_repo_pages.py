@@ -75,13 +75,13 @@ def test_a_page_from_top_to_bottom(name: str, folder: Path, tmp_path: Path) -> N
 
 SOURCE = """
 import datasets
-made = [{"number": i, **Text()[i]} for i in range(64)]
-datasets.Dataset.from_list(made).save_to_disk("rows")
+rows = [{"number": i, **Text()[i]} for i in range(64)]
+datasets.Dataset.from_list(rows).save_to_disk("rows")
 source = datasets.load_from_disk("rows").shuffle(seed=0)
 batch = batch_of(source, step=2)
-for name, found in batch.items():
-    wanted = np.array([source[i][name] for i in range(2 * ROWS, 3 * ROWS)], np.int32)
-    np.testing.assert_array_equal(found, wanted)
+for name, rows in batch.items():
+    expected = np.array([source[i][name] for i in range(2 * ROWS, 3 * ROWS)], np.int32)
+    np.testing.assert_array_equal(rows, expected)
 assert sorted(source["number"]) == list(range(64)) != list(source["number"])
 print("read")
 """

@@ -36,10 +36,10 @@ def loss(w, x):
 step = mm.jit(lambda w, x: mm.microbatch(jax.value_and_grad(loss), argnum=1, size=2)(w, x))
 w, x = np.eye(4, dtype=np.float32) / 2, np.arange(32, dtype=np.float32).reshape(8, 4) / 32
 with mm.context(ignore_transforms=True):
-    want = float(jax.jit(loss)(w, x))
+    expected = float(jax.jit(loss)(w, x))
 for number in range(STEPS):
-    got = mm.distributed.gather(step(w, x)[0])
-    np.testing.assert_allclose(got, want, rtol=1e-5)
+    value = mm.distributed.gather(step(w, x)[0])
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
     if number == 5:
         print(f"job {os.environ['SLURM_JOB_ID']}, pid {os.getpid()}", flush=True)
     if number == 5 and job.rank == 1:

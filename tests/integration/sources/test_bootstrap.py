@@ -25,9 +25,9 @@ TOOL, USAGE = 1, 2
 COMPLETE = """
 import git, humanize, jsonschema, multimesh, packaging, rich, tooling, yaml
 from importlib import metadata
-for each in metadata.distributions():
-    assert each.files, each.name
-    assert not [file for file in each.files if not file.locate().exists() and file.suffix != ".pyc"], each.name
+for package in metadata.distributions():
+    assert package.files, package.name
+    assert not [file for file in package.files if not file.locate().exists() and file.suffix != ".pyc"], package.name
 """
 BASE = os.path.realpath(sys.executable)  # the Python that this one's environment was made from
 
