@@ -134,10 +134,9 @@ class _Builder:
             self._send(f.outs, kernel.submesh, kernel.name)
 
     def loop(self, part: Pipeline) -> None:
-        """Zero the accumulators of each part of a stage, run every cell of the schedule, then stack."""
-        part_of = {o: op.task.part for f in part.fragments for op in f.ops if op.task for o in op.outs}
-        sums = group(((self._submesh(self.program.homes[s.out]), part_of.get(s.leaf, 0)), s) for s in part.loop.sums)
-        for (submesh, _), mesh_sums in sorted(sums.items()):
+        """Zero the accumulators, run every cell of the schedule, then stack."""
+        sums = group((self._submesh(self.program.homes[s.out]), s) for s in part.loop.sums)
+        for submesh, mesh_sums in sorted(sums.items()):
             outs = self._run(Kernel("zeros", submesh, outs=tuple(s.out for s in mesh_sums), make="zeros"))
             self._accumulators += outs
             self._over.update((slot, s.over) for slot, s in zip(outs, mesh_sums, strict=True) if s.over)
