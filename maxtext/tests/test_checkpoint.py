@@ -57,6 +57,8 @@ def test_only_complete_checkpoints_count(tmp_path: Path):
         write(tmp_path, step)
     (tmp_path / "11.orbax-checkpoint-tmp").mkdir()
     assert look(tmp_path) == [0, 9, 10]
+    (tmp_path / "0/commit_success.txt").unlink()  # a run was killed while Orbax removed it
+    assert look(tmp_path) == [9, 10]
     assert layers_of(leaf_paths(tmp_path / "10/items")) == {*UNROLLED}
 
 
