@@ -62,7 +62,7 @@ done
 read -r -d '' -a srun_options < <(words_of SRUN) || true
 launch=(srun --kill-on-bad-exit=1 "${srun_options[@]}")
 unset SLURM_TRES_PER_TASK # sbatch of Slurm 23.11 sets it for --gpus-per-task; srun refuses the two together
-inside=(/opt/entrypoint.sh "/opt/maxtext/slurm/run.sh")
+entry=(/opt/entrypoint.sh "/opt/maxtext/slurm/run.sh")
 if [[ -z ${IMAGE:-} ]]; then
   # A checkout with its .venv (./bootstrap.sh --group run --group cuda12) on a file system that all nodes see.
   : "${CHECKOUT:?name an image, or the repository: CHECKOUT=DIR sbatch ...}"
@@ -79,17 +79,17 @@ else
   each_node=(srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1)
   if [[ $(srun --help) == *--container-image* ]]; then
     launch+=(--container-image="$IMAGE" --container-mounts="$(IFS=, && echo "${mounts[*]}")" --no-container-mount-home)
-    launch+=("${inside[@]}")
+    launch+=("${entry[@]}")
   elif command -v shifter >/dev/null; then
-    launch+=(shifter --image="$IMAGE" --module="gpu,nccl-plugin" "${volumes[@]}" "${inside[@]}")
+    launch+=(shifter --image="$IMAGE" --module="gpu,nccl-plugin" "${volumes[@]}" "${entry[@]}")
   elif command -v podman-hpc >/dev/null; then
     launch+=(podman-hpc run --rm --gpu --nccl --net=host --ipc=host "${volumes[@]}" "${variables[@]}")
-    launch+=(--entrypoint="${inside[0]}" "$IMAGE" "${inside[1]}")
+    launch+=(--entrypoint="${entry[0]}" "$IMAGE" "${entry[1]}")
   elif "${each_node[@]}" docker version --format '{{.Server.Version}}' >/dev/null; then
     [[ -z ${IMAGE_ARCHIVE:-} ]] || "${each_node[@]}" docker load --quiet --input "$IMAGE_ARCHIVE"
     launch+=(docker run --rm --init --network=host --ipc=host --workdir=/tmp --user="$(id -u):$(id -g)" --env=HOME=/tmp)
     [[ ${SLURM_GPUS_ON_NODE:-0} -eq 0 ]] || launch+=(--gpus=all)
-    launch+=("${volumes[@]}" "${variables[@]}" --entrypoint="${inside[0]}" "$IMAGE" "${inside[1]}")
+    launch+=("${volumes[@]}" "${variables[@]}" --entrypoint="${entry[0]}" "$IMAGE" "${entry[1]}")
   else
     echo "error: srun has no --container-image (pyxis), and not every node has a Docker that answers; install one" >&2
     exit 5
@@ -99,14 +99,14 @@ fi
 # Starting again is Slurm's: a node that fails requeues the job, and so does this script, when the time of the allocation
 # ends or a process was lost, if there is a checkpoint to go on from. A job that was told to end does not come back.
 if ((${SLURM_RESTART_COUNT:-0})); then
-  again=--overwrite # without a checkpoint it begins anew, over its own files
+  start=--overwrite # without a checkpoint it begins anew, over its own files
   if [[ -n $checkpoint ]]; then
-    again=--resume
+    start=--resume
     for number in "${!flags[@]}"; do
       [[ ${flags[number]} != --overwrite ]] || unset "flags[number]"
     done
   fi
-  flags+=("$again")
+  flags+=("$start")
 fi
 # Process 0 is on the first node; its address as Slurm has it. JAX's own choice of a port, another one each time.
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p) || true

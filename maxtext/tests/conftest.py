@@ -33,7 +33,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell started pytest 
 
 
 @dataclass(frozen=True)
-class Finished:
+class Result:
     """A command that ended."""
 
     code: int
@@ -69,14 +69,14 @@ def maxtext() -> Path:
 
 
 @pytest.fixture(scope="session")
-def run(maxtext: Path) -> Callable[..., Finished]:
+def run(maxtext: Path) -> Callable[..., Result]:
     """Run a script of ``maxtext/`` to its end."""
 
-    def command(*arguments: str | Path, script: str = "run.py", env: dict[str, str] | None = None) -> Finished:
+    def command(*arguments: str | Path, script: str = "run.py", env: dict[str, str] | None = None) -> Result:
         line = [str(ROOT / "maxtext" / script), *map(str, arguments)]
         line = line if script.endswith(".sh") else [sys.executable, *line]
-        done = subprocess.run(line, capture_output=True, text=True, env=env, check=False)
-        return Finished(done.returncode, done.stdout, done.stderr)
+        process = subprocess.run(line, capture_output=True, text=True, env=env, check=False)
+        return Result(process.returncode, process.stdout, process.stderr)
 
     return command
 
@@ -85,10 +85,10 @@ def run(maxtext: Path) -> Callable[..., Finished]:
 def job(maxtext: Path) -> Callable[[Sequence[str]], Job]:
     """Check a command line and return the job it describes."""
 
-    def checked(argv: Sequence[str]) -> Job:
+    def check_argv(argv: Sequence[str]) -> Job:
         return check_job(read(argv), maxtext / "maxtext")
 
-    return checked
+    return check_argv
 
 
 @pytest.fixture

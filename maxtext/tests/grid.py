@@ -37,8 +37,8 @@ def _schedules(model: str) -> list[str]:
     cases = []
     for name in dict.fromkeys([*schedules.names(), "custom"]):
         for pieces in (1, 2):
-            known = schedules.get("1f1b" if name == "custom" else name)
-            if name == "fill-drain" or known.usual > pieces or known.chunks not in (None, pieces):
+            kind = schedules.get("1f1b" if name == "custom" else name)
+            if name == "fill-drain" or kind.usual > pieces or kind.chunks not in (None, pieces):
                 continue
             number = len(cases)
             stages = 4 if number % 3 == 2 and pieces == 1 else 2
@@ -50,7 +50,7 @@ def _schedules(model: str) -> list[str]:
     return cases
 
 
-def _each(grid: str, *cases: str) -> list[str]:
+def _cross(grid: str, *cases: str) -> list[str]:
     return [f"{grid} {case}" for case in cases]
 
 
@@ -148,7 +148,7 @@ SECTIONS = {
         for model in models
     ],
     "remat": _remat(),
-    "training": _each(
+    "training": _cross(
         _FOUR,
         "--num-layers 2 opt_type=adam_pax",
         "--num-layers 2 opt_type=sgd logits_via_embedding=true",
@@ -176,7 +176,7 @@ SECTIONS = {
     + [f"{_FOUR} --num-layers 2 num_experts_per_tok=2 {_SPARSE.replace('mixtral', 'qwen3_moe')}"],
     "unlike": [*UNLIKE.values()],
     "newest": list(NEWEST),
-    "inside": _each(
+    "inside": _cross(
         "--cpus 4",
         "--cp 2 --pp 2 --num-layers 2",
         f"--cp 2 --pp 2 --num-layers 4 --scan-layers context_parallel_load_balance=false {_GPT3}",
@@ -184,7 +184,7 @@ SECTIONS = {
         "--fsdp 2 --pp 2 --interleave 2 --schedule looped-bfs --gather-once --num-layers 4",
         "--fsdp 2 --pp 2 --gather-once --num-layers 4 --scan-layers",
     ),
-    "zero": _each(
+    "zero": _cross(
         _FOUR,
         "--num-layers 2 --zero 1",
         "--num-layers 2 --zero 2",
@@ -196,7 +196,7 @@ SECTIONS = {
         "--num-layers 2 --zero 2 --remat full dtype=bfloat16",
         f"--num-layers 2 --zero 2 {_DENSE}",
     ),
-    "contexts": _each(
+    "contexts": _cross(
         "--cpus 8",
         "--cp 2 --tp 2 --pp 2 --num-layers 2",
         "--cp 2 --tp 2 --sequence-parallel --pp 2 --schedule zb-h1 --num-layers 4 --scan-layers",
@@ -204,12 +204,12 @@ SECTIONS = {
         "--cp 4 --pp 2 --num-layers 2 decoder_block=gemma2",
         UNLIKE["deepseek"].replace("--cpus 4 --pp 4", "--cp 2 --ep 2 --pp 2"),
     ),
-    "experts": _each(
+    "experts": _cross(
         "--cpus 4 --ep 2 --pp 2",
         f"--num-layers 2 {_RING}",
         f"--num-layers 4 --scan-layers num_experts_per_tok=2 {_RING.replace('mixtral', 'qwen3_moe')}",
     ),
-    "experts-devices": _each(
+    "experts-devices": _cross(
         "--cpus 8",
         f"--ep 2 --tp 2 --pp 2 --schedule zb-h1 --num-layers 2 --microbatch-size 2 {_RING}",
         UNLIKE["deepseek"].replace("--cpus 4 --pp 4", "--ep 2 --fsdp 2 --pp 2").replace(_DROPPING, _DROPLESS),
@@ -226,7 +226,7 @@ SECTIONS = {
         f"--cpus 2 --pp 2 --num-layers 2 quantization={kind}"
         for kind in ("int8", *(f"{kind} use_qwix_quantization=true" for kind in check_flags.QWIX))
     ],
-    "quantization-devices": _each(
+    "quantization-devices": _cross(
         "--cpus 4",
         "--dp 2 --pp 2 --num-layers 4 --scan-layers quantization=int8",
         "--dp 2 --pp 2 --num-layers 2 quantization=int8 use_qwix_quantization=true opt_type=sgd",

@@ -20,7 +20,7 @@ Moment = Callable[[subprocess.Popen[str], int], None]
 
 
 def records(output: Path) -> list[dict[str, Any]]:
-    """All that a run computed; times and memory differ from run to run."""
+    """Return the numbers that a run computed; times and memory differ from run to run."""
     lines = (output / "metrics.jsonl").read_text().splitlines()
     return [
         {key: value for key, value in json.loads(line).items() if not re.search("seconds|per_sec|memory|mfu", key)}
@@ -41,8 +41,8 @@ def children(pid: int) -> list[int]:
 
 def trainers(folder: Path, rank: int) -> list[int]:
     """Processes that train as one rank of a run in a folder; not the launchers that wait for them."""
-    own = f"metrics_file={folder}/{f'process-{rank}/' if rank else ''}metrics.jsonl"
-    return [pid for pid, words in command_lines() if own in words.split("\0")]
+    setting = f"metrics_file={folder}/{f'process-{rank}/' if rank else ''}metrics.jsonl"
+    return [pid for pid, words in command_lines() if setting in words.split("\0")]
 
 
 SMALL = (
@@ -65,17 +65,17 @@ class Job:
     def start(self, *words: object) -> subprocess.Popen[bytes]:
         """Start it; its output goes to a file, so that nothing holds it up."""
         self.folder.mkdir(exist_ok=True)
-        with (self.folder / "said").open("w") as said:
+        with (self.folder / "said").open("w") as log:
             argv, variables = self.line(*TWO, *words), os.environ | self.variables
-            self.process = subprocess.Popen(argv, stdout=said, stderr=said, env=variables, start_new_session=True)
+            self.process = subprocess.Popen(argv, stdout=log, stderr=log, env=variables, start_new_session=True)
         return self.process
 
     def until(self, condition: Callable[[], object], patience: float = 240.0) -> None:
         """Wait for a moment of the run."""
         deadline = time.monotonic() + patience
         while not condition():
-            assert self.process.poll() is None, self.said
-            assert time.monotonic() < deadline, self.said
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < deadline, self.output
             time.sleep(0.005)
 
     def log(self) -> str:
@@ -85,8 +85,8 @@ class Job:
         return ""
 
     @property
-    def said(self) -> str:
-        """What the newest run printed."""
+    def output(self) -> str:
+        """Return the output of the newest run."""
         return (self.folder / "said").read_text()
 
     def processes(self, patience: float = 0.0) -> list[int]:
@@ -103,18 +103,18 @@ class Job:
         return sorted(int(path.name) for path in (self.folder / "ck").glob("*") if path.name.isdigit())
 
 
-def killed(root: Path, arguments: tuple[Any, ...], moment: Moment) -> str:
+def kill_run(root: Path, arguments: tuple[Any, ...], moment: Moment) -> str:
     """Start a run and kill its trainer at a moment; return what run.py says."""
     line = [sys.executable, str(root / "maxtext/run.py"), *map(str, arguments)]
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    for printed in process.stdout:  # the trainer is there when run.py says so
-        if printed.startswith("starting MaxText"):
+    for text in process.stdout:  # the trainer is there when run.py says so
+        if text.startswith("starting MaxText"):
             break
-    started: list[int] = []
-    while not started:
-        started = children(process.pid)
-    (trainer,) = started
+    pids: list[int] = []
+    while not pids:
+        pids = children(process.pid)
+    (trainer,) = pids
     moment(process, trainer)
     os.kill(trainer, signal.SIGKILL)
     _, errors = process.communicate()

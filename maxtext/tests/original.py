@@ -156,14 +156,14 @@ def table() -> str:
 
     helps = {flag.option: flag.help for flag in FLAGS.values()}
     lines = ["| | original | here |", "|---|---|---|"]
-    for flag, there in DEFAULTS.items():
+    for flag, default in DEFAULTS.items():
         if flag not in helps:  # a setting of MaxText, or without effect
             continue
-        here = re.search(r"\(default:? ((?:[^();]|\([^)]*\))*)", helps[flag])
-        assert here, f"the help of {flag} names no default"
-        if here[1].strip() != there:
-            lines.append(f"| `{flag}` | {there} | {here[1].strip()} |")
-    lines += [f"| {what} | {there} | {here} |" for what, (there, here) in BESIDE.items()]
+        match = re.search(r"\(default:? ((?:[^();]|\([^)]*\))*)", helps[flag])
+        assert match, f"the help of {flag} names no default"
+        if match[1].strip() != default:
+            lines.append(f"| `{flag}` | {default} | {match[1].strip()} |")
+    lines += [f"| {name} | {original} | {launcher} |" for name, (original, launcher) in BESIDE.items()]
     return "\n".join(lines)
 
 
@@ -177,12 +177,12 @@ def numerics() -> str:
     maxtext = find_maxtext(ROOT)
     paths = Paths(python="", maxtext=maxtext, output=Path(), metrics=Path())
     jobs = [check_job(read(argv), maxtext / "maxtext") for argv in FORMS.values()]
-    found = [{**job.model.resolved, **configuration(job, paths)} for job in jobs]
+    configs = [{**job.model.resolved, **configuration(job, paths)} for job in jobs]
     lines = [f"| setting | original | {' | '.join(FORMS)} |", "|---" * (2 + len(FORMS)) + "|"]
-    for name, there in NUMERICS.items():
-        values = (json.dumps(each[name]) if each[name] != "" else "as `weight_dtype`" for each in found)
-        shown = (value if value.startswith("as ") else f"`{value}`".replace('"', "") for value in values)
-        lines.append(f"| `{name}` | {there} | {' | '.join(shown)} |")
+    for name, default in NUMERICS.items():
+        values = (json.dumps(config[name]) if config[name] != "" else "as `weight_dtype`" for config in configs)
+        cells = (value if value.startswith("as ") else f"`{value}`".replace('"', "") for value in values)
+        lines.append(f"| `{name}` | {default} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -197,13 +197,13 @@ MADE: dict[Path, tuple[str, str, Callable[[], str]]] = {
 """Each document, where its table begins and ends, and what makes it."""
 
 
-def renewed(document: Path) -> str:
+def renew(document: Path) -> str:
     """Return a document with its table as the code makes it."""
     begin, end, make = MADE[document]
-    before, _, rest = document.read_text(encoding="utf-8").partition(begin)
-    return f"{before}{begin}\n{make()}\n{end}{rest.partition(end)[2]}"
+    before, _, tail = document.read_text(encoding="utf-8").partition(begin)
+    return f"{before}{begin}\n{make()}\n{end}{tail.partition(end)[2]}"
 
 
 if __name__ == "__main__" and "--write" in sys.argv:
-    for each in MADE:
-        each.write_text(renewed(each), encoding="utf-8")
+    for page in MADE:
+        page.write_text(renew(page), encoding="utf-8")

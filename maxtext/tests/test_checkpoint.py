@@ -43,12 +43,12 @@ def write(folder: Path, step: int, layers: Sequence[str] = UNROLLED) -> Path:
 def begin(job: Check, tmp_path: Path) -> Begin:
     """Begin a run of twelve steps whose checkpoints lie in ``ck``, and return where it begins."""
 
-    def started(argv: str) -> int:
-        given = job(["--checkpoint", str(tmp_path / "ck"), "--num-steps", "12", *argv.split()])
-        with beginning(given) as found:
-            return found
+    def start_at(argv: str) -> int:
+        training = job(["--checkpoint", str(tmp_path / "ck"), "--num-steps", "12", *argv.split()])
+        with beginning(training) as step:
+            return step
 
-    return started
+    return start_at
 
 
 def test_only_complete_checkpoints_count(tmp_path: Path):
@@ -57,6 +57,8 @@ def test_only_complete_checkpoints_count(tmp_path: Path):
         write(tmp_path, step)
     (tmp_path / "11.orbax-checkpoint-tmp").mkdir()
     assert look(tmp_path) == [0, 9, 10]
+    (tmp_path / "0/commit_success.txt").unlink()  # a run was killed while Orbax removed it
+    assert look(tmp_path) == [9, 10]
     assert layers_of(leaf_paths(tmp_path / "10/items")) == {*UNROLLED}
 
 
@@ -121,8 +123,8 @@ def test_parameters_to_begin_with_have_the_layout_of_the_run_or_are_refused_by_t
     source = tmp_path / "given/7/items"
     if layers:
         write(tmp_path / "given", 7, layers)
-    refused = pytest.raises(CheckpointError, match=rf"^load_parameters_path={source}:? .*{message}")
-    with refused if message else nullcontext():
+    refusal = pytest.raises(CheckpointError, match=rf"^load_parameters_path={source}:? .*{message}")
+    with refusal if message else nullcontext():
         assert begin(f"{argv} load_parameters_path={source}") == 0
 
 
@@ -134,20 +136,20 @@ COUNT = np.arange(4)
 
 def state(names: Sequence[str]) -> dict[tuple[str, ...], np.ndarray]:
     """Parameters are stacked along their second dimension, counters along the first."""
-    found: dict[tuple[str, ...], np.ndarray] = {("params", "embedding"): np.zeros(5)}
+    arrays: dict[tuple[str, ...], np.ndarray] = {("params", "embedding"): np.zeros(5)}
     for name in names:
-        mine = list(layers_in(name, 4))
-        kernel = np.stack(KERNEL[mine], 1) if is_stack(name) else KERNEL[mine[0]]
-        found["params", "decoder", name, "kernel"] = kernel
-        found["nnx_aux", "decoder", name, "count"] = COUNT[mine] if is_stack(name) else COUNT[mine[0], ...]
-    return found
+        layers = list(layers_in(name, 4))
+        kernel = np.stack(KERNEL[layers], 1) if is_stack(name) else KERNEL[layers[0]]
+        arrays["params", "decoder", name, "kernel"] = kernel
+        arrays["nnx_aux", "decoder", name, "count"] = COUNT[layers] if is_stack(name) else COUNT[layers[0], ...]
+    return arrays
 
 
 def test_what_not_every_layer_has_in_the_checkpoint_stays_as_the_run_made_it():
     """MaxText's layers share a generator of random numbers, which the checkpoint has once."""
-    ours, theirs = state(["layers_0_1", "layers_2_3"]), state(LAYOUTS[0])
-    del theirs["nnx_aux", "decoder", "layers_1", "count"]
-    assert ("nnx_aux", "decoder", "layers_0_1", "count") not in find_sources(ours, theirs, 4)
+    target, source = state(["layers_0_1", "layers_2_3"]), state(LAYOUTS[0])
+    del source["nnx_aux", "decoder", "layers_1", "count"]
+    assert ("nnx_aux", "decoder", "layers_0_1", "count") not in find_sources(target, source, 4)
 
 
 def test_a_folder_that_cannot_be_used_is_named(job: Check, paths: Paths, tmp_path: Path):
@@ -158,12 +160,12 @@ def test_a_folder_that_cannot_be_used_is_named(job: Check, paths: Paths, tmp_pat
     with pytest.raises(CheckpointError, match=r"--checkpoint .*file: Not a directory"):
         look(tmp_path / "file")
     paths.checkpoints.mkdir(parents=True)
-    checked = job(["--checkpoint", str(tmp_path / "ck")])
+    training = job(["--checkpoint", str(tmp_path / "ck")])
     with pytest.raises(FlagError, match=f"{paths.checkpoints}: File exists; choose another --output"):
-        prepare_folders(checked, paths, ())
+        prepare_folders(training, paths, ())
     paths.checkpoints.rmdir()
     for _ in range(2):
-        prepare_folders(checked, paths, ())
+        prepare_folders(training, paths, ())
         assert paths.checkpoints.readlink() == tmp_path / "ck"
 
 
@@ -190,7 +192,7 @@ def test_no_run_goes_on_from_a_damaged_checkpoint(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("kept", "told"),
+    ("changes", "message"),
     [
         ({}, None),
         ({("params", "layers_0", "w"): (4, 4)}, r"params/layers_0/w is \(4, 4\) in it and \(2, 3\) in this run;"),
@@ -200,14 +202,14 @@ def test_no_run_goes_on_from_a_damaged_checkpoint(tmp_path: Path):
         ({("nnx_aux", "rngs"): (9,)}, None),
     ],
 )
-def test_a_checkpoint_of_another_model_names_the_first_parameter(kept: dict[Any, Any], told: str | None):
+def test_a_checkpoint_of_another_model_names_the_first_parameter(changes: dict[Any, Any], message: str | None):
     model = {("params", "layers_0", "w"): (2, 3), ("opt_state", "0", "count"): (), ("nnx_aux", "rngs"): (1,)}
-    ours, theirs = (
+    run_shapes, stored_shapes = (
         {path: shape if shape is None else np.zeros(shape) for path, shape in shapes.items()}
-        for shapes in (model, model | kept)
+        for shapes in (model, model | changes)
     )
-    with pytest.raises(CheckpointError, match=told) if told else nullcontext():
-        check_same(ours, theirs, {})
+    with pytest.raises(CheckpointError, match=message) if message else nullcontext():
+        check_same(run_shapes, stored_shapes, {})
 
 
 def test_metrics_of_steps_that_will_be_repeated_are_cut_off(paths: Paths):

@@ -31,23 +31,23 @@ Open = Callable[..., Any]
 @pytest.fixture(scope="module")
 def start() -> Iterator[Open]:
     """Orbax's checkpointer for a folder, as MaxText makes it."""
-    opened = []
+    checkpointers = []
 
     def checkpointer(folder: Path, layers: int | None = None) -> Any:
         context = ocp.Context()
         context.array.saving.use_ocdbt = context.array.saving.use_zarr3 = context.pytree.loading.partial_load = True
-        every = ocp.training.save_decision_policies.FixedIntervalPolicy(1)
-        opened.append(ocp.training.Checkpointer(folder, context=context, save_decision_policy=every))
-        return explain_failures(opened[-1], layers)
+        policy = ocp.training.save_decision_policies.FixedIntervalPolicy(1)
+        checkpointers.append(ocp.training.Checkpointer(folder, context=context, save_decision_policy=policy))
+        return explain_failures(checkpointers[-1], layers)
 
     yield checkpointer
-    for each in opened:
+    for handle in checkpointers:
         with suppress(ValueError):  # a save that failed is told once more
-            each.close()
+            handle.close()
 
 
 @pytest.fixture(scope="module")
-def written(start: Open, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(start: Open, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the checkpoints 2 and 3."""
     folder = tmp_path_factory.mktemp("written")
     checkpoints = start(folder)
@@ -63,7 +63,7 @@ def largest(step: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("harm", "why"),
+    ("harm", "reason"),
     [
         (lambda step: os.truncate(largest(step), largest(step).stat().st_size // 2), "is not valid for value of size"),
         (lambda step: largest(step).unlink(), "Existing shard has size of 0 bytes"),
@@ -74,15 +74,15 @@ def largest(step: Path) -> Path:
     ids=["half a file", "no file", "another manifest", "no metadata", "nothing"],
 )
 def test_a_harmed_checkpoint_is_named_with_the_one_to_go_on_from(
-    start: Open, written: Path, tmp_path: Path, harm: Callable[[Path], None], why: str
+    start: Open, source: Path, tmp_path: Path, harm: Callable[[Path], None], reason: str
 ):
-    shutil.copytree(written, tmp_path / "ck")
+    shutil.copytree(source, tmp_path / "ck")
     (tmp_path / "ck/3" / RECORD).unlink()
     harm(tmp_path / "ck/3")
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError) as error:
         start(tmp_path / "ck").load_checkpointables(3, {"items": STATE})
     remedy = f"copy it again, or remove {tmp_path}/ck/3 to go on from checkpoint 2"
-    assert re.fullmatch(rf"checkpoint 3 cannot be read \((.*{why}.*)\); {remedy}", str(caught.value))
+    assert re.fullmatch(rf"checkpoint 3 cannot be read \((.*{reason}.*)\); {remedy}", str(error.value))
 
 
 def damage(path: Path, how: str, seed: int) -> bytes:
@@ -99,10 +99,10 @@ def damage(path: Path, how: str, seed: int) -> bytes:
 
 
 @pytest.mark.parametrize("how", ["flip", "cut", "delete"])
-def test_a_damaged_file_is_named_before_anything_is_loaded(start: Open, written: Path, tmp_path: Path, how: str):
+def test_a_damaged_file_is_named_before_anything_is_loaded(start: Open, source: Path, tmp_path: Path, how: str):
     """Any file of a checkpoint, by `verify` and by the run, which sets the checkpoint aside."""
     folder = tmp_path / "ck"
-    shutil.copytree(written, folder)
+    shutil.copytree(source, folder)
     files = [path for path in sorted((folder / "3").rglob("*")) if path.is_file()]
     assert len(files) > 8
     checkpoints = start(folder)
@@ -121,21 +121,21 @@ def test_a_damaged_file_is_named_before_anything_is_loaded(start: Open, written:
     assert all(jax.tree.leaves(jax.tree.map(lambda x, y: bool((x == y).all()), loaded, STATE)))
 
 
-def test_a_checkpoint_without_a_record_is_loaded_and_can_get_one(start: Open, written: Path, tmp_path: Path):
-    shutil.copytree(written, tmp_path / "ck")
+def test_a_checkpoint_without_a_record_is_loaded_and_can_get_one(start: Open, source: Path, tmp_path: Path):
+    shutil.copytree(source, tmp_path / "ck")
     (tmp_path / "ck/3" / RECORD).unlink()
     with pytest.raises(NoRecordError, match="ck/3 has no checksums"):
         distributed.verify(tmp_path / "ck/3")
     start(tmp_path / "ck").load_checkpointables(3, {"items": STATE})
     distributed.record(tmp_path / "ck/3")
     distributed.verify(tmp_path / "ck/3")
-    assert (tmp_path / "ck/3" / RECORD).read_bytes() == (written / "3" / RECORD).read_bytes()
+    assert (tmp_path / "ck/3" / RECORD).read_bytes() == (source / "3" / RECORD).read_bytes()
 
 
-def test_another_model_is_refused_before_it_is_loaded(start: Open, written: Path):
+def test_another_model_is_refused_before_it_is_loaded(start: Open, source: Path):
     wider = STATE | {"params": {"w": jnp.zeros((40, 101))}}
     with pytest.raises(CheckpointError, match=r"params/w is \(40, 100\) in it and \(40, 101\) in this run; use the"):
-        start(written).load_checkpointables(3, {"items": wider})
+        start(source).load_checkpointables(3, {"items": wider})
 
 
 @pytest.mark.parametrize("target", LAYOUTS, ids=len)
@@ -153,9 +153,9 @@ def test_layers_are_loaded_in_any_layout(start: Open, tmp_path: Path, source: Se
             checkpoints.load_checkpointables(0, {"items": nest(model)})
 
 
-def test_a_step_that_is_there_already_is_no_failure(start: Open, written: Path):
+def test_a_step_that_is_there_already_is_no_failure(start: Open, source: Path):
     with pytest.raises(FileExistsError):
-        start(written).save_checkpointables(3, {"items": STATE})
+        start(source).save_checkpointables(3, {"items": STATE})
 
 
 @contextmanager
@@ -170,16 +170,16 @@ def small_files() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("method", ["save_checkpointables", "save_checkpointables_async"])
-def test_what_cannot_be_written_is_named_with_what_is_complete(start: Open, written: Path, tmp_path: Path, method: str):
-    shutil.copytree(written, tmp_path / "ck")
+def test_what_cannot_be_written_is_named_with_what_is_complete(start: Open, source: Path, tmp_path: Path, method: str):
+    shutil.copytree(source, tmp_path / "ck")
     checkpoints = start(tmp_path / "ck")
 
     def save() -> None:
         getattr(checkpoints, method)(4, {"items": STATE})
         checkpoints.wait()
 
-    with small_files(), pytest.raises(CheckpointError) as caught:
+    with small_files(), pytest.raises(CheckpointError) as error:
         save()
-    assert str(caught.value).startswith(
+    assert str(error.value).startswith(
         f"a checkpoint cannot be written to {tmp_path}/ck (File too large); checkpoint 3 there is complete; "
     )

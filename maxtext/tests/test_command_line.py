@@ -21,9 +21,9 @@ from multimesh_maxtext.handoff import TrainerConfig
 
 def test_a_flag_is_one_record_and_there_are_at_most_seventy():
     """Each is in the help, once, with its text; what it names are flags, and settings of MaxText or flags of XLA."""
-    shown = [action for action in parser()._actions if action.dest not in ("help", "settings")]
-    assert len(shown) == len(FLAGS) <= 70
-    assert {action.dest: action.help for action in shown} == {name: flag.help for name, flag in FLAGS.items()}
+    actions = [action for action in parser()._actions if action.dest not in ("help", "settings")]
+    assert len(actions) == len(FLAGS) <= 70
+    assert {action.dest: action.help for action in actions} == {name: flag.help for name, flag in FLAGS.items()}
     assert all(flag.help for flag in FLAGS.values())
     assert {*COMMON, *GROUPS} <= FLAGS.keys() <= DEFAULTS.keys()
     assert len(COMMON) == 10
@@ -36,8 +36,8 @@ def test_a_flag_is_one_record_and_there_are_at_most_seventy():
 
 def test_settings_that_flags_decide_are_those_of_maxtext(maxtext: Path):
     names = setting_names(maxtext / "maxtext")
-    decided = {key for flag in FLAGS.values() for key in (flag.setting, *flag.decides) if key}
-    assert decided | {words.partition("=")[0] for words in SETTINGS.values()} <= names
+    keys = {key for flag in FLAGS.values() for key in (flag.setting, *flag.decides) if key}
+    assert keys | {words.partition("=")[0] for words in SETTINGS.values()} <= names
 
 
 def test_every_flag_of_the_original_is_read_replaced_or_ignored():
@@ -84,7 +84,7 @@ def test_a_flag_says_something_unless_it_has_its_default():
 
 
 @pytest.mark.parametrize(
-    ("argv", "named"),
+    ("argv", "words"),
     [
         ("--no-profile --no-replicate-small-params", ""),
         ("--gpus 2 --pp 2 --debug-nccl --xla-pipelining --xla-ag-threshold 9 --replicate-small-params", ""),
@@ -107,8 +107,8 @@ def test_a_flag_says_something_unless_it_has_its_default():
         ),
     ],
 )
-def test_flags_without_effect_are_named_in_one_line(argv: str, named: str):
-    lines = [f"without effect here: {named}"] if named else []
+def test_flags_without_effect_are_named_in_one_line(argv: str, words: str):
+    lines = [f"without effect here: {words}"] if words else []
     assert find_flag_notes(read(argv.split()).flags, gpu_memory=None) == lines
 
 
@@ -122,8 +122,8 @@ CODES = {
 
 def test_exit_codes_are_stable_and_in_the_help():
     assert {cause: kind.exit_code for cause, kind in error_classes().items()} == CODES
-    shown = re.findall(r"^ +(\d+)  \w", parser().format_help().partition("exit codes:")[2], re.MULTILINE)
-    assert [*map(int, shown)] == sorted({0, *CODES.values()})
+    codes = re.findall(r"^ +(\d+)  \w", parser().format_help().partition("exit codes:")[2], re.MULTILINE)
+    assert [*map(int, codes)] == sorted({0, *CODES.values()})
 
 
 def test_the_door_names_the_bootstrap_or_ends_without_a_traceback(tmp_path: Path, root: Path):

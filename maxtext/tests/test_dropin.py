@@ -21,16 +21,16 @@ from multimesh_maxtext.errors import FlagError, UnsupportedError
 @pytest.mark.parametrize("script", original.SCRIPTS)
 def test_scripts_of_the_original_pass_a_dry_run(run: Callable[..., Any], script: str):
     line = original.SCRIPTS[script].split()
-    done = run("--dry-run", "--json", *line)
-    assert done.code == 0, done.stderr
-    settings, flags = done.json["configuration"], done.json["environment"].get("XLA_FLAGS", "")
-    given = dict(pairwise(line))
-    assert settings["base_num_decoder_layers"] == int(given["--num-layers"])
-    rows = int(given["--microbatch-size"]) * int(given["--dp"])
-    assert settings["gradient_accumulation_steps"] * rows == int(given["--batch-size"])
-    if "--model-dims" in given:
-        assert settings["base_mlp_dim"] == 4 * int(given["--model-dims"])
-    if given["--gpus"] != "0":
+    result = run("--dry-run", "--json", *line)
+    assert result.code == 0, result.stderr
+    settings, flags = result.json["configuration"], result.json["environment"].get("XLA_FLAGS", "")
+    values = dict(pairwise(line))
+    assert settings["base_num_decoder_layers"] == int(values["--num-layers"])
+    rows = int(values["--microbatch-size"]) * int(values["--dp"])
+    assert settings["gradient_accumulation_steps"] * rows == int(values["--batch-size"])
+    if "--model-dims" in values:
+        assert settings["base_mlp_dim"] == 4 * int(values["--model-dims"])
+    if values["--gpus"] != "0":
         assert "--xla_gpu_reduce_scatter_combine_threshold_bytes=51200" in flags.split()
         assert "--xla_gpu_enable_latency_hiding_scheduler=true" in flags.split()
 
@@ -54,8 +54,8 @@ def test_flags_of_the_original_keep_their_form(job: Callable[[Sequence[str]], Jo
         for name in switch:
             value = {"--schedule": "gpipe", "--attention": "flash", "--remat": "full", "--backend": "cpu"}
             value |= {"--network": "ucx", "--debug": "info", "--attention-type": "chunk"}
-            wrong = read([name, value.get(name, "1")]).wrong  # a switch is followed by a word too many
-            assert not any(name in str(error) for error in wrong), name
+            errors = read([name, value.get(name, "1")]).wrong  # a switch is followed by a word too many
+            assert not any(name in str(error) for error in errors), name
     flags = read(["--backend", "legate", "--collective-matmul", "512", "--compile-topology-num-slices", "2"]).flags
     assert (flags.backend, flags.collective_matmul, flags.ignored) == (
         "multimesh", 512, ("--compile-topology-num-slices",)
@@ -65,7 +65,7 @@ def test_flags_of_the_original_keep_their_form(job: Callable[[Sequence[str]], Jo
 
 @pytest.mark.parametrize("document", original.MADE, ids=lambda document: document.stem)
 def test_the_tables_of_defaults_are_those_of_the_code(document: Path):
-    assert document.read_text(encoding="utf-8") == original.renewed(document), "run maxtext/tests/original.py --write"
+    assert document.read_text(encoding="utf-8") == original.renew(document), "run maxtext/tests/original.py --write"
 
 
 def test_kernels_that_need_transformer_engine_have_a_substitute(job: Callable[[Sequence[str]], Job]):
@@ -106,10 +106,10 @@ def test_the_files_of_maxtext_have_names_of_settings(maxtext: Path):
 
 @pytest.mark.longer  # starts MaxText
 def test_values_that_maxtext_refuses_end_a_run_as_wrong_flags_do(run: Callable[..., Any], tmp_path: Path):
-    done = run("dtype=float33", "attention_sink=maybe", "--output", tmp_path)
-    assert done.code == 2
-    assert "error: MaxText refuses these settings: " in done.stderr
-    assert all(name in done.stderr for name in ("dtype", "attention_sink"))
+    result = run("dtype=float33", "attention_sink=maybe", "--output", tmp_path)
+    assert result.code == 2
+    assert "error: MaxText refuses these settings: " in result.stderr
+    assert all(name in result.stderr for name in ("dtype", "attention_sink"))
 
 
 def test_a_configuration_without_sizes_is_answered_in_one_line(job: Callable[[Sequence[str]], Job], tmp_path: Path):

@@ -104,17 +104,17 @@ dataset_type=hf --text README.md | (dataset_type=olmo_grain); use --text, or lea
 
 @pytest.mark.parametrize(("argv", "part"), rows(WRONG))
 def test_a_wrong_command_line_is_answered_with_a_remedy(job: Callable[[Sequence[str]], Job], argv: str, part: str):
-    with pytest.raises(LauncherError) as raised:
+    with pytest.raises(LauncherError) as error:
         job(argv.split())
-    assert part in str(raised.value)
-    assert raised.value.exit_code == 2
+    assert part in str(error.value)
+    assert error.value.exit_code == 2
 
 
 def test_everything_wrong_is_said_at_once_but_not_what_may_follow_from_it(job: Callable[[Sequence[str]], Job]):
     def lines(argv: str) -> list[str]:
-        with pytest.raises(LauncherError) as raised:
+        with pytest.raises(LauncherError) as error:
             job(argv.split())
-        return [line.split(" ")[0] for line in str(raised.value).splitlines()]
+        return [line.split(" ")[0] for line in str(error.value).splitlines()]
 
     assert lines("--cpus 8 --dp two --microbatchsize 4 -tp 2 lr learning_rat=3 steps=3 --interleave 2") == [
         *("--dp:", "--microbatchsize:", "-tp:", "'lr'", "--interleave", "learning_rat=3:", "steps=")
@@ -126,16 +126,16 @@ def test_everything_wrong_is_said_at_once_but_not_what_may_follow_from_it(job: C
 
 def test_processes_read_equal_shares_of_real_data(job: Callable[[Sequence[str]], Job], root: Path):
     grid = ["--tp", "4", "--num-heads", "4", "--microbatch-size", "2", "--batch-size", "6"]
-    read = ["dataset_type=grain", "grain_train_files=x", "--tokenizer-path", "p"]
-    assert job(["--cpus", "4", *grid, *read]).microbatches == 3  # one process has all rows
+    data = ["dataset_type=grain", "grain_train_files=x", "--tokenizer-path", "p"]
+    assert job(["--cpus", "4", *grid, *data]).microbatches == 3  # one process has all rows
     four = ("--nodes", "4", "--cpus", "1", *grid)
     assert job([*four, "--text", str(root / "LICENSE")]).microbatches == 3  # each process has all rows
     with pytest.raises(FlagError, match=r"4 processes read data in equal shares, and do not divide a batch of 6; use"):
-        job([*four, *read])
-    assert job([*four, *read, "--batch-size", "8"]).microbatches == 4
+        job([*four, *data])
+    assert job([*four, *data, "--batch-size", "8"]).microbatches == 4
     uneven = ("--nodes", "3", "--cpus", "2", "--pp", "2", "--dp", "3", "--batch-size", "6", "--microbatch-size", "1")
     with pytest.raises(FlagError, match=r"do not divide the 3 devices of a stage; use --nodes 1"):
-        job([*uneven, *read])
+        job([*uneven, *data])
 
 
 UNSUPPORTED = """
@@ -169,10 +169,10 @@ lora={"enable_lora":true} | leave lora= out
 
 @pytest.mark.parametrize(("argv", "part"), rows(UNSUPPORTED))
 def test_what_comes_later_is_refused(job: Callable[[Sequence[str]], Job], argv: str, part: str):
-    with pytest.raises(UnsupportedError) as raised:
+    with pytest.raises(UnsupportedError) as error:
         job(["--pp", "2", *argv.split()])
-    assert part in str(raised.value)
-    assert (raised.value.exit_code, str(raised.value).count("\n")) == (3, 0)
+    assert part in str(error.value)
+    assert (error.value.exit_code, str(error.value).count("\n")) == (3, 0)
 
 
 @pytest.mark.parametrize(
@@ -243,10 +243,10 @@ def test_a_table_of_ones_own_is_accepted_where_it_runs_every_cell(job: Callable[
         ("[[", r"not JSON"),
     ):
         file.write_text(table)
-        with pytest.raises(FlagError, match=message) as raised:
+        with pytest.raises(FlagError, match=message) as error:
             job(argv)
-        assert str(file) in str(raised.value)
-        assert "\n" not in str(raised.value)
+        assert str(file) in str(error.value)
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -263,9 +263,9 @@ def test_what_the_machine_lacks_is_named(
 ):
     monkeypatch.setattr(environment, "visible_gpu_memory", lambda: visible)
     monkeypatch.setattr(environment, "has_package", lambda name: False)
-    with pytest.raises(MissingPartError, match=message) as raised:
+    with pytest.raises(MissingPartError, match=message) as error:
         find_gpus(read(argv.split()).flags)
-    assert raised.value.exit_code == 4
+    assert error.value.exit_code == 4
 
 
 def test_missing_sources_name_the_bootstrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -292,5 +292,5 @@ def test_jax_is_not_imported(maxtext: Path, root: Path, argv: str, code: int):
     )
     source = f"{root / 'maxtext/src'}:{root / 'multimesh/src'}"
     line = [sys.executable, "-c", program, *argv.split()]
-    done = subprocess.run(line, capture_output=True, text=True, env={"PYTHONPATH": source}, check=False)
-    assert (done.returncode, done.stderr.count("\n")) == (code, 1 if code else 0), done.stderr
+    process = subprocess.run(line, capture_output=True, text=True, env={"PYTHONPATH": source}, check=False)
+    assert (process.returncode, process.stderr.count("\n")) == (code, 1 if code else 0), process.stderr

@@ -23,16 +23,16 @@ PLAN = {"costs.json", "plan.txt", "plan.json", "plan.svg", "plan.html", "plan.pe
 
 
 @pytest.fixture(scope="module")
-def trained(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_folder(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was profiled and whose plan was dumped."""
     folder = tmp_path_factory.mktemp("trained")
-    done = run(*JOB, "--output", folder, "--dump", folder / "dump", "--profile")
-    assert done.code == 0, done.stderr
+    result = run(*JOB, "--output", folder, "--dump", folder / "dump", "--profile")
+    assert result.code == 0, result.stderr
     return folder
 
 
-def test_the_plan_is_dumped(trained: Path):
-    dump = trained / "dump"
+def test_the_plan_is_dumped(run_folder: Path):
+    dump = run_folder / "dump"
     assert {path.name for path in dump.iterdir()} >= PLAN
     plan = json.loads((dump / "plan.json").read_text())
     runs = [step for step in plan["instructions"] if step["kind"] == "RUN" and "phase" in step]
@@ -46,15 +46,15 @@ def test_the_plan_is_dumped(trained: Path):
     )
 
 
-def test_the_program_after_every_pass_is_dumped_and_those_of_xla_are_not(trained: Path):
-    names = {path.name for path in (trained / "dump").iterdir()} - PLAN
+def test_the_program_after_every_pass_is_dumped_and_those_of_xla_are_not(run_folder: Path):
+    names = {path.name for path in (run_folder / "dump").iterdir()} - PLAN
     assert names == {f"{number:02}-{name}.txt" for number, name in enumerate([*PASSES, "kernels"])}
-    assert "loop x4 1f1b" in (trained / "dump/00-inline_calls.txt").read_text()
+    assert "loop x4 1f1b" in (run_folder / "dump/00-inline_calls.txt").read_text()
 
 
-def test_the_profile_has_timelines(trained: Path):
-    assert [path.stat().st_size > 0 for path in trained.rglob("*.xplane.pb")] == [True]
-    timelines = trained / "timelines"
+def test_the_profile_has_timelines(run_folder: Path):
+    assert [path.stat().st_size > 0 for path in run_folder.rglob("*.xplane.pb")] == [True]
+    timelines = run_folder / "timelines"
     for name in ("measured", "simulated"):
         assert ElementTree.parse(timelines / f"{name}.svg").getroot().tag.endswith("svg")
         assert (timelines / f"{name}.svg").read_text() in (timelines / f"{name}.html").read_text()
@@ -62,17 +62,17 @@ def test_the_profile_has_timelines(trained: Path):
     assert "submesh  measured" in (timelines / "timeline.txt").read_text()
 
 
-def test_a_forecast_is_near_what_a_run_holds(run: Run, trained: Path, tmp_path: Path):
+def test_a_forecast_is_near_what_a_run_holds(run: Run, run_folder: Path, tmp_path: Path):
     """Refused before anything is compiled or allocated; parameters and moments are those that the run created."""
-    done = run(*JOB, "--output", tmp_path, "--device-memory", "1MiB")
-    assert done.code == 16, done.stderr
-    assert "on each device (" in done.stderr.splitlines()[-1]
-    assert "but a device has 1 MiB; use " in done.stderr
+    result = run(*JOB, "--output", tmp_path, "--device-memory", "1MiB")
+    assert result.code == 16, result.stderr
+    assert "on each device (" in result.stderr.splitlines()[-1]
+    assert "but a device has 1 MiB; use " in result.stderr
     assert "Compiling" not in (tmp_path / "maxtext.log").read_text()
     assert not (tmp_path / "placement.json").exists()
-    held = json.loads((trained / "placement.json").read_text())["created"]["bytes"]
+    bytes_of = json.loads((run_folder / "placement.json").read_text())["created"]["bytes"]
     for stage, need in enumerate(json.loads((tmp_path / "forecast.json").read_text())["forecast"]):
-        assert need["parameters"] + need["optimizer"] == pytest.approx(held[str(2 * stage)], rel=0.02)
+        assert need["parameters"] + need["optimizer"] == pytest.approx(bytes_of[str(2 * stage)], rel=0.02)
         assert need["activations"] > 0
         assert need["gradients"] > 0
 
@@ -83,19 +83,19 @@ def test_a_forecast_needs_no_gpus(run: Run, tmp_path: Path, attention: str):
     """Of four GPUs in four processes, with the attention of tokamax or cuDNN; kept is no square of the sequence."""
     job = ("--nodes", 4, "--gpus", 1, *JOB[2:], "--sequence-length", 1024, "--attention", attention, "--fbmem", 70)
     job = (*job, "--forecast", "--device", "h100", "--output", tmp_path, "--json")
-    done = run(*job, "base_num_kv_heads=2", "num_experts=1")
-    assert done.code == 0, done.stderr
-    found = done.json
-    assert len(found["forecast"]) == 2
-    assert 0 < found["bubble"] < 1
-    assert found["limit"] == int(81_559 * 2**20 * round(70_000 / 81_559, 4))
-    assert found["tokens_per_second"] > 0
-    for stage in found["host"]:  # of four microbatches a forward and a backward kernel each
+    result = run(*job, "base_num_kv_heads=2", "num_experts=1")
+    assert result.code == 0, result.stderr
+    table = result.json
+    assert len(table["forecast"]) == 2
+    assert 0 < table["bubble"] < 1
+    assert table["limit"] == int(81_559 * 2**20 * round(70_000 / 81_559, 4))
+    assert table["tokens_per_second"] > 0
+    for stage in table["host"]:  # of four microbatches a forward and a backward kernel each
         assert stage["kernels"] > 8
         assert 0 < stage["transfers"] < stage["arrays"]
     assert ElementTree.parse(tmp_path / "forecast/forecast.svg").getroot().tag.endswith("svg")
     squares = 2 * 1024 * 1024 * 4  # heads on a device, pairs of tokens, float32
-    largest = max(need["activations"] + need["workspace"] for need in found["forecast"])
+    largest = max(need["activations"] + need["workspace"] for need in table["forecast"])
     assert (largest > squares) == (attention == "dot_product")
 
 
@@ -111,23 +111,23 @@ def test_stages_are_compiled_for_gpus_that_are_not_there(run: Run, tmp_path: Pat
 
     MaxText's own programs have the same products, on as many devices for each copy of the model.
     """
-    done = run(*GPUS, "--backend", "spmd", "--device", device, "--output", tmp_path, "--json")
-    assert done.code == 0, done.stderr
-    found = done.json
-    ours, program, pipeline = (found["programs"][name] for name in ("multimesh", "program", "pipeline"))
-    assert ours["flops"] == pytest.approx(program["flops"], rel=0.001)
-    assert pipeline["flops"] >= ours["flops"]
-    assert 0 < ours["peak"] < program["peak"]
-    assert all(0 < step["bytes copied"] < step["bytes accessed"] for step in (ours, program, pipeline))
-    assert found["compilation"]["kernels"] >= found["compilation"]["compiled"] > 0  # no two of these stages are alike
-    assert any("cudnn" in name for calls in found["calls"] for name in calls)
-    assert all(costs["flops"] > 0 for costs in found["costs"])
+    result = run(*GPUS, "--backend", "spmd", "--device", device, "--output", tmp_path, "--json")
+    assert result.code == 0, result.stderr
+    table = result.json
+    stages, program, pipeline = (table["programs"][name] for name in ("multimesh", "program", "pipeline"))
+    assert stages["flops"] == pytest.approx(program["flops"], rel=0.001)
+    assert pipeline["flops"] >= stages["flops"]
+    assert 0 < stages["peak"] < program["peak"]
+    assert all(0 < step["bytes copied"] < step["bytes accessed"] for step in (stages, program, pipeline))
+    assert table["compilation"]["kernels"] >= table["compilation"]["compiled"] > 0  # no two of these stages are alike
+    assert any("cudnn" in name for calls in table["calls"] for name in calls)
+    assert all(costs["flops"] > 0 for costs in table["costs"])
     assert all(
-        sum(costs[kind] for kind in ("all-reduce", "all-gather", "reduce-scatter")) > 0 for costs in found["costs"]
+        sum(costs[kind] for kind in ("all-reduce", "all-gather", "reduce-scatter")) > 0 for costs in table["costs"]
     )
-    for need, compiled in zip(found["forecast"], found["compiled"], strict=True):
-        same = ("parameters", "optimizer", "batch")
-        assert [need[name] for name in same] == [compiled[name] for name in same]
+    for need, compiled in zip(table["forecast"], table["compiled"], strict=True):
+        names = ("parameters", "optimizer", "batch")
+        assert [need[name] for name in names] == [compiled[name] for name in names]
         assert compiled["total"] == sum(size for name, size in compiled.items() if name != "total")
 
 
@@ -135,9 +135,9 @@ def test_stages_are_compiled_for_gpus_that_are_not_there(run: Run, tmp_path: Pat
 @pytest.mark.compile_gpu
 def test_one_program_is_compiled_without_a_pipeline(run: Run, tmp_path: Path):
     job = ("--nodes", 2, "--gpus", 1, "--tp", 2, *JOB[6:])
-    done = run(*job, "--forecast", "--compile", "--device", "h100", "--output", tmp_path)
-    assert done.code == 0, done.stderr
-    assert "peak of a device" in done.stdout
+    result = run(*job, "--forecast", "--compile", "--device", "h100", "--output", tmp_path)
+    assert result.code == 0, result.stderr
+    assert "peak of a device" in result.stdout
 
 
 @pytest.mark.full
@@ -145,14 +145,14 @@ def test_one_program_is_compiled_without_a_pipeline(run: Run, tmp_path: Path):
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_device_with_a_byte_less_than_xla_assigns_is_refused(run: Run, tmp_path: Path, device: str):
     job = (*GPUS, "--device", device, "--output", tmp_path)
-    done = run(*job, "--json")
-    assert done.code == 0, done.stderr
-    most = max(need["total"] for need in done.json["compiled"])
-    refused = run(*job, "--device-memory", most - 1)
-    assert refused.code == 16, refused.stderr
-    assert "but a device has" in refused.stderr
-    assert f"the same as XLA compiled it for {device}" in refused.stdout
-    assert "compiling kernels: " in refused.stdout
+    result = run(*job, "--json")
+    assert result.code == 0, result.stderr
+    most = max(need["total"] for need in result.json["compiled"])
+    refusal = run(*job, "--device-memory", most - 1)
+    assert refusal.code == 16, refusal.stderr
+    assert "but a device has" in refusal.stderr
+    assert f"the same as XLA compiled it for {device}" in refusal.stdout
+    assert "compiling kernels: " in refusal.stdout
 
 
 @pytest.mark.full
@@ -163,8 +163,8 @@ def test_every_process_makes_the_same_plan_and_trains_nothing_for_it(run: Run, t
         folder = tmp_path / seed
         environment = os.environ | {"PYTHONHASHSEED": seed}
         job = (*JOB, "--scan-layers", "--schedule", "zb-h1", "--output", folder)
-        done = run(*job, "--dump", folder / "dump", "--dump-only", env=environment)
-        assert (done.code, done.stdout) == (0, f"compiled; the plan is in {folder / 'dump'}\n"), done.stderr
+        result = run(*job, "--dump", folder / "dump", "--dump-only", env=environment)
+        assert (result.code, result.stdout) == (0, f"compiled; the plan is in {folder / 'dump'}\n"), result.stderr
         assert not (folder / "metrics.jsonl").exists()
         plans.append((folder / "dump/plan.txt").read_text())
     assert plans[0] == plans[1]
@@ -175,14 +175,14 @@ def test_parameters_gathered_once_a_step_save_most_of_the_bytes(run: Run, tmp_pa
     """Of eight microbatches in two pieces a stage: a tenth of the gathered bytes, a fifth of the reduced ones."""
     job = ("--cpus", 4, "--fsdp", 2, *JOB[4:], "--num-layers", 4, "--interleave", 2, "--schedule", "looped-bfs")
     job = (*job, "--batch-size", 16, "--microbatch-size", 1)
-    made = []
+    costs = []
     for flags in ((), ("--gather-once",)):
-        folder = tmp_path / str(len(made))
-        done = run(*job, *flags, "--output", folder, "--dump", folder / "dump", "--dump-only")
-        assert done.code == 0, done.stderr
-        made.append(json.loads((folder / "dump/costs.json").read_text()))
+        folder = tmp_path / str(len(costs))
+        result = run(*job, *flags, "--output", folder, "--dump", folder / "dump", "--dump-only")
+        assert result.code == 0, result.stderr
+        costs.append(json.loads((folder / "dump/costs.json").read_text()))
     gathered, reduced = (
-        [sum(stage[kind] for stage in stages) for stages in made] for kind in ("all-gather", "all-reduce")
+        [sum(stage[kind] for stage in stages) for stages in costs] for kind in ("all-gather", "all-reduce")
     )
     assert gathered[1] / gathered[0] <= 0.1
     assert reduced[1] / reduced[0] <= 0.2

@@ -46,7 +46,7 @@ class Shot:
     step: int | None
 
 
-def learned(job: Job) -> list[str]:
+def read_losses(job: Job) -> list[str]:
     """The record of each step, to the last bit, but for which process was the slowest."""
     losses = [
         {key: x for key, x in step.items() if not key.startswith("processes/")} for step in records(job.folder / "out")
@@ -63,7 +63,7 @@ def draw(chance: random.Random) -> Shot:
 def shoot(shot: Shot, job: Job, launcher: subprocess.Popen[bytes]) -> list[int]:
     """Send the signal at its moment; return who was there to get it."""
     if shot.step is not None:
-        while launcher.poll() is None and f"\nstep {shot.step} of " not in job.said.replace("\r", "\n"):
+        while launcher.poll() is None and f"\nstep {shot.step} of " not in job.output.replace("\r", "\n"):
             time.sleep(0.002)
     time.sleep(shot.seconds)
     _, trainer, rank = shot.place.partition("trainer ")
@@ -88,7 +88,7 @@ def wait_for_end(shot: Shot, targets: list[int], launcher: subprocess.Popen[byte
 
 def check_last_line(job: Job, code: int) -> None:
     """The last line says which checkpoint is complete, or that none is."""
-    last = job.said.strip().splitlines()[-1]
+    last = job.output.strip().splitlines()[-1]
     newest = job.checkpoints()[-1:]
     if code == 0:
         assert last.startswith(f"ok: {STEPS} steps"), last
@@ -100,7 +100,7 @@ def check_last_line(job: Job, code: int) -> None:
 
 def check_end(job: Job, shot: Shot, code: int) -> None:
     never_came = {2} if shot.signal == signal.SIGSTOP else set[int]()  # a process that was stopped before all met
-    assert code in CODES | never_came, job.said
+    assert code in CODES | never_came, job.output
     by_signal = shot.place == "launcher" and code == -shot.signal  # nobody is there to print a last line
     assert job.processes(patience=15) == []
     if not by_signal:
@@ -116,8 +116,8 @@ def test_a_random_signal_costs_no_step(root: Path, tmp_path: Path):
     variables = {CACHE_SWITCH: "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}
     reference = Job(root, tmp_path / "reference", **variables)
     assert reference.start(*LINE).wait(LIMIT) in (0, 13)
-    expected = learned(reference)
-    wrong = []
+    expected = read_losses(reference)
+    failures = []
     print("run  signal   to         moment           code  steps  newest  resumes  result")
     for number in range(RUNS):
         shot, job = draw(chance), Job(root, tmp_path / f"run-{number}", **variables)
@@ -125,13 +125,13 @@ def test_a_random_signal_costs_no_step(root: Path, tmp_path: Path):
             row, result = play(job, shot, expected), "equal"
         except AssertionError as error:
             row, result = "", f"WRONG: {str(error).splitlines()[0]}"
-            wrong.append((number, shot, str(error)[:2000]))
+            failures.append((number, shot, str(error)[:2000]))
             for pid in job.processes():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         moment = f"{shot.seconds:.2f} s" if shot.step is None else f"step {shot.step} + {shot.seconds:.2f} s"
         print(f"{number:3}  {shot.signal.name:8} {shot.place:10} {moment:16} {row:27} {result}", flush=True)
-    assert wrong == []
+    assert failures == []
 
 
 def play(job: Job, shot: Shot, expected: list[str]) -> str:
@@ -147,11 +147,11 @@ def play(job: Job, shot: Shot, expected: list[str]) -> str:
     if code == 18:
         assert newest == [steps - 1], (newest, steps)
     assert steps - 1 - (newest[0] if newest else -1) <= EVERY, (newest, steps)
-    again = job.start(*LINE, "--resume").wait(LIMIT)
-    said = job.said
-    assert again in (0, 13), said[-2000:]
-    ran = [int(step) for step in re.findall(rf"^step (\d+) of {STEPS} ", said, re.MULTILINE)]
-    assert ran[:1] in ([], [newest[0] + 1 if newest else 0]), (ran[:1], newest)
-    assert learned(job) == expected
-    checkpoint, first = (newest or ["none"])[0], (ran or ["-"])[0]
+    exit_code = job.start(*LINE, "--resume").wait(LIMIT)
+    output = job.output
+    assert exit_code in (0, 13), output[-2000:]
+    numbers = [int(step) for step in re.findall(rf"^step (\d+) of {STEPS} ", output, re.MULTILINE)]
+    assert numbers[:1] in ([], [newest[0] + 1 if newest else 0]), (numbers[:1], newest)
+    assert read_losses(job) == expected
+    checkpoint, first = (newest or ["none"])[0], (numbers or ["-"])[0]
     return f"{code:4}  {steps:5}  {checkpoint:>6}  {first:>7}" + " (missed)" * (not targets)

@@ -39,14 +39,14 @@ def test_a_forecast_needs_neither_dataset_nor_checkpoint(job: Check, paths: Path
     flags = (
         "--backend multimesh --pp 2 --gpus 2 --use-tfds-dataset --dataset-path /d --dataset-name c4 --tokenizer-path /t"
     )
-    given = job([*flags.split(), "--checkpoint", "/c", "--profile", "--dump", "/p", "--forecast"])
-    found = forecasting(given, paths, inherited={}, gpu_memory=None)
-    assert found.command[5].endswith("base.yml")
-    assert found.configuration["dataset_type"] == "synthetic"
-    assert found.configuration["enable_checkpointing"] is False
-    told = receive(found.environment)
-    assert told.forecast
-    assert told.dump == told.profile == ""
+    training = job([*flags.split(), "--checkpoint", "/c", "--profile", "--dump", "/p", "--forecast"])
+    start = forecasting(training, paths, inherited={}, gpu_memory=None)
+    assert start.command[5].endswith("base.yml")
+    assert start.configuration["dataset_type"] == "synthetic"
+    assert start.configuration["enable_checkpointing"] is False
+    config = receive(start.environment)
+    assert config.forecast
+    assert config.dump == config.profile == ""
 
 
 @pytest.mark.parametrize("launcher", [SLURM, MPI, MPICH, SHELL | MPI], ids=["srun", "mpirun", "mpich", "in a shell"])
@@ -80,31 +80,31 @@ def test_a_launcher_says_which_process_this_is(launcher: dict[str, str]):
     ],
 )
 def test_processes_that_cannot_meet_are_refused(argv: str, launcher: dict[str, str], message: str):
-    with pytest.raises(FlagError) as raised:
+    with pytest.raises(FlagError) as error:
         find_members(read(argv.split()).flags, launcher)
-    assert message in str(raised.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize("nodes", ["1", "2"])
 def test_every_process_knows_what_its_gpus_hold_and_all_choose_by_what_all_know(job: Check, paths: Paths, nodes: str):
-    def told(*flags: str) -> tuple[int | None, int]:
-        checked = job(["--nodes", nodes, "--gpus", "2", "--dp", nodes, "--pp", "2", *flags])
-        found = launch(checked, paths, inherited={}, gpu_memory=80_000, this=Member(0, int(nodes))).environment
-        handed = receive(found)
-        assert handed
-        return memory_limit(checked.flags, 80_000), handed.limit
+    def read_limits(*flags: str) -> tuple[int | None, int]:
+        training = job(["--nodes", nodes, "--gpus", "2", "--dp", nodes, "--pp", "2", *flags])
+        environment = launch(training, paths, inherited={}, gpu_memory=80_000, this=Member(0, int(nodes))).environment
+        config = receive(environment)
+        assert config
+        return memory_limit(training.flags, 80_000), config.limit
 
-    assert told() == (60_000 * 2**20, 60_000 * 2**20 if nodes == "1" else 0)
-    assert told("--device-memory", "1GiB") == (2**30, 2**30)
-    assert told("--fbmem", "70") == (70_000 * 2**20, 70_000 * 2**20)
+    assert read_limits() == (60_000 * 2**20, 60_000 * 2**20 if nodes == "1" else 0)
+    assert read_limits("--device-memory", "1GiB") == (2**30, 2**30)
+    assert read_limits("--fbmem", "70") == (70_000 * 2**20, 70_000 * 2**20)
 
 
 def test_stages_are_handed_over_in_the_environment(job: Check, paths: Paths):
     def variables(argv: str, **inherited: str) -> Mapping[str, str]:
         return launch(job(argv.split()), paths, inherited=inherited, gpu_memory=None).environment
 
-    found = variables("--cpus 8 --pp 4 --dp 2 --schedule gpipe", PYTHONPATH="/mine")
-    assert receive(found) == TrainerConfig(
+    env = variables("--cpus 8 --pp 4 --dp 2 --schedule gpipe", PYTHONPATH="/mine")
+    assert receive(env) == TrainerConfig(
         outcome=str(paths.outcome),
         stages=4,
         interleave=1,
@@ -115,8 +115,8 @@ def test_stages_are_handed_over_in_the_environment(job: Check, paths: Paths):
     )
     assert receive(variables("--pp 2 --replicate-small-params")).replicate_below == 4 * 128  # the tokens of a batch
     assert receive(variables("--pp 2 --fsdp 2 --gather-once --dump d --dump-only")).gather_once
-    assert found["PYTHONPATH"].startswith(f"{paths.maxtext}:{ROOT / 'maxtext/src'}:{ROOT / 'multimesh/src'}:")
-    assert found["PYTHONPATH"].endswith("/site-packages:/mine")  # what is installed comes before what is inherited
+    assert env["PYTHONPATH"].startswith(f"{paths.maxtext}:{ROOT / 'maxtext/src'}:{ROOT / 'multimesh/src'}:")
+    assert env["PYTHONPATH"].endswith("/site-packages:/mine")  # what is installed comes before what is inherited
     assert receive(variables("--pp 2")).schedule == "1f1b"
     down = "--cpus 4 --pp 4 --num-layers 8 --batch-size 8 --microbatch-size 1 --schedule auto"
     assert receive(variables(f"{down} --interleave 2")).route == (0, 1, 2, 3, 3, 2, 1, 0)  # the head is heavy
@@ -147,8 +147,8 @@ def test_two_processes_train_what_one_does(maxtext: Path, tmp_path: Path):
     """MaxText alone, as srun starts it."""
     flags = "--backend spmd --dp 2 --pp 2 --num-layers 2 --batch-size 8 --sequence-length 32 --num-steps 3 --output"
 
-    def start(*more: object, **variables: str) -> subprocess.Popen[str]:
-        argv = [sys.executable, str(ROOT / "maxtext/run.py"), *flags.split(), *map(str, more)]
+    def start(*words: object, **variables: str) -> subprocess.Popen[str]:
+        argv = [sys.executable, str(ROOT / "maxtext/run.py"), *flags.split(), *map(str, words)]
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         return subprocess.Popen(argv, env=os.environ | variables, **pipes)
 
@@ -156,16 +156,16 @@ def test_two_processes_train_what_one_does(maxtext: Path, tmp_path: Path):
         return [json.loads(line)["learning/loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
     step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
-    place, alone = (tmp_path / "two", "--nodes", 2, "--cpus", 2), start(tmp_path / "one", "--cpus", 4)
+    place, single = (tmp_path / "two", "--nodes", 2, "--cpus", 2), start(tmp_path / "one", "--cpus", 4)
     ranks = [start(*place, **step, SLURM_PROCID=rank, SLURM_LOCALID=rank) for rank in "01"]
-    said = [process.communicate(timeout=600)[0] for process in (alone, *ranks)]
-    assert [process.returncode for process in (alone, *ranks)] == [0, 0, 0], said
+    outputs = [process.communicate(timeout=600)[0] for process in (single, *ranks)]
+    assert [process.returncode for process in (single, *ranks)] == [0, 0, 0], outputs
     for folder in (tmp_path / "two", tmp_path / "two/process-1"):
         assert losses(folder) == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
-    assert (said[1].count("ok: 3 steps"), said[2]) == (1, "")
+    assert (outputs[1].count("ok: 3 steps"), outputs[2]) == (1, "")
 
 
-def followed(paths: Paths, *programs: str, saves: bool = False) -> tuple[list[str], int]:
+def follow(paths: Paths, *programs: str, saves: bool = False) -> tuple[list[str], int]:
     """Why trainers ended that are lines of a shell, and how many signals came to us meanwhile.
 
     A trainer that writes its number to ``$ENDED`` has ended when we get a signal, and nobody has looked since.
@@ -233,7 +233,7 @@ def test_trainers_are_ended_as_their_steps_ask_for(
 ):
     """They never train on."""
     monkeypatch.setattr(training, "_PATIENCE", 0.5)
-    assert followed(paths, *programs, saves=saves) == (ends, count)
+    assert follow(paths, *programs, saves=saves) == (ends, count)
 
 
 OURS = r"JAX_COORDINATOR_ADDRESS[= ]\S+:6\d{4}"
@@ -256,9 +256,9 @@ def test_every_mpirun_is_told_apart(tmp_path: Path, version: str, words: str | N
     env = {key: value for key, value in os.environ.items() if key != "JAX_COORDINATOR_ADDRESS"}
     script = Path(__file__).parents[1] / "validate-mpi.sh"
     env["PATH"] = f"{tmp_path}:{env['PATH']}"
-    done = subprocess.run([script], env=env, capture_output=True, text=True)
+    process = subprocess.run([script], env=env, capture_output=True, text=True)
     if words is None:
-        told = f"error: mpirun is neither of Open MPI nor of MPICH or Intel MPI: {version}\n"
-        assert (done.returncode, done.stderr) == (4, told)
+        message = f"error: mpirun is neither of Open MPI nor of MPICH or Intel MPI: {version}\n"
+        assert (process.returncode, process.stderr) == (4, message)
     else:
-        assert re.match(words, done.stdout), done
+        assert re.match(words, process.stdout), process

@@ -47,8 +47,8 @@ MIXTURES = [name for name, flags in CASES.items() if "num_experts" in flags]
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     """Of the cases that were asked for, in two processes."""
-    here = (item for item in request.session.items if item.path == request.path and isinstance(item, pytest.Function))
-    names = {item.callspec.params.get("name") for item in here if hasattr(item, "callspec")}
+    items = (item for item in request.session.items if item.path == request.path and isinstance(item, pytest.Function))
+    names = {item.callspec.params.get("name") for item in items if hasattr(item, "callspec")}
     cases = {name: f"--cpus 4 {flags} dtype=float32" for name, flags in CASES.items() if name in names}
     return compare(cases, tmp_path_factory.mktemp("parity"))
 
@@ -56,20 +56,20 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.telling("gpt3 zb-h1 cp tied", "llama interleaved sequence-parallel scanned tied")
 @pytest.mark.parametrize("name", [name for name in CASES if name not in MIXTURES])
 def test_a_dense_pipeline_trains_as_one_program(results: dict[str, Result], name: str):
-    found = results[name]
-    assert found.error is None
-    assert len(found.steps) == len(found.parameters) == 20
-    assert max(map(found.gap, METRICS)) <= 1e-5
-    assert found.parameter_gap <= 1e-5
+    result = results[name]
+    assert result.error is None
+    assert len(result.steps) == len(result.parameters) == 20
+    assert max(map(result.gap, METRICS)) <= 1e-5
+    assert result.parameter_gap <= 1e-5
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", MIXTURES)
 def test_a_mixture_of_experts_has_the_losses_of_one_program(results: dict[str, Result], name: str):
-    found = results[name]
-    assert found.error is None
-    assert len(found.steps) == 20
-    assert max(map(found.gap, METRICS[:3])) <= 1e-5
+    result = results[name]
+    assert result.error is None
+    assert len(result.steps) == 20
+    assert max(map(result.gap, METRICS[:3])) <= 1e-5
 
 
 @pytest.mark.telling("llama interleaved sequence-parallel scanned tied-2-pieces0")
@@ -93,15 +93,15 @@ def test_every_array_lies_on_its_stage_only(results: dict[str, Result], name: st
     created, stepped = results[name].placement["created"], results[name].placement["stepped"]
     assert created == stepped
     for number, piece in enumerate(pieces):
-        mine = {path: on for path, on in created.items() if f"['{piece}']" in path}
-        assert {kind for kind in ("'model'", "'mu'", "'nu'") if any(kind in path for path in mine)} >= {
+        arrays = {path: on for path, on in created.items() if f"['{piece}']" in path}
+        assert {kind for kind in ("'model'", "'mu'", "'nu'") if any(kind in path for path in arrays)} >= {
             "'model'",
             "'mu'",
         }
-        assert [path for path, on in mine.items() if on != devices[number % stages]] == []
-    rest = {path: on for path, on in created.items() if not re.search(r"layers_\d", path)}
+        assert [path for path, on in arrays.items() if on != devices[number % stages]] == []
+    others = {path: on for path, on in created.items() if not re.search(r"layers_\d", path)}
     assert [
-        path for path, on in rest.items() if on != devices[-1 if "decoder_norm" in path or "logits" in path else 0]
+        path for path, on in others.items() if on != devices[-1 if "decoder_norm" in path or "logits" in path else 0]
     ] == []
 
 
@@ -109,10 +109,10 @@ def test_every_array_lies_on_its_stage_only(results: dict[str, Result], name: st
 @pytest.mark.timeout(6 * 3600)
 @pytest.mark.parametrize("section", grid.SECTIONS)
 def test_the_grid_agrees(section: str, tmp_path_factory: pytest.TempPathFactory):
-    found = grid.train(section, tmp_path_factory.mktemp("grid"))
+    by_case = grid.train(section, tmp_path_factory.mktemp("grid"))
     assert grid.SECTIONS[section]
-    differ = {case: result for case, result in found.items() if not grid.agrees(case, result)}
-    assert not differ, grid.table(section, differ, origin="")
+    faults = {case: result for case, result in by_case.items() if not grid.agrees(case, result)}
+    assert not faults, grid.table(section, faults, origin="")
 
 
 @pytest.mark.full

@@ -24,19 +24,19 @@ RESUMED = (*STEP[1:], "--num-layers=4", "checkpoint_period=2", "eval_interval=2"
 WHOLE = 6
 
 
-def everything(metrics: Path) -> list[dict[str, Any]]:
+def read_records(metrics: Path) -> list[dict[str, Any]]:
     """Losses and norms of all steps and evaluations."""
     keys = ("step", "learning/loss", "learning/raw_grad_norm", "learning/param_norm", "eval/avg_loss")
     return [{k: r[k] for k in keys if k in r} for r in map(json.loads, metrics.read_text().splitlines())]
 
 
-def trained(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def pick_steps(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [record for record in records if "learning/loss" in record]
 
 
-def check_same(ours: list[dict[str, Any]], whole: list[dict[str, Any]]) -> None:
-    for mine, other in zip(ours, whole, strict=True):
-        assert mine == {key: pytest.approx(value, rel=1e-5) for key, value in other.items()}
+def check_same(actual: list[dict[str, Any]], reference: list[dict[str, Any]]) -> None:
+    for record, other in zip(actual, reference, strict=True):
+        assert record == {key: pytest.approx(value, rel=1e-5) for key, value in other.items()}
 
 
 def part(root: Path, folder: Path, *grid: object, steps: int = WHOLE) -> int:
@@ -47,26 +47,26 @@ def part(root: Path, folder: Path, *grid: object, steps: int = WHOLE) -> int:
 
 
 @pytest.fixture(scope="module")
-def whole(root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def reference(root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What a run in one process records that nobody interrupts."""
     folder = tmp_path_factory.mktemp("whole")
     assert part(root, folder, "--pp", 2, "--cpus", 2) == 0
-    return everything(folder / "out/metrics.jsonl")
+    return read_records(folder / "out/metrics.jsonl")
 
 
 @pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.timeout(1800)
-def test_a_run_goes_on_in_another_number_of_processes(root: Path, tmp_path: Path, whole: list[dict[str, Any]]):
+def test_a_run_goes_on_in_another_number_of_processes(root: Path, tmp_path: Path, reference: list[dict[str, Any]]):
     """Two processes, then one with other stages, then four, of which two load text, then two with another layout."""
-    spawned = ("--spawn", "--cpus", 1)
-    assert part(root, tmp_path, *spawned, "--nodes", 2, "--pp", 2, steps=2) == 0
+    spawn = ("--spawn", "--cpus", 1)
+    assert part(root, tmp_path, *spawn, "--nodes", 2, "--pp", 2, steps=2) == 0
     assert part(root, tmp_path, "--cpus", 4, "--pp", 4, steps=3) == 0
-    assert part(root, tmp_path, *spawned, "--nodes", 4, "--pp", 2, "--dp", 2, "--microbatch-size", 1, steps=5) == 0
-    assert part(root, tmp_path, *spawned, "--nodes", 2, "--pp", 2, "--scan-layers") == 0
-    ours = everything(tmp_path / "out/metrics.jsonl")
-    assert [record["step"] for record in trained(ours)] == [*range(WHOLE)]
-    check_same(ours, whole)
+    assert part(root, tmp_path, *spawn, "--nodes", 4, "--pp", 2, "--dp", 2, "--microbatch-size", 1, steps=5) == 0
+    assert part(root, tmp_path, *spawn, "--nodes", 2, "--pp", 2, "--scan-layers") == 0
+    actual = read_records(tmp_path / "out/metrics.jsonl")
+    assert [record["step"] for record in pick_steps(actual)] == [*range(WHOLE)]
+    check_same(actual, reference)
 
 
 ORDERS = ("zb-v", "dualpipe-v", "kimi-k2", "interleaved-zb", "auto", "looped-bfs")
@@ -78,15 +78,15 @@ ORDERS = ("zb-v", "dualpipe-v", "kimi-k2", "interleaved-zb", "auto", "looped-bfs
 def test_a_run_of_two_processes_goes_on_in_another_order(root: Path, tmp_path: Path):
     """Two steps in each, from the checkpoint of the one before, with the losses of one program of MaxText alone."""
     steps, seldom = 2 * (len(ORDERS) + 1), ("eval_interval=1000",)
-    alone = ("--backend", "spmd", "--no-scan-layers", "--cpus", 1)
-    assert part(root, tmp_path / "alone", *alone, *seldom, steps=steps) == 0
-    spawned = (*seldom, "--spawn", "--cpus", 1, "--nodes", 2, "--pp", 2)
+    spmd = ("--backend", "spmd", "--no-scan-layers", "--cpus", 1)
+    assert part(root, tmp_path / "alone", *spmd, *seldom, steps=steps) == 0
+    spawn = (*seldom, "--spawn", "--cpus", 1, "--nodes", 2, "--pp", 2)
     orders = [*(("--schedule", name, "--interleave", 2) for name in ORDERS), ("--partition", "1,3")]
     for number, order in enumerate(orders, 1):
-        assert part(root, tmp_path, *spawned, *order, steps=2 * number) == 0
-    ours, whole = (trained(everything(tmp_path / out / "metrics.jsonl")) for out in ("out", "alone/out"))
-    assert [record["step"] for record in ours] == [*range(steps)]
-    check_same(ours, whole)
+        assert part(root, tmp_path, *spawn, *order, steps=2 * number) == 0
+    actual, reference = (pick_steps(read_records(tmp_path / out / "metrics.jsonl")) for out in ("out", "alone/out"))
+    assert [record["step"] for record in actual] == [*range(steps)]
+    check_same(actual, reference)
 
 
 BATCHES = """
@@ -121,12 +121,12 @@ def test_our_batches_of_text_are_those_of_maxtext_in_one_process(maxtext: Path, 
     index = write_corpus(["".join(chr(n) * 8 for n in range(18))[:-1]], tmp_path, sequence_length=8)
     line = [sys.executable, "-P", "-c", BATCHES, str(index)]
     search = ":".join(map(str, (maxtext, ROOT / "maxtext/src", ROOT / "multimesh/src")))
-    done = subprocess.run(line, env={**os.environ, "PYTHONPATH": search}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found, again = json.loads(done.stdout.splitlines()[-1])
-    for ours, theirs in found:
-        assert ours == theirs
-    assert again == found[0][0]
+    process = subprocess.run(line, env={**os.environ, "PYTHONPATH": search}, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    pairs, repeat = json.loads(process.stdout.splitlines()[-1])
+    for actual, expected in pairs:
+        assert actual == expected
+    assert repeat == pairs[0][0]
 
 
 @pytest.mark.multiprocess
@@ -155,13 +155,13 @@ def test_losses_are_those_of_one_process(root: Path, tmp_path: Path, pp: int, no
     """Also where a stage spans processes (pp 2 on 4 processes, dp 2). One writes the plan, and what all measured."""
     job = ["--backend", "multimesh", "--pp", str(pp), "--dp", str(nodes // pp), *STEP]
     assert main([*job, "--cpus", str(nodes), "--output", str(tmp_path / "one")], root=root) == 0
-    spawned = ["--spawn", "--nodes", str(nodes), "--cpus", "1", "--profile", "--output", str(tmp_path / "several")]
-    spawned += ["--dump", str(tmp_path / "dump")]
-    assert main([*job, *spawned], root=root) == 0
-    whole = trained(everything(tmp_path / "one/metrics.jsonl"))
-    assert len(whole) == 3
+    spawn = ["--spawn", "--nodes", str(nodes), "--cpus", "1", "--profile", "--output", str(tmp_path / "several")]
+    spawn += ["--dump", str(tmp_path / "dump")]
+    assert main([*job, *spawn], root=root) == 0
+    reference = pick_steps(read_records(tmp_path / "one/metrics.jsonl"))
+    assert len(reference) == 3
     for folder in ("several", "several/process-1"):
-        check_same(trained(everything(tmp_path / folder / "metrics.jsonl")), whole)
+        check_same(pick_steps(read_records(tmp_path / folder / "metrics.jsonl")), reference)
     assert {"plan.txt", "plan.json", "plan.svg", "plan.html", "plan.perfetto.json"} <= {*os.listdir(tmp_path / "dump")}
     assert [path.parent for path in tmp_path.rglob("timelines")] == [tmp_path / "several"]
     assert f"of {nodes} processes" in (tmp_path / "several/timelines/measured.svg").read_text()

@@ -66,9 +66,9 @@ def test_a_run_whose_loss_falls_is_a_success(losses: tuple[float, ...]):
 def test_anything_else_is_not(losses: tuple[float, ...], returncode: int, error: type[Exception], message: str):
     """A process of several that is lost has a code of its own."""
     end = explain_end(returncode, NOWHERE, nodes=2 if issubclass(error, ProcessLostError) else 1)
-    shown = judge(run_of(*losses, planned=range(3)), [end])
-    assert type(shown) is error
-    assert re.search(message, str(shown))
+    verdict = judge(run_of(*losses, planned=range(3)), [end])
+    assert type(verdict) is error
+    assert re.search(message, str(verdict))
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,9 @@ def test_the_outcome_that_the_trainer_wrote_is_the_error(paths: Paths, error: La
     assert outcome.read(paths.outcome) is None
     outcome.write(error, paths.outcome)
     for returncode in (0, 1, -9, None):
-        shown = judge(run_of(3.0, planned=range(3), paths=paths), [explain_end(returncode, paths)])
-        assert type(shown) is type(error)
-        assert re.search(message, str(shown))
+        verdict = judge(run_of(3.0, planned=range(3), paths=paths), [explain_end(returncode, paths)])
+        assert type(verdict) is type(error)
+        assert re.search(message, str(verdict))
 
 
 @pytest.mark.parametrize(("error", "fails"), [(PreemptedError("x"), False), (NoSpaceError("x"), True)])
@@ -97,7 +97,7 @@ def test_a_run_that_was_told_to_end_after_its_last_step_is_a_success(error: Laun
 
 
 @pytest.mark.parametrize(
-    ("written", "codes", "stopped_by", "expected"),
+    ("outcomes", "codes", "stopped_by", "expected"),
     [
         ([], [None, None], "SIGTERM", InterruptedRunError),
         ([PreemptedError("saved")] * 2, [0, 0], "SIGTERM", PreemptedError),
@@ -109,16 +109,16 @@ def test_a_run_that_was_told_to_end_after_its_last_step_is_a_success(error: Laun
     ],
 )
 def test_of_several_trainers_the_one_that_others_follow_tells(
-    paths: Paths, written: list[LauncherError], codes: list[int | None], stopped_by: str, expected: type[LauncherError]
+    paths: Paths, outcomes: list[LauncherError], codes: list[int | None], stopped_by: str, expected: type[LauncherError]
 ):
     places = [paths.of_process(rank) for rank in range(2)]
     places[1].output.mkdir()
-    for error, place in zip(written, places, strict=False):
+    for error, place in zip(outcomes, places, strict=False):
         outcome.write(error, place.outcome)
     ends = [explain_end(code, place, stopped_by, 2) for code, place in zip(codes, places, strict=True)]
-    shown = judge(run_of(3.0, planned=range(3), paths=paths), ends)
-    assert type(shown) is expected
-    assert re.match(r"process [01] of 2 on ", shown.who)
+    verdict = judge(run_of(3.0, planned=range(3), paths=paths), ends)
+    assert type(verdict) is expected
+    assert re.match(r"process [01] of 2 on ", verdict.who)
 
 
 LOST, FAILED, FULL, KILLED, INTERRUPTED = (
@@ -128,7 +128,7 @@ LOST, FAILED, FULL, KILLED, INTERRUPTED = (
 
 
 @pytest.mark.parametrize(
-    ("other", "own", "expected"),
+    ("other", "local", "expected"),
     [
         *((FULL, LOST, FULL), (FULL, FAILED, FULL), (LOST, FAILED, FAILED), (FAILED, LOST, FAILED)),
         *((KILLED, FAILED, KILLED), (FAILED, KILLED, KILLED), (LOST, KILLED, KILLED)),
@@ -136,33 +136,33 @@ LOST, FAILED, FULL, KILLED, INTERRUPTED = (
     ],
 )
 def test_an_outcome_that_follows_from_another_gives_way(
-    paths: Paths, monkeypatch: pytest.MonkeyPatch, other: LauncherError, own: LauncherError, expected: LauncherError
+    paths: Paths, monkeypatch: pytest.MonkeyPatch, other: LauncherError, local: LauncherError, expected: LauncherError
 ):
     monkeypatch.setattr(training, "_DOUBT", 0.1)
     places = [paths, paths.of_process(1)]
     places[1].output.mkdir()
     outcome.write(other, places[1].outcome, "process 1 of 2 on another machine")
-    cause = find_cause(own, 0, places)
+    cause = find_cause(local, 0, places)
     assert type(cause) is type(expected)
-    assert cause.shared == (cause is not own or own.shared)
-    assert type(outcome.read(places[0].outcome)) is type(own)  # where the other process looks for it
-    if cause is not own:
+    assert cause.shared == (cause is not local or local.shared)
+    assert type(outcome.read(places[0].outcome)) is type(local)  # where the other process looks for it
+    if cause is not local:
         assert (cause.who, cause.log) == ("process 1 of 2 on another machine", places[1].log)
 
 
 def test_a_resumed_run_is_judged_by_its_own_steps_and_the_losses_before():
-    def judged(before: tuple[float, ...], steps: tuple[float, ...], planned: range) -> LauncherError | None:
+    def judge_run(before: tuple[float, ...], steps: tuple[float, ...], planned: range) -> LauncherError | None:
         run = run_of(*steps, planned=planned)
         run.before = run_of(*before).steps
         return judge(run, [None])
 
-    assert judged((), (2.6, 2.7), range(2, 4)) is None  # nothing is known of steps 0 and 1
-    assert judged((3.0, 2.5), (2.6, 2.7), range(2, 4)) is None
-    assert isinstance(judged((3.0, 2.5), (2.6, 2.7), range(2, 5)), StoppedEarlyError)
-    assert isinstance(judged((2.0, 2.0), (2.6, 2.7), range(2, 4)), LossNotFallingError)
-    twice = run_of(3.0, 2.0, 1.0)
-    twice.steps[2] = twice.steps[0]
-    assert isinstance(judge(twice, [None]), StoppedEarlyError)
+    assert judge_run((), (2.6, 2.7), range(2, 4)) is None  # nothing is known of steps 0 and 1
+    assert judge_run((3.0, 2.5), (2.6, 2.7), range(2, 4)) is None
+    assert isinstance(judge_run((3.0, 2.5), (2.6, 2.7), range(2, 5)), StoppedEarlyError)
+    assert isinstance(judge_run((2.0, 2.0), (2.6, 2.7), range(2, 4)), LossNotFallingError)
+    run = run_of(3.0, 2.0, 1.0)
+    run.steps[2] = run.steps[0]
+    assert isinstance(judge(run, [None]), StoppedEarlyError)
 
 
 def record(step: int, loss: float, seconds: float) -> str:
@@ -197,8 +197,8 @@ def test_the_table_is_short_and_has_first_and_last():
 
 
 def test_json_has_null_where_a_number_is_not_finite():
-    shown = summary(run_of(math.nan))
-    assert json.loads(json.dumps(shown, allow_nan=False))["steps"][0]["loss"] is None
+    document = summary(run_of(math.nan))
+    assert json.loads(json.dumps(document, allow_nan=False))["steps"][0]["loss"] is None
 
 
 def test_runs_that_differ_by_rounding_agree():

@@ -83,31 +83,31 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start(stand_in: Path) -> Iterator[Start]:
-    started: list[subprocess.Popen[str]] = []
+    processes: list[subprocess.Popen[str]] = []
 
     def command(*arguments: object, **environment: str) -> subprocess.Popen[str]:
         program = "import sys; from pathlib import Path; from multimesh_maxtext.command.cli import command; "
         program += f"command(sys.argv[1:], root=Path({str(stand_in)!r}))"
         line = [sys.executable, "-I", "-c", program, "--num-steps", "2", *map(str, arguments)]
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        started.append(subprocess.Popen(line, env=os.environ | environment, **pipes))
-        return started[-1]
+        processes.append(subprocess.Popen(line, env=os.environ | environment, **pipes))
+        return processes[-1]
 
     yield command
-    for process in started:
+    for process in processes:
         process.kill()
         process.communicate()
 
 
-def finished(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     out, errors = process.communicate()
     return process.returncode, out, errors
 
 
-def succeeded(ended: tuple[int, str, str]) -> str:
+def succeeded(ending: tuple[int, str, str]) -> str:
     """What a command printed that ended well."""
-    assert ended[0] == 0, ended[2]
-    return ended[1]
+    assert ending[0] == 0, ending[2]
+    return ending[1]
 
 
 Command = Callable[..., tuple[int, str, str]]
@@ -127,9 +127,9 @@ def command(stand_in: Path, capsys: pytest.CaptureFixture) -> Command:
 def wait_for(condition: Callable[[], object]) -> Any:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        found = condition()
-        if found:
-            return found
+        value = condition()
+        if value:
+            return value
         time.sleep(0.05)
     raise AssertionError("waited for a minute")
 
@@ -141,7 +141,7 @@ def running(start: Start, folder: Path, kind: str) -> tuple[subprocess.Popen[str
     return one, trainer
 
 
-def gone(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
@@ -150,17 +150,17 @@ def gone(pid: int) -> bool:
 
 @pytest.mark.longer
 def test_a_folder_that_holds_a_run_is_kept_unless_told_otherwise(start: Start, tmp_path: Path):
-    out = succeeded(finished(start("--output", tmp_path)))
+    out = succeeded(finish(start("--output", tmp_path)))
     assert "step 0 of 2" in out
     assert out.splitlines()[-1].startswith("ok: 2 steps")  # numbered 0 and 1, as in the metrics and the checkpoints
     assert [line.split()[0] for line in out.splitlines() if line.strip()[:1].isdigit()] == ["0", "1"]
-    code, _, errors = finished(start("--output", tmp_path))
+    code, _, errors = finish(start("--output", tmp_path))
     assert (code, errors.count("\n")) == (2, 1)
     assert f"--output {tmp_path} holds another run; add --overwrite to replace it" in errors
     for name in ("mine.txt", "forecast.svg", "process-3/maxtext.log"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    succeeded(finished(start("--output", tmp_path, "--overwrite")))
+    succeeded(finish(start("--output", tmp_path, "--overwrite")))
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
     remaining = {".running", "maxtext.log", "metrics.jsonl", "outcome.json", "mine.txt"}
     assert {path.name for path in tmp_path.iterdir()} == remaining
@@ -199,7 +199,7 @@ def test_what_failed_before_its_first_step_is_not_in_the_way(
 
 def test_a_resumption_writes_over_no_other_run(command: Command, tmp_path: Path):
     """Only over the records that its own checkpoints do not have; every remedy that is named can be taken."""
-    out, own, ck = (tmp_path / name for name in ("out", "own", "ck"))
+    out, other_out, ck = (tmp_path / name for name in ("out", "own", "ck"))
     resume = ("--checkpoint", ck, "--resume")
     assert command("--output", out, "--num-steps", 3)[0] == 0
     before = (out / "metrics.jsonl").read_bytes()
@@ -207,14 +207,14 @@ def test_a_resumption_writes_over_no_other_run(command: Command, tmp_path: Path)
     assert (code, "--resume" in errors) == (2, False)  # there is nothing to go on with
     code, _, errors = command("--output", out, *resume)
     assert code == 2
-    refused = f"holds a run that wrote no checkpoint to {ck}: --resume would write over it; choose another --output"
-    assert errors == f"error: --output {out} {refused}\n"
+    refusal = f"holds a run that wrote no checkpoint to {ck}: --resume would write over it; choose another --output"
+    assert errors == f"error: --output {out} {refusal}\n"
     assert (out / "metrics.jsonl").read_bytes() == before
     for _ in range(2):  # its own folder, before the first checkpoint
-        succeeded(command("--output", own, *resume))
+        succeeded(command("--output", other_out, *resume))
     (ck / "7").mkdir()
     (ck / "7/commit_success.txt").touch()
-    code, _, errors = command("--output", own)
+    code, _, errors = command("--output", other_out)
     assert (code, f"add --overwrite to replace it, --checkpoint {ck} --resume to go on" in errors) == (2, True)
     metrics = tmp_path / "mine.jsonl"
     metrics.write_text("mine")
@@ -247,20 +247,20 @@ def test_a_signal_after_the_trainer_has_ended_does_not_change_the_verdict(
     """Slurm tells all processes of a step to end as soon as the first one has ended with an error."""
     run_trainers, stop = train_job.run_trainers, StopRequest()
 
-    def signalled(*arguments: Any) -> Any:
-        ended = run_trainers(*arguments)
+    def signal_after(*arguments: Any) -> Any:
+        result = run_trainers(*arguments)
         stop(signal.SIGTERM, None)
-        return ended
+        return result
 
     monkeypatch.setenv("STAND_IN", kind)
-    monkeypatch.setattr(train_job, "run_trainers", signalled)
+    monkeypatch.setattr(train_job, "run_trainers", signal_after)
     assert command("--output", tmp_path, stop=stop)[0] == code
     assert stop.count == 1
 
 
 def test_two_runs_in_one_folder_are_refused(start: Start, tmp_path: Path):
     running(start, tmp_path, "hangs")
-    code, _, errors = finished(start("--output", tmp_path, "--overwrite"))
+    code, _, errors = finish(start("--output", tmp_path, "--overwrite"))
     assert (code, errors.count("\n")) == (2, 1)
     assert f"--output {tmp_path}: another run writes here (`fuser " in errors
     assert (tmp_path / "metrics.jsonl").exists()
@@ -274,15 +274,15 @@ def test_a_killed_launcher_takes_its_trainer_along_and_what_stays_keeps_the_fold
     one, trainer = running(start, tmp_path, stays)
     (child,) = wait_for(lambda: children(trainer))
     one.send_signal(signal.SIGKILL)
-    wait_for(lambda: gone(trainer))
+    wait_for(lambda: has_ended(trainer))
     if stays == "leaves a child":
         try:
-            code, _, errors = finished(start("--output", tmp_path, "--overwrite"))
+            code, _, errors = finish(start("--output", tmp_path, "--overwrite"))
             assert (code, "another run writes here" in errors) == (2, True)
         finally:
             os.kill(child, signal.SIGKILL)
-    wait_for(lambda: gone(child))
-    succeeded(finished(start("--output", tmp_path, "--overwrite")))
+    wait_for(lambda: has_ended(child))
+    succeeded(finish(start("--output", tmp_path, "--overwrite")))
 
 
 def test_no_guard_is_left_of_a_run(start: Start, tmp_path: Path):
@@ -293,7 +293,7 @@ def test_no_guard_is_left_of_a_run(start: Start, tmp_path: Path):
 
     assert wait_for(guards)
     one.send_signal(signal.SIGTERM)
-    assert finished(one)[0] == 130
+    assert finish(one)[0] == 130
     wait_for(lambda: not guards())
 
 
@@ -324,14 +324,14 @@ def test_a_pipe_that_is_closed_while_it_trains_stops_the_trainer_with_a_line(sta
     errors = one.stderr.read()
     assert errors.endswith("so the trainer was stopped; write it to a file\n"), errors
     assert (one.wait(), errors.count("\n")) == (141, 1)
-    assert gone(trainer)
+    assert has_ended(trainer)
 
 
 @pytest.mark.parametrize(("kind", "words"), [("", "Unable to allocate 8.00 TiB"), (" in C++", "std::bad_alloc")])
 def test_memory_of_the_machine_that_does_not_suffice_is_told_in_a_line(
     start: Start, tmp_path: Path, kind: str, words: str
 ):
-    code, _, errors = finished(start("--output", tmp_path, STAND_IN=f"needs memory{kind}"))
+    code, _, errors = finish(start("--output", tmp_path, STAND_IN=f"needs memory{kind}"))
     assert (code, errors.count("\n")) == (16, 1)
     assert errors.startswith("error: the memory of this machine did not suffice ")
     assert words in errors
@@ -341,13 +341,13 @@ def test_memory_of_the_machine_that_does_not_suffice_is_told_in_a_line(
 
 def test_a_finished_job_that_is_run_again_has_nothing_left_to_do(start: Start, tmp_path: Path):
     write(tmp_path / "ck", 1)
-    out = succeeded(finished(start("--output", tmp_path / "out", "--checkpoint", tmp_path / "ck", "--resume")))
+    out = succeeded(finish(start("--output", tmp_path / "out", "--checkpoint", tmp_path / "ck", "--resume")))
     assert out.splitlines()[-1] == "ok: checkpoint 1 is after the last of --num-steps 2; nothing is left to do"
 
 
 def test_a_run_whose_only_checkpoint_is_damaged_does_not_begin_anew(start: Start, tmp_path: Path):
     line = ("--output", tmp_path / "out", "--checkpoint", tmp_path / "ck", "--resume")
-    code, _, said = finished(start(*line, STAND_IN="reads a damaged checkpoint"))
+    code, _, said = finish(start(*line, STAND_IN="reads a damaged checkpoint"))
     assert (code, said.count("resuming from step 0")) == (15, 1)
     assert "1/d: gone; it is set aside as *.damaged; no checkpoint is complete" in said.splitlines()[-1]
     assert json.loads((tmp_path / "out/outcome.json").read_text())["cause"] == "damaged-checkpoint"
@@ -357,7 +357,7 @@ def test_stray_modules_do_not_reach_the_trainer(start: Start, tmp_path: Path):
     for name in ("numpy", "json"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('a stray module')")
     stray = {"PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{tmp_path}:"}
-    succeeded(finished(start("--output", tmp_path / "out", **stray)))
+    succeeded(finish(start("--output", tmp_path / "out", **stray)))
     assert "site-packages/numpy" in (tmp_path / "out/maxtext.log").read_text()
 
 
@@ -366,9 +366,9 @@ def test_stray_modules_do_not_reach_the_door(root: Path, tmp_path: Path):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('a stray module')")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:"}
     line = [sys.executable, str(root / "maxtext/run.py"), "--dry-run", "--json"]
-    done = subprocess.run(line, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["environment"]["PYTHONPATH"].endswith(f":{tmp_path}")
+    process = subprocess.run(line, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert json.loads(process.stdout)["environment"]["PYTHONPATH"].endswith(f":{tmp_path}")
 
 
 def test_a_maxtext_older_than_its_patches_is_noticed(tmp_path: Path, root: Path):

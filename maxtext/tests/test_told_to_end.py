@@ -39,7 +39,7 @@ def at_restore(job: Job) -> None:
 
 
 def at_step(job: Job) -> None:
-    job.until(lambda: "\nstep 7 of" in job.said)
+    job.until(lambda: "\nstep 7 of" in job.output)
 
 
 def at_save(job: Job) -> None:
@@ -65,22 +65,22 @@ def test_a_job_that_is_told_to_end_never_trains_again(root: Path, tmp_path: Path
 
     The launcher gets it, or one process of two, as where a node is taken away. The same line then goes on.
     """
-    resumed, job = moment == "restore", Job(root, tmp_path)
-    if resumed:
+    resumes, job = moment == "restore", Job(root, tmp_path)
+    if resumes:
         assert job.start(*SETTINGS, "--num-steps=52").wait(LIMIT) in (0, 13)
-    before = len(records(tmp_path / "out")) if resumed else 0
-    job.start(*SETTINGS, ENDLESS, *["--check"] * (moment == "check"), *["--resume"] * resumed)
+    before = len(records(tmp_path / "out")) if resumes else 0
+    job.start(*SETTINGS, ENDLESS, *["--check"] * (moment == "check"), *["--resume"] * resumes)
     MOMENTS[moment](job)
-    told = trainers(tmp_path / "out", 1) if moment == "step, one process" else [job.process.pid]
-    os.kill(told[0], signal.SIGTERM)
-    code, said = job.process.wait(LIMIT), job.said
-    if moment == "1 s" and not said:  # Python was still loading, and nobody could listen
+    pids = trainers(tmp_path / "out", 1) if moment == "step, one process" else [job.process.pid]
+    os.kill(pids[0], signal.SIGTERM)
+    code, output = job.process.wait(LIMIT), job.output
+    if moment == "1 s" and not output:  # Python was still loading, and nobody could listen
         assert (code, job.processes(AT_ONCE)) == (-signal.SIGTERM, [])
         return
-    last = said.splitlines()[-1]
+    last = output.splitlines()[-1]
     metrics, checkpoints = tmp_path / "out/metrics.jsonl", job.checkpoints()
     size = metrics.stat().st_size if metrics.exists() else 0
-    assert code == (18 if moment.startswith(("step", "save")) else 130), said
+    assert code == (18 if moment.startswith(("step", "save")) else 130), output
     sentence = (
         f"checkpoint {checkpoints[-1]} is complete: start the same line with --resume"
         if checkpoints
@@ -88,8 +88,8 @@ def test_a_job_that_is_told_to_end_never_trains_again(root: Path, tmp_path: Path
     )
     assert sentence in last, last
     if code == 18:
-        ended, done = json.loads((tmp_path / "out/outcome.json").read_text()), records(tmp_path / "out")[-1]["step"]
-        assert (ended["cause"], ended["step"], ended["checkpoint"], checkpoints[-1]) == ("preempted", *[done] * 3)
+        outcome, step = json.loads((tmp_path / "out/outcome.json").read_text()), records(tmp_path / "out")[-1]["step"]
+        assert (outcome["cause"], outcome["step"], outcome["checkpoint"], checkpoints[-1]) == ("preempted", *[step] * 3)
     else:
         assert (len(records(tmp_path / "out")) if size else 0) == before
     assert job.processes(AT_ONCE) == []
@@ -115,8 +115,8 @@ def test_a_second_ctrl_c_waits_for_no_checkpoint_and_leaves_no_process(root: Pat
     job.process.send_signal(signal.SIGINT)
     code = job.process.wait(60)
     assert job.processes(AT_ONCE) == []
-    last = job.said.splitlines()[-1]
-    assert (code, "interrupted" in last or "SIGINT ended the run" in last) == (130, True), job.said
+    last = job.output.splitlines()[-1]
+    assert (code, "interrupted" in last or "SIGINT ended the run" in last) == (130, True), job.output
     assert "no checkpoint is complete" in last or f"checkpoint {job.checkpoints()[-1]} is complete" in last
 
 
@@ -133,12 +133,12 @@ def test_output_that_nobody_reads_holds_up_no_end(root: Path, tmp_path: Path):
         time.sleep(0.1)
     job.send_signal(signal.SIGTERM)
     assert job.wait(60) == 18
-    ended = json.loads((tmp_path / "out/outcome.json").read_text())
-    done = int(records(tmp_path / "out")[-1]["step"])
-    assert (ended["cause"], ended["step"], ended["checkpoint"]) == ("preempted", done, done)
+    outcome = json.loads((tmp_path / "out/outcome.json").read_text())
+    step = int(records(tmp_path / "out")[-1]["step"])
+    assert (outcome["cause"], outcome["step"], outcome["checkpoint"]) == ("preempted", step, step)
     assert job.stderr is not None
     last = job.stderr.read().decode().splitlines()[-1]
-    assert f"checkpoint {done} is complete: start the same line with --resume" in last
+    assert f"checkpoint {step} is complete: start the same line with --resume" in last
 
 
 @pytest.mark.full
@@ -150,9 +150,9 @@ def test_a_disk_that_is_full_is_named_in_the_last_line(root: Path, tmp_path: Pat
     line = Job(root, tmp_path).line(*SETTINGS, "--cpus=2", ENDLESS)
     space = ["unshare", "--mount", *["--map-root-user"] * (os.geteuid() != 0)]
     mount = ["sh", "-c", f'mount -t tmpfs -o size={size} none "$0" && exec "$@"', str(tmp_path / small)]
-    done = subprocess.run([*space, *mount, *line], capture_output=True, text=True, timeout=LIMIT, check=False)
-    last = done.stderr.strip().splitlines()[-1]
-    assert done.returncode == 20, done.stderr
+    process = subprocess.run([*space, *mount, *line], capture_output=True, text=True, timeout=LIMIT, check=False)
+    last = process.stderr.strip().splitlines()[-1]
+    assert process.returncode == 20, process.stderr
     assert re.search(rf"^error: .*{tmp_path}/{small}.*: No space left on device \(ENOSPC\).*; make room", last), last
     assert "checkpoint" in last, last
 
@@ -164,11 +164,11 @@ def test_a_process_that_cannot_write_its_part_of_a_checkpoint_ends_all(root: Pat
     """Nobody ends the others for it, as mpirun does not, and Orbax's barrier takes 20 minutes."""
     line = Job(root, tmp_path).line(*SETTINGS, "--model-dims=256", "--nodes=2", "--cpus=1", ENDLESS)
     shared = os.environ | {"OMPI_COMM_WORLD_SIZE": "2"} | launch.job_variables()
-    started = []
+    processes = []
     for rank, blocks in (("0", "unlimited"), ("1", "600")):  # of a file, 512 bytes each
         numbers = {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank}
         limited = ["sh", "-c", f'ulimit -f {blocks}; exec "$@"', "sh", *line]
-        started.append(subprocess.Popen(limited, env=shared | numbers, stderr=subprocess.PIPE, text=True))
-    lines = [process.communicate(timeout=LIMIT)[1].splitlines()[-1] for process in started]
-    assert [process.returncode for process in started] == [20, 20], lines
+        processes.append(subprocess.Popen(limited, env=shared | numbers, stderr=subprocess.PIPE, text=True))
+    lines = [process.communicate(timeout=LIMIT)[1].splitlines()[-1] for process in processes]
+    assert [process.returncode for process in processes] == [20, 20], lines
     assert all("File too large (EFBIG)" in last for last in lines), lines

@@ -123,13 +123,8 @@ def test_all_stages_but_the_last_share_the_kernels_of_their_layers(name):
     compiled = step.lower(model.params(), model.batch()).compile()
     cells = {run.kernel: run.cell for run in compiled.plan.first_runs.values() if run.cell}
     assert len(cells) == 9
-    assert [f"{c.phase}{c.stage}" for n, c in cells.items() if compiled.compile_seconds[n]] == [
-        "F0",
-        "F0",
-        "B3",
-        "B2",
-        "B0",
-    ]
+    alone = [f"{c.phase}{c.stage}" for n, c in cells.items() if compiled.compile_seconds[n]]
+    assert alone == ["F0", "F0", "B3", "B2", "B0"]
 
 
 def test_stages_are_whole_where_no_compilation_serves_several(monkeypatch):

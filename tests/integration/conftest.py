@@ -54,9 +54,9 @@ def docker() -> Callable[..., str]:
     """Run a docker command that must succeed; returns its output."""
 
     def run(*argv: str, stdin: str | None = None) -> str:
-        done = subprocess.run(["docker", *argv], input=stdin, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-2000:]
-        return done.stdout.strip()
+        process = subprocess.run(["docker", *argv], input=stdin, capture_output=True, text=True)
+        assert process.returncode == 0, process.stderr[-2000:]
+        return process.stdout.strip()
 
     return run
 

@@ -59,8 +59,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", [name for name in pages.names() if script(name) or pages.blocks(name, "python")])
 def test_a_page_from_top_to_bottom(name: str, folder: Path, tmp_path: Path) -> None:
     packages = " ".join(INSTALLS.findall((ROOT / name).read_text(encoding="utf-8"))).split()
-    ours = [f"{ROOT}/{package}" for package in ("planner", "numerics") if f" ./{package}" in (ROOT / name).read_text()]
-    venv = environment(folder, tuple(sorted({*packages, *ours})))
+    local = [f"{ROOT}/{package}" for package in ("planner", "numerics") if f" ./{package}" in (ROOT / name).read_text()]
+    venv = environment(folder, tuple(sorted({*packages, *local})))
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
     (clone / "page.py").write_text("\n".join(pages.blocks(name, "python")))
@@ -69,19 +69,19 @@ def test_a_page_from_top_to_bottom(name: str, folder: Path, tmp_path: Path) -> N
     settings = {key: value for key, value in os.environ.items() if key.startswith(("PIP_", "SSL_"))}
     env = settings | {"HOME": str(tmp_path), "PATH": f"{venv / 'bin'}:{os.environ['PATH']}"}
     shell = ["bash", "-ec", f"python page.py\n{script(name)}\nwait"]
-    done = subprocess.run(shell, cwd=clone, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    process = subprocess.run(shell, cwd=clone, env=env, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-4000:]
 
 
 SOURCE = """
 import datasets
-made = [{"number": i, **Text()[i]} for i in range(64)]
-datasets.Dataset.from_list(made).save_to_disk("rows")
+rows = [{"number": i, **Text()[i]} for i in range(64)]
+datasets.Dataset.from_list(rows).save_to_disk("rows")
 source = datasets.load_from_disk("rows").shuffle(seed=0)
 batch = batch_of(source, step=2)
-for name, found in batch.items():
-    wanted = np.array([source[i][name] for i in range(2 * ROWS, 3 * ROWS)], np.int32)
-    np.testing.assert_array_equal(found, wanted)
+for name, rows in batch.items():
+    expected = np.array([source[i][name] for i in range(2 * ROWS, 3 * ROWS)], np.int32)
+    np.testing.assert_array_equal(rows, expected)
 assert sorted(source["number"]) == list(range(64)) != list(source["number"])
 print("read")
 """
@@ -91,6 +91,6 @@ def test_the_recipe_for_data_reads_rows_of_a_hugging_face_dataset_on_disk(tmp_pa
     """A dataset of Arrow files in the place of the source of docs/processes.md."""
     env = os.environ | {"HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
     command = [sys.executable, "-c", pages.blocks("docs/processes.md", "python")[0] + SOURCE]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "read"
+    process = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.splitlines()[-1] == "read"

@@ -56,13 +56,13 @@ def test_links_tables_and_places_of_a_page(name: str) -> None:
     lines = ["", *text.splitlines(), ""]
     first = [i for i, line in enumerate(lines) if line.startswith("|") and not lines[i - 1].startswith("|")]
     assert [lines[i] for i in first if set(lines[i + 1]) - set("|-: ") or not lines[i + 1]] == []
-    written = [to for argv in commands(name) for flag, to in itertools.pairwise(argv) if flag in WRITING]
+    outputs = [to for argv in commands(name) for flag, to in itertools.pairwise(argv) if flag in WRITING]
     for argv in commands(name):
         if argv[:2] == ["git", "clone"] and "multimesh" not in argv[-1]:  # our own is what a reader starts with
-            written.append(argv[3] if len(argv) > 3 else argv[2])
+            outputs.append(argv[3] if len(argv) > 3 else argv[2])
     for language in ("python", "py"):
-        written += re.findall(r'_dir", "([^"]*)"', "\n".join(pages.blocks(name, language)))
-    assert [to for to in written if not to.startswith(("/", "~", "$"))] == []
+        outputs += re.findall(r'_dir", "([^"]*)"', "\n".join(pages.blocks(name, language)))
+    assert [to for to in outputs if not to.startswith(("/", "~", "$"))] == []
 
 
 def python(*args: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -80,10 +80,10 @@ def test_every_command_is_there_with_its_flags(name: str) -> None:
             )
         if argv[1:3] == ["-m", "tooling"]:
             parts = 5 if argv[3] == "ci" else 4  # its steps have options of their own
-            done = python("-m", "tooling", *argv[3:parts], "--help")
-            assert done.returncode == 0, f"{name}: {' '.join(argv)}: {done.stderr}"
+            process = python("-m", "tooling", *argv[3:parts], "--help")
+            assert process.returncode == 0, f"{name}: {' '.join(argv)}: {process.stderr}"
             flags = [flag.partition("=")[0] for flag in argv[parts:] if flag.startswith("--")]
-            assert [flag for flag in flags if flag not in done.stdout] == []
+            assert [flag for flag in flags if flag not in process.stdout] == []
 
 
 FIRST = ("README.md", "docs/getting-started.md")
@@ -100,13 +100,13 @@ SLOW = ("docs/any-model.md", "numerics/README.md", "docs/index.md")
     ],
 )
 def test_python_examples_run(name: str, tmp_path: Path) -> None:
-    done = python("-c", "\n".join(pages.blocks(name, "python")), cwd=tmp_path)
-    assert done.returncode == 0, f"the python blocks of {name}: {done.stderr}"
-    assert [text for text in pages.blocks(name, "text") if PRINTED.match(text) and text not in done.stdout] == []
+    process = python("-c", "\n".join(pages.blocks(name, "python")), cwd=tmp_path)
+    assert process.returncode == 0, f"the python blocks of {name}: {process.stderr}"
+    assert [text for text in pages.blocks(name, "text") if PRINTED.match(text) and text not in process.stdout] == []
     for picture in tmp_path.glob("tutorial-*.svg"):
-        shown = ROOT / "docs" / "pictures" / picture.name
-        assert shown.exists(), f"copy {picture} to {shown}, and look at it"
-        assert picture.read_text() == shown.read_text(), f"if the change is right, copy {picture} to {shown}"
+        copy = ROOT / "docs" / "pictures" / picture.name
+        assert copy.exists(), f"copy {picture} to {copy}, and look at it"
+        assert picture.read_text() == copy.read_text(), f"if the change is right, copy {picture} to {copy}"
 
 
 NOTEBOOK = """
@@ -129,14 +129,14 @@ for cell in json.load(open(sys.argv[1]))["cells"]:
 def test_a_notebook_runs_and_has_its_output(name: str, tmp_path: Path) -> None:
     """Times are those of the run that is stored, and the table of cuts names files of its kernel."""
     path = ROOT / "examples" / f"{name}.ipynb"
-    done = python("-c", NOTEBOOK, str(path), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    process = python("-c", NOTEBOOK, str(path), cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
     cells = [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
     outputs = [(cell, output) for cell in cells for output in cell["outputs"]]
-    assert sum("image/svg+xml" in output.get("data", ()) for _, output in outputs) == done.stdout.count("</svg>") > 0
+    assert sum("image/svg+xml" in output.get("data", ()) for _, output in outputs) == process.stdout.count("</svg>") > 0
     for cell, output in outputs:
         text = "".join(output.get("text", ()))
-        assert "profile" in "".join(cell["source"]) or "ipykernel" in text or text in done.stdout, (
+        assert "profile" in "".join(cell["source"]) or "ipykernel" in text or text in process.stdout, (
             "run the notebook again: jupyter nbconvert --to notebook --execute --inplace"
         )
 
@@ -169,10 +169,10 @@ def test_the_tutorial_goes_on_in_four_processes(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(train.replace("localhost:61440", f"localhost:{processes.free_port()}"))
     env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "XLA_FLAGS": ""}
     argv = ["sh", "-c", start]
-    said = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=600, check=True)
-    losses = [re.findall(rf"process {rank}, step \d: loss (\d\.\d{{4}})", said.stdout) for rank in range(4)]
+    process = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=600, check=True)
+    losses = [re.findall(rf"process {rank}, step \d: loss (\d\.\d{{4}})", process.stdout) for rank in range(4)]
     one = python("-c", "\n".join(pages.blocks(page, "python")), cwd=tmp_path)
-    assert losses == [re.findall(r"step \d: loss (\S+),", one.stdout)] * 4, said.stderr
+    assert losses == [re.findall(r"step \d: loss (\S+),", one.stdout)] * 4, process.stderr
     assert "of 4 processes" in (tmp_path / "tutorial-processes.svg").read_text()
 
 
@@ -190,27 +190,27 @@ def test_the_page_of_errors_has_each_message_with_its_remedy(monkeypatch: pytest
         (lambda: cli.main_inner(["lock", "nosuch", "1"]), False),
         (lambda: reference.make(None, None, "a b"), True),
     ):
-        with pytest.raises((MultiMeshError, errors.ToolingError)) as raised:
+        with pytest.raises((MultiMeshError, errors.ToolingError)) as error:
             call()
-        fits = [message for message in collected if message.pattern.fullmatch(str(raised.value))]
-        assert fits, raised.value
-        assert not has_remedy or any(message.remedy for message in fits), raised.value
+        fits = [message for message in collected if message.pattern.fullmatch(str(error.value))]
+        assert fits, error.value
+        assert not has_remedy or any(message.remedy for message in fits), error.value
 
 
 def test_ci_runs_the_two_commands_of_readme() -> None:
-    shown = [" ".join(argv) for argv in commands("README.md")[:4]]
+    lines = [" ".join(argv) for argv in commands("README.md")[:4]]
     ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    assert len(shown) == 4
-    assert f"{shown[0]} && {shown[1]}\n" in ci
-    assert f"{shown[2]} && {shown[3]}\n" in ci
+    assert len(lines) == 4
+    assert f"{lines[0]} && {lines[1]}\n" in ci
+    assert f"{lines[2]} && {lines[3]}\n" in ci
 
 
 def test_the_exit_codes_are_listed() -> None:
-    listed = re.findall(r"^\| (\d+) \|", (ROOT / "docs" / "releasing.md").read_text(encoding="utf-8"), re.MULTILINE)
+    page_codes = re.findall(r"^\| (\d+) \|", (ROOT / "docs" / "releasing.md").read_text(encoding="utf-8"), re.MULTILINE)
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and "exit_code" in vars(kind)]
     codes = [vars(kind)["exit_code"] for kind in kinds]
     assert len(set(codes)) == len(codes)
-    assert sorted(map(int, listed)) == sorted([0, *codes, 128 + signal.SIGINT])
+    assert sorted(map(int, page_codes)) == sorted([0, *codes, 128 + signal.SIGINT])
 
 
 def test_no_exit_code_of_a_run_has_two_meanings() -> None:

@@ -21,20 +21,20 @@ KINDS = ("layers", "dense_layers", "moe_layers", "scanned_blocks")
 
 
 def look(folder: Path) -> list[int]:
-    """Return the steps of the checkpoints in a folder, in order; refuse one with a checkpoint that was copied in part.
+    """Return the steps of the checkpoints in a folder, in order; refuse one whose newest was copied in part.
 
-    The folder need not exist.
+    The folder need not exist. An older one that is not complete was about to be removed, and does not count.
     """
     try:
         steps = sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit()) if folder.exists() else []
     except OSError as error:
         raise CheckpointError(f"--checkpoint {folder}: {error.strerror}; choose another folder") from error
-    for step in steps:
-        if not (folder / str(step) / COMPLETE).exists():
-            raise CheckpointError(
-                f"{folder / str(step)} is no complete checkpoint (it has no {COMPLETE}); copy it again or remove it"
-            )
-    return steps
+    complete = [step for step in steps if (folder / str(step) / COMPLETE).exists()]
+    if steps[-1:] != complete[-1:]:
+        raise CheckpointError(
+            f"{folder / str(steps[-1])} is no complete checkpoint (it has no {COMPLETE}); copy it again or remove it"
+        )
+    return complete
 
 
 def leaf_paths(items: Path, name: str = "", remedy: str = "") -> frozenset[tuple[str, ...]]:

@@ -79,14 +79,6 @@ def test_the_result_is_the_same_without_the_transposition(case):
     np.testing.assert_allclose(*results, rtol=1e-6, atol=1e-6)
 
 
-def test_an_algorithm_is_swapped_with_the_operands_it_speaks_of():
-    """`DotAlgorithm` is a tuple too, of other things than one precision for each operand."""
-    algorithm = lax.DotAlgorithm(jnp.bfloat16, jnp.float32, jnp.float32, 1, 3)
-    program = place_program(on(0, lambda x, y: lax.dot(x, y, precision=algorithm).T), values(3, 4), values(4, 5))
-    (product,) = fold_products(program.items, program.outputs)
-    assert product.params["precision"] == lax.DotAlgorithm(jnp.float32, jnp.bfloat16, jnp.float32, 3, 1)
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_a_sum_has_the_dimension_first_that_devices_share_out(schedule: str):
     """Under FSDP, of a weight whose second dimension is divided; a kernel after the loop transposes it."""

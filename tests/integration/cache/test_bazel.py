@@ -45,7 +45,7 @@ class Build(NamedTuple):
 
     code: int
     output: str
-    ran: int
+    actions: int
     hits: int
 
 
@@ -65,11 +65,11 @@ class Bazel(NamedTuple):
     def build(self, rc: Path) -> Build:
         """Build everything, from nothing but the cache."""
         self("clean", rc=rc)
-        done = self("build", "//...", "--nosandbox_debug", "--noshow_progress", rc=rc)
-        line = next((line for line in done.stderr.splitlines() if " processes:" in line), "")
-        ran = sum(map(int, re.findall(r"(\d+) [\w-]*(?:sandbox|local)", line)))
+        process = self("build", "//...", "--nosandbox_debug", "--noshow_progress", rc=rc)
+        line = next((line for line in process.stderr.splitlines() if " processes:" in line), "")
+        actions = sum(map(int, re.findall(r"(\d+) [\w-]*(?:sandbox|local)", line)))
         hits = sum(map(int, re.findall(r"(\d+) \w+ cache hit", line)))
-        return Build(done.returncode, done.stderr, ran, hits)
+        return Build(process.returncode, process.stderr, actions, hits)
 
 
 @pytest.fixture(scope="module")
@@ -100,14 +100,14 @@ def clone(trixie: str, registry: str, docker: Callable[..., str], tmp_path: Path
     (context / "nginx.conf").write_text(NGINX)
     (context / "Dockerfile").write_text(f"FROM {trixie}{DOCKERFILE}")
     docker("build", "--quiet", "--network", "host", "--tag", f"{registry}/nginx:1", str(context))
-    copied = tmp_path / "clone"
+    folder = tmp_path / "clone"
     for name in ("docker", "tooling"):
-        shutil.copytree(ROOT / name, copied / name, symlinks=True)
-    (copied / ".venv").symlink_to(ROOT / ".venv")
-    lock, name = json.loads((copied / reference.LOCK).read_text()), f"{registry}/nginx:1"
+        shutil.copytree(ROOT / name, folder / name, symlinks=True)
+    (folder / ".venv").symlink_to(ROOT / ".venv")
+    lock, name = json.loads((folder / reference.LOCK).read_text()), f"{registry}/nginx:1"
     lock["images"]["bazel-remote"] = {"reference": name, "digest": registries.push(name, name)}
-    (copied / reference.LOCK).write_text(json.dumps(lock))
-    yield copied
+    (folder / reference.LOCK).write_text(json.dumps(lock))
+    yield folder
     docker("image", "rm", "--force", name)
 
 
@@ -121,26 +121,26 @@ def test_start_cache_serves_a_real_bazel_and_nobody_without_its_password(
         door = [clone / "docker" / "start-cache.sh", *argv, "--folder", folder]
         return subprocess.run(door, env=os.environ, capture_output=True, text=True)
 
-    started = start_cache("start", "--port", str(port))
-    assert started.returncode == 0, started.stderr
+    start = start_cache("start", "--port", str(port))
+    assert start.returncode == 0, start.stderr
     try:
         assert start_cache("start", "--port", str(port)).stdout.startswith("runs already; state running")
         rc, content = folder / "bazelrc", folder / "content"
-        assert f"bazel --bazelrc={rc} build" in started.stdout
+        assert f"bazel --bazelrc={rc} build" in start.stdout
         reading = bazel.build(folder / "reading.bazelrc")
-        assert (reading.code, reading.ran, [*content.glob("ac/*")]) == (0, ACTIONS, []), reading.output
+        assert (reading.code, reading.actions, [*content.glob("ac/*")]) == (0, ACTIONS, []), reading.output
         first, second = bazel.build(rc), bazel.build(rc)
-        assert (first.code, first.ran, first.hits) == (0, ACTIONS, 0), first.output
-        assert (second.code, second.ran, second.hits) == (0, 0, ACTIONS), second.output
+        assert (first.code, first.actions, first.hits) == (0, ACTIONS, 0), first.output
+        assert (second.code, second.actions, second.hits) == (0, 0, ACTIONS), second.output
         reading = bazel.build(folder / "reading.bazelrc")
-        assert (reading.ran, reading.hits) == (0, ACTIONS), reading.output
+        assert (reading.actions, reading.hits) == (0, ACTIONS), reading.output
         [entry, *_] = content.glob("ac/*")
         for method in ("GET", "PUT"):
             assert requests.request(method, f"http://127.0.0.1:{port}/ac/{entry.name}", timeout=60).status_code == 401
     finally:
-        stopped = start_cache("stop")
-    assert stopped.returncode == 0, stopped.stderr
+        stop = start_cache("stop")
+    assert stop.returncode == 0, stop.stderr
     assert start_cache("status").returncode == 1
     bazel_cache.write_rc(tmp_path / "rc", f"127.0.0.1:{port}", write=True)
     without = bazel.build(tmp_path / "rc")
-    assert (without.code, without.ran, without.hits) == (0, ACTIONS, 0), without.output
+    assert (without.code, without.actions, without.hits) == (0, ACTIONS, 0), without.output

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.stand_in("an image that answers as bazel-remote does")
 
 
 @pytest.fixture(scope="module")
-def pushed(docker_engine: None, registry: str) -> Iterator[Callable[[str, str], ImagePin]]:
+def push_image(docker_engine: None, registry: str) -> Iterator[Callable[[str, str], ImagePin]]:
     """Make a busybox that runs a script, and return its name by digest."""
     names = []
 
@@ -43,9 +43,9 @@ def pushed(docker_engine: None, registry: str) -> Iterator[Callable[[str, str], 
 
 
 @pytest.fixture(scope="module")
-def pin(pushed: Callable[[str, str], ImagePin]) -> ImagePin:
+def pin(push_image: Callable[[str, str], ImagePin]) -> ImagePin:
     """A busybox that serves a status."""
-    return pushed("v1", START)
+    return push_image("v1", START)
 
 
 @pytest.fixture
@@ -105,12 +105,12 @@ def test_killed_container_is_stopped_and_starts_again(pin: ImagePin, folder: Pat
 
 
 def test_a_server_that_does_not_start_is_named_and_not_started_for_ever(
-    pushed: Callable[[str, str], ImagePin], registry: str, pin: ImagePin, folder: Path
+    push_image: Callable[[str, str], ImagePin], registry: str, pin: ImagePin, folder: Path
 ) -> None:
-    broken = pushed("broken", "#!/bin/sh\necho no such option >&2\nexit 1\n")
+    bad_pin = push_image("broken", "#!/bin/sh\necho no such option >&2\nexit 1\n")
     port = processes.free_port()
     with pytest.raises(errors.EngineError, match=r"does not answer on .*; it said: no such option"):
-        start(folder, broken, port)
+        start(folder, bad_pin, port)
     with pytest.raises(errors.EngineError, match="the container does not start"):
         start(folder, ImagePin(f"{registry}/no/such", "sha256:" + "ab" * 32), port)
     with socket.create_server(("127.0.0.1", port)), pytest.raises(errors.EngineError, match="does not start"):
@@ -127,6 +127,6 @@ def test_who_else_listens_on_its_port_gets_no_password(pin: ImagePin, folder: Pa
     with socket.create_server(("127.0.0.1", port)):
         assert reach(folder) == []
     # A container of that name that we did not start is not ours either.
-    strange = ["docker", "run", "--detach", "--name", name, "--entrypoint", "/bin/busybox", pin.exact, "sleep", "600"]
-    subprocess.run(strange, check=True, capture_output=True)
+    command = ["docker", "run", "--detach", "--name", name, "--entrypoint", "/bin/busybox", pin.exact, "sleep", "600"]
+    subprocess.run(command, check=True, capture_output=True)
     assert reach(folder) == []

@@ -50,9 +50,9 @@ def call(person: Person, verb: str, *words: str, works: bool = True) -> subproce
     """Run the command line as somebody."""
     clone = person.place / "clone"
     options = ["--workspace-folder", clone, "--config", clone / ".devcontainer/changed/devcontainer.json"]
-    done = person.command(person.place / "cli/.bin/devcontainer", verb, *options, *words)
-    assert (done.returncode == 0) == works, done.stdout[-3000:] + done.stderr[-3000:]
-    return done
+    process = person.command(person.place / "cli/.bin/devcontainer", verb, *options, *words)
+    assert (process.returncode == 0) == works, process.stdout[-3000:] + process.stderr[-3000:]
+    return process
 
 
 @pytest.mark.stand_in("a registry on this machine, a bare Debian 13 in place of the image")
@@ -80,8 +80,8 @@ def test_it_comes_up_for_everybody_and_leaves_the_machines_packages_alone(
     config["build"] |= {"dockerfile": "../../docker/Dockerfile", "context": "../..", "options": ["--network=host"]}
     with somebody(uid, partial(furnish, cli, config)) as person:
         if uid == 0:
-            refused = call(person, "up", works=False)
-            assert "export MULTIMESH_DEVCONTAINER_USER=root" in refused.stdout + refused.stderr
+            refusal = call(person, "up", works=False)
+            assert "export MULTIMESH_DEVCONTAINER_USER=root" in refusal.stdout + refusal.stderr
             person.env["MULTIMESH_DEVCONTAINER_USER"] = "root"
         assert "ready: .venv/bin/pytest" in call(person, "up").stderr
         assert call(person, "exec", "id", "-u").stdout == f"{uid}\n"
@@ -89,8 +89,8 @@ def test_it_comes_up_for_everybody_and_leaves_the_machines_packages_alone(
         assert re.search(r"\d+ passed", tests)
         built = call(person, "exec", "sh", "-c", CMAKE)
         assert re.search(r"Hits: +1 /", built.stdout), built.stdout + built.stderr
-        again = call(person, "up")  # the second open finds the container
-        assert "requirements/run.txt: installing" not in again.stderr
+        second = call(person, "up")  # the second open finds the container
+        assert "requirements/run.txt: installing" not in second.stderr
         find = packages.as_root("find", person.place, "!", "-user", str(uid))
         assert subprocess.run(find, capture_output=True, text=True).stdout == ""
         assert person.command("cat", person.place / "clone/.venv/bin/pytest").stdout == "#!/of/this/machine\n"

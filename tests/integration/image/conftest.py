@@ -28,9 +28,9 @@ class Repository(NamedTuple):
     def build(self, *argv: str, code: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
         """Run build.py to its end, which is this code."""
         command = [self.path / "docker" / "build.py", *argv]
-        done = subprocess.run(command, cwd=self.path / "docker", capture_output=True, text=True, env=os.environ | env)
-        assert done.returncode == code, done.stderr[-4000:]
-        return done
+        child = subprocess.run(command, cwd=self.path / "docker", capture_output=True, text=True, env=os.environ | env)
+        assert child.returncode == code, child.stderr[-4000:]
+        return child
 
     def answer(self, *argv: str, **env: str) -> dict[str, Any]:
         """Run build.py, and return what it says in JSON."""
@@ -58,7 +58,7 @@ def repository(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Reposito
 
 
 @pytest.fixture
-def changed(root: Path, tmp_path: Path) -> Repository:
+def copy(root: Path, tmp_path: Path) -> Repository:
     """A copy of a test's own."""
     return copy_repository(root, tmp_path / "changed")
 
@@ -75,8 +75,8 @@ def ask(trixie: str) -> Callable[..., Namespace]:
     """Ask for a target on the stand-in base."""
 
     def of(target: str, **changes: Any) -> Namespace:
-        plain = pipeline.parse([*CPU, "--tag", "T", "--base-image", trixie])
-        return Namespace(**vars(plain) | {"target": target} | changes)
+        flags = pipeline.parse([*CPU, "--tag", "T", "--base-image", trixie])
+        return Namespace(**vars(flags) | {"target": target} | changes)
 
     return of
 

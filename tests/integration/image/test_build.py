@@ -57,10 +57,10 @@ def test_the_inventory_names_every_package(image: dict[str, Any], docker: Docker
     sbom = json.loads(docker("run", "--rm", image["id"], "cat", "/opt/inventory/sbom.cdx.json"))
     ask = "import importlib.metadata as m, json; d = m.distributions(); "
     ask += "print(json.dumps([[dist.metadata['Name'], dist.version] for dist in d]))"
-    installed = {tuple(pair) for pair in json.loads(docker("run", "--rm", image["id"], "python3", "-c", ask))}
-    listed = {(part["name"], part["version"]) for part in sbom["components"] if part["purl"].startswith("pkg:pypi/")}
-    assert listed == installed
-    assert {"jax", "multimesh-jax"} <= {name for name, _ in listed}
+    packages = {tuple(pair) for pair in json.loads(docker("run", "--rm", image["id"], "python3", "-c", ask))}
+    inventory = {(part["name"], part["version"]) for part in sbom["components"] if part["purl"].startswith("pkg:pypi/")}
+    assert inventory == packages
+    assert {"jax", "multimesh-jax"} <= {name for name, _ in inventory}
     licences = docker("run", "--rm", image["id"], "cat", "/opt/inventory/licences.txt").splitlines()
     assert len(licences) == len(sbom["components"])
     assert not [line for line in licences if line.endswith("not declared")]
@@ -72,13 +72,13 @@ def test_the_inventory_names_every_package(image: dict[str, Any], docker: Docker
 
 def test_it_says_what_hardware_it_finds(image: dict[str, Any]) -> None:
     run = ["docker", "run", "--rm", "--env", "MULTIMESH_HARDWARE=1", image["id"], "echo", "and then"]
-    done = subprocess.run(run, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "and then\n")
-    titles = {line[:12].strip() for line in done.stderr.splitlines()} - {""}
+    process = subprocess.run(run, capture_output=True, text=True)
+    assert (process.returncode, process.stdout) == (0, "and then\n")
+    titles = {line[:12].strip() for line in process.stderr.splitlines()} - {""}
     assert titles == {"GPUs", "packages", "NCCL", "verbs", "UCX", "InfiniBand", "container", "JAX sees"}
-    assert all(line[12:].strip() for line in done.stderr.splitlines())
-    assert "no nvidia-smi; start with --gpus all" in done.stderr
-    assert "JAX sees    cpu 0" in done.stderr
+    assert all(line[12:].strip() for line in process.stderr.splitlines())
+    assert "no nvidia-smi; start with --gpus all" in process.stderr
+    assert "JAX sees    cpu 0" in process.stderr
 
 
 @pytest.mark.parametrize(
@@ -99,10 +99,10 @@ def test_the_documented_docker_run_line_is_anybodys(
 
 def test_a_rebuild_without_changes_does_nothing(image: dict[str, Any], repository: Repository, trixie: str) -> None:
     for options in (("--base-image", trixie), ("--no-build",)):
-        again = repository.answer(*CPU, "--tag", "T", *options)
-        assert (again["id"], again["check"]) == (image["id"], image["check"])
-    done = repository.build(*CPU, "--no-build", "--tag", "never-built", code=errors.EngineError.exit_code)
-    assert f"{NAME}:never-built" in done.stderr
+        answer = repository.answer(*CPU, "--tag", "T", *options)
+        assert (answer["id"], answer["check"]) == (image["id"], image["check"])
+    process = repository.build(*CPU, "--no-build", "--tag", "never-built", code=errors.EngineError.exit_code)
+    assert f"{NAME}:never-built" in process.stderr
 
 
 @pytest.mark.parametrize(
@@ -114,12 +114,12 @@ def test_a_rebuild_without_changes_does_nothing(image: dict[str, Any], repositor
     ],
 )
 def test_a_change_of_a_package_rebuilds_the_layers_from_there_on(
-    image: dict[str, Any], changed: Repository, engine: DockerClient, docker: Docker, ask: Asks,
+    image: dict[str, Any], copy: Repository, engine: DockerClient, docker: Docker, ask: Asks,
     package: str, folder: str, last: int,
 ) -> None:  # fmt: skip
-    file = changed.path / folder / package / "__init__.py"
+    file = copy.path / folder / package / "__init__.py"
     file.write_text(file.read_text(encoding="utf-8") + "\nA_LINE = 1\n", encoding="utf-8")
-    built = build.run(changed.path, engine, ask("runtime"))
+    built = build.run(copy.path, engine, ask("runtime"))
     before, after = layers(docker, image["id"]), layers(docker, built.id)
     assert (before[:-last], before[-last] == after[-last]) == (after[:-last], False)
     label = "io.github.multimesh-jax.maxtext.revision" if package == "maxtext" else "org.opencontainers.image.revision"
@@ -138,10 +138,10 @@ def test_an_image_that_breaks_its_promise_gets_no_name(
     text += "echo 'Name: old' >old-1.dist-info/METADATA && echo '[jax_plugins]' >old-1.dist-info/entry_points.txt && "
     text += "echo 'cuda = old' >>old-1.dist-info/entry_points.txt\nUSER 1000\n"
     docker("build", "-q", "--tag", f"{NAME}:bad", "-", stdin=text)
-    done = repository.build(*CPU, "--no-build", "--tag", "bad", "--latest", code=errors.SmokeError.exit_code)
+    process = repository.build(*CPU, "--no-build", "--tag", "bad", "--latest", code=errors.SmokeError.exit_code)
     for fault in ("/usr/bin/gcc", "/etc/pip.conf", "CUDA of another than JAX's own, in /srv of LD_LIBRARY_PATH",
                   "a plugin of JAX that cannot be used, cuda: Outdated cuDNN"):  # fmt: skip
-        assert fault in done.stderr
+        assert fault in process.stderr
     assert docker("image", "ls", "-q", f"{NAME}:latest") == ""
 
 

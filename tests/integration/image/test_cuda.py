@@ -24,17 +24,17 @@ LARGEST = 2_000_000_000  # an upload of more has to begin again too often
 
 @pytest.mark.stand_in("Ubuntu 22.04 made with debootstrap, a Python put together from Debian 13, no GPU")
 def test_it_is_built_pushed_pulled_and_used(
-    changed: Repository, archive: Path, registry: str, docker_engine: None, parts_folder: Path,
+    copy: Repository, archive: Path, registry: str, docker_engine: None, parts_folder: Path,
     docker: Callable[..., str],
 ) -> None:  # fmt: skip
-    lock = changed.path / "docker" / "images.lock"
+    lock = copy.path / "docker" / "images.lock"
     pins = json.loads(lock.read_text())
     pins["files"]["python linux/amd64"]["sha256"] = sha256(archive.read_bytes()).hexdigest()
     lock.write_text(json.dumps(pins))
     place = ["--repo", f"{registry}/team", "--name", "cuda"]
     base = ["--base-image", engines.base_image("jammy", parts_folder), "--python-archive", str(archive)]
     run = {"GITHUB_SERVER_URL": "https://github.com", "GITHUB_REPOSITORY": "some-lab/multimesh-jax"}
-    answer = changed.answer(*base, *place, "--tag", "T", "--upload", "--allow-dirty", **run)
+    answer = copy.answer(*base, *place, "--tag", "T", "--upload", "--allow-dirty", **run)
     assert answer["check"]["verdict"].startswith("ok: 3 steps")
     history = docker("history", "--no-trunc", "--human=false", "--format", "{{.Size}} {{.CreatedBy}}", answer["id"])
     layers = [(int(size), step) for size, _, step in (line.partition(" ") for line in history.splitlines())]
@@ -53,16 +53,16 @@ def test_it_is_built_pushed_pulled_and_used(
         assert "libibverbs.so.1 loads" in output
         assert re.search(r"^NCCL +2\.\d+", output, re.MULTILINE)
         assert re.search(r"^UCX +1\.\d+.*: .*tcp$", output, re.MULTILINE)
-        listed = docker("run", "--rm", pull, "cat", "/opt/inventory/licences.txt").splitlines()
-        assert [line for line in listed if line.startswith("pkg:deb libucx0 ")]
-        assert [line for line in listed if line.startswith("pkg:pypi nvidia-cudnn-cu12 9.")]
-        assert [line for line in listed if line.startswith("pkg:generic python-build-standalone 3.13")]
+        lines = docker("run", "--rm", pull, "cat", "/opt/inventory/licences.txt").splitlines()
+        assert [line for line in lines if line.startswith("pkg:deb libucx0 ")]
+        assert [line for line in lines if line.startswith("pkg:pypi nvidia-cudnn-cu12 9.")]
+        assert [line for line in lines if line.startswith("pkg:generic python-build-standalone 3.13")]
         # JAX would leave the GPUs alone and say so in a line of its log.
         site = "/opt/.venv/lib/python3.13/site-packages/nvidia/cudnn/lib"
         text = f"FROM {pull}\nUSER 0\nRUN rm {site}/libcudnn.so.9\nUSER 1000\n"
         docker("build", "-q", "--tag", f"{registry}/team/cuda:bad", "-", stdin=text)
-        done = changed.build("--no-build", *place, "--tag", "bad", code=errors.SmokeError.exit_code)
-        assert "a plugin of JAX that cannot be used, xla_cuda12: Unable to load cuDNN" in done.stderr
+        process = copy.build("--no-build", *place, "--tag", "bad", code=errors.SmokeError.exit_code)
+        assert "a plugin of JAX that cannot be used, xla_cuda12: Unable to load cuDNN" in process.stderr
     finally:
         ids = docker("image", "ls", "-q", f"{registry}/team/cuda").split()
         subprocess.run(["docker", "rmi", "--force", *ids], capture_output=True)

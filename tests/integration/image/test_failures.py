@@ -85,13 +85,13 @@ def index(root: Path, tmp_path: Path) -> Iterator[proxy.FaultyProxy]:
 
 
 def test_a_companys_index_serves_the_build_and_its_password_stays_out(
-    changed: Repository, index: proxy.FaultyProxy, engine: DockerClient, docker: Docker, ask: Asks, tmp_path: Path
+    copy: Repository, index: proxy.FaultyProxy, engine: DockerClient, docker: Docker, ask: Asks, tmp_path: Path
 ) -> None:
     config = tmp_path / "pip.conf"
     config.write_text("[global]\nindex-url = http://" + f"user:{PASSWORD}@{index.address}/\n")
-    locked = changed.path / "requirements" / "tooling.txt"
+    locked = copy.path / "requirements" / "tooling.txt"
     locked.write_text(locked.read_text(encoding="utf-8") + f"# {tmp_path}\n", encoding="utf-8")  # no layer of before
-    built = build.run(changed.path, engine, ask("installer", network="host", pip_config=config))
+    built = build.run(copy.path, engine, ask("installer", network="host", pip_config=config))
     assert index.count("GET .*[.]whl ")
     assert PASSWORD not in docker("image", "inspect", built.id)
     assert PASSWORD not in docker("history", "--no-trunc", built.id)
@@ -100,11 +100,11 @@ def test_a_companys_index_serves_the_build_and_its_password_stays_out(
 
 
 def test_evil_names_stay_data(
-    changed: Repository, engine: DockerClient, docker: Docker, ask: Asks, tmp_path: Path
+    copy: Repository, engine: DockerClient, docker: Docker, ask: Asks, tmp_path: Path
 ) -> None:
     config = tmp_path / "$(touch evil) ; touch evil `touch evil` 'a' --privileged"
     config.write_text("[global]\n")
-    evil = changed.path.rename(tmp_path / "$(touch evil) --output=type=local ;")
+    evil = copy.path.rename(tmp_path / "$(touch evil) --output=type=local ;")
     (evil / "docs" / "--privileged $(touch evil)").write_text("data\n")
     build.run(evil, engine, ask("sources", pip_config=config))
     assert not [*tmp_path.rglob("evil"), *Path.cwd().glob("evil")]
@@ -112,21 +112,21 @@ def test_evil_names_stay_data(
 
 def test_a_base_that_nobody_has_is_named(repository: Repository, docker_engine: None) -> None:
     options = ["--accelerator", "cpu", "--base-image", "127.0.0.1:9/nobody/has:this", "--tag", "nobase"]
-    done = repository.build(*options, code=errors.NotThereError.exit_code)
+    process = repository.build(*options, code=errors.NotThereError.exit_code)
     words = r"error: step `[^`]* 127\.0\.0\.1:9/nobody/has:this`: the base image cannot be fetched; log in to its reg"
-    assert re.match(words, done.stderr.splitlines()[-1])
+    assert re.match(words, process.stderr.splitlines()[-1])
 
 
 def test_an_engine_that_takes_the_call_and_never_answers_is_named(
     repository: Repository, docker_engine: None, tmp_path: Path
 ) -> None:
     place = f"unix://{tmp_path}/silent.sock"
-    with socket.socket(socket.AF_UNIX) as silent:
-        silent.bind(str(tmp_path / "silent.sock"))
-        silent.listen()
-        done = repository.build("--accelerator", "cpu", code=errors.EngineError.exit_code, DOCKER_HOST=place)
-    assert done.stderr.startswith(f"error: no engine answers at {place} within 5 s;")
-    assert done.stderr.count("\n") == 1
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "silent.sock"))
+        server.listen()
+        process = repository.build("--accelerator", "cpu", code=errors.EngineError.exit_code, DOCKER_HOST=place)
+    assert process.stderr.startswith(f"error: no engine answers at {place} within 5 s;")
+    assert process.stderr.count("\n") == 1
 
 
 def test_another_engine_is_that_of_a_docker_context(

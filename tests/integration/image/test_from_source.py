@@ -21,10 +21,10 @@ from .conftest import Repository
 @pytest.mark.timeout(2400)
 @pytest.mark.stand_in("a small jax and xla on this machine")
 def test_the_build_of_jaxlib_begins_with_the_bazel_that_jax_names(
-    changed: Repository, trixie: str, tmp_path: Path
+    copy: Repository, trixie: str, tmp_path: Path
 ) -> None:
     xla = commit(tmp_path / "xla", {"BUILD": "\n"})
-    bazel = re.search(r"bazel-([\d.]+)-linux-x86_64", (changed.path / "docker" / "images.lock").read_text())
+    bazel = re.search(r"bazel-([\d.]+)-linux-x86_64", (copy.path / "docker" / "images.lock").read_text())
     assert bazel
     jax = commit(
         tmp_path / "jax",
@@ -34,22 +34,22 @@ def test_the_build_of_jaxlib_begins_with_the_bazel_that_jax_names(
             "third_party/xla/revision.bzl": f'XLA_COMMIT = "{xla}"\n',
         },
     )
-    manifest = changed.path / "sources.yaml"
+    manifest = copy.path / "sources.yaml"
     text = manifest.read_text()
     for name in ("jax-ml/jax", "openxla/xla"):
         text = text.replace(f"https://github.com/{name}.git", f"file://{tmp_path / name.partition('/')[2]}")
     manifest.write_text(text)
-    lock = json.loads((changed.path / "sources.lock").read_text())
+    lock = json.loads((copy.path / "sources.lock").read_text())
     lock["components"]["jax"] |= {"commit": jax, "tree": None, "patched_commit": jax}
-    (changed.path / "sources.lock").write_text(json.dumps(lock))
+    (copy.path / "sources.lock").write_text(json.dumps(lock))
     options = ("--jaxlib", "source", "--accelerator", "cpu", "--base-image", trixie, "--tag", "source")
 
-    refused = changed.build(*options, code=errors.SourceError.exit_code)
-    assert "third_party/jax is not there; run ./bootstrap.sh --group source" in refused.stderr
+    refusal = copy.build(*options, code=errors.SourceError.exit_code)
+    assert "third_party/jax is not there; run ./bootstrap.sh --group source" in refusal.stderr
 
     sync = [sys.executable, "-m", "tooling", "sync", "--group", "source"]
-    subprocess.run(sync, cwd=changed.path, env=os.environ | {"PYTHONPATH": str(changed.path)}, check=True)
-    assert (changed.path / "third_party" / "xla" / "BUILD").is_file()
-    done = subprocess.run([changed.path / "docker" / "build.py", *options], capture_output=True, text=True)
-    assert re.search(r"Bazel came|github\.com|Name or service not known", done.stderr), done.stderr[-3000:]
-    assert done.returncode in (errors.NotThereError.exit_code, errors.EngineError.exit_code), done.stderr[-3000:]
+    subprocess.run(sync, cwd=copy.path, env=os.environ | {"PYTHONPATH": str(copy.path)}, check=True)
+    assert (copy.path / "third_party" / "xla" / "BUILD").is_file()
+    process = subprocess.run([copy.path / "docker" / "build.py", *options], capture_output=True, text=True)
+    assert re.search(r"Bazel came|github\.com|Name or service not known", process.stderr), process.stderr[-3000:]
+    assert process.returncode in (errors.NotThereError.exit_code, errors.EngineError.exit_code), process.stderr[-3000:]

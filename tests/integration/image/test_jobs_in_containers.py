@@ -43,28 +43,28 @@ def test_a_job_in_containers_leaves_its_files_and_goes_on_from_them(
     for name, value in (cluster | variables).items():
         monkeypatch.setenv(name, value)
     place = [f"--output={output}", f"--checkpoint={checkpoint}", "checkpoint_period=1", f"--text={data / 'text'}"]
-    text = submitted(tmp_path / "first.log", *TINY, *place, "--num-steps=2")
+    text = submit(tmp_path / "first.log", *TINY, *place, "--num-steps=2")
     assert "\nstep 1 of 2  loss " in text, text
     assert [*cache.glob("multimesh/*")]
     assert (checkpoint / "1/commit_success.txt").exists()
     assert (output / "maxtext.log").read_text()
-    text = submitted(tmp_path / "second.log", *TINY, *place, "--num-steps=3", "--resume")
+    text = submit(tmp_path / "second.log", *TINY, *place, "--num-steps=3", "--resume")
     assert "\nstep 2 of 3  loss " in text, text
     assert [json.loads(line)["step"] for line in (output / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2]
     owners = {path.stat().st_uid for folder in (output, checkpoint, cache) for path in folder.rglob("*")}
     assert owners == {os.getuid()}
 
 
-def submitted(log: Path, *flags: str) -> str:
+def submit(log: Path, *flags: str) -> str:
     """Run the job of a folder to its end, whether its loss fell or rose; return its log."""
     options = ["--parsable", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", f"--output={log}"]
     job = ROOT / "maxtext/llama3-8b-16gpus/job.sbatch"
-    done = subprocess.run(["sbatch", *options, str(job), *flags], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(["sbatch", *options, str(job), *flags], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
     try:
-        code = slurm.wait(done.stdout.strip(), log)
+        code = slurm.wait(process.stdout.strip(), log)
     finally:
-        subprocess.run(["scancel", "--quiet", done.stdout.strip()], check=False)
+        subprocess.run(["scancel", "--quiet", process.stdout.strip()], check=False)
     text = log.read_text(errors="replace")
     assert code in (0, LossNotFallingError.exit_code), text
     return text

@@ -17,11 +17,11 @@ def small(place: Path, megabytes: int) -> Iterator[Path]:
     """Have a disk of a few megabytes at a new folder for the length of a block."""
     place.mkdir()
     options = f"size={megabytes}m,mode=1777"
-    done = subprocess.run(
+    process = subprocess.run(
         packages.as_root("mount", "-t", "tmpfs", "-o", options, "tmpfs", place), capture_output=True, text=True
     )
-    if done.returncode:
-        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
+    if process.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {process.stderr.strip()}")
     try:
         yield place
     finally:

@@ -37,7 +37,7 @@ def running(folder: Path) -> Iterator[Callable[[], None]]:
     """
     packages.need("docker", "docker.io")
     with_buildx(folder)
-    with _USERS.open("w") as users, ExitStack() as ours:
+    with _USERS.open("w") as users, ExitStack() as stack:
 
         def ensure() -> None:
             with _USERS.with_suffix(".starts").open("w") as turn:  # of two runs that begin at once, one starts it
@@ -46,8 +46,8 @@ def running(folder: Path) -> Iterator[Callable[[], None]]:
                     return
                 if log := [*folder.glob("engine/dockerd.log")]:
                     warnings.warn(f"the engine ended, and starts again: {log[0].read_text(errors='replace')[-2000:]}")
-                ours.close()
-                ours.enter_context(start(folder, root=Path("/var/lib/docker"), socket=Path("/var/run/docker.sock")))
+                stack.close()
+                stack.enter_context(start(folder, root=Path("/var/lib/docker"), socket=Path("/var/run/docker.sock")))
 
         fcntl.flock(users, fcntl.LOCK_SH)
         ensure()
@@ -67,7 +67,7 @@ def with_containerd_store(folder: Path) -> Iterator[str]:
         (programs / name).unlink(missing_ok=True)
     config = folder / "daemon.json"
     config.write_text('{"features": {"containerd-snapshotter": true}, "ip6tables": false}')
-    started = start(
+    server = start(
         folder,
         root=folder / "images",
         socket=folder / "docker.sock",
@@ -75,7 +75,7 @@ def with_containerd_store(folder: Path) -> Iterator[str]:
         path=path,
         config=config,
     )
-    with started as host:
+    with server as host:
         yield host
 
 
@@ -161,14 +161,14 @@ def base_image(suite: str, folder: Path) -> str:
     if subprocess.run(["docker", "image", "inspect", image], capture_output=True).returncode == 0:
         return image
     debootstrap, mirror, trust = packages.need("debootstrap", "debootstrap"), packages.mirror(), packages.KEYRING
-    how = [f"--keyring={trust}", suite]
+    options = [f"--keyring={trust}", suite]
     if suite == "jammy":
         # Debian has no package of Ubuntu's keys; by TLS a minimal system could install nothing.
-        mirror, how = packages.UBUNTU, ["--no-check-gpg", "--components=main,universe", suite]
+        mirror, options = packages.UBUNTU, ["--no-check-gpg", "--components=main,universe", suite]
     rootfs = folder / suite
-    make = packages.as_root(debootstrap, "--variant=minbase", *how, rootfs, mirror)
-    done = subprocess.run(make, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-1000:]
+    make = packages.as_root(debootstrap, "--variant=minbase", *options, rootfs, mirror)
+    process = subprocess.run(make, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout[-1000:]
     tar = subprocess.Popen(packages.as_root("tar", "-C", rootfs, "-c", "."), stdout=subprocess.PIPE)
     subprocess.run(["docker", "import", "-", image], stdin=tar.stdout, check=True, capture_output=True)
     assert tar.wait() == 0

@@ -26,10 +26,10 @@ def as_root(*argv: str | Path, env: Mapping[str, str] | None = None) -> list[str
 
 def need(program: str, *packages: str) -> str:
     """Return the path of a program; install the packages that bring it if it is not there."""
-    where = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
-    if (path := shutil.which(program, path=where)) is None:
+    search = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+    if (path := shutil.which(program, path=search)) is None:
         _install(*packages)
-        path = shutil.which(program, path=where)
+        path = shutil.which(program, path=search)
         assert path is not None, f"{packages} did not bring {program}"
     return path
 
@@ -78,8 +78,8 @@ def _apt(*args: str, env: Mapping[str, str] | None = None, cwd: Path | None = No
     argv = wait if env else as_root(*wait, env={"DEBIAN_FRONTEND": "noninteractive"})
     with _TURNS.open("w") as turns:
         fcntl.flock(turns, fcntl.LOCK_EX)
-        done = subprocess.run(argv, env=env, cwd=cwd, capture_output=True, text=True)
-    assert done.returncode == 0, f"{' '.join(argv)}: {done.stderr[-1000:]}"
+        process = subprocess.run(argv, env=env, cwd=cwd, capture_output=True, text=True)
+    assert process.returncode == 0, f"{' '.join(argv)}: {process.stderr[-1000:]}"
 
 
 _update = functools.cache(functools.partial(_apt, "update", "-qq"))

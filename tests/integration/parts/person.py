@@ -26,8 +26,8 @@ class Person(NamedTuple):
     def command(self, *argv: str | Path, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
         """Run a command in the clone."""
         socket = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock").removeprefix("unix://")
-        me = ["setpriv", f"--reuid={self.uid}", f"--regid={self.uid}", f"--groups={Path(socket).stat().st_gid}"]
-        line = packages.as_root(*(me if self.uid else ()), *argv, env=self.env)
+        prefix = ["setpriv", f"--reuid={self.uid}", f"--regid={self.uid}", f"--groups={Path(socket).stat().st_gid}"]
+        line = packages.as_root(*(prefix if self.uid else ()), *argv, env=self.env)
         return subprocess.run(line, cwd=self.place / "clone", input=stdin, capture_output=True, text=True)
 
 
@@ -51,8 +51,8 @@ def somebody(uid: int, furnish: Callable[[Path], None]) -> Iterator[Person]:
         try:
             yield Person(uid, place, env | {"HOME": str(place / "home"), "PATH": os.environ["PATH"]})
         finally:
-            ours = ["docker", "ps", "-aq", "--filter", f"label=devcontainer.local_folder={place / 'clone'}"]
-            for container in subprocess.run(ours, capture_output=True, text=True).stdout.split():
+            command = ["docker", "ps", "-aq", "--filter", f"label=devcontainer.local_folder={place / 'clone'}"]
+            for container in subprocess.run(command, capture_output=True, text=True).stdout.split():
                 subprocess.run(["docker", "rm", "-f", container], check=False, capture_output=True)
             subprocess.run(packages.as_root("chown", "-R", str(os.geteuid()), place), check=True)
             if new:

@@ -47,7 +47,7 @@ def web_server(folder: Path, *options: str, env: Mapping[str, str] | None = None
 
 def wait_for(
     true: Callable[[], bool],
-    what: str,
+    name: str,
     *,
     process: subprocess.Popen[bytes] | None = None,
     log: Path | None = None,
@@ -58,8 +58,8 @@ def wait_for(
     while not true():
         late = time.monotonic() > until or (process is not None and process.poll() is not None)
         if late and not true():
-            said = log.read_text(errors="replace")[-2000:] if log and log.exists() else ""
-            raise RuntimeError(f"waited in vain: {what}\n{said}")
+            output = log.read_text(errors="replace")[-2000:] if log and log.exists() else ""
+            raise RuntimeError(f"waited in vain: {name}\n{output}")
         time.sleep(0.1)
 
 

@@ -19,9 +19,9 @@ _OF_THE_IMAGE = ("PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
 
 def submit(words: list[str]) -> list[str]:
     """Return the real srun's command line; its tasks run this script again where a container is asked for."""
-    here = Path(sys.argv[0]).parent
+    folder = Path(sys.argv[0]).parent
     real = shutil.which(
-        "srun", path=os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if Path(p) != here)
+        "srun", path=os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if Path(p) != folder)
     )
     assert real is not None
     first = next((n for n, word in enumerate(words) if not word.startswith("-")), len(words))

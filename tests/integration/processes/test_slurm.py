@@ -36,10 +36,10 @@ def loss(w, x):
 step = mm.jit(lambda w, x: mm.microbatch(jax.value_and_grad(loss), argnum=1, size=2)(w, x))
 w, x = np.eye(4, dtype=np.float32) / 2, np.arange(32, dtype=np.float32).reshape(8, 4) / 32
 with mm.context(ignore_transforms=True):
-    want = float(jax.jit(loss)(w, x))
+    expected = float(jax.jit(loss)(w, x))
 for number in range(STEPS):
-    got = mm.distributed.gather(step(w, x)[0])
-    np.testing.assert_allclose(got, want, rtol=1e-5)
+    value = mm.distributed.gather(step(w, x)[0])
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
     if number == 5:
         print(f"job {os.environ['SLURM_JOB_ID']}, pid {os.getpid()}", flush=True)
     if number == 5 and job.rank == 1:
@@ -63,7 +63,7 @@ def srun(*argv: str, kill: bool) -> list[str]:
 
 @pytest.mark.parametrize("kill", [False, True], ids=["processes end them", "Slurm ends them"])
 @pytest.mark.parametrize(
-    ("last", "flag", "code", "says"),
+    ("last", "flag", "code", "message"),
     [
         ("pass", "", 0, "done"),
         ("raise ValueError('a fault')", "", 1, f"0 of 2 {WHO} ends because process 1 of 2 {WHO} failed "),
@@ -74,7 +74,7 @@ def srun(*argv: str, kill: bool) -> list[str]:
     ids=["ends", "fails", "leaves", "is killed", "has another flag"],
 )
 def test_two_nodes(
-    cluster: dict[str, str], tmp_path: Path, last: str, flag: str, code: int, says: str, kill: bool
+    cluster: dict[str, str], tmp_path: Path, last: str, flag: str, code: int, message: str, kill: bool
 ) -> None:
     """The code of srun is the largest, that of the process that failed or of the one that misses it.
 
@@ -84,18 +84,18 @@ def test_two_nodes(
     script.write_text(JOB.replace("LAST", last).replace("STEPS", "20"))
     word = f'if [ "$SLURM_PROCID" = 1 ]; then export XLA_FLAGS="{flag}"; fi; exec {sys.executable} {script}'
     argv = srun("bash", "-c", word, kill=kill)
-    done = subprocess.run(argv, env=environment(cluster), capture_output=True, text=True, timeout=400)
-    said = done.stdout + done.stderr
-    if kill and code and done.returncode == 128 + signal.SIGTERM:
-        says = "process 1 of 2"
+    process = subprocess.run(argv, env=environment(cluster), capture_output=True, text=True, timeout=400)
+    text = process.stdout + process.stderr
+    if kill and code and process.returncode == 128 + signal.SIGTERM:
+        message = "process 1 of 2"
     else:
-        assert done.returncode == code, said
-    assert re.search(says, said), said
-    assert flag or len(re.findall(r"process \d of 2 on \S+, found by Slurm: one process per device", said)) == 2, said
+        assert process.returncode == code, text
+    assert re.search(message, text), text
+    assert flag or len(re.findall(r"process \d of 2 on \S+, found by Slurm: one process per device", text)) == 2, text
 
 
 @pytest.mark.parametrize(
-    ("example", "said"),
+    ("example", "words"),
     [
         (("allreduce.py",), "ok: the sum over 4 devices of 4 processes"),
         pytest.param(("fft3d.py", "16"), r"16\^3 on 8 devices: P\('x', 'y'\) -> P\('y', 'x'\)", marks=pytest.mark.full),
@@ -105,13 +105,13 @@ def test_two_nodes(
         pytest.param(("sharded_files.py", "16"), r"ok: 16\^3 in field-16.zarr", marks=pytest.mark.full),
     ],
 )
-def test_examples_in_four_tasks(cluster: dict[str, str], tmp_path: Path, example: tuple[str, ...], said: str) -> None:
+def test_examples_in_four_tasks(cluster: dict[str, str], tmp_path: Path, example: tuple[str, ...], words: str) -> None:
     """As `mpirun` starts them: one job of four processes, and one of them says so."""
     argv = ["srun", "--nodes=2", "--ntasks-per-node=2", sys.executable, f"{ROOT}/examples/{example[0]}", *example[1:]]
     env = environment(cluster) | {"TMPDIR": str(tmp_path)}
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert len(re.findall(said, done.stdout)) == 1, done.stdout + done.stderr
+    process = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=600)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert len(re.findall(words, process.stdout)) == 1, process.stdout + process.stderr
 
 
 def test_a_cancelled_job(cluster: dict[str, str], tmp_path: Path) -> None:

@@ -49,8 +49,8 @@ def make_tiny(engine: DockerClient) -> Iterator[Callable[..., Image]]:
         changes = ["CMD cat /words", "USER 1000", *(f'LABEL {name}="{value}"' for name, value in labels.items())]
         argv = ["docker", "import", *(word for change in changes for word in ("--change", change)), "-"]
         content = engine_parts.archive(files, links)
-        done = subprocess.run(argv, input=content, capture_output=True, check=True)
-        images.append(engine.images.get(done.stdout.decode().strip()))
+        process = subprocess.run(argv, input=content, capture_output=True, check=True)
+        images.append(engine.images.get(process.stdout.decode().strip()))
         return images[-1]
 
     yield make
@@ -73,20 +73,20 @@ def target(faulty: proxy.FaultyProxy, request: pytest.FixtureRequest) -> Referen
 
 
 @pytest.fixture
-def there(target: Reference) -> Registry:
+def remote(target: Reference) -> Registry:
     """That repository."""
     return Registry(target.repository)
 
 
 @pytest.fixture
-def send(engine: DockerClient, there: Registry, target: Reference) -> Callable[[Image], Manifest]:
+def send(engine: DockerClient, remote: Registry, target: Reference) -> Callable[[Image], Manifest]:
     """Push an image under its candidate's tag."""
 
     def send(image: Image) -> Manifest:
         tag = name_candidate(image.labels, image.id, checked=True)
         image.tag(*target.tagged(tag))
         engines.push(engine, target.tagged(tag))
-        return there.get(tag)
+        return remote.get(tag)
 
     return send
 

@@ -56,12 +56,12 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize(("target", "says"), REFUSALS.values(), ids=REFUSALS, indirect=["target"])
-def test_who_has_no_login_is_refused_in_one_line(target: Reference, says: str) -> None:
-    done = tooling("ci", "preflight", target.repository, "--tag", "v1", code=4)
-    assert says in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("error: ")
-    assert WRONG not in done.stderr
+@pytest.mark.parametrize(("target", "message"), REFUSALS.values(), ids=REFUSALS, indirect=["target"])
+def test_who_has_no_login_is_refused_in_one_line(target: Reference, message: str) -> None:
+    process = tooling("ci", "preflight", target.repository, "--tag", "v1", code=4)
+    assert message in process.stderr
+    assert process.stderr.splitlines()[-1].startswith("error: ")
+    assert WRONG not in process.stderr
 
 
 WAYS = {
@@ -76,13 +76,13 @@ def test_push_with_a_login(make_tiny, engine, target: Reference, tmp_path, monke
     helper = processes.write_program(tmp_path / "bin" / "docker-credential-here", HELPER)
     monkeypatch.setenv("PATH", str(helper.parent), prepend=":")
     engine.api.reload_config()
-    there, image = Registry(target.repository), make_tiny()
+    remote, image = Registry(target.repository), make_tiny()
     image.tag(*target.tagged("candidate"))
-    there.check_push()
+    remote.check_push()
     engines.push(engine, target.tagged("candidate"))
-    (moved,) = there.promote(there.get("candidate").digest, ("v1",))
-    assert image.id in there.ids(there.get("v1"))
-    assert moved["digest"] == there.digest("v1")
+    (move,) = remote.promote(remote.get("candidate").digest, ("v1",))
+    assert image.id in remote.ids(remote.get("v1"))
+    assert move["digest"] == remote.digest("v1")
     output = "".join(capfd.readouterr())
     assert SECRET not in output
     assert auth(SECRET)["auth"] not in output

@@ -102,17 +102,17 @@ class Clone:
 
     def ok(self, *args: str, **env: str) -> str:
         """Run a command that must succeed; return what it printed."""
-        done = self.run(*args, **env)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        process = self.run(*args, **env)
+        assert process.returncode == 0, process.stderr
+        return process.stdout
 
     def refused(self, code: int, *args: str, **env: str) -> str:
         """Run a command that must fail with this exit code and one line on stderr that begins with ``error:``."""
-        done = self.run(*args, **env)
-        lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-        assert done.returncode == code, f"exit {done.returncode}: {done.stderr}"
-        assert len(lines) == 1, done.stderr
-        assert done.stderr.rstrip().endswith(lines[0]), done.stderr
+        process = self.run(*args, **env)
+        lines = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
+        assert process.returncode == code, f"exit {process.returncode}: {process.stderr}"
+        assert len(lines) == 1, process.stderr
+        assert process.stderr.rstrip().endswith(lines[0]), process.stderr
         return lines[0].removeprefix("error: ")
 
     def place(self, name: str) -> Path:

@@ -25,9 +25,9 @@ TOOL, USAGE = 1, 2
 COMPLETE = """
 import git, humanize, jsonschema, multimesh, packaging, rich, tooling, yaml
 from importlib import metadata
-for each in metadata.distributions():
-    assert each.files, each.name
-    assert not [file for file in each.files if not file.locate().exists() and file.suffix != ".pyc"], each.name
+for package in metadata.distributions():
+    assert package.files, package.name
+    assert not [file for file in package.files if not file.locate().exists() and file.suffix != ".pyc"], package.name
 """
 BASE = os.path.realpath(sys.executable)  # the Python that this one's environment was made from
 
@@ -75,7 +75,7 @@ def furnish(root: Path) -> Clone:
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> Clone:
+def base(tmp_path_factory: pytest.TempPathFactory) -> Clone:
     """A clone, in a folder with a space, that two bootstraps have just made ready at the same time."""
     clone = furnish(tmp_path_factory.mktemp("bootstrap") / "a clone")
     both = [end(process) for process in [start(clone, "--group", "run") for _ in range(2)]]
@@ -83,44 +83,44 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Clone:
     return clone
 
 
-def test_what_a_bootstrap_leaves_and_that_a_second_one_needs_no_index(done: Clone) -> None:
+def test_what_a_bootstrap_leaves_and_that_a_second_one_needs_no_index(base: Clone) -> None:
     program = "import multimesh, tooling, humanize; print(multimesh.__file__); print(tooling.__file__)"
-    shown = subprocess.run([python_of(done), "-c", program], cwd="/", capture_output=True, text=True, check=True).stdout
+    paths = subprocess.run([python_of(base), "-c", program], cwd="/", capture_output=True, text=True, check=True).stdout
     folders = ("multimesh/src/multimesh", "tooling")
-    assert shown.split("\n")[:2] == [f"{done.root}/{folder}/__init__.py" for folder in folders]
-    assert done.state("alpha") == "clean"
+    assert paths.split("\n")[:2] == [f"{base.root}/{folder}/__init__.py" for folder in folders]
+    assert base.state("alpha") == "clean"
 
-    nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:1/", "PIP_FIND_LINKS": "", "PIP_NO_CACHE_DIR": "1"}
-    again = bootstrap(done, "--group", "run", **nowhere)
-    assert again.returncode == 0, again.stderr
-    assert again.stderr.startswith(f"Python {platform.python_version()} ({BASE})")
-    assert len(again.stderr.splitlines()) == 1
-    assert again.stdout.splitlines()[1].split()[:4] == ["alpha", "kept", "in", "place"]
+    no_index = {"PIP_INDEX_URL": "http://127.0.0.1:1/", "PIP_FIND_LINKS": "", "PIP_NO_CACHE_DIR": "1"}
+    second = bootstrap(base, "--group", "run", **no_index)
+    assert second.returncode == 0, second.stderr
+    assert second.stderr.startswith(f"Python {platform.python_version()} ({BASE})")
+    assert len(second.stderr.splitlines()) == 1
+    assert second.stdout.splitlines()[1].split()[:4] == ["alpha", "kept", "in", "place"]
 
 
-def test_changed_requirements_and_a_package_of_half_are_something_to_do(done: Clone) -> None:
+def test_changed_requirements_and_a_package_of_half_are_something_to_do(base: Clone) -> None:
     """As a pip that was killed leaves it: the metadata is there, the list of its files is not, nor are all files."""
-    locked = done.root / "requirements" / "run.txt"
-    packages = next((done.root / ".venv" / "lib").glob("python*")) / "site-packages"
+    locked = base.root / "requirements" / "run.txt"
+    packages = next((base.root / ".venv" / "lib").glob("python*")) / "site-packages"
 
     def halve() -> None:
         next(packages.glob("humanize-*.dist-info/RECORD")).unlink()
         (packages / "humanize" / "__init__.py").unlink()
-        (done.root / ".venv" / ".multimesh-ready").unlink()
+        (base.root / ".venv" / ".multimesh-ready").unlink()
 
     for change in (lambda: locked.write_text(locked.read_text() + "# more\n"), halve):
-        assert "installing" not in bootstrap(done, "--group", "run").stderr
+        assert "installing" not in bootstrap(base, "--group", "run").stderr
         change()
-        again = bootstrap(done, "--group", "run")
-        assert again.returncode == 0
-        assert "requirements/run.txt: installing" in again.stderr
+        second = bootstrap(base, "--group", "run")
+        assert second.returncode == 0
+        assert "requirements/run.txt: installing" in second.stderr
     assert (packages / "humanize" / "__init__.py").is_file()
     assert list(packages.glob("humanize-*.dist-info/RECORD"))
 
 
-def test_packages_for_gpus_are_of_one_cuda(done: Clone) -> None:
+def test_packages_for_gpus_are_of_one_cuda(base: Clone) -> None:
     for other in ("cuda12", "compile-gpu"):
-        process = bootstrap(done, "--group", other, "--group", "cuda13")
+        process = bootstrap(base, "--group", other, "--group", "cuda13")
         assert process.returncode == USAGE
         assert "JAX uses either cuda12, of which compile-gpu is a part, or cuda13; choose one" in process.stderr
 
@@ -147,9 +147,9 @@ def test_killed_at_a_random_moment_and_run_again(tmp_path: Path, seed: int, sign
     (os.killpg if signum == signal.SIGHUP else os.kill)(process.pid, signum)
     process.wait(120)
 
-    again = bootstrap(clone, "--group", "run")
+    second = bootstrap(clone, "--group", "run")
 
-    assert again.returncode == 0, again.stderr
+    assert second.returncode == 0, second.stderr
     assert str(clone.root) not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
     assert [path.name for path in clone.root.glob(".venv*")] == [".venv"]
     assert subprocess.run([python_of(clone), "-c", COMPLETE], cwd="/").returncode == 0
@@ -176,14 +176,14 @@ runpy.run_path(sys.argv[0], None, '__main__')
 
 
 @pytest.mark.parametrize(
-    ("python", "says"),
+    ("python", "message"),
     [
         ("#!/bin/sh\nexit 1\n", r"error: no Python found; install 3.13 \(Debian, Ubuntu: apt-get install "),
         (HIDE, r".* has no ensurepip: install (\S+) \(Debian, Ubuntu: apt-get install \1\)"),
     ],
     ids=["none", "one that cannot make environments"],
 )
-def test_no_python(tmp_path: Path, python: str, says: str) -> None:
+def test_no_python(tmp_path: Path, python: str, message: str) -> None:
     """PATH has nothing but what bootstrap.sh uses, and this as python3."""
     write_program(tmp_path / "bin" / "python3", python)
     for name in ("bash", "dirname", "env"):
@@ -191,7 +191,7 @@ def test_no_python(tmp_path: Path, python: str, says: str) -> None:
     process = bootstrap(furnish(tmp_path / "clone"), PATH=str(tmp_path / "bin"))
     assert process.returncode == TOOL
     (line,) = process.stderr.splitlines()
-    assert re.match(says, line)
+    assert re.match(message, line)
 
 
 def test_named_python_makes_an_environment_for_images_anew_or_is_refused(tmp_path: Path) -> None:
@@ -201,9 +201,9 @@ def test_named_python_makes_an_environment_for_images_anew_or_is_refused(tmp_pat
     answer = f"3.{14 if sys.version_info < (3, 14) else 13}.0\\n{other}\\n"
     write_program(other, f"#!/bin/sh\ncase $* in *sysconfig*) printf '{answer}' ;; *) exit 1 ;; esac\n")
 
-    refused = bootstrap(clone, "--group", "run", PYTHON="/path/to/no/python3")
-    assert refused.returncode == TOOL
-    assert refused.stderr.startswith("error: /path/to/no/python3: is not there, or is no Python; install one")
+    refusal = bootstrap(clone, "--group", "run", PYTHON="/path/to/no/python3")
+    assert refusal.returncode == TOOL
+    assert refusal.stderr.startswith("error: /path/to/no/python3: is not there, or is no Python; install one")
     assert other.exists(), "nothing was touched"
 
     process = bootstrap(clone, "--group", "image", PYTHON=sys.executable)
@@ -221,8 +221,8 @@ def test_help_wrong_options_and_no_package_index(tmp_path: Path) -> None:
     assert "Install the Python packages" in bootstrap(clone, "--help").stdout
     assert bootstrap(clone, "--groups", "run").returncode == USAGE
     assert sorted(clone.root.rglob("*")) == before, "nothing has changed"
-    nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:1/", "PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "0"}
-    process = bootstrap(clone, "--group", "run", **nowhere)
+    no_index = {"PIP_INDEX_URL": "http://127.0.0.1:1/", "PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "0"}
+    process = bootstrap(clone, "--group", "run", **no_index)
     assert process.returncode == SOURCE
     assert process.stderr.splitlines()[-1].startswith("error: requirements/tooling.txt: pip failed (")
     assert process.stderr.endswith("check the network and pip's index\n")

@@ -68,13 +68,13 @@ def test_a_version_that_cannot_be_had_changes_nothing(clone: Clone, alpha: Upstr
     clone.patch("alpha", only=patch_text("README", "hello", "patched"))
     clone.ok("lock", "alpha")
     before, nowhere = (clone.root / "sources.lock").read_bytes(), {"MULTIMESH_MIRROR": "http://127.0.0.1:9"}
-    for version, code, says, env in (
+    for version, code, message, env in (
         ("2.0", SOURCE, "only.patch: does not apply", {}),
         ("9.9", SOURCE, "has no tag v9.9", {}),
         ("9.9", SOURCE, "check the network and the url, or set MULTIMESH_MIRROR", nowhere),
         ("../9", 2, "is no version", {}),
     ):
-        assert says in clone.refused(code, "lock", "alpha", version, **env)
+        assert message in clone.refused(code, "lock", "alpha", version, **env)
         assert (clone.root / "sources.lock").read_bytes() == before
         assert clone.leftovers == []
 
@@ -99,8 +99,8 @@ def jax(clone: Clone, make_upstream: Callable[[str], Upstream], xla: Upstream) -
     upstream.commit(names(xla.find("HEAD")), tag="jax-v2.0")
     clone.add("jax", upstream.url, first, None, groups=["source"])
     clone.components["jax"]["commit"] = {"file": "jax/version.py", "name": "_git_hash"}
-    named = {"component": "jax", "file": FILE, "name": "XLA_COMMIT"}
-    clone.components["xla"] = {"url": xla.url, "commit": named, "groups": ["source"]}
+    pin = {"component": "jax", "file": FILE, "name": "XLA_COMMIT"}
+    clone.components["xla"] = {"url": xla.url, "commit": pin, "groups": ["source"]}
     clone.write()
     return upstream
 
@@ -121,9 +121,9 @@ def locked_wheel(clone: Clone, index: Path) -> Callable[[str, str], None]:
 
 
 def test_the_tree_of_jax_brings_its_xla(clone: Clone, jax: Upstream, xla: Upstream) -> None:
-    said = clone.refused(SOURCE, "sync", "xla")
-    assert f"third_party/jax/{FILE} names its commit, and is not there" in said
-    assert "run `.venv/bin/python -m tooling sync jax xla`" in said
+    message = clone.refused(SOURCE, "sync", "xla")
+    assert f"third_party/jax/{FILE} names its commit, and is not there" in message
+    assert "run `.venv/bin/python -m tooling sync jax xla`" in message
     assert "no such component" in clone.refused(2, "sync", "nosuch")
     assert clone.state("xla") == "missing"
     clone.ok("sync", "--group", "source")
@@ -146,13 +146,13 @@ def test_another_jax_brings_another_xla_and_one_that_nobody_has_leaves_jax_in_pl
 ) -> None:
     clone.ok("sync", "--group", "source", "--override", f"jax={jax.url}@{jax.find('HEAD')}")
     assert clone.head("xla") == xla.find("HEAD")
-    for files, says in (
+    for files, message in (
         (names("1" * 40), "does not have " + "1" * 40),
         ({FILE: "nothing here\n"}, f"{FILE} has no line XLA_COMMIT"),
     ):
         head = jax.commit(files)
         clone.pin("jax", commit=head, patched_commit=head)
-        assert says in clone.refused(SOURCE, "sync", "--group", "source")
+        assert message in clone.refused(SOURCE, "sync", "--group", "source")
         assert clone.state("jax") == "clean"
 
 

@@ -25,7 +25,7 @@ def synced(clone: Clone, alpha: Upstream) -> Clone:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         (patch_text("README", "not there", "x"), "does not apply"),
         (patch_text("absent", "a", "b"), "does not apply"),
@@ -43,7 +43,7 @@ def synced(clone: Clone, alpha: Upstream) -> Clone:
     ids=["conflict", "absent-file", "second-hunk-conflicts", "git-hooks", "git-upper-case", "git-short-name", "escape",
          "absolute", "through-link", "rename-into-git", "garbage", "empty"],
 )  # fmt: skip
-def test_a_bad_patch(synced: Clone, text: str, says: str, tmp_path: Path) -> None:
+def test_a_bad_patch(synced: Clone, text: str, message: str, tmp_path: Path) -> None:
     before = synced.head("alpha")
     synced.patch("alpha", a_good=new_file("good", "line"), bad=text)
 
@@ -53,7 +53,7 @@ def test_a_bad_patch(synced: Clone, text: str, says: str, tmp_path: Path) -> Non
 
     assert said_by_lock == said_by_sync
     assert said_by_sync.startswith("patches/alpha/bad.patch: ")
-    assert says in said_by_sync
+    assert message in said_by_sync
     assert synced.head("alpha") == before
     assert git(synced.place("alpha"), "status", "--porcelain") == ""
     assert not (synced.place("alpha") / "good").exists(), "no patch is kept when another one fails"
@@ -112,9 +112,9 @@ def test_a_tree_of_somebodys_until_forced(synced: Clone, alpha: Upstream, case: 
     assert synced.run("status").returncode == 1
     synced.add_newest("gamma", alpha)
 
-    said = synced.refused(SOURCE, "sync")
-    assert said.startswith("third_party/alpha: ")
-    assert "move it away, or drop it with --force" in said
+    message = synced.refused(SOURCE, "sync")
+    assert message.startswith("third_party/alpha: ")
+    assert "move it away, or drop it with --force" in message
     assert listing(synced.place("alpha")) == before
     assert synced.state("gamma") == "clean"
 
@@ -140,7 +140,7 @@ def test_branches_and_a_stash_are_somebodys_work(synced: Clone, alpha: Upstream,
 
 
 @pytest.mark.parametrize(
-    ("wrong", "state", "says"),
+    ("changes", "state", "message"),
     [
         ({"commit": "1" * 40, "tree": None}, "missing", rf"alpha: http://\S+ does not have {'1' * 40}"),
         ({"tree": "2" * 40}, "missing", rf"alpha: tree is \w+, sources.lock pins {'2' * 40}"),
@@ -149,10 +149,10 @@ def test_branches_and_a_stash_are_somebodys_work(synced: Clone, alpha: Upstream,
     ids=["no such commit", "another tree", "not locked"],
 )
 def test_pins_that_nobody_can_follow(
-    clone: Clone, alpha: Upstream, wrong: dict[str, str | None], state: str, says: str
+    clone: Clone, alpha: Upstream, changes: dict[str, str | None], state: str, message: str
 ) -> None:
-    clone.pin("alpha", **wrong)
-    assert re.search(says, clone.refused(SOURCE, "sync"))
+    clone.pin("alpha", **changes)
+    assert re.search(message, clone.refused(SOURCE, "sync"))
     assert clone.state("alpha") == state
     assert clone.leftovers == []
 
@@ -197,8 +197,8 @@ def test_a_wheel_of_another_tree_or_hash(clone: Clone, add_wheel: Callable[..., 
     path = add_wheel(sha256="4" * 64)
     assert "the package index has other files than the locked ones" in clone.refused(SOURCE, "sync")
     path.unlink()
-    said = clone.refused(SOURCE, "sync")
-    assert "; and packed: cannot fetch https://nowhere.invalid/packed.git" in said
+    message = clone.refused(SOURCE, "sync")
+    assert "; and packed: cannot fetch https://nowhere.invalid/packed.git" in message
 
 
 def test_no_network(synced: Clone, alpha: Upstream) -> None:

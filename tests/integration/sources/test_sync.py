@@ -26,9 +26,9 @@ DISK, INTERRUPTED = 1, 130
 def test_pinned_commit_arrives_and_a_second_sync_touches_nothing(
     clone: Clone, alpha: Upstream, server: FaultyProxy
 ) -> None:
-    done = clone.run("sync")
-    assert done.stderr.splitlines() == [f"alpha: fetching {clone.pins['alpha']['commit'][:12]}"]
-    assert "alpha      created  1.0, 0 patches, from git" in done.stdout
+    proc = clone.run("sync")
+    assert proc.stderr.splitlines() == [f"alpha: fetching {clone.pins['alpha']['commit'][:12]}"]
+    assert "alpha      created  1.0, 0 patches, from git" in proc.stdout
     place = clone.place("alpha")
     assert clone.head("alpha") == clone.pins["alpha"]["commit"]
     assert (place / "README").read_text() == "hello\n"
@@ -79,8 +79,8 @@ def test_wheel_and_git_give_the_same_commit(
     (tree / "tool.sh").write_text("#!/bin/sh\n")
     (tree / "tool.sh").chmod(0o755)
     (tree / "dos.txt").write_bytes(b"line\r\n")
-    more = {"src/pkg/a.py": "A = 1\n", "src/.gitattributes": "*.py text\n", "src/ignored.log": "kept\n"}
-    commit = beta.commit({"README": "not wanted\n"} | more)
+    others = {"src/pkg/a.py": "A = 1\n", "src/.gitattributes": "*.py text\n", "src/ignored.log": "kept\n"}
+    commit = beta.commit({"README": "not wanted\n"} | others)
     files = [(path, path.relative_to(tree)) for path in sorted(tree.rglob("*")) if path.is_file()]
     entries = [(f"beta/{name}", path.read_bytes().decode(), path.stat().st_mode) for path, name in files]
     digest = wheels.pack(index / "beta-1.0-py3-none-any.whl", *entries)
@@ -100,8 +100,8 @@ def test_wheel_and_git_give_the_same_commit(
 def test_only_the_asked_group_is_touched_and_a_mirror_is_asked_instead_of_the_upstream(
     clone: Clone, alpha: Upstream
 ) -> None:
-    nowhere = "https://nowhere.invalid/owner/alpha.git"
-    clone.add("gamma", nowhere, alpha.find("HEAD"), alpha.find("HEAD^{tree}"), groups=["source"])
+    url = "https://nowhere.invalid/owner/alpha.git"
+    clone.add("gamma", url, alpha.find("HEAD"), alpha.find("HEAD^{tree}"), groups=["source"])
     clone.ok("sync", "--group", "source", MULTIMESH_MIRROR=alpha.url.removesuffix("/alpha.git"))
     assert clone.state("gamma") == "clean"
     assert clone.state("alpha") == "missing"
@@ -138,10 +138,10 @@ def test_output_that_cannot_be_written_is_an_error_in_one_line(clone: Clone, alp
     env = os.environ | {"PYTHONPATH": str(clone.root)}
     full = "error: a file: No space left on device; free some space and run the same command again"
     for redirection, code, words in ((">/dev/full", 1, [full]), (">/dev/full", 1, [full]), (">&-", 0, [])):
-        done = subprocess.run(
+        proc = subprocess.run(
             ["sh", "-c", program + redirection], cwd=clone.root, env=env, stderr=subprocess.PIPE, text=True
         )
-        assert (done.returncode, [line for line in done.stderr.splitlines() if "alpha: " not in line]) == (code, words)
+        assert (proc.returncode, [line for line in proc.stderr.splitlines() if "alpha: " not in line]) == (code, words)
 
 
 @pytest.fixture
@@ -190,21 +190,21 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_disks_that_are_full_or_cannot_be_written(small_disk: Path, clone: Clone, alpha: Upstream) -> None:
-    there = make_clone(small_disk / "clone")
-    there.components, there.pins = clone.components, clone.pins
-    there.write()
-    there.ok("sync")
-    before = there.head("alpha")
+    other = make_clone(small_disk / "clone")
+    other.components, other.pins = clone.components, clone.pins
+    other.write()
+    other.ok("sync")
+    before = other.head("alpha")
     disks.remount(small_disk, "ro")
-    assert "kept" in there.ok("sync"), "nothing to do"
+    assert "kept" in other.ok("sync"), "nothing to do"
     disks.remount(small_disk, "rw")
     alpha.commit({"blob.bin": os.urandom(4 << 20).hex()})
-    there.add_newest("alpha", alpha)
+    other.add_newest("alpha", alpha)
 
-    assert "free some" in there.refused(DISK, "sync")
-    assert there.head("alpha") == before
-    assert there.leftovers == []
+    assert "free some" in other.refused(DISK, "sync")
+    assert other.head("alpha") == before
+    assert other.leftovers == []
 
     disks.remount(small_disk, "ro")
-    assert "Read-only file system; make it writable" in there.refused(DISK, "sync")
-    assert there.state("alpha") == "outdated", "looking needs no writing"
+    assert "Read-only file system; make it writable" in other.refused(DISK, "sync")
+    assert other.state("alpha") == "outdated", "looking needs no writing"

@@ -234,20 +234,17 @@ def _counts(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
 
 
 def split_stages(ends: Sequence[int], layers: Sequence[Layers], kinds: Sequence[Hashable]) -> list[list[int]]:
-    """Return the ends of the parts of each stage: layers that another stage has as well are a part by themselves.
-
-    The last stage has one part: its forward and backward are one kernel, which keeps nothing between them.
-    """
+    """Return the ends of the parts of each stage: layers that several but the last have are a part by themselves."""
     bounds = sorted({i for run in layers for i in (run[0], run[-1])})
-    *stages, last = ([a, *(i for i in bounds if a < i < b), b] for a, b in itertools.pairwise(ends))
-    count = collections.Counter(tuple(kinds[a:b]) for stage in stages for a, b in itertools.pairwise(stage))
+    stages = [[a, *(i for i in bounds if a < i < b), b] for a, b in itertools.pairwise(ends)]
+    count = collections.Counter(tuple(kinds[a:b]) for stage in stages[:-1] for a, b in itertools.pairwise(stage))
 
     def parts(stage: list[int]) -> list[int]:
         shared = [count[tuple(kinds[a:b])] > 1 for a, b in itertools.pairwise(stage)]
         inner = (i for i, sides in zip(stage[1:], itertools.pairwise(shared), strict=False) if any(sides))
         return [stage[0], *inner, stage[-1]]
 
-    return [*map(parts, stages), [last[0], last[-1]]]
+    return [*map(parts, stages)]
 
 
 def equal_stages(stages: Sequence[tuple[Hashable, ...]]) -> tuple[tuple[int, ...], ...]:

@@ -82,11 +82,7 @@ def _shard_by_shard(source: jax.sharding.Sharding, layout: jax.sharding.Sharding
 
 
 def shares_executables(devices: Iterable[jax.Device]) -> bool:
-    """Return whether a kernel compiled for some of these devices may run on others. Only this function decides.
-
-    On CPUs sharing pays: on 4 submeshes 12 compilations instead of 17 take 0.72 of the CPU time, on 2 submeshes 8
-    instead of 9 as much (jaxlib 0.10.2). Elsewhere code may depend on which devices are neighbours.
-    """
+    """Return whether a kernel compiled for some devices may run on others: on CPUs. Elsewhere neighbours matter."""
     return all(device.platform == "cpu" for device in devices)
 
 
