@@ -98,7 +98,7 @@ def peak_bytes(body: Body) -> int:
     GPUs compute a product into the sum that it is added to, unless devices sum it first. CPUs have it beside the sum.
     """
     body = replace(body, ops=tuple(_inline(body.ops, body.inner)))
-    scattered = {} if body.cpu else _find_scattered(body)
+    scattered = {} if body.cpu else _find_scatters(body)
     wide = {v: body.size(v) for v in scattered}  # before devices sum them
     body = replace(body, axes={**body.axes, **scattered})
     exchanges = [find_exchanges(op, body.axes, body.mesh) for op in body.ops]
@@ -114,7 +114,7 @@ def peak_bytes(body: Body) -> int:
     lent = set[ir.Value]() if body.cpu else added | _lend(body, ranges, lenders)
     spans = [(*ends, body.size(v)) for v, ends in ranges.items() if v not in lent]
     spans += [(copy.first, copy.last, copy.nbytes) for copy in copies]
-    spans += _gathered_spans(body, exchanges, joined_gathers)
+    spans += _list_gathers(body, exchanges, joined_gathers)
     change = [0] * (len(body.ops) + 2)
     for begin, end, size in spans:
         change[begin] += size
@@ -135,7 +135,7 @@ def peak_bytes(body: Body) -> int:
     return peak
 
 
-def _gathered_spans(
+def _list_gathers(
     body: Body, exchanges: Sequence[Exchanges], joined_gathers: frozenset[int]
 ) -> Iterator[tuple[int, int, int]]:
     """Yield when gathered operands of products are alive, and their bytes. XLA gathers what is made alike once."""
@@ -163,7 +163,7 @@ def _find_first_gathers(body: Body, exchanges: Sequence[Exchanges]) -> frozenset
     return frozenset(numbers)
 
 
-def _find_scattered(body: Body) -> dict[ir.Value, tuple[Axes, ...]]:
+def _find_scatters(body: Body) -> dict[ir.Value, tuple[Axes, ...]]:
     """Return rows scattered on several devices, which sum them and divide them as the sum to which they are added."""
     reached = dict(body.sums)
     scattered: dict[ir.Value, tuple[Axes, ...]] = {}
