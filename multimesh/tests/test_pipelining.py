@@ -98,11 +98,12 @@ def test_stages_are_even_and_send_no_more_than_a_person_would(name):
     assert f"{name},{cuts.slowest:.3f},{least:.3f},{cuts.sent:.0f},{by_hand}" in TABLE.read_text().splitlines()
 
 
-@pytest.mark.parametrize(("differentiated", "ends"), [(False, 6), (True, 18)])
+@pytest.mark.parametrize(("differentiated", "ends"), [(False, 5), (True, 15)])
 def test_independent_towers_run_at_once(differentiated, ends):
     """Submeshes 0 and 1 have one tower, 2 and 3 the other, and 3 the loss: nothing of either tower waits for the other.
 
-    Four microbatches go through three stages in a row, not four: 4 + 2 times, each 1 forward and 2 backward.
+    Four microbatches go through two stages in a row, not four, and the small loss: 4 + 1 times, each 1 forward and 2
+    backward.
     """
     model = MODELS["towers"]
     cut = mm.pipeline(model.loss, submeshes(4, (1,)))
@@ -112,19 +113,18 @@ def test_independent_towers_run_at_once(differentiated, ends):
     assert sent == {(0, 1), (1, 3), (2, 3), *([(1, 0), (3, 1), (3, 2)] if differentiated else [])}
     first = {span.row: span for span in reversed(timeline.spans) if span.microbatch == 0}
     assert (first[0].start, first[0].end) == (first[2].start, first[2].end) == (0, 1)
-    assert timeline.makespan == ends
+    assert timeline.makespan == pytest.approx(ends, rel=0.01)
 
 
-@pytest.mark.parametrize("name", ["mamba", "vit"])
-def test_all_stages_but_the_last_share_the_kernels_of_their_layers(name):
-    """An embedding is compiled alone. The last stage is one kernel."""
+@pytest.mark.parametrize(("name", "kernels"), [("mamba", "F0 F0 B3 B3 B0"), ("vit", "F0 F0 B3 B3 B2 B0")])
+def test_all_stages_share_the_kernels_of_their_layers(name, kernels):
+    """An embedding or a loss, which one stage has beside them, is compiled apart. (ViT's loss reads one token.)"""
     model = MODELS[name]
     step = mm.jit(in_microbatches(mm.pipeline(model.loss, submeshes(4, (1,)))))
     compiled = step.lower(model.params(), model.batch()).compile()
     cells = {run.kernel: run.cell for run in compiled.plan.first_runs.values() if run.cell}
-    assert len(cells) == 9
-    alone = [f"{c.phase}{c.stage}" for n, c in cells.items() if compiled.compile_seconds[n]]
-    assert alone == ["F0", "F0", "B3", "B2", "B0"]
+    assert len(cells) == 11
+    assert [f"{c.phase}{c.stage}" for n, c in cells.items() if compiled.compile_seconds[n]] == kernels.split()
 
 
 def test_stages_are_whole_where_no_compilation_serves_several(monkeypatch):

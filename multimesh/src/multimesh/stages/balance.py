@@ -234,10 +234,10 @@ def _counts(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
 
 
 def split_stages(ends: Sequence[int], layers: Sequence[Layers], kinds: Sequence[Hashable]) -> list[list[int]]:
-    """Return the ends of the parts of each stage: layers that several but the last have are a part by themselves."""
+    """Return the ends of the parts of each stage: layers that another stage has as well are a part by themselves."""
     bounds = sorted({i for run in layers for i in (run[0], run[-1])})
     stages = [[a, *(i for i in bounds if a < i < b), b] for a, b in itertools.pairwise(ends)]
-    count = collections.Counter(tuple(kinds[a:b]) for stage in stages[:-1] for a, b in itertools.pairwise(stage))
+    count = collections.Counter(tuple(kinds[a:b]) for stage in stages for a, b in itertools.pairwise(stage))
 
     def parts(stage: list[int]) -> list[int]:
         shared = [count[tuple(kinds[a:b])] > 1 for a, b in itertools.pairwise(stage)]

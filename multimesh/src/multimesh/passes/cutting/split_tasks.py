@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 
@@ -15,15 +14,16 @@ from multimesh.passes.cutting.parts import Fragment, Parts, Pipeline, with_inter
 def split_tasks(parts: Parts, *, segments: bool, loops: bool) -> Parts:
     """Return parts with one fragment for each task, in ``segments``, in ``loops`` or in both.
 
-    In other loops each part of a stage has one, but for the last stage: its forward and backward are one kernel.
+    In other loops each part of a stage that `multimesh.pipeline` made has a fragment.
     """
     split = []
     for part in parts.parts:
-        by_task = loops if isinstance(part, Pipeline) else segments
-        by: Callable[[Placement], Hashable] = (lambda task: task) if by_task else (lambda task: task.part)
-        last = max((f.stage or 0 for f in part.fragments), default=0)
-        cut = (cut_by_tasks(f, by) if by_task or (f.stage or 0) < last else (f,) for f in part.fragments)
-        split.append(replace(part, fragments=tuple(itertools.chain(*cut))))
+        by: Callable[[Placement], Hashable] | None = (lambda task: task) if segments else None
+        if isinstance(part, Pipeline):
+            by = (lambda task: task) if loops else (lambda task: task.part)
+        if by is not None:
+            part = replace(part, fragments=tuple(p for f in part.fragments for p in cut_by_tasks(f, by)))
+        split.append(part)
     return replace(parts, parts=tuple(split))
 
 
