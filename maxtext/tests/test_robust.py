@@ -221,6 +221,8 @@ def test_a_resumption_writes_over_no_other_run(command: Command, tmp_path: Path)
     code, _, errors = command("--output", tmp_path / "third", "--metrics-file", metrics)
     assert (code, metrics.read_text()) == (2, "mine")
     assert f"--metrics-file {metrics} has the steps of another run; remove it, or choose" in errors
+    code, _, errors = command("--output", tmp_path / "fourth", "--metrics-file", "/proc/metrics.jsonl")
+    assert (code, "error: /proc/metrics.jsonl: " in errors) == (2, True)
 
 
 @pytest.mark.parametrize("launcher", [("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"), ()], ids=["srun", "alone"])

@@ -84,6 +84,8 @@ def prepare_folders(job: Job, paths: Paths, texts: Sequence[str]) -> None:
             folder.mkdir(parents=True, exist_ok=True)
         for file in (paths.placement, paths.schedule, paths.unfit):
             file.unlink(missing_ok=True)
+        if o.metrics_file:
+            paths.metrics.open("ab").close()  # before anything trains
         if o.checkpoint and not (o.forecast or o.dump_only):
             link.parent.mkdir(exist_ok=True)
             if link.is_symlink():
