@@ -46,8 +46,8 @@ assert len(jitted.compiled) == 1
 with jax.default_matmul_precision("highest"):
     jitted(w, x)
 assert len(jitted.compiled) == 2
-want = jax.jit(jax.value_and_grad(loss))(w, x)
-jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), got, want)
+expected = jax.jit(jax.value_and_grad(loss))(w, x)
+jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), result, expected)
 try:
     mm.jit(lambda x: jax.lax.fori_loop(0, 2, lambda i, x: loss(w, x) + x, x))(x)
 except mm.MultiMeshError as error:
