@@ -24,7 +24,6 @@ from multimesh.passes.planning.share_gathers import Exchanges, find_exchanges
 _THRESHOLD = "xla_gpu_all_reduce_combine_threshold_bytes", 32 << 20
 """XLA's flag for the bytes up to which it joins sums over devices, and its default."""
 
-
 _COSTLY = ("exp", "tanh")
 """Functions that XLA computes no second time where one is made of another one, as after a soft cap."""
 
@@ -60,9 +59,9 @@ class Body:
 
     def buffer(self, op: ir.Op) -> str:
         """Return where the results of an operation are, as `Primitive.buffer`. A function is fused if all in it is."""
-        inner = self.inner.get(op)
         if _is_transposed_matrix(op):
             return "fused"
+        inner = self.inner.get(op)
         within = inner is not None and any(self.buffer(nested) == "own" for nested in inner.ops)
         return "own" if within or self.moves(op) else facts(op).buffer
 
@@ -103,8 +102,8 @@ def peak_bytes(body: Body) -> int:
     body = replace(body, axes={**body.axes, **scattered})
     exchanges = [find_exchanges(op, body.axes, body.mesh) for op in body.ops]
     copies = tuple(list_group_copies(body.ops, body.origins, body.size, late=bool(body.sums)))
-    joined_gathers = _find_first_gathers(body, exchanges)
-    ranges, makers = _live_ranges(body, {copy.array: copy.first for copy in copies}, joined_gathers)
+    gather_starts = _find_gather_starts(body, exchanges)
+    ranges, makers = _live_ranges(body, {copy.array: copy.first for copy in copies}, gather_starts)
     device_sums, joined, added = (set(), set(), set()) if body.cpu else _find_device_sums(body)
     summed_at = max((n for n, op in enumerate(body.ops) if not device_sums.isdisjoint(op.outs)), default=-1)
     # XLA copies these out of the buffer in which it joins them. All are on their way at once.
@@ -114,7 +113,7 @@ def peak_bytes(body: Body) -> int:
     lent = set[ir.Value]() if body.cpu else added | _lend(body, ranges, lenders)
     spans = [(*ends, body.size(v)) for v, ends in ranges.items() if v not in lent]
     spans += [(copy.first, copy.last, copy.nbytes) for copy in copies]
-    spans += _list_gathers(body, exchanges, joined_gathers)
+    spans += _list_gathers(body, exchanges, gather_starts)
     change = [0] * (len(body.ops) + 2)
     for begin, end, size in spans:
         change[begin] += size
@@ -136,7 +135,7 @@ def peak_bytes(body: Body) -> int:
 
 
 def _list_gathers(
-    body: Body, exchanges: Sequence[Exchanges], joined_gathers: frozenset[int]
+    body: Body, exchanges: Sequence[Exchanges], gather_starts: Mapping[int, int]
 ) -> Iterator[tuple[int, int, int]]:
     """Yield when gathered operands of products are alive, and their bytes. XLA gathers what is made alike once."""
     roots: dict[ir.Value, ir.Value] = {}
@@ -148,11 +147,11 @@ def _list_gathers(
         (n, v, v.nbytes // ways(staying, body.mesh)) for n, e in enumerate(exchanges) for v, staying in e.gathered
     )
     for (_, size), numbers in group(((roots.get(v, v), size), n) for n, v, size in copies).items():
-        yield min(joined_gathers) if numbers[0] in joined_gathers else numbers[0], numbers[-1], size
+        yield gather_starts.get(numbers[0], numbers[0]), numbers[-1], size
 
 
-def _find_first_gathers(body: Body, exchanges: Sequence[Exchanges]) -> frozenset[int]:
-    """Return the numbers of the operations whose gathers wait for no other one: XLA joins them."""
+def _find_gather_starts(body: Body, exchanges: Sequence[Exchanges]) -> Mapping[int, int]:
+    """Map operations whose gathers wait for no other one to the first of these: XLA joins the gathers."""
     numbers, derived = list[int](), set[ir.Value]()
     for n, (op, exchange) in enumerate(zip(body.ops, exchanges, strict=True)):
         gathered = [v for v, _ in exchange.gathered] + [v for v in op.reads if body.moves(op)]
@@ -160,7 +159,7 @@ def _find_first_gathers(body: Body, exchanges: Sequence[Exchanges]) -> frozenset
             numbers.append(n)
         if gathered or not derived.isdisjoint(op.reads):
             derived.update(op.outs)
-    return frozenset(numbers)
+    return dict.fromkeys(numbers, next(iter(numbers), 0))
 
 
 def _find_scatters(body: Body) -> dict[ir.Value, tuple[Axes, ...]]:
@@ -236,7 +235,7 @@ def _inline(ops: Iterable[ir.Op], inner: Mapping[ir.Op, Inner]) -> Iterator[ir.O
 
 
 def _live_ranges(
-    body: Body, copied: Mapping[ir.Value, int], joined_gathers: frozenset[int]
+    body: Body, copied: Mapping[ir.Value, int], gather_starts: Mapping[int, int]
 ) -> tuple[dict[ir.Value, tuple[int, int]], Mapping[ir.Value, int]]:
     """Return the operations from and up to which each array is alive, and the one that makes each result.
 
@@ -263,7 +262,7 @@ def _live_ranges(
     last: dict[ir.Value, int] = {}
     begin: dict[ir.Value, int] = {}
     makers: dict[ir.Value, int] = {}
-    costly = collections.Counter[ir.Value]()  # functions of `_COSTLY` that make a value of arrays, on GPUs
+    costly: dict[ir.Value, int] = {}  # functions of `_COSTLY` that make a value of arrays, on GPUs
     within = set[ir.Value]()  # arrays of which one operation is the whole life
     for n, op in enumerate(ops):
         reads, copies = body.split_reads(op, copied)
@@ -276,20 +275,20 @@ def _live_ranges(
         if cpu or soon or buffer == "own" or not body.sums.keys().isdisjoint(op.outs):
             last |= {v: max(now, last.get(v, now)) for v in through}
         if buffer != "own" and not cpu:
-            most = max((costly[origins.get(v, v)] for v in reads), default=0)
-            costly.update(dict.fromkeys(op.outs, most + (op.prim.name in _COSTLY)))
+            most = max((costly.get(v, 0) for v in reads), default=0)
+            costly |= dict.fromkeys(op.outs, most + (op.prim.name in _COSTLY))
         for v in op.outs:
             if v in outside:
                 makers |= {v: now} if v not in body.sums and v not in origins else {}
                 begin[v] = now
             elif buffer == "own":
-                begin[v] = min(joined_gathers) if n in joined_gathers and body.moves(op) else now
+                begin[v] = gather_starts.get(n, now) if body.moves(op) else now
             elif v in first_readers and buffer != "operand" and not _is_transposed_matrix(op):
                 begin[v] = first_readers[v]
                 last |= {operand: max(begin[v] - 1, last.get(operand, 0)) for operand in through}
                 if _is_array(op, ops[begin[v]], v, origins):
                     within.add(v)
-            elif users[v] > 1 and buffer == "fused" and (cpu or costly[v] > 1 or body.joins(v, through)):
+            elif users[v] > 1 and buffer == "fused" and (cpu or costly.get(v, 0) > 1 or body.joins(v, through)):
                 begin[v] = n
             else:
                 made_of[v] = through

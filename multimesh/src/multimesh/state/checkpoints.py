@@ -135,8 +135,8 @@ def wait_for_save() -> None:
     global _last
     if _last is not None:
         concurrent.futures.wait([_last])
-        save, _last = _last, None
-        save.result()
+        future, _last = _last, None
+        future.result()
 
 
 def _wait_at_end() -> None:
