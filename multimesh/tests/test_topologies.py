@@ -219,7 +219,10 @@ def test_bytes_accessed_are_those_that_xla_counts(function, dtype):
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((256, 256), (512, 256))]
     compiled = jax.jit(function).lower(*arrays).compile()
     counts, reference = mm.count_costs(compiled.as_text()), compiled.cost_analysis()
-    assert counts["bytes accessed"] == pytest.approx(reference["bytes accessed"], rel=0.01)
+    # For CPUs XLA counts all of an array that is converted, then sliced: JAX 0.10 converts 512 rows of bfloat16 for 64.
+    unread = (0, 448 * 256 * 4) if dtype == "bfloat16" else (0,)
+    expected = [pytest.approx(reference["bytes accessed"] - nbytes, rel=0.01) for nbytes in unread]
+    assert counts["bytes accessed"] in expected
     assert 0 < counts["flops"] <= reference["flops"]
 
 
