@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from multimesh_maxtext.checkpoint_folder import aside, layers_of, leaf_paths, look
-from multimesh_maxtext.command.checkpoint import beginning, prepare_folders, writing
+from multimesh_maxtext.command.checkpoint import beginning, check_parameters, prepare_folders, writing
 from multimesh_maxtext.command.job import Job, Paths
 from multimesh_maxtext.command.steps import Run
 from multimesh_maxtext.errors import CheckpointError, FlagError
@@ -45,6 +45,7 @@ def begin(job: Check, tmp_path: Path) -> Begin:
 
     def start_at(argv: str) -> int:
         training = job(["--checkpoint", str(tmp_path / "ck"), "--num-steps", "12", *argv.split()])
+        check_parameters(training)
         with beginning(training) as step:
             return step
 

@@ -112,7 +112,6 @@ def beginning(job: Job, *, first: bool = True) -> Iterator[int]:
     Only the ``first`` of several processes reserves and prints.
     """
     o = job.flags
-    _check_parameters(job)
     if o.checkpoint is None:
         yield 0
         return
@@ -129,8 +128,8 @@ def beginning(job: Job, *, first: bool = True) -> Iterator[int]:
         yield newest + 1
 
 
-def _check_parameters(job: Job) -> None:
-    """Refuse a checkpoint whose parameters MaxText cannot take."""
+def check_parameters(job: Job) -> None:
+    """Refuse a checkpoint whose parameters MaxText cannot take for this run."""
     source = str(job.flags.values.get(PARAMETERS) or "")
     if not source or "://" in source:
         return

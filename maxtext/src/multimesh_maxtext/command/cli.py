@@ -19,7 +19,7 @@ from multimesh_maxtext import errors, outcome
 from multimesh_maxtext.checkpoint_folder import look, state_line
 from multimesh_maxtext.command import report, suggesting
 from multimesh_maxtext.command.check_flags import check_job, find_job_notes
-from multimesh_maxtext.command.checkpoint import reserve_folders
+from multimesh_maxtext.command.checkpoint import check_parameters, reserve_folders
 from multimesh_maxtext.command.command_line import read
 from multimesh_maxtext.command.dataset import check_dataset, read_texts
 from multimesh_maxtext.command.environment import find_flag_notes, find_gpus, stale_parts
@@ -137,6 +137,8 @@ def run_job(job: Job, notes: Iterable[str], maxtext: Path, root: Path | None, st
             check_processes(flags, start.command[:3], [start.environment for start, _ in starts], first.unfit)
         check_memory(job, paths, console, gpu_memory)
         if not (flags.forecast or flags.dump_only):
+            for training, _ in trainings:  # before any of them trains
+                check_parameters(training)
             places = [first.of_process(rank) for rank in range(flags.nodes)]
             return train_job(trainings, places, console, stop, listeners)
         if flags.dump_only:

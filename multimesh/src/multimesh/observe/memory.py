@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 from multimesh import ir
-from multimesh.core.specs import Axes, decisions
+from multimesh.core.specs import Axes
 from multimesh.core.text import amount
-from multimesh.ir.axes import Array
 from multimesh.observe.kernel_buffers import Body, peak_bytes
 from multimesh.passes.planning.fix_layouts import Inner, ValueAxes, kernel_axes
 from multimesh.plan.instructions import Run
@@ -61,8 +60,9 @@ class KernelMemory:
 def estimate_memory(plan: Plan, platform: str | None = None) -> tuple[MemoryEstimate, ...]:
     """Return the bytes on each device of each submesh, as the compiler of a platform would need them."""
     platform = platform or plan.submeshes[0].devices.flat[0].platform
-    kernels, inner = kernel_axes(plan)
-    work = {n: _workspace(plan, plan.first_runs[n], axes, inner, platform == "cpu") for n, axes in kernels.items()}
+    kernels, slots, inner = kernel_axes(plan)
+    cpu = platform == "cpu"
+    work = {n: _workspace(plan, plan.first_runs[n], axes, slots, inner, cpu) for n, axes in kernels.items()}
     return _forecasts(plan, _sizes(plan), work)
 
 
@@ -106,7 +106,8 @@ def _forecasts(plan: Plan, sizes: Sequence[int], work: Mapping[int, int]) -> tup
 def _peaks(plan: Plan, sizes: Sequence[int], work: Mapping[int, int]) -> Iterable[tuple[int, int, int]]:
     """Return sums, values and workspace on each submesh when the three together are largest."""
     sums = {slot for run in plan.runs for slot in run.ins[: len(plan.kernels[run.kernel].sums)]}
-    sums.update(slot for run in plan.runs if plan.kernels[run.kernel].name == "sums" for slot in run.outs)
+    turning = {n for n, kernel in enumerate(plan.kernels) if {op.prim.name for op in kernel.ops} == {"transpose"}}
+    sums.update(slot for run in plan.runs if run.kernel in turning and sums.issuperset(run.ins) for slot in run.outs)
     nbytes: dict[int, int] = {}
     total = [[0, 0] for _ in plan.submeshes]  # of others, of sums
     peak = [(0, 0, 0)] * len(plan.submeshes)
@@ -132,7 +133,14 @@ def _find_takeovers(plan: Plan, run: Run) -> set[int]:
     return {slot for slot in replacing if plan.like[slot] in donated}
 
 
-def _workspace(plan: Plan, run: Run, axes: ValueAxes, inner: Mapping[ir.Op, Inner], cpu: bool) -> int:
+def _workspace(
+    plan: Plan,
+    run: Run,
+    axes: ValueAxes,
+    slots: Mapping[int, tuple[Axes, ...]],
+    inner: Mapping[ir.Op, Inner],
+    cpu: bool,
+) -> int:
     """Return the most bytes of arrays within a kernel that are alive at once."""
     kernel = plan.kernels[run.kernel]
     takeovers = _find_takeovers(plan, run)
@@ -146,15 +154,7 @@ def _workspace(plan: Plan, run: Run, axes: ValueAxes, inner: Mapping[ir.Op, Inne
         inner,
         cpu,
         outside=frozenset((*kernel.ins, *kernel.rows, *kernel.outs)),
-        sums={v: _find_axes(plan, slot) for v, slot in pairs if isinstance(v, ir.Value)},
+        sums={v: slots[slot] for v, slot in pairs if isinstance(v, ir.Value)},
         aliases=frozenset(value for value, slot in results if slot in takeovers),
     )
     return peak_bytes(body)
-
-
-def _find_axes(plan: Plan, slot: int) -> tuple[Axes, ...]:
-    """Return the axes that divide each dimension of a slot."""
-    layout = plan.layouts[slot]
-    array = Array(plan.slots[slot].shape, layout.mesh, 2)
-    array.decide(decisions(layout.spec, len(array.shape)))
-    return array.divided

@@ -70,7 +70,7 @@ def share_gathers(plan: Plan) -> Plan:
     """
     if not any(map(_leaves_open, plan.submeshes)):
         return plan
-    values, _ = kernel_axes(plan)
+    values, _, _ = kernel_axes(plan)
     kernels = (
         replace(kernel, ops=tuple(_share(kernel.ops, values.get(n, {}), mesh))) if _leaves_open(mesh) else kernel
         for n, kernel in enumerate(plan.kernels)
