@@ -221,6 +221,7 @@ ME = os.getpid()
         (["echo $$ >$ENDED; exit 17"], False, ["the trainer failed with exit code 17"], 1),  # it had failed
         (["exit 3", "sleep 600"], False, ["the trainer failed with exit code 3", ""], 0),
         (["sleep 0.3", "exit 0"], False, ["", ""], 0),
+        (["kill -STOP $$", "exit 0"], False, ["", ""], 0),  # its work was done, and somebody stopped it
     ],
 )
 def test_trainers_are_ended_as_their_steps_ask_for(

@@ -24,11 +24,7 @@ Training = tuple[Job, Sequence[Start]]
 
 
 def train_job(
-    trainings: Sequence[Training],
-    places: Sequence[Paths],
-    console: Console,
-    stop: StopRequest,
-    listeners: Listeners,
+    trainings: Sequence[Training], places: Sequence[Paths], console: Console, stop: StopRequest, listeners: Listeners
 ) -> int:
     """Train, judge, compare, report; return the exit code.
 

@@ -31,7 +31,7 @@ exec "$@"
 
 _POLL = 0.1  # seconds between looks at the trainers and their records
 _SAME = 2.0  # seconds within which signals are one: a batch system may tell a process by two ways
-_PATIENCE = 10.0  # seconds that the other trainers get to end by themselves when one has failed
+_PATIENCE = 10.0  # seconds that the other trainers get to end by themselves when one has ended: it waited for all
 _DOUBT = 3.0  # seconds that a process which doubts its own outcome waits for that of another one
 _NO_MEMORY = b"std::bad_alloc"  # the C++ library's word for a lack of memory, by which it ends a process
 
@@ -63,7 +63,7 @@ def run_trainers(
 
     ``look_on`` is called every moment, and once after the end. It says whether there is something to save: the first
     signal lets the trainers do so, and end. Otherwise it ends them at once, as the second one does. When one has
-    failed, the others get some seconds to end; the end of one that we ended for that has no reason of its own.
+    ended, the others get some seconds to end; the end of one that we ended for that has no reason of its own.
     """
     has_asked, until = False, math.inf
     with ExitStack() as stack:
@@ -76,7 +76,7 @@ def run_trainers(
                 codes = [process.poll() for process in processes]
                 name = stop.name if has_asked or any(code is None or code < 0 for code in codes) else ""
                 break
-            if any(codes):
+            if set(codes) != {None}:
                 until = min(until, now + _PATIENCE)
             if stop.count and not has_asked:
                 has_asked = True
@@ -85,6 +85,8 @@ def run_trainers(
                 if not starts[0][1].rank:  # of several commands the first speaks
                     print(f"{stop.name}: the step in flight ends, then the state is saved", file=sys.stderr)
             time.sleep(_POLL)
+    if None in codes and not (name or any(codes)):
+        print(f"warning: a trainer still ran {_PATIENCE:.0f} s after another had ended, and was ended", file=sys.stderr)
     return [explain_end(code, paths, name, nodes) for code, (_, paths) in zip(codes, starts, strict=True)]
 
 
