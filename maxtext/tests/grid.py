@@ -92,7 +92,7 @@ UNLIKE = {
         "chunk_attn_window_size=8"
     ),
     "olmo3": f"{_FOUR} --interleave 2 --num-layers 4 --model-name olmo3-7b {_NARROW}",
-    "qwen3_next": f"{_FOUR} --num-layers 4 --model-name qwen3-next-80b-a3b {_NARROW} {_FEW} {_GDN}",
+    "qwen3_next": f"{_FOUR} --num-layers 4 --model-name qwen3-next-80b-a3b {_NARROW} {_AS_WIDE} {_GDN}",
 }
 """Models whose layers are not alike, in the small: their groups of layers lie across stages."""
 

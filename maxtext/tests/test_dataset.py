@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from multimesh_maxtext.command.command_line import read
 from multimesh_maxtext.command.job import Job, Paths
 from multimesh_maxtext.command.translate import forecasting, launch
 from multimesh_maxtext.errors import CheckpointError, MissingPartError
+from multimesh_maxtext.trainer.data import ChangedSettings
 
 MakeJob = Callable[[Sequence[str]], Job]
 
@@ -49,6 +52,11 @@ def test_settings_of_a_dataset_go_to_maxtext_as_they_are(job: MakeJob, paths: Pa
     command = forecasting(training, paths, inherited={}, gpu_memory=None).command
     assert "dataset_type=synthetic" in command  # which needs no files
     assert "dataset_type=grain" not in command
+
+
+def test_changed_settings_go_to_a_process_that_reads():
+    settings = pickle.loads(pickle.dumps(ChangedSettings(Namespace(rows=4, seed=1), rows=8)))
+    assert (settings.rows, settings.seed) == (8, 1)
 
 
 def test_a_package_that_is_missing_names_its_group(job: MakeJob, monkeypatch: pytest.MonkeyPatch):
@@ -236,7 +244,7 @@ def test_all_processes_end_where_the_first_of_them_has_no_more(
     corpora.parquet(folder, texts[:6], 1)
     words = ("--spawn", "--nodes", 4, "--cpus", 1, "--pp", 2, "--dp", 2, "--num-steps", 200, *parquet(home, pattern))
     assert train(root, tmp_path / "out", *words) == 11
-    assert "error: the data ended: the trainer ended after " in capfd.readouterr().err
+    assert "error: the data ended after " in capfd.readouterr().err
     assert 0 < len(numbers(tmp_path / "out")) < 200
 
 

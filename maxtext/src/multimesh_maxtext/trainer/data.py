@@ -111,13 +111,15 @@ _ROWS = (
 _MODULES = {"tfds": "tfds_data_processing", "c4_mlperf": "tfds_data_processing_c4_mlperf"}
 
 
-class _Changed:
+class ChangedSettings:
     """MaxText's settings with other values of some."""
 
     def __init__(self, config: Any, **values: Any) -> None:
         self.__dict__ |= {"_config": config, **values}
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # of pickle, which asks a copy that has no settings yet
+            raise AttributeError(name)
         return getattr(self._config, name)
 
 
@@ -147,7 +149,7 @@ class Together(Iterator[dict[str, jax.Array]]):
             module = importlib.import_module(f"maxtext.input_pipeline.{_MODULES.get(kind, f'{kind}_data_processing')}")
             make = getattr(module, f"make_{kind}_{'eval' if evaluates else 'train'}_iterator")
             # MaxText wants a row for each device of the mesh that it gets.
-            self._loader = make(_Changed(config, **share), Mesh(devices[:, 0], ("reader",)), self._readers)
+            self._loader = make(ChangedSettings(config, **share), Mesh(devices[:, 0], ("reader",)), self._readers)
         self._start()
 
     def _start(self) -> None:
