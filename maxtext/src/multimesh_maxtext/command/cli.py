@@ -22,7 +22,7 @@ from multimesh_maxtext.command.check_flags import check_job, find_job_notes
 from multimesh_maxtext.command.checkpoint import check_parameters, reserve_folders
 from multimesh_maxtext.command.command_line import read
 from multimesh_maxtext.command.dataset import check_dataset, read_texts
-from multimesh_maxtext.command.environment import find_flag_notes, find_gpus, python, stale_parts
+from multimesh_maxtext.command.environment import describe_python, find_flag_notes, find_gpus, stale_parts
 from multimesh_maxtext.command.flags import Flags
 from multimesh_maxtext.command.forecasting import check_memory, inspect, show_size
 from multimesh_maxtext.command.job import Job, Paths, find_maxtext
@@ -140,7 +140,7 @@ def run_job(job: Job, notes: Iterable[str], maxtext: Path, root: Path | None, st
             for training, _ in trainings:  # before any of them trains
                 check_parameters(training)
             places = [first.of_process(rank) for rank in range(flags.nodes)]
-            console.print(python())
+            console.print(describe_python())
             return train_job(trainings, places, console, stop, listeners)
         if flags.dump_only:
             inspect(starts)

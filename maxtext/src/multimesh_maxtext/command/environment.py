@@ -186,7 +186,7 @@ def find_flag_notes(flags: Flags, *, gpu_memory: int | None) -> list[str]:
     return lines
 
 
-def python() -> str:
+def describe_python() -> str:
     """Return the version of this Python, the one that its environment was made from, and the version of jax."""
     base = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     jax = "".join(f", jax {package.version}" for package in metadata.distributions(name="jax"))
