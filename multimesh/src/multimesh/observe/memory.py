@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 from multimesh import ir
-from multimesh.core.specs import Axes
 from multimesh.core.text import amount
+from multimesh.ir.axes import Array
 from multimesh.observe.kernel_buffers import Body, peak_bytes
 from multimesh.passes.planning.fix_layouts import Inner, ValueAxes, kernel_axes
 from multimesh.plan.instructions import Run
@@ -137,7 +137,7 @@ def _workspace(
     plan: Plan,
     run: Run,
     axes: ValueAxes,
-    slots: Mapping[int, tuple[Axes, ...]],
+    slots: Mapping[int, Array],
     inner: Mapping[ir.Op, Inner],
     cpu: bool,
 ) -> int:
@@ -154,7 +154,7 @@ def _workspace(
         inner,
         cpu,
         outside=frozenset((*kernel.ins, *kernel.rows, *kernel.outs)),
-        sums={v: slots[slot] for v, slot in pairs if isinstance(v, ir.Value)},
+        sums={v: slots[slot].divided for v, slot in pairs if isinstance(v, ir.Value)},
         aliases=frozenset(value for value, slot in results if slot in takeovers),
     )
     return peak_bytes(body)

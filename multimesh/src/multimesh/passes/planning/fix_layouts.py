@@ -59,12 +59,12 @@ def fix_layouts(
     return tuple(layouts)
 
 
-def kernel_axes(plan: Plan) -> tuple[dict[int, ValueAxes], dict[int, tuple[Axes, ...]], Mapping[ir.Op, Inner]]:
-    """Return the axes of the values of every kernel and of every slot, and the jaxprs that operations run."""
+def kernel_axes(plan: Plan) -> tuple[dict[int, ValueAxes], Mapping[int, Array], Mapping[ir.Op, Inner]]:
+    """Return the axes of the values of every kernel, the array of every slot, and the jaxprs that operations run."""
     slots = _Slots(plan, dict(enumerate(plan.layouts)))
     values: dict[int, ValueAxes]
     values = {k: {v: array.divided for v, array in env.items()} for k, env in slots.values.items()}
-    return values, {n: array.divided for n, array in slots.array.items()}, slots.bodies
+    return values, slots.array, slots.bodies
 
 
 def _pin_layouts(
