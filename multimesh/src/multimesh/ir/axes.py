@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from jax.sharding import Mesh, NamedSharding
 
 from multimesh import ir
 from multimesh.core import _compat
 from multimesh.core.specs import Axes, decisions, size, translate
+from multimesh.ir.primitives import Group, is_cheap, links
 
 
 class Array:
@@ -85,3 +86,42 @@ def constraint(op: ir.Op) -> Sequence[tuple[int, Axes]] | None:
         return list(decisions(translate(op.params["logical"], op.task), rank))
     sharding = op.params["sharding"]
     return list(decisions(sharding.spec, rank)) if isinstance(sharding, NamedSharding) else None
+
+
+def find_constraints(
+    ops: Sequence[ir.Op], sums: Mapping[ir.Value, Array] | None = None
+) -> dict[ir.Value, list[tuple[int, Axes]]]:
+    """Map values to dimensions and axes of the nearest constraint, or of ``sums``, that cheap operations lead to."""
+    nearest: dict[ir.Value, list[tuple[int, Axes]]] = {}
+    distance: dict[ir.Value, int] = {}
+
+    def note(atom: ir.Atom, dimensions: list[tuple[int, Axes]], steps: int) -> None:
+        if isinstance(atom, ir.Value) and dimensions and steps < distance.get(atom, steps + 1):
+            nearest[atom], distance[atom] = dimensions, steps
+
+    for value, total in (sums or {}).items():
+        note(value, [(d, axes) for d, axes in enumerate(total.divided) if axes], 0)
+    for op in reversed(ops):
+        fixed = None if sums else constraint(op)
+        if fixed is not None:
+            note(op.ins[0], [(d, axes) for d, axes in fixed if axes], 0)
+        elif _lies_alike(op) and (dimensions := {(o, d): axes for o in op.outs for d, axes in nearest.get(o, ())}):
+            linked = list(links(op)) or link_equal_places(op)
+            groups = [(group, next((dimensions[at] for at in group if at in dimensions), ())) for group in linked]
+            for value in op.reads:
+                carried = [(d, axes) for group, axes in groups if axes for atom, d in group if atom is value]
+                note(value, carried, 1 + min(distance[o] for o in op.outs if o in distance))
+    return nearest
+
+
+def _lies_alike(op: ir.Op) -> bool:
+    """Return whether operands may lie as the result: those of cheap operations, of names and of products that scale."""
+    scales = op.prim.name == "dot_general" and not any(op.params["dimension_numbers"][0])
+    return scales or op.prim.name == "name" or is_cheap(op.prim)
+
+
+def link_equal_places(op: ir.Op) -> Iterable[Group]:
+    """Yield groups of equal dimensions at equal places, for an operation without a rule."""
+    for out in op.outs:
+        operands = [v for v in op.reads if len(ir.shape(v)) == len(ir.shape(out))]
+        yield from (((out, d), *((v, d) for v in operands if ir.shape(v)[d] == n)) for d, n in enumerate(ir.shape(out)))

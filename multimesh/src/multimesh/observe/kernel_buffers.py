@@ -21,8 +21,9 @@ from multimesh.observe.group_copies import list_group_copies
 from multimesh.passes.planning.fix_layouts import Inner, ValueAxes, ways
 from multimesh.passes.planning.share_gathers import Exchanges, find_exchanges
 
-_THRESHOLD = "xla_gpu_all_reduce_combine_threshold_bytes", 32 << 20
-"""XLA's flag for the bytes up to which it joins sums over devices, and its default."""
+_GATHERS = "xla_gpu_all_gather_combine_threshold_bytes", 30 << 20
+_SUMS = "xla_gpu_all_reduce_combine_threshold_bytes", 32 << 20
+"""XLA's flags for the bytes up to which it joins gathers, and sums over devices, with their defaults."""
 
 _COSTLY = ("exp", "tanh")
 """Functions that XLA computes no second time where one is made of another one, as after a soft cap."""
@@ -110,10 +111,10 @@ def peak_bytes(body: Body) -> int:
     copied_out = {v for v in joined if v in ranges and ranges[v][1] > summed_at + 1}
     ranges |= {v: (ranges[v][0], max(ranges[v][1], summed_at + 1)) for v in device_sums & ranges.keys()}
     lenders = {v: n for v, n in makers.items() if v not in body.aliases}
-    lent = set[ir.Value]() if body.cpu else added | _lend(body, ranges, lenders)
-    spans = [(*ends, body.size(v)) for v, ends in ranges.items() if v not in lent]
-    spans += [(copy.first, copy.last, copy.nbytes) for copy in copies]
+    spans = [(*ends, body.size(v)) for v, ends in ranges.items() if v not in added]
     spans += _list_gathers(body, exchanges, gather_starts)
+    spans = spans if body.cpu else _drop_lent(body, spans, lenders)
+    spans += [(copy.first, copy.last, copy.nbytes) for copy in copies]
     change = [0] * (len(body.ops) + 2)
     for begin, end, size in spans:
         change[begin] += size
@@ -134,11 +135,41 @@ def peak_bytes(body: Body) -> int:
     return peak
 
 
+def _find_gather_starts(body: Body, exchanges: Sequence[Exchanges]) -> Mapping[int, int]:
+    """Map operations whose gathers wait for no other one to the operation before which the gathers begin.
+
+    XLA joins them in their order, up to the bytes of a threshold. The gathers of a group begin together: while the last
+    operation of the group before runs, or with that group if no result of it is read.
+    """
+    most = _read_threshold(*_GATHERS)
+    starts, derived = dict[int, int](), set[ir.Value]()
+    begin = last = total = 0
+    for n, (op, exchange) in enumerate(zip(body.ops, exchanges, strict=True)):
+        moved = body.moves(op)
+        gathered = [v for v, _ in exchange.gathered] + ([*op.reads] if moved else [])
+        if gathered and derived.isdisjoint(gathered):
+            size = sum(v.nbytes // ways(staying, body.mesh) for v, staying in exchange.gathered)
+            size += body.size(op.outs[0]) if moved else 0
+            total += size
+            if not starts:
+                begin = n
+            elif total > most:
+                begin, total = begin if derived.isdisjoint(op.reads) else last, size
+            starts[n], last = begin, n
+        if gathered or not derived.isdisjoint(op.reads):
+            derived.update(op.outs)
+    return starts
+
+
 def _list_gathers(
     body: Body, exchanges: Sequence[Exchanges], gather_starts: Mapping[int, int]
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield when gathered operands of products are alive, and their bytes. XLA gathers what is made alike once."""
+    """Yield when gathered operands of products are alive, and their bytes. XLA gathers what is made alike once.
+
+    On GPUs the devices' own parts, where they are computed from arguments, are all there before the first gather.
+    """
     roots: dict[ir.Value, ir.Value] = {}
+    makers = {v: op for op in body.ops for v in op.outs}
     for op in body.ops:
         if len(reads := set(op.reads)) == 1 and is_cheap(op.prim):
             (read,) = reads
@@ -146,20 +177,19 @@ def _list_gathers(
     copies = (
         (n, v, v.nbytes // ways(staying, body.mesh)) for n, e in enumerate(exchanges) for v, staying in e.gathered
     )
-    for (_, size), numbers in group(((roots.get(v, v), size), n) for n, v, size in copies).items():
-        yield gather_starts.get(numbers[0], numbers[0]), numbers[-1], size
+    for (_, size), uses in group(((roots.get(v, v), size), (n, v)) for n, v, size in copies).items():
+        n, v = uses[0]
+        begin = gather_starts.get(n, n)
+        yield begin, uses[-1][0], size
+        maker = makers.get(body.origins.get(v, v))
+        if not body.cpu and n in gather_starts and maker is not None and body.buffer(maker) in ("fused", "again"):
+            yield min(gather_starts), begin, body.size(v)
 
 
-def _find_gather_starts(body: Body, exchanges: Sequence[Exchanges]) -> Mapping[int, int]:
-    """Map operations whose gathers wait for no other one to the first of these: XLA joins the gathers."""
-    numbers, derived = list[int](), set[ir.Value]()
-    for n, (op, exchange) in enumerate(zip(body.ops, exchanges, strict=True)):
-        gathered = [v for v, _ in exchange.gathered] + [v for v in op.reads if body.moves(op)]
-        if gathered and derived.isdisjoint(gathered):
-            numbers.append(n)
-        if gathered or not derived.isdisjoint(op.reads):
-            derived.update(op.outs)
-    return dict.fromkeys(numbers, next(iter(numbers), 0))
+def _read_threshold(flag: str, default: int) -> int:
+    """Return the bytes up to which XLA joins collectives, by a flag in ``XLA_FLAGS``."""
+    match = re.search(rf"--{flag}=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    return int(match[1]) if match else default
 
 
 def _find_scatters(body: Body) -> dict[ir.Value, tuple[Axes, ...]]:
@@ -192,8 +222,7 @@ def _find_device_sums(body: Body) -> tuple[set[ir.Value], set[ir.Value], set[ir.
     }
     pairs = [[*op.reads] for op in body.ops if op.prim.name in ("add", "add_any")]
     added = {pair[1] for pair in pairs if len(pair) == 2 and sums.keys() >= {*pair}}
-    flag = re.search(rf"--{_THRESHOLD[0]}=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    most, total, joined = int(flag[1]) if flag else _THRESHOLD[1], 0, set[ir.Value]()
+    most, total, joined = _read_threshold(*_SUMS), 0, set[ir.Value]()
     for v, size in sums.items():
         if v not in added and total + size <= most:
             total += size
@@ -201,22 +230,25 @@ def _find_device_sums(body: Body) -> tuple[set[ir.Value], set[ir.Value], set[ir.
     return sums.keys() - added, joined if len(joined) > 1 else set(), added
 
 
-def _lend(body: Body, ranges: Mapping[ir.Value, tuple[int, int]], makers: Mapping[ir.Value, int]) -> set[ir.Value]:
-    """Return the arrays that lie in the buffers of results until these are made, the largest first, as in XLA.
+def _drop_lent(
+    body: Body, spans: Iterable[tuple[int, int, int]], makers: Mapping[ir.Value, int]
+) -> list[tuple[int, int, int]]:
+    """Return the arrays that do not lie in buffers of results until these are made. XLA lends them largest first.
 
-    ``ranges`` has the first and the last operation that each array is alive in, ``makers`` the one that makes a result.
+    ``spans`` has the first and the last operation that each array is alive in, and its bytes; ``makers`` the one that
+    makes a result.
     """
     loans: dict[ir.Value, list[tuple[int, int]]] = {result: [] for result in sorted(makers, key=makers.__getitem__)}
-    lent = set[ir.Value]()
-    for v in sorted(ranges, key=body.size, reverse=True):
-        begin, end = ranges[v]
-        for result, others in loans.items():
-            disjoint = all(end < first or begin > last for first, last in others)
-            if end < makers[result] and body.size(result) >= body.size(v) and disjoint:
-                others.append((begin, end))
-                lent.add(v)
+    others = []
+    for begin, end, size in sorted(spans, key=lambda span: span[2], reverse=True):
+        for result, lent in loans.items():
+            disjoint = all(end < first or begin > last for first, last in lent)
+            if end < makers[result] and body.size(result) >= size and disjoint:
+                lent.append((begin, end))
                 break
-    return lent
+        else:
+            others.append((begin, end, size))
+    return others
 
 
 def _inline(ops: Iterable[ir.Op], inner: Mapping[ir.Op, Inner]) -> Iterator[ir.Op]:

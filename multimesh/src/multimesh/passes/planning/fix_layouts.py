@@ -1,12 +1,12 @@
 """Fixes the layout of every slot of a plan before anything is compiled.
 
 Arguments, results and what replaces arguments have the layout that was asked for. Elsewhere a result takes the axes of
-the constraint that it reaches through cheap operations, then those of its operands (`primitives.links`) in the order of
-the plan; what is still open takes those of its readers. Where one axis divides two operands and the result can have it
-once, that operand keeps it which has it as the sum over microbatches to which the result is added, or else the one with
-more bytes on a device, so that the compiler gathers the other; a broadcast has the bytes of its operand, and what the
-kernel gathered before, for another operation, has none. Layouts never change a result, but the compiler must obey those
-of a kernel's results: a wrong one costs collectives, time and memory.
+the constraint that it reaches through cheap operations and scales, then those of its operands (`primitives.links`) in
+the order of the plan; what is still open takes those of its readers. Where one axis divides two operands and the result
+can have it once, that operand keeps it which has it as the sum over microbatches to which the result is added, or else
+the one with more bytes on a device, so that the compiler gathers the other; a broadcast has the bytes of its operand,
+and what the kernel gathered before, for another operation, has none. Layouts never change a result, but the compiler
+must obey those of a kernel's results: a wrong one costs collectives, time and memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from multimesh import ir
 from multimesh.core import _compat
 from multimesh.core.specs import Axes, axes_of, decisions, entry, size, strip
-from multimesh.ir.axes import Array, Dimension, constraint, join, spread
+from multimesh.ir.axes import Array, Dimension, constraint, find_constraints, join, link_equal_places, spread
 from multimesh.ir.primitives import Group, is_cheap, links
 from multimesh.plan.instructions import Kernel, Run, Send
 from multimesh.plan.plan import Plan
@@ -161,7 +161,7 @@ class Flow:
 
         ``sums`` has the arrays to which results are added.
         """
-        nearest, added = _find_constraints(ops), _find_constraints(ops, sums) if sums else {}
+        nearest, added = find_constraints(ops), find_constraints(ops, sums) if sums else {}
         for op in ops:
             ins = [env[atom] if isinstance(atom, ir.Value) else None for atom in op.ins]
             outs = [self.new(out, mesh) for out in op.outs]
@@ -192,7 +192,7 @@ class Flow:
                 self._leave(self._body(op, called, ins, env, mesh), outs)
             else:
                 results = set(op.outs)
-                groups = list(links(op)) or list(_link_equal_places(op))
+                groups = list(links(op)) or list(link_equal_places(op))
                 others = results.union([*op.reads][:1] if op.prim.name == "gather" else ())  # rows lie as their numbers
                 sums_axes = {(o, d): axes for o in op.outs for d, axes in added.get(o, ())}
                 for group in sorted(
@@ -276,31 +276,6 @@ class Flow:
         return [env[v] if isinstance(v, ir.Value) else None for v in inner.outputs]
 
 
-def _find_constraints(
-    ops: Sequence[ir.Op], sums: Mapping[ir.Value, Array] | None = None
-) -> dict[ir.Value, list[tuple[int, Axes]]]:
-    """Map values to dimensions and axes of the nearest constraint, or of ``sums``, that cheap operations lead to."""
-    nearest: dict[ir.Value, list[tuple[int, Axes]]] = {}
-    distance: dict[ir.Value, int] = {}
-
-    def note(atom: ir.Atom, dimensions: list[tuple[int, Axes]], steps: int) -> None:
-        if isinstance(atom, ir.Value) and dimensions and steps < distance.get(atom, steps + 1):
-            nearest[atom], distance[atom] = dimensions, steps
-
-    for value, total in (sums or {}).items():
-        note(value, [(d, axes) for d, axes in enumerate(total.divided) if axes], 0)
-    for op in reversed(ops):
-        fixed = None if sums else constraint(op)
-        if fixed is not None:
-            note(op.ins[0], [(d, axes) for d, axes in fixed if axes], 0)
-        elif is_cheap(op.prim) and (dimensions := {(o, d): axes for o in op.outs for d, axes in nearest.get(o, ())}):
-            groups = [(group, next((dimensions[at] for at in group if at in dimensions), ())) for group in links(op)]
-            for value in op.reads:
-                carried = [(d, axes) for group, axes in groups if axes for atom, d in group if atom is value]
-                note(value, carried, 1 + min(distance[o] for o in op.outs if o in distance))
-    return nearest
-
-
 def _find_body(op: ir.Op) -> Any:
     """Return the jaxpr that an operation stands for; None for one that computes by itself."""
     called = op.params.get("jaxpr") or op.params.get("call_jaxpr")
@@ -321,13 +296,6 @@ def _inner(op: ir.Op, called: Any) -> Inner:
         ops.append(ir.Op(eqn.primitive, eqn.params, ins, tuple(values[v] for v in eqn.outvars), op.task, op.mesh))
     outputs = tuple(v if isinstance(v, _compat.Literal) else values[v] for v in jaxpr.outvars)
     return Inner(tuple(ops), tuple(values[v] for v in jaxpr.invars), outputs)
-
-
-def _link_equal_places(op: ir.Op) -> Iterable[Group]:
-    """Yield groups of equal dimensions at equal places, for an operation without a rule."""
-    for out in op.outs:
-        operands = [v for v in op.reads if len(ir.shape(v)) == len(ir.shape(out))]
-        yield from (((out, d), *((v, d) for v in operands if ir.shape(v)[d] == n)) for d, n in enumerate(ir.shape(out)))
 
 
 class _Slots(Flow):
