@@ -25,10 +25,12 @@ CASES = {
         "--nodes 4 --device b200 --num-layers 4 --pp 2 --tp 2 --sequence-parallel --interleave 2 --schedule interleaved"
     ),
     "llama3-8b cp": "--nodes 8 --device h100 --num-layers 2 --pp 2 --cp 2 --tp 2 --attention dot_product",
+    "llama3-8b fsdp": "--nodes 8 --device h100 --num-layers 16 --pp 2 --fsdp 4",
     "llama3-8b scanned": "--nodes 4 --device h100 --num-layers 4 --pp 2 --dp 2 --scan-layers",
     "llama3-70b": "--nodes 32 --device h100 --num-layers 4 --pp 4 --tp 8 --sequence-parallel",
     "gpt3-175b": "--nodes 32 --device h100 --num-layers 8 --pp 8 --tp 4 --sequence-parallel --schedule zb-h1",
     "qwen3-14b fsdp": "--nodes 8 --device h100 --num-layers 2 --pp 2 --fsdp 4",
+    "qwen3-14b fsdp tp": "--nodes 8 --device h100 --num-layers 12 --pp 2 --fsdp 2 --tp 2",
     "qwen3-0.6b": "--nodes 8 --device b200 --num-layers 8 --pp 4 --dp 2 --schedule dualpipe-v --interleave 2",
     "gemma2-9b": "--nodes 8 --device b200 --num-layers 2 --pp 2 --fsdp 2 --tp 2 --attention dot_product",
     "gemma3-12b": "--nodes 8 --device h100 --num-layers 6 --pp 2 --tp 4 --attention dot_product",

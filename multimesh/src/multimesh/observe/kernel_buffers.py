@@ -135,34 +135,32 @@ def peak_bytes(body: Body) -> int:
     return peak
 
 
-def _find_gather_starts(body: Body, exchanges: Sequence[Exchanges]) -> Mapping[int, int]:
-    """Map operations whose gathers wait for no other one to the operation before which the gathers begin.
+def _find_gather_starts(body: Body, exchanges: Sequence[Exchanges]) -> Mapping[ir.Value, int]:
+    """Map arrays whose gathers wait for no other one to the operation before which the gathers begin.
 
     XLA joins them in their order, up to the bytes of a threshold. The gathers of a group begin together: while the last
     operation of the group before runs, or with that group if no result of it is read.
     """
     most = _read_threshold(*_GATHERS)
-    starts, derived = dict[int, int](), set[ir.Value]()
+    starts, derived = dict[ir.Value, int](), set[ir.Value]()
     begin = last = total = 0
     for n, (op, exchange) in enumerate(zip(body.ops, exchanges, strict=True)):
-        moved = body.moves(op)
-        gathered = [v for v, _ in exchange.gathered] + ([*op.reads] if moved else [])
-        if gathered and derived.isdisjoint(gathered):
-            size = sum(v.nbytes // ways(staying, body.mesh) for v, staying in exchange.gathered)
-            size += body.size(op.outs[0]) if moved else 0
-            total += size
+        sizes = {v: v.nbytes // ways(staying, body.mesh) for v, staying in exchange.gathered}
+        sizes |= {v: body.size(op.outs[0]) for v in op.reads if body.moves(op)}
+        for v in (v for v in sizes if v not in derived and v not in starts):
+            total += sizes[v]
             if not starts:
                 begin = n
             elif total > most:
-                begin, total = begin if derived.isdisjoint(op.reads) else last, size
-            starts[n], last = begin, n
-        if gathered or not derived.isdisjoint(op.reads):
+                begin, total = begin if derived.isdisjoint(op.reads) else last, sizes[v]
+            starts[v], last = begin, n
+        if sizes or not derived.isdisjoint(op.reads):
             derived.update(op.outs)
     return starts
 
 
 def _list_gathers(
-    body: Body, exchanges: Sequence[Exchanges], gather_starts: Mapping[int, int]
+    body: Body, exchanges: Sequence[Exchanges], gather_starts: Mapping[ir.Value, int]
 ) -> Iterator[tuple[int, int, int]]:
     """Yield when gathered operands of products are alive, and their bytes. XLA gathers what is made alike once.
 
@@ -179,11 +177,11 @@ def _list_gathers(
     )
     for (_, size), uses in group(((roots.get(v, v), size), (n, v)) for n, v, size in copies).items():
         n, v = uses[0]
-        begin = gather_starts.get(n, n)
+        begin = gather_starts.get(v, n)
         yield begin, uses[-1][0], size
         maker = makers.get(body.origins.get(v, v))
-        if not body.cpu and n in gather_starts and maker is not None and body.buffer(maker) in ("fused", "again"):
-            yield min(gather_starts), begin, body.size(v)
+        if not body.cpu and v in gather_starts and maker is not None and body.buffer(maker) in ("fused", "again"):
+            yield min(gather_starts.values()), begin, body.size(v)
 
 
 def _read_threshold(flag: str, default: int) -> int:
@@ -267,7 +265,7 @@ def _inline(ops: Iterable[ir.Op], inner: Mapping[ir.Op, Inner]) -> Iterator[ir.O
 
 
 def _live_ranges(
-    body: Body, copied: Mapping[ir.Value, int], gather_starts: Mapping[int, int]
+    body: Body, copied: Mapping[ir.Value, int], gather_starts: Mapping[ir.Value, int]
 ) -> tuple[dict[ir.Value, tuple[int, int]], Mapping[ir.Value, int]]:
     """Return the operations from and up to which each array is alive, and the one that makes each result.
 
@@ -314,7 +312,7 @@ def _live_ranges(
                 makers |= {v: now} if v not in body.sums and v not in origins else {}
                 begin[v] = now
             elif buffer == "own":
-                begin[v] = gather_starts.get(n, now) if body.moves(op) else now
+                begin[v] = min(gather_starts.get(read, now) for read in op.reads) if body.moves(op) else now
             elif v in first_readers and buffer != "operand" and not _is_transposed_matrix(op):
                 begin[v] = first_readers[v]
                 last |= {operand: max(begin[v] - 1, last.get(operand, 0)) for operand in through}
