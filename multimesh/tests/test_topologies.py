@@ -300,28 +300,6 @@ def test_the_forecast_of_a_gated_layer_is_what_xla_assigns(layer, per):
 
 
 @compile_gpu
-@pytest.mark.parametrize(("layers", "width", "rows"), [(16, 512, 8192), (8, 2048, 16384)])
-def test_the_forecast_of_many_layers_has_the_gathers_that_xla_begins_together(layers, width, rows):
-    """It joins gathers up to 30 MiB, and converts weights before; all were forecast at once, 604 MB for 285.
-
-    Where a gather takes longer than the products, XLA gathers further ahead: 403 MB for 226 with half the rows.
-    """
-    mesh = Mesh(np.array(mm.topology("h100", gpus=4)), ("fsdp",))
-
-    def forward(weights, x):
-        for up, down in weights:
-            x = x + jax.nn.silu(x @ up.astype(x.dtype)) @ down.astype(x.dtype)
-        return x
-
-    shapes = ((width, 4 * width), P("fsdp")), ((4 * width, width), P(None, "fsdp"))
-    layer = [jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(mesh, spec)) for shape, spec in shapes]
-    x = jax.ShapeDtypeStruct((rows, width), "bfloat16", sharding=NamedSharding(mesh, P("fsdp")))
-    low = mm.jit(mm.task(forward, "layers", mesh=mesh)).lower([layer] * layers, x)
-    (forecast,), (compiled,) = low.memory_estimate("gpu"), low.compile().device_memory()
-    assert forecast.workspace == pytest.approx(compiled.workspace, rel=0.15)
-
-
-@compile_gpu
 @pytest.mark.parametrize("argnums", [0, 1, (0, 1)])
 def test_the_forecast_of_experts_has_the_copies_that_xla_masks(argnums):
     """XLA multiplies each group with all rows; it was forecast without the copies, 16.8 MB for 134."""

@@ -138,10 +138,10 @@ def peak_bytes(body: Body) -> int:
 def _find_gather_starts(body: Body, exchanges: Sequence[Exchanges]) -> Mapping[ir.Value, int]:
     """Map arrays whose gathers wait for no other one to the operation before which the gathers begin.
 
-    XLA joins them in their order, up to the bytes of a threshold. The gathers of a group begin together: while the last
-    operation of the group before runs, or with that group if no result of it is read.
+    XLA joins them in their order, on GPUs up to the bytes of a threshold. The gathers of a group begin together: while
+    the last operation of the group before runs, or with that group if no result of it is read.
     """
-    most = _read_threshold(*_GATHERS)
+    most = float("inf") if body.cpu else _read_threshold(*_GATHERS)
     starts, derived = dict[ir.Value, int](), set[ir.Value]()
     begin = last = total = 0
     for n, (op, exchange) in enumerate(zip(body.ops, exchanges, strict=True)):
