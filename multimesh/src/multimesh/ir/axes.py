@@ -106,7 +106,7 @@ def find_constraints(
         if fixed is not None:
             note(op.ins[0], [(d, axes) for d, axes in fixed if axes], 0)
         elif _lies_alike(op) and (dimensions := {(o, d): axes for o in op.outs for d, axes in nearest.get(o, ())}):
-            linked = list(links(op)) or link_equal_places(op)
+            linked = link_dimensions(op)
             groups = [(group, next((dimensions[at] for at in group if at in dimensions), ())) for group in linked]
             for value in op.reads:
                 carried = [(d, axes) for group, axes in groups if axes for atom, d in group if atom is value]
@@ -120,8 +120,10 @@ def _lies_alike(op: ir.Op) -> bool:
     return scales or op.prim.name == "name" or is_cheap(op.prim)
 
 
-def link_equal_places(op: ir.Op) -> Iterable[Group]:
-    """Yield groups of equal dimensions at equal places, for an operation without a rule."""
-    for out in op.outs:
-        operands = [v for v in op.reads if len(ir.shape(v)) == len(ir.shape(out))]
-        yield from (((out, d), *((v, d) for v in operands if ir.shape(v)[d] == n)) for d, n in enumerate(ir.shape(out)))
+def link_dimensions(op: ir.Op) -> Sequence[Group]:
+    """Return the groups of dimensions that go together: by the operation's rule, or else equal ones at equal places."""
+    return list(links(op)) or [
+        ((out, d), *((v, d) for v in op.reads if len(ir.shape(v)) == len(ir.shape(out)) and ir.shape(v)[d] == n))
+        for out in op.outs
+        for d, n in enumerate(ir.shape(out))
+    ]

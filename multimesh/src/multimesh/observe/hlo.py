@@ -23,6 +23,12 @@ KINDS = (
 )
 """Kinds of collectives."""
 
+THRESHOLDS = {
+    kind: f"xla_gpu_{kind.replace('-', '_')}_combine_threshold_bytes"
+    for kind in ("all-gather", "all-reduce", "reduce-scatter")
+}
+"""XLA's flag for the bytes up to which it joins collectives of a kind."""
+
 MOVES = ("copy", "transpose", "bitcast", "reshape", "convert")
 """Operations that keep the values of an array, but for rounding."""
 

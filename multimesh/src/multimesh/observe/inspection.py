@@ -17,15 +17,9 @@ from multimesh import ir
 from multimesh.core import _compat
 from multimesh.core.specs import axes_of
 from multimesh.core.text import amount
-from multimesh.observe.hlo import Collective, count_bytes
+from multimesh.observe.hlo import THRESHOLDS, Collective, count_bytes
 from multimesh.plan.instructions import Kernel, Run
 from multimesh.plan.plan import Plan
-
-_THRESHOLDS = {
-    kind: f"xla_gpu_{kind.replace('-', '_')}_combine_threshold_bytes"
-    for kind in ("all-gather", "all-reduce", "reduce-scatter")
-}
-"""XLA's flag for the bytes up to which it joins collectives of a kind."""
 
 _WAITS = 10_000_000  # bytes of a collective that nothing hides
 
@@ -171,7 +165,7 @@ def _find_synchronous(of: _Kernel) -> Iterator[_Fault]:
     for call in () if on_cpu else of.collectives:
         if not call.asynchronous and call.nbytes > _WAITS:
             remedy = "smaller microbatches or fewer devices along the axis make it shorter"
-            if len(call.arrays) > 1 and (threshold := _THRESHOLDS.get(call.kind)):
+            if len(call.arrays) > 1 and (threshold := THRESHOLDS.get(call.kind)):
                 remedy = f"XLA joined {len(call.arrays)} arrays; with --{threshold}={call.nbytes // 2} some hide others"
             yield {"call": call, "remedy": remedy}
 

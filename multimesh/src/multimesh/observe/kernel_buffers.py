@@ -18,12 +18,12 @@ from multimesh.core.specs import Axes
 from multimesh.ir.primitives import is_cheap
 from multimesh.ir.primitives import lookup as facts
 from multimesh.observe.group_copies import list_group_copies
+from multimesh.observe.hlo import THRESHOLDS
 from multimesh.passes.planning.fix_layouts import Inner, ValueAxes, ways
 from multimesh.passes.planning.share_gathers import Exchanges, find_exchanges
 
-_GATHERS = "xla_gpu_all_gather_combine_threshold_bytes", 30 << 20
-_SUMS = "xla_gpu_all_reduce_combine_threshold_bytes", 32 << 20
-"""XLA's flags for the bytes up to which it joins gathers, and sums over devices, with their defaults."""
+_JOINED_BYTES = {"all-gather": 30 << 20, "all-reduce": 32 << 20}
+"""XLA's defaults of ``THRESHOLDS``."""
 
 _COSTLY = ("exp", "tanh")
 """Functions that XLA computes no second time where one is made of another one, as after a soft cap."""
@@ -141,7 +141,7 @@ def _find_gather_starts(body: Body, exchanges: Sequence[Exchanges]) -> Mapping[i
     XLA joins them in their order, on GPUs up to the bytes of a threshold. The gathers of a group begin together: while
     the last operation of the group before runs, or with that group if no result of it is read.
     """
-    most = float("inf") if body.cpu else _read_threshold(*_GATHERS)
+    most = float("inf") if body.cpu else _read_threshold("all-gather")
     starts, derived = dict[ir.Value, int](), set[ir.Value]()
     begin = last = total = 0
     for n, (op, exchange) in enumerate(zip(body.ops, exchanges, strict=True)):
@@ -184,10 +184,10 @@ def _list_gathers(
             yield min(gather_starts.values()), begin, body.size(v)
 
 
-def _read_threshold(flag: str, default: int) -> int:
-    """Return the bytes up to which XLA joins collectives, by a flag in ``XLA_FLAGS``."""
-    match = re.search(rf"--{flag}=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    return int(match[1]) if match else default
+def _read_threshold(kind: str) -> int:
+    """Return the bytes up to which XLA joins collectives of a kind, by its flag in ``XLA_FLAGS``."""
+    match = re.search(rf"--{THRESHOLDS[kind]}=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    return int(match[1]) if match else _JOINED_BYTES[kind]
 
 
 def _find_scatters(body: Body) -> dict[ir.Value, tuple[Axes, ...]]:
@@ -220,7 +220,7 @@ def _find_device_sums(body: Body) -> tuple[set[ir.Value], set[ir.Value], set[ir.
     }
     pairs = [[*op.reads] for op in body.ops if op.prim.name in ("add", "add_any")]
     added = {pair[1] for pair in pairs if len(pair) == 2 and sums.keys() >= {*pair}}
-    most, total, joined = _read_threshold(*_SUMS), 0, set[ir.Value]()
+    most, total, joined = _read_threshold("all-reduce"), 0, set[ir.Value]()
     for v, size in sums.items():
         if v not in added and total + size <= most:
             total += size

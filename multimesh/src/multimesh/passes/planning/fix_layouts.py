@@ -21,8 +21,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from multimesh import ir
 from multimesh.core import _compat
 from multimesh.core.specs import Axes, axes_of, decisions, entry, size, strip
-from multimesh.ir.axes import Array, Dimension, constraint, find_constraints, join, link_equal_places, spread
-from multimesh.ir.primitives import Group, is_cheap, links
+from multimesh.ir.axes import Array, Dimension, constraint, find_constraints, join, link_dimensions, spread
+from multimesh.ir.primitives import Group, is_cheap
 from multimesh.plan.instructions import Kernel, Run, Send
 from multimesh.plan.plan import Plan
 
@@ -192,7 +192,7 @@ class Flow:
                 self._leave(self._body(op, called, ins, env, mesh), outs)
             else:
                 results = set(op.outs)
-                groups = list(links(op)) or list(link_equal_places(op))
+                groups = link_dimensions(op)
                 others = results.union([*op.reads][:1] if op.prim.name == "gather" else ())  # rows lie as their numbers
                 sums_axes = {(o, d): axes for o in op.outs for d, axes in added.get(o, ())}
                 for group in sorted(
